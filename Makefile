@@ -23,7 +23,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses bench-images paper migrating settings gpu-check gpu-site clean
+.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses bench-images paper migrating settings fields gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests i
 
 settings: $(VENV)/.installed ## write docs/use/settings.md and other-flags.md from the configuration
 	$(BIN)/python -m quire.cli.options.reference docs/use
+
+fields: $(VENV)/.installed ## write docs/use/fields.md from the bodies that the server accepts
+	$(BIN)/python -m quire.serve.api.fields docs/use
 
 gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|ranks|bench|peers
 	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)

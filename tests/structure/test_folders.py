@@ -83,9 +83,9 @@ BUDGETS = {
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
     "serve": 2330,
-    "serve/api": 2070,
+    "serve/api": 2290,
     "serve/api/batches": 2310,
-    "serve/api/bodies": 1850,
+    "serve/api/bodies": 1880,
     "serve/api/http": 1130,
     "serve/api/messages": 870,
     "serve/api/native": 1240,
@@ -107,7 +107,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 725, 105_350
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 727, 105_350
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

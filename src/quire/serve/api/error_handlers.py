@@ -10,7 +10,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from quire.base.errors import QuireError
-from quire.serve.api.bodies.open_body import add_guess, ignored_fields, naming_ignored
+from quire.serve.api.bodies.open_body import add_suggestion, ignored_fields, naming_ignored
 from quire.serve.api.bodies.validation_errors import invalid_request
 from quire.serve.api.errors import ApiError, ApiHttpError, as_api_error, bad_request, error_response
 from quire.serve.api.messages.errors import is_messages, message_error_response
@@ -28,7 +28,7 @@ async def answer(request: fastapi.Request, error: Exception) -> Response:
         error = _of_http(request, error)
     ignored = ignored_fields(request.scope)
     if isinstance(error, ApiError):
-        add_guess(error, ignored)
+        add_suggestion(error, ignored)
     return naming_ignored(error_answer(error, request.scope), ignored)
 
 

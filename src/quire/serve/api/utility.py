@@ -17,8 +17,14 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from quire.base.errors import EngineDead
 from quire.base.version import QUIRE_VERSION
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.bodies.open_body import OpenBody
-from quire.serve.api.bodies.protocol import Label, Messages, TemplateKwargs, TokenIds, Tools
+from quire.serve.api.bodies.open_body import PROMPT, RESPONSE, OpenBody, becomes
+from quire.serve.api.bodies.protocol import (
+    Messages,
+    ModelField,
+    TemplateFields,
+    TokenIds,
+    Tools,
+)
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.context import Api, ApiContext, knowing
 from quire.serve.api.document import document
@@ -47,26 +53,22 @@ router = APIRouter(route_class=BoundedRoute)
 page, description = APIRouter(), APIRouter()
 
 
-class TokenizeBody(OpenBody):
-    """A prompt, or messages as chat completions take them; vLLM's fields and defaults."""
+class TokenizeBody(OpenBody, ModelField, TemplateFields):
+    """A prompt, or messages as in chats; vLLM's fields and defaults."""
 
-    model: Label | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    tools: Tools | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    prompt: str | None = becomes(PROMPT)
+    messages: Messages | None = becomes(PROMPT)
+    add_special_tokens: bool | None = becomes(PROMPT)
+    return_token_strs: bool | None = becomes(RESPONSE, default=False)
+    add_generation_prompt: bool = becomes(PROMPT, default=True)
+    continue_final_message: bool = becomes(PROMPT, default=False)
+    tools: Tools | None = becomes(PROMPT)
 
 
-class DetokenizeBody(OpenBody):
+class DetokenizeBody(OpenBody, ModelField):
     """Token ids of one text."""
 
-    model: Label | None = None
-    tokens: TokenIds
+    tokens: TokenIds = becomes(RESPONSE, default=...)
 
 
 @public.get("/health")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import fastapi
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from quire.serve.api.batches.app_caller import batch_urls
 from quire.serve.api.batches.batch_store import (
@@ -19,7 +19,7 @@ from quire.serve.api.batches.batch_store import (
 from quire.serve.api.batches.batches import Batches
 from quire.serve.api.batches.directory import owner_of, page, seen_by
 from quire.serve.api.batches.files_routes import LEAST_S, MOST_S, Kept
-from quire.serve.api.bodies.open_body import OpenBody
+from quire.serve.api.bodies.open_body import OpenBody, StrictBody, becomes
 from quire.serve.api.bodies.protocol import Label, at_most
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.validation_errors import shown
@@ -39,10 +39,8 @@ Metadata = Annotated[
 ]
 
 
-class ExpiresAfter(BaseModel):
+class ExpiresAfter(StrictBody):
     """How long the outputs are kept."""
-
-    model_config = ConfigDict(extra="forbid")
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=LEAST_S, le=MOST_S)]
@@ -51,11 +49,13 @@ class ExpiresAfter(BaseModel):
 class BatchBody(OpenBody):
     """A batch to be run. completion_window: hours, such as 24h, after which it ends as it is."""
 
-    input_file_id: Label
-    endpoint: Label
-    completion_window: Label = "24h"
-    metadata: Metadata | None = None
-    output_expires_after: Annotated[ExpiresAfter, at_most(2)] | None = None
+    input_file_id: Label = becomes("BatchRecord.input_file_id", default=...)
+    endpoint: Label = becomes("BatchRecord.endpoint", default=...)
+    completion_window: Label = becomes("BatchRecord.expires_at", default="24h")
+    metadata: Metadata | None = becomes("BatchRecord.metadata")
+    output_expires_after: Annotated[ExpiresAfter, at_most(2)] | None = becomes(
+        "BatchRecord.output_ttl_s"
+    )
 
 
 @router.post("/v1/batches")

@@ -1,16 +1,16 @@
-"""Fields of other engines that change the text of an answer, and that quire does not take.
+"""Fields of other engines that quire does not have: refused if they would change the text.
 
-A body's unknown fields are left out (`open_body.py`), which is right only for those that cannot
-change the text: labels, cache hints, what is shown. A constraint or a way to sample that was left
-out would give another text with status 200, so these are a 400 that says what to use instead. At a
-neutral value, which clients send with every request, they are left out as well.
+A body's unknown fields are removed (`open_body.py`). That is right only for labels, cache hints and
+extra output. Without a constraint or a sampling method the text would differ, with status 200. So a
+known field of this kind is a 400 with advice. Clients send many fields at their neutral values, and
+these values are accepted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.serve.api.errors import ApiError, bad_request, short
+from quire.serve.api.errors import bad_request, short
 
 NO_SUCH_SAMPLER = (
     "quire does not support this way of sampling; remove it, or use temperature, top_p or min_p"
@@ -21,24 +21,33 @@ CONSTRAINT = (
 )
 NOT_THIS_ENDPOINT = "this endpoint does not support it; remove it"
 IMAGES = "send images as image_url parts of messages"
+EMPTY_VALUES: tuple[object, ...] = ("", [], {})
 
 
 @dataclass(frozen=True)
-class ForeignField:
-    """A field that is refused. advice: what to do instead. values: neutral ones, besides what is
-    empty or null."""
+class Refused:
+    """Why a field is refused, and its neutral values besides null."""
 
     advice: str
     values: tuple[object, ...] = ()
 
+    def check(self, name: str, value: object) -> None:
+        """Raise ApiError for a value that is not neutral. True is not 1, as in JSON."""
+        is_bool = isinstance(value, bool)
+        if value is None or any(
+            value == each and is_bool == isinstance(each, bool) for each in self.values
+        ):
+            return
+        raise bad_request(f"{name}={short(value)}: {self.advice}.", name, "unsupported_value")
 
-def _all(names: str, advice: str, *values: object) -> dict[str, ForeignField]:
-    return dict.fromkeys(names.split(), ForeignField(advice, values))
+
+def _all(names: str, advice: str, *values: object) -> dict[str, Refused]:
+    return dict.fromkeys(names.split(), Refused(advice, (*EMPTY_VALUES, *values)))
 
 
-# Fields of llama.cpp, SGLang, text-generation-inference and Ollama; at the end those of vLLM and
-# OpenAI, for the bodies that lack them.
-FOREIGN: Mapping[str, ForeignField] = {
+# Fields of llama.cpp, SGLang, text-generation-inference and Ollama. At the end are fields of vLLM
+# and OpenAI, for the bodies that lack them.
+FOREIGN: Mapping[str, Refused] = {
     **_all("grammar_lazy", "grammars apply from the first token; remove it", False),
     **_all("grammar_triggers", "use structured_outputs.structural_tag"),
     **_all("n_predict num_predict max_new_tokens max_length", "use max_tokens", -1),
@@ -95,20 +104,19 @@ FOREIGN: Mapping[str, ForeignField] = {
 }
 
 
+# Fields of the same engines that cannot change the text, by the reason. They are removed as all
+# unknown fields are.
+HARMLESS: Mapping[str, str] = {
+    "cache_prompt id_slot keep_alive rid": "the server decides which blocks stay cached",
+    "n_keep num_keep": "quire never shortens a context",
+    "n_probs timings_per_token return_progress post_sampling_probs return_hidden_states"
+    " decoder_input_details separate_reasoning stream_reasoning": "only adds to the response",
+    "mirostat_tau mirostat_eta dynatemp_exponent smoothing_curve": "needs a field that is refused",
+}
+
+
 def check_foreign(body: Mapping[str, Any], unknown: tuple[str, ...]) -> None:
     """Raise ApiError for the first unknown field of a body that would change the text."""
     for name in unknown:
-        field = FOREIGN.get(name)
-        if field is not None and not _is_neutral(body[name], field.values):
-            raise _refused(name, body[name], field)
-
-
-def _is_neutral(value: object, values: tuple[object, ...]) -> bool:
-    if value is None or (isinstance(value, str | list | dict) and not value):
-        return True
-    # True == 1 in Python, but not in JSON.
-    return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
-
-
-def _refused(name: str, value: object, field: ForeignField) -> ApiError:
-    return bad_request(f"{name}={short(value)}: {field.advice}.", name, "unsupported_value")
+        if name in FOREIGN:
+            FOREIGN[name].check(name, body[name])

@@ -1,47 +1,106 @@
-"""Bodies of contracts that others extend: what is unknown here is left out, and a header says so.
+"""What becomes of a body's fields: of those that it declares, and of all others.
 
-Clients of other servers send fields that only those know. Known ones that would change the text are
-refused (`foreign_fields.py`). `--strict-fields` refuses all, which finds misspelt ones. Bodies of
-our own endpoints are always strict.
+Each declared field says what becomes of it: `becomes` names what it sets, an `Ignored` field has no
+effect, and an `unsupported` field is refused unless its value is neutral. A field without any of
+these sets the field of `SamplingParams` of the same name. Checks, the OpenAPI document and the
+table of fields (`serve/api/fields.py`) read these declarations.
 
-A declared field may be one that cannot be served. Clients send many fields at their defaults, so it
-is accepted at its neutral values; any other value is a 400 that says what to do.
+Clients of other servers send fields that only those servers know. Undeclared fields of an
+`OpenBody` are removed, and a header names them. Known fields that would change the text are refused
+(`foreign_fields.py`). `--strict-fields` refuses all undeclared fields, which finds misspelt ones.
+Bodies of quire's own endpoints are always strict.
 """
 
 import difflib
 import typing
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.serve.api.bodies.foreign_fields import check_foreign
-from quire.serve.api.errors import ApiError, ApiHttpError, bad_request, short
+from quire.serve.api.bodies.foreign_fields import Refused, check_foreign
+from quire.serve.api.errors import ApiError, ApiHttpError
 
 IGNORED_HEADER = "X-Quire-Ignored-Fields"
 MAX_HEADER_CHARS = 1024
-MAX_GUESSED_CHARS = 60
+MAX_SUGGESTED_CHARS = 60
 SAFE = "!#$&'()*+/:;<=>?@[]^`{|}"
 EMPTY = '""'  # a header's value must not end with a blank
 ONLY_NEUTRAL = "only at its neutral value"
 
+# Parts of a request's plan that are not a field of an engine's message.
+MODEL, PROMPT, GRAMMAR, RESPONSE = "model", "prompt", "grammar", "response"
 
-class OpenBody(BaseModel):
-    """A body whose unknown fields may be left out before it is checked (`reading.BoundedRoute`)."""
+
+@dataclass(frozen=True)
+class Becomes:
+    """What a field sets: `Class.field` of the engine, or a part of the plan such as PROMPT."""
+
+    parts: tuple[str, ...]
+
+
+class _NoEffect:
+    """Mark of a field that cannot change the response."""
+
+
+NO_EFFECT = _NoEffect()
+Ignored = Annotated[Any, Field(default=None, description="accepted and ignored"), NO_EFFECT]
+
+
+def becomes(*parts: str, default: Any = None) -> Any:
+    """Declare what a field of a body sets. A default of `...` makes the field required."""
+    field: Any = Field(default=default)
+    field.metadata.append(Becomes(parts))
+    return field
+
+
+def unsupported(advice: str, *values: Any) -> Any:
+    """Declare a field that is refused. values: its neutral values besides null."""
+    enum: dict[str, Any] = {"enum": [None, *values]}
+    field: Any = Field(default=None, description=ONLY_NEUTRAL, json_schema_extra=enum)
+    field.metadata.append(Refused(advice, values))
+    return field
+
+
+@cache
+def unsupported_fields(kind: type[BaseModel]) -> dict[str, Refused]:
+    """Return the fields of a body that are refused."""
+    return {
+        name: refused
+        for name, field in kind.model_fields.items()
+        for refused in field.metadata
+        if isinstance(refused, Refused)
+    }
+
+
+def check_neutral(request: BaseModel) -> None:
+    """Raise ApiError for the first refused field whose value is not neutral."""
+    refused = unsupported_fields(type(request))
+    for name in request.model_fields_set & refused.keys():
+        refused[name].check(name, getattr(request, name))
+
+
+class StrictBody(BaseModel):
+    """A body, or a part of one, that refuses undeclared fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
+class OpenBody(StrictBody):
+    """A body whose undeclared fields are removed before validation (`reading.BoundedRoute`)."""
+
+
 def body_class(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
-    """Return the class of the body that a route's handler takes, if it takes one."""
-    for kind in typing.get_type_hints(endpoint).values():
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
+    """Return the class of the body that a route's handler takes; None without a body."""
+    for hint in typing.get_type_hints(endpoint).values():
+        for kind in (hint, *typing.get_args(hint)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                return kind
     return None
 
 
@@ -55,8 +114,8 @@ def known_fields(endpoint: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def without_unknown(body: dict[str, Any], known: frozenset[str], scope: Scope) -> dict[str, Any]:
-    """Return a body without unknown fields, whose names are kept with its request. Raise
-    ApiHttpError for one that would change the text of an answer."""
+    """Return a body without unknown fields, and store their names in its request's scope. Raise
+    ApiHttpError for a field that would change the text."""
     unknown = tuple(name for name in body if name not in known)
     if not unknown:
         return body
@@ -69,23 +128,23 @@ def without_unknown(body: dict[str, Any], known: frozenset[str], scope: Scope) -
 
 
 def ignored_fields(scope: Scope) -> tuple[str, ...]:
-    """Return the names of the fields that were left out of a request's body."""
+    """Return the names of the fields that were removed from a request's body."""
     names: tuple[str, ...] = scope.get("state", {}).get("ignored_fields", ())
     return names
 
 
-def add_guess(error: ApiError, ignored: Sequence[str]) -> None:
-    """Add a guess to an error if the field that it is about seems to be misspelt."""
-    names = [name for name in ignored if len(name) <= MAX_GUESSED_CHARS]
+def add_suggestion(error: ApiError, ignored: Sequence[str]) -> None:
+    """Add to an error the removed field whose name resembles the field at fault."""
+    names = [name for name in ignored if len(name) <= MAX_SUGGESTED_CHARS]
     close = difflib.get_close_matches(error.param or "", names, n=1)
     if close:
-        error.message += f" Is {close[0]!r}, which there is not, meant?"
+        error.message += f" Is {close[0]!r} a misspelling of it?"
 
 
 def naming_ignored(response: Response, names: Sequence[str]) -> Response:
-    """Name the fields that were left out in a header of the answer: as many as it may hold.
+    """Name removed fields in a header of the response, as many as fit into it.
 
-    Names are written as in a URL, so that no byte of theirs breaks the header.
+    Names are quoted as in a URL, so that their bytes cannot break the header.
     """
     num_chars, kept = 0, []
     for name in names:
@@ -99,45 +158,3 @@ def naming_ignored(response: Response, names: Sequence[str]) -> Response:
     if kept:
         response.headers[IGNORED_HEADER] = ", ".join(kept)
     return response
-
-
-@dataclass(frozen=True)
-class Rule:
-    """advice: what to do instead of using a field. values: what it may be beside None."""
-
-    advice: str
-    values: tuple[Any, ...]
-
-
-def unsupported(advice: str, *values: Any) -> Any:
-    """Declare a field of a body, with the parts of its `Rule`."""
-    enum: dict[str, Any] = {"enum": [None, *values]}
-    field: Any = Field(default=None, description=ONLY_NEUTRAL, json_schema_extra=enum)
-    field.metadata.append(Rule(advice, values))
-    return field
-
-
-@cache
-def unsupported_fields(kind: type[BaseModel]) -> dict[str, Rule]:
-    """Return those of a body's fields that cannot be served."""
-    return {
-        name: rule
-        for name, field in kind.model_fields.items()
-        for rule in field.metadata
-        if isinstance(rule, Rule)
-    }
-
-
-def check_neutral(request: BaseModel, rules: Mapping[str, Rule] | None = None) -> None:
-    """Raise a 400 for the first field that asks for something that cannot be served.
-
-    rules: by field; None are those of the declared fields.
-    """
-    rules = unsupported_fields(type(request)) if rules is None else rules
-    for name in request.model_fields_set:
-        rule = rules.get(name)
-        if rule is None:
-            continue
-        value = getattr(request, name)
-        if value is not None and value not in rule.values:
-            raise bad_request(f"{name}={short(value)}: {rule.advice}.", name, "unsupported_value")

@@ -1,25 +1,33 @@
-"""What clients may send to /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's.
+"""Fields of /v1/completions and /v1/chat/completions, and the fields that other bodies share.
 
-A field that does not exist is left out and told, or refused (`open_body`). Fields that mean nothing
-here are taken and ignored; fields that cannot be served are taken at their neutral value only
-(`unsupported_fields`). `None` is "not given": then the model's own default counts. Sizes are capped
-here, values are checked by SamplingParams, token ids by the client.
+Each field declares what becomes of it (`open_body.py`). `None` is "not given": then the model's own
+default counts. Sizes are limited here. `SamplingParams` checks values, and the client token ids.
 
-A list or an object is measured before its items are looked at (`at_most`), and the first wrong item
-of a list ends it: pydantic alone looks at all and makes an error of each.
+`at_most` measures a list or an object before its items are read, and validation of a list ends at
+the first wrong item. pydantic alone would read all items and make an error of each.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.base.requests.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
 from quire.base.requests.sampling_params import MOST_NAMED_TOKENS
 from quire.base.requests.validation import MAX_KEEP_S
-from quire.serve.api.bodies.open_body import OpenBody, unsupported
-from quire.serve.media.parts import DETAILS
+from quire.serve.api.bodies import schemas
+from quire.serve.api.bodies.open_body import (
+    GRAMMAR,
+    MODEL,
+    PROMPT,
+    RESPONSE,
+    Ignored,
+    OpenBody,
+    StrictBody,
+    becomes,
+    unsupported,
+)
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -49,95 +57,14 @@ INT32 = 2**31
 NOT_HERE = "is not supported; remove it"
 NO_MEDIA_OPTIONS = "the model's own settings decide how images are read; remove it"
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-ONE_PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKEN_IDS]}
-
-
-def prompts_schema(most: int) -> dict[str, Any]:
-    """Describe a field of one prompt, or of several, each a text or token ids."""
-    several = {"type": "array", "minItems": 1, "maxItems": most}
-    return {
-        "anyOf": [_TEXT, several | {"items": _TEXT}, _TOKEN_IDS, several | {"items": _TOKEN_IDS}]
-    }
-
-
-# Of a conversation with a model that has a vision tower.
-IMAGE_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "type": "object",
-            "properties": {"url": _TEXT, "detail": {"enum": [*DETAILS, None]}},
-            "required": ["url"],
-        },
-    },
-    "required": ["type", "image_url"],
-}
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_STOP_SCHEMA = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}
-_MESSAGE_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "role": {
-            "type": "string",
-            "minLength": 1,
-            "description": "such as system, user, assistant or tool",
-        },
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "anyOf": [
-                            {
-                                "type": "object",
-                                "properties": {
-                                    "type": {"const": "text"},
-                                    "text": {"type": "string"},
-                                },
-                                "required": ["type", "text"],
-                            },
-                            IMAGE_SCHEMA,
-                        ]
-                    },
-                },
-                {"type": "null"},
-            ]
-        },
-    },
-    "required": ["role"],
-    "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
-}
-_TOOL_CHOICE_SCHEMA = {
-    "anyOf": [
-        {"enum": ["auto", "none", "required", None]},
-        {
-            "type": "object",
-            "maxProperties": MAX_FORMAT_FIELDS,
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}},
-                    "required": ["name"],
-                },
-            },
-            "required": ["type", "function"],
-        },
-    ]
-}
-
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuse a list or an object of more than `most` items before one of them is looked at, and an
-    object with a name of more than MAX_NAME_CHARS."""
+    """Refuse a list or an object of more than `most` items before its items are read, and an object
+    with a name of more than MAX_NAME_CHARS."""
 
     def checked(value: object) -> object:
         if isinstance(value, list | Mapping) and len(value) > most:
@@ -149,30 +76,29 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(checked)
 
 
-Ignored = Annotated[Any, Field(default=None, description="accepted and ignored")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_STOP = schemas.SOME_TEXT | {"maxLength": MAX_STOP_CHARS}
 StopStrings = Annotated[
     list[StopString],
     Field(max_length=MAX_STOPS, fail_fast=True),
     at_most(MAX_STOPS),
     BeforeValidator(_as_list),
-    WithJsonSchema(_STOP_SCHEMA),
+    WithJsonSchema(schemas.one_of(_STOP, schemas.list_of(_STOP, maxItems=MAX_STOPS))),
 ]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
 Breakers = Annotated[
     list[StopString], Field(max_length=MAX_BREAKERS, fail_fast=True), at_most(MAX_BREAKERS)
 ]
-
-
 BadWords = Annotated[
     list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), at_most(MAX_BAD_WORDS)
 ]
 LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-Message = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE_SCHEMA)]
+Message = Annotated[dict[str, Any], WithJsonSchema(schemas.MESSAGE)]
 Messages = Annotated[
     list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
 ]
+SomeMessages = Annotated[Messages, Field(min_length=1)]
 Tools = Annotated[Objects, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS)]
 Documents = Annotated[Objects, Field(max_length=MAX_DOCUMENTS), at_most(MAX_DOCUMENTS)]
 TemplateKwargs = Annotated[
@@ -185,130 +111,70 @@ AllowedTokens = Annotated[
 StopTokens = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS), at_most(MAX_STOP_TOKENS)]
 NamedTokens = Annotated[TokenIds, Field(max_length=MOST_NAMED_TOKENS), at_most(MOST_NAMED_TOKENS)]
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
+Natural = Annotated[int, Field(ge=0, lt=INT32)]
+Positive = Annotated[int, Field(ge=1, lt=INT32)]
+OrUnlimited = Annotated[int, Field(ge=-1, lt=INT32)]  # -1 is no limit
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+Effort = Annotated[str, Field(max_length=32)]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+Tenant = Annotated[str, Field(max_length=MAX_SALT_CHARS)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 KeepSeconds = Annotated[float, Field(ge=0, le=MAX_KEEP_S)]
+Penalty = Annotated[float, Field(ge=0.01, le=100)]
+ToolChoice = Annotated[
+    Any,
+    at_most(MAX_FORMAT_FIELDS),
+    WithJsonSchema(schemas.choice_schema(MAX_FORMAT_FIELDS, schemas.NAMED_FUNCTION)),
+]
 
 
-class NamedProcessor(BaseModel):
-    """A logits processor that a package brings."""
-
-    model_config = ConfigDict(extra="forbid")
+class NamedProcessor(StrictBody):
+    """A logits processor of an installed package."""
 
     name: Label
     kwargs: Annotated[dict[str, Any], at_most(MAX_PROCESSOR_KWARGS)] | None = None
 
 
-class RepetitionSizes(BaseModel):
+class RepetitionSizes(StrictBody):
     """The fields of `RepetitionDetectionParams`, with their meaning."""
-
-    model_config = ConfigDict(extra="forbid")
 
     max_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
     min_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
-    min_count: Annotated[int, Field(ge=0, lt=INT32)] = 0
+    min_count: Natural = 0
 
 
 RepetitionDetection = Annotated[
     RepetitionSizes,
     at_most(MAX_FORMAT_FIELDS),
-    AfterValidator(lambda asked: RepetitionDetectionParams(**asked.model_dump())),
+    AfterValidator(lambda sizes: RepetitionDetectionParams(**sizes.model_dump())),
 ]
-
-
-_PROCESSOR_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "kwargs": {"type": "object"}},
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    ]
-}
 Processor = Annotated[
     NamedProcessor,
-    BeforeValidator(lambda asked: {"name": asked} if isinstance(asked, str) else asked),
-    AfterValidator(lambda asked: asked.model_dump(exclude_none=True)),
-    WithJsonSchema(_PROCESSOR_SCHEMA),
+    BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given),
+    AfterValidator(lambda processor: processor.model_dump(exclude_none=True)),
+    WithJsonSchema(schemas.PROCESSOR),
 ]
 Processors = Annotated[
     list[Processor],
     Field(max_length=MAX_PROCESSORS, fail_fast=True),
     at_most(MAX_PROCESSORS),
 ]
-
-
-_SCHEMA = {"type": "object", "additionalProperties": True}
-_RESPONSE_FORMAT_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "maxProperties": MAX_FORMAT_FIELDS,
-            "properties": {"type": {"enum": ["text", "json_object"]}},
-            "required": ["type"],
-        },
-        {
-            "type": "object",
-            "maxProperties": MAX_FORMAT_FIELDS,
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", "minLength": 1},
-                        "schema": _SCHEMA,
-                        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-                        "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-                    },
-                    "required": ["name", "schema"],
-                },
-            },
-            "required": ["type", "json_schema"],
-        },
-        {
-            "type": "object",
-            "maxProperties": MAX_FORMAT_FIELDS,
-            "properties": {
-                "type": {"const": "structural_tag"},
-                "format": _SCHEMA,
-                "structures": {"type": "array", "items": _SCHEMA},
-                "triggers": {"type": "array", "items": {"type": "string", "minLength": 1}},
-            },
-            "required": ["type"],
-        },
-    ]
-}
-_TEXT_OR_OBJECT = {"anyOf": [{"type": "string"}, _SCHEMA]}
-_STRUCTURED_SCHEMA = {
-    "type": "object",
-    "maxProperties": MAX_FORMAT_FIELDS,
-    "description": "exactly one of the first six, or an empty object",
-    "properties": {
-        "json": _TEXT_OR_OBJECT,
-        "regex": {"type": "string"},
-        "choice": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES},
-        "grammar": {"type": "string"},
-        "json_object": {"type": "boolean"},
-        "structural_tag": _TEXT_OR_OBJECT,
-        "disable_any_whitespace": {"type": "boolean"},
-        "disable_additional_properties": {"type": "boolean"},
-        "whitespace_pattern": {"type": "string"},
-    },
-    "additionalProperties": False,
-}
 Format = Annotated[
-    dict[str, Any], at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_RESPONSE_FORMAT_SCHEMA)
+    dict[str, Any],
+    at_most(MAX_FORMAT_FIELDS),
+    WithJsonSchema(schemas.response_format_schema(MAX_FORMAT_FIELDS)),
 ]
 StructuredOutputs = Annotated[
-    dict[str, Any], at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_STRUCTURED_SCHEMA)
+    dict[str, Any],
+    at_most(MAX_FORMAT_FIELDS),
+    WithJsonSchema(schemas.structured_outputs_schema(MAX_FORMAT_FIELDS, MAX_CHOICES)),
 ]
 JsonSchema = Annotated[
     str | dict[str, Any],
     at_most(MAX_SCHEMA_FIELDS),
     WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": MAX_SCHEMA_FIELDS}]}
+        schemas.one_of(schemas.TEXT, {"type": "object", "maxProperties": MAX_SCHEMA_FIELDS})
     ),
 ]
 TransferParams = Annotated[
@@ -321,63 +187,108 @@ Choices = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: in every chunk, too. What
-    else there may be is ignored."""
+    """When a stream reports usage. Other options are ignored."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | None = becomes(RESPONSE)  # in a last chunk
+    continuous_usage_stats: bool | None = becomes(RESPONSE)  # in every chunk, too
     include_obfuscation: Ignored
 
 
-class ScheduledBody(OpenBody):
-    """The fields of all bodies that the engine works on: for whom, and when."""
-
-    model: Label | None = None
-    priority: Int32 | None = None
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    user: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+# Fields that several bodies share
 
 
-class ServedBody(ScheduledBody):
-    """Besides, what of the prompt."""
+class ModelField(StrictBody):
+    """The model that answers; the first one if absent."""
 
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    request_id: Label | None = None
+    model: Label | None = becomes(MODEL)
 
 
-class SampledBody(OpenBody):
-    """How tokens are chosen, when an answer ends, and what it must be."""
+class SchedulingFields(ModelField):
+    """When the engine computes a request, and which requests share its cached blocks."""
 
-    min_tokens: Int32 | None = None
+    priority: Int32 | None = becomes("Request.priority")
+    timeout_s: Seconds | None = becomes("Request.timeout_s")
+    cache_salt: Salt | None = becomes("Request.cache_salt")
+
+
+class SamplingFields(StrictBody):
+    """How tokens are chosen."""
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
     min_p: float | None = None
+    repetition_penalty: Penalty | None = None
+    seed: int | None = None
+
+
+class VariableFields(StrictBody):
+    """Variables of the chat template."""
+
+    chat_template_kwargs: TemplateKwargs | None = becomes(PROMPT)
+
+
+class TemplateFields(VariableFields):
+    """The chat template, as a name or a text, and its variables."""
+
+    chat_template: str | None = becomes(PROMPT)
+
+
+class ConversationFields(TemplateFields):
+    """How the chat template ends a conversation."""
+
+    add_generation_prompt: bool | None = becomes(PROMPT)
+    continue_final_message: bool | None = becomes(PROMPT)
+
+
+class ChatFields(TemplateFields):
+    """Tools and reasoning of chats."""
+
+    tools: Tools | None = becomes(PROMPT)
+    tool_choice: ToolChoice = becomes(GRAMMAR)
+    parallel_tool_calls: bool | None = becomes(GRAMMAR)
+    include_reasoning: bool | None = becomes(RESPONSE)
+    thinking_token_budget: OrUnlimited | None = becomes(GRAMMAR)
+
+
+class ScheduledBody(OpenBody, SchedulingFields):
+    """The fields of all OpenAI bodies that the engine computes."""
+
+    user: Tenant | None = becomes("Request.tenant")
+    request_id: Ignored
+
+
+class ServedBody(ScheduledBody):
+    """The fields of bodies with one prompt or several."""
+
+    add_special_tokens: bool | None = becomes(PROMPT)
+    truncate_prompt_tokens: OrUnlimited | None = becomes(PROMPT)
+    truncation_side: Literal["left", "right"] | None = becomes(PROMPT)
+
+
+class SampledBody(OpenBody, SamplingFields):
+    """How tokens are chosen, when a response ends, and its form."""
+
+    min_tokens: Int32 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords | None = None
-    seed: int | None = None
     stop: StopStrings | None = None
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: bool | None = becomes("Request.eos_token_ids")
     repetition_detection: RepetitionDetection | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = becomes(GRAMMAR)
 
 
 class GenerationRequest(SampledBody, ServedBody):
-    """The fields that both endpoints have. keep_s: how long a request is held when it has ended."""
+    """The fields of completions and chats."""
 
-    stream: bool | None = None
-    stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = None
-
-    keep_s: KeepSeconds | None = None
+    stream: bool | None = becomes("SamplingParams.output_kind", RESPONSE)
+    stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = becomes(RESPONSE)
+    keep_s: KeepSeconds | None = becomes("Request.keep_s")
 
     # How tokens are chosen, and when a text ends
     n: Count | None = None
@@ -398,13 +309,13 @@ class GenerationRequest(SampledBody, ServedBody):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
 
-    # What is shown
-    echo: bool | None = None
+    # Contents of the response
+    echo: bool | None = becomes(RESPONSE)
     prompt_logprobs: Int32 | None = None
     logprob_token_ids: NamedTokens | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    stream_interval: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+    return_token_ids: bool | None = becomes(RESPONSE)
+    return_tokens_as_token_ids: bool | None = becomes(RESPONSE)
+    stream_interval: Positive | None = None
 
     # Labels and hints of clients
     session_id: Ignored
@@ -415,75 +326,48 @@ class GenerationRequest(SampledBody, ServedBody):
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
 
-    # What the answer must be (`structured.py`)
-    response_format: Format | None = None
-    guided_json: JsonSchema | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
-    grammar: str | None = None  # llama.cpp's; GBNF, or Lark
-    json_schema: JsonSchema | None = None  # llama.cpp's and SGLang's
-    regex: str | None = None  # SGLang's, as the next one
-    ebnf: str | None = None
+    # The form of the response (`structured.py`)
+    response_format: Format | None = becomes(GRAMMAR)
+    guided_json: JsonSchema | None = becomes(GRAMMAR)
+    guided_regex: str | None = becomes(GRAMMAR)
+    guided_choice: Choices | None = becomes(GRAMMAR)
+    guided_grammar: str | None = becomes(GRAMMAR)
+    guided_whitespace_pattern: str | None = becomes(GRAMMAR)
+    grammar: str | None = becomes(GRAMMAR)  # llama.cpp's; GBNF, or Lark
+    json_schema: JsonSchema | None = becomes(GRAMMAR)  # llama.cpp's and SGLang's
+    regex: str | None = becomes(GRAMMAR)  # SGLang's
+    ebnf: str | None = becomes(GRAMMAR)  # SGLang's
     guided_decoding_backend: Ignored
 
     return_token_offsets: Any = unsupported(NOT_HERE, False)
-    thinking_token_budget: Any = unsupported("use max_tokens to limit the answer", -1)
     watermarking: Any = unsupported(NOT_HERE, False)
-    kv_transfer_params: TransferParams | None = None
+    kv_transfer_params: TransferParams | None = becomes("Request.kv_transfer")
     ec_transfer_params: Any = unsupported(NOT_HERE, {})
     vllm_xargs: Any = unsupported(NOT_HERE, {})
 
-    @property
-    def num_named(self) -> int:
-        """How many tokens are named whose logprobs are to be shown at each position."""
-        return len(self.logprob_token_ids or ())
-
-    @property
-    def wants_usage_chunk(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def wants_running_usage(self) -> bool:
-        options = self.stream_options
-        return bool(options and options.include_usage and options.continuous_usage_stats)
-
 
 class CompletionRequest(GenerationRequest):
-    """logprobs: how many candidates are shown per token, beside the chosen one. best_of: how many
-    continuations are made, of which the best n are shown. suffix: what follows the continuation."""
+    """A body of /v1/completions."""
 
-    prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))] = None
-    suffix: str | None = None
+    prompt: Annotated[Any, WithJsonSchema(schemas.prompts_schema(MAX_PROMPTS))] = becomes(PROMPT)
+    suffix: str | None = becomes(PROMPT)  # follows the continuation
     logprobs: Int32 | None = None
+    best_of: Count | None = None  # continuations that are computed; the best n are returned
 
-    best_of: Count | None = None
-
+    thinking_token_budget: Any = unsupported("use max_tokens to limit the answer", -1)
     prompt_embeds: Any = unsupported("send the prompt as text or token ids", [])
 
 
-class ChatCompletionRequest(GenerationRequest):
-    """messages and tools: plain objects, checked where they are rendered."""
+class ChatCompletionRequest(GenerationRequest, ConversationFields, ChatFields):
+    """A body of /v1/chat/completions. Messages and tools are checked where they are rendered."""
 
-    messages: Annotated[Messages, Field(min_length=1)]
-    max_completion_tokens: Int32 | None = None
+    messages: SomeMessages = becomes(PROMPT, default=...)
+    max_completion_tokens: Int32 | None = becomes("SamplingParams.max_tokens")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, lt=INT32)] | None = None
+    top_logprobs: Natural | None = becomes("SamplingParams.logprobs")
 
-    tools: Tools | None = None
-    tool_choice: Annotated[Any, at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = (
-        None
-    )
-    parallel_tool_calls: bool | None = None
-    documents: Documents | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
+    documents: Documents | None = becomes(PROMPT)
+    reasoning_effort: Effort | None = becomes(PROMPT)
     verbosity: Ignored
     prediction: Ignored
 

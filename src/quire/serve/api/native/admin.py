@@ -7,10 +7,11 @@ ends its own requests, one of those the requests of all. Without keys everybody 
 from typing import Annotated, Any
 
 import fastapi
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.types import Scope
 
 from quire.base.settings.config import ServerConfig
+from quire.serve.api.bodies.open_body import StrictBody, becomes
 from quire.serve.api.bodies.protocol import Label, at_most
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.context import Api
@@ -22,14 +23,12 @@ MAX_IDS = 1024
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
 
-class CancelBody(BaseModel):
+class CancelBody(StrictBody):
     """request_ids: ids of answers (cmpl-..., chatcmpl-..., msg-...); all requests if absent."""
-
-    model_config = ConfigDict(extra="forbid")
 
     request_ids: (
         Annotated[list[Label], Field(max_length=MAX_IDS, fail_fast=True), at_most(MAX_IDS)] | None
-    ) = None
+    ) = becomes("Cancel.request_id")
 
 
 @router.post("/reset_prefix_cache")

@@ -11,8 +11,8 @@ from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.requests.sampling_params import SamplingParams
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokens.open_text import OpenText
-from quire.serve.api.bodies.open_body import Rule, check_neutral
-from quire.serve.api.bodies.protocol import CompletionRequest
+from quire.serve.api.bodies.open_body import check_neutral, unsupported
+from quire.serve.api.bodies.protocol import CompletionRequest, Count, Int32, OrUnlimited
 from quire.serve.api.bodies.structured import checked_grammar
 from quire.serve.api.bodies.validation_errors import invalid_fields, shown
 from quire.serve.api.context import ApiContext
@@ -33,20 +33,25 @@ from quire.serve.hooks import RequestHooks
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
 ONE = "an open prompt has one continuation; remove it"
-RULES = {
-    "n": Rule(ONE, (1,)),
-    "best_of": Rule(ONE, (1,)),
-    "use_beam_search": Rule(ONE, (False,)),
-    "stream": Rule("the answer is always streamed; remove it", (True,)),
-    "echo": Rule("an open prompt cannot be echoed; remove it", (False,)),
-    "prompt_logprobs": Rule(
-        "an open prompt does not return them; send the whole prompt to /v1/completions", ()
-    ),
-    "suffix": Rule("filling in the middle needs the whole prefix and suffix; remove it", ("",)),
-    "truncate_prompt_tokens": Rule(
-        "the parts of an open prompt are computed as they arrive; remove it", ()
-    ),
-}
+
+
+class OpenPromptRequest(CompletionRequest):
+    """A completion whose prompt arrives in parts, as messages of /v1/stream."""
+
+    n: Count | None = unsupported(ONE, 1)
+    best_of: Count | None = unsupported(ONE, 1)
+    use_beam_search: bool | None = unsupported(ONE, False)
+    stream: bool | None = unsupported("the answer is always streamed; remove it", True)
+    echo: bool | None = unsupported("an open prompt cannot be echoed; remove it", False)
+    prompt_logprobs: Int32 | None = unsupported(
+        "an open prompt does not return them; send the whole prompt to /v1/completions"
+    )
+    suffix: str | None = unsupported(
+        "filling in the middle needs the whole prefix and suffix; remove it", ""
+    )
+    truncate_prompt_tokens: OrUnlimited | None = unsupported(
+        "the parts of an open prompt are computed as they arrive; remove it"
+    )
 
 
 class OpenRequest:
@@ -58,7 +63,6 @@ class OpenRequest:
         or RequestError for wrong fields."""
         body = _body(fields)
         check_neutral(body)
-        check_neutral(body, RULES)
         options = body.stream_options
         in_each = options and options.include_usage and options.continuous_usage_stats
         self.body = body.model_copy(update={"stream": True})
@@ -196,12 +200,12 @@ class OpenRequest:
         return found
 
 
-def _body(fields: Json) -> CompletionRequest:
+def _body(fields: Json) -> OpenPromptRequest:
     try:
-        return CompletionRequest.model_validate(fields)
+        return OpenPromptRequest.model_validate(fields)
     except ValidationError as error:
         errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
-        raise invalid_fields(errors, list(CompletionRequest.model_fields)) from error
+        raise invalid_fields(errors, list(OpenPromptRequest.model_fields)) from error
 
 
 def _checked_ids(prompt: object) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import fastapi
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import WithJsonSchema
 
 from quire.base.errors import RequestError
 from quire.base.messages import PinnedPrefix
@@ -15,15 +15,17 @@ from quire.engine.client.admission import admit
 from quire.engine.client.async_client import pin
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
+from quire.serve.api.bodies.open_body import PROMPT, becomes
 from quire.serve.api.bodies.protocol import (
-    MAX_SALT_CHARS,
-    ONE_PROMPT_SCHEMA,
     Label,
     Messages,
-    TemplateKwargs,
+    ModelField,
+    Salt,
+    TemplateFields,
     Tools,
 )
 from quire.serve.api.bodies.reading import BoundedRoute
+from quire.serve.api.bodies.schemas import ONE_PROMPT
 from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import ApiError, bad_request, error_in
@@ -36,21 +38,16 @@ from quire.serve.api.pipeline.prompts import render_prompt
 router = APIRouter(route_class=BoundedRoute)
 
 
-class PrefixBody(BaseModel):
-    """A prompt, or messages as chat completions take them. ttl_s: seconds, 0 is for good."""
+class PrefixBody(ModelField, TemplateFields):
+    """A prompt, or messages as in chats. ttl_s: seconds; 0 has no limit."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: Label | None = None
-    prompt: Annotated[Any, WithJsonSchema(ONE_PROMPT_SCHEMA)] = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    add_special_tokens: bool = True
-    chat_template: str | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    ttl_s: float = 0.0
-    user: Label | None = None
+    prompt: Annotated[Any, WithJsonSchema(ONE_PROMPT)] = becomes(PROMPT)
+    messages: Messages | None = becomes(PROMPT)
+    tools: Tools | None = becomes(PROMPT)
+    add_special_tokens: bool = becomes(PROMPT, default=True)
+    cache_salt: Salt | None = becomes("Request.cache_salt")
+    ttl_s: float = becomes("Request.pin_s", default=0.0)
+    user: Label | None = becomes("Request.tenant")
 
 
 @router.post("/v1/prefixes", dependencies=[Depends(generating)])

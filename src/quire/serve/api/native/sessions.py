@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import fastapi
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
@@ -16,12 +16,19 @@ from quire.base.requests.media_items import items_before
 from quire.base.requests.validation import MAX_KEEP_S
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.bodies.open_body import check_neutral
+from quire.serve.api.bodies.open_body import (
+    PROMPT,
+    StrictBody,
+    becomes,
+    check_neutral,
+    unsupported,
+)
 from quire.serve.api.bodies.protocol import (
-    INT32,
     MAX_N,
     CompletionRequest,
     Messages,
+    OrUnlimited,
+    Positive,
     TokenIds,
 )
 from quire.serve.api.bodies.reading import BoundedRoute
@@ -41,45 +48,42 @@ from quire.serve.api.pipeline.requests import Origin
 router = APIRouter(route_class=BoundedRoute)
 Index = Annotated[int, Field(ge=0, lt=MAX_N)]
 INPUTS = ("prompt", "token_ids", "messages")
-NOT_BEHIND = ("suffix", "truncate_prompt_tokens")
+NOT_CONTINUED = "cannot be set for a continued request; remove it"
 
 
 class ContinuedBody(CompletionRequest):
-    """What is put behind known tokens, if anything (one of prompt, token_ids and messages), and how
-    they are gone on with. index: which of the request's choices."""
+    """How a request is continued: with one of prompt, token_ids and messages, or with none."""
 
-    index: Index = 0
-    token_ids: TokenIds | None = None
-    messages: Messages | None = None
+    index: Index = becomes("Fork.index", default=0)  # of the request's choices
+    token_ids: TokenIds | None = becomes(PROMPT)
+    messages: Messages | None = becomes(PROMPT)
+    suffix: str | None = unsupported(NOT_CONTINUED)
+    truncate_prompt_tokens: OrUnlimited | None = unsupported(NOT_CONTINUED)
 
 
 class ForkBody(ContinuedBody):
-    """at_token: how many of the request's tokens are kept, prompt and output; all if absent."""
+    """A body of /v1/requests/ID/fork."""
 
-    at_token: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+    at_token: Positive | None = becomes("Fork.num_tokens")  # tokens that are kept; all if absent
 
 
 class AppendBody(ContinuedBody):
-    """keep_source: hold what is gone on with, too, when the answer is held."""
+    """A body of /v1/requests/ID/append. keep_source: also retain the continued request."""
 
-    keep_source: bool = False
-
-
-class RewindBody(BaseModel):
-    """num_tokens: how many of the last tokens are dropped."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    num_tokens: Annotated[int, Field(ge=1, lt=INT32)]
-    index: Index = 0
+    keep_source: bool = becomes("Fork.takes_over", default=False)
 
 
-class KeepBody(BaseModel):
-    """keep_s: from now on, or from its end on if it still runs."""
+class RewindBody(StrictBody):
+    """A body of /v1/requests/ID/rewind. num_tokens: tokens to drop from the end."""
 
-    model_config = ConfigDict(extra="forbid")
+    num_tokens: Positive = becomes("Rewind.num_tokens", default=...)
+    index: Index = becomes("Rewind.index", default=0)
 
-    keep_s: Annotated[float, Field(gt=0, le=MAX_KEEP_S)]
+
+class KeepBody(StrictBody):
+    """A body of /v1/requests/ID/keep. keep_s: counted from the end of a request that runs."""
+
+    keep_s: Annotated[float, Field(gt=0, le=MAX_KEEP_S)] = becomes("Hold.keep_s", default=...)
 
 
 @router.get("/v1/requests")
@@ -188,9 +192,6 @@ async def _go_on(
     """Answer with the continuations of the first at_token tokens and what is put behind them."""
     check_neutral(body)
     usage = usage_chunks(body, api.config)
-    for name in NOT_BEHIND:
-        if getattr(body, name) is not None:
-            raise bad_request(f"{name} cannot be set for a continued request; remove it.", name)
     if body.cache_salt not in (None, source.cache_salt):
         raise bad_request("cache_salt is taken from the retained request; remove it.", "cache_salt")
     body = body.model_copy(update={"cache_salt": source.cache_salt or None})

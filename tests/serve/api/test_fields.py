@@ -1,0 +1,318 @@
+"""The table of fields: each field does what its declaration says (`serve/api/fields.py`).
+
+Requests run in this process. What the engine got and what the client got is compared with and
+without each field.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from quire.base.settings.config import ServerConfig
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.serve.api.app import create_app
+from quire.serve.api.bodies.open_body import body_class
+from quire.serve.api.context import ApiContext
+from quire.serve.api.fields import IGNORED, REFUSED, TAKEN, Row, bodies, main, page, rows
+from tests.serve.api.conftest import small_engine
+from tests.structure.test_house import ROOT
+from tests.support.serve.fake_client import FakeClient
+
+MAX_LINES, MAX_COLUMNS = 250, 120
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "seed": 1},
+    "completions": {"prompt": "Hi", "max_tokens": 2, "temperature": 0.5, "seed": 1},
+    "responses": {"input": "Hi", "max_output_tokens": 2, "temperature": 0.5, "seed": 1},
+    "messages": {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "seed": 1},
+    "messages/count_tokens": {"messages": MESSAGES},
+    "tokenize": {"messages": MESSAGES},
+    "detokenize": {"tokens": [10, 11]},
+}
+ROWS = [row for row in rows() if row.api in BODIES]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A value other than the default. others: fields that it needs."""
+
+    value: Any
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ITEM_TOOLS = [{"type": "function", **FUNCTION}]
+CUSTOM_TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
+# Shows all that a chat template gets, and makes the model reason.
+TEMPLATE = (
+    "{{ tools }}{{ documents }}{{ x }}{{ reasoning_effort }}{{ enable_thinking }}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}.\n{% endfor %}"
+    "{% if add_generation_prompt %}<think>\n{% endif %}"
+)
+ASSISTANT = [*MESSAGES, {"role": "assistant", "content": "Once"}]
+BEAMS = {"use_beam_search": True, "temperature": None, "seed": None}
+LOGPROBS = ["message.output_text.logprobs"]
+SCHEMA = {"type": "object"}
+FORM = {"type": "json_schema", "name": "a", "schema": SCHEMA}
+# By the field, or by the API and the field.
+SAMPLES: dict[str, Sample] = {
+    "add_generation_prompt": Sample(False),
+    "add_special_tokens": Sample(True),
+    "completions add_special_tokens": Sample(False),
+    "allowed_token_ids": Sample([5]),
+    "background": Sample(True),
+    "bad_words": Sample(["fox"]),
+    "beam_width": Sample(3, BEAMS),
+    "best_of": Sample(3),
+    "cache_salt": Sample("salt"),
+    "chat_template": Sample(f"{TEMPLATE}<think>"),
+    "chat_template_kwargs": Sample({"x": 5}),
+    "continue_final_message": Sample(
+        True, {"messages": ASSISTANT, "add_generation_prompt": False}
+    ),
+    "documents": Sample([{"text": "a"}]),
+    "dry_allowed_length": Sample(3, {"dry_multiplier": 1.0}),
+    "dry_base": Sample(2.0, {"dry_multiplier": 1.0}),
+    "dry_multiplier": Sample(0.5),
+    "dry_penalty_last_n": Sample(9, {"dry_multiplier": 1.0}),
+    "dry_sequence_breakers": Sample(["x"], {"dry_multiplier": 1.0}),
+    "early_stopping": Sample("never", BEAMS),
+    "ebnf": Sample('root ::= "a"'),
+    "echo": Sample(True, {"messages": ASSISTANT}),
+    "completions echo": Sample(True),
+    "frequency_penalty": Sample(0.5),
+    "grammar": Sample('root ::= "a"'),
+    "guided_choice": Sample(["a", "b"]),
+    "guided_grammar": Sample('root ::= "a"'),
+    "guided_json": Sample(SCHEMA),
+    "guided_regex": Sample("a"),
+    "guided_whitespace_pattern": Sample("[ ]?", {"guided_json": SCHEMA}),
+    "ignore_eos": Sample(True),
+    "include": Sample(LOGPROBS),
+    "include_reasoning": Sample(False),
+    "include_stop_str_in_output": Sample(True),
+    "input": Sample("Ho"),
+    "instructions": Sample("Be brief."),
+    "json_schema": Sample(SCHEMA),
+    "keep_s": Sample(1.0),
+    "kv_transfer_params": Sample({"do_remote_decode": True}),
+    "length_penalty": Sample(0.5, BEAMS),
+    "logit_bias": Sample({"5": 1}),
+    "logits_processors": Sample(["x"]),
+    "logprob_token_ids": Sample([5]),
+    "logprobs": Sample(True),
+    "completions logprobs": Sample(1),
+    "max_completion_tokens": Sample(3),
+    "max_output_tokens": Sample(3),
+    "max_tokens": Sample(3),
+    "max_tool_calls": Sample(2),
+    "messages": Sample([{"role": "user", "content": "Who are you, old fox?"}]),
+    "metadata": Sample({"a": "b"}),
+    "messages metadata": Sample({"user_id": "me"}),
+    "min_p": Sample(0.5),
+    "min_tokens": Sample(1),
+    "model": Sample("other"),
+    "n": Sample(2),
+    "output_config": Sample({"effort": "low"}),
+    "parallel_tool_calls": Sample(False, {"tools": TOOLS, "tool_choice": "required"}),
+    "responses parallel_tool_calls": Sample(
+        False, {"tools": ITEM_TOOLS, "tool_choice": "required"}
+    ),
+    "presence_penalty": Sample(0.5),
+    "previous_response_id": Sample("resp_none"),
+    "prompt": Sample("Ho"),
+    "tokenize prompt": Sample("Ho", {"messages": None}),
+    "prompt_cache_key": Sample("key"),
+    "prompt_logprobs": Sample(1),
+    "reasoning": Sample({"effort": "low"}),
+    "reasoning_effort": Sample("low"),
+    "regex": Sample("a"),
+    "repetition_detection": Sample({"max_pattern_size": 9, "min_count": 3}),
+    "repetition_penalty": Sample(1.5),
+    "response_format": Sample({"type": "json_object"}),
+    "return_token_ids": Sample(True),
+    "return_token_strs": Sample(True),
+    "return_tokens_as_token_ids": Sample(True, {"logprobs": True}),
+    "completions return_tokens_as_token_ids": Sample(True, {"logprobs": 1}),
+    "safety_identifier": Sample("me"),
+    "seed": Sample(7),
+    "skip_special_tokens": Sample(False),
+    "spaces_between_special_tokens": Sample(False),
+    "stop": Sample(["zz"]),
+    "stop_sequences": Sample(["zz"]),
+    "stop_token_ids": Sample([9]),
+    "store": Sample(False),
+    "stream": Sample(True),
+    "stream_interval": Sample(4),
+    "stream_options": Sample({"include_usage": True}, {"stream": True}),
+    "structured_outputs": Sample({"regex": "a"}),
+    "suffix": Sample("end"),
+    "system": Sample("Be brief."),
+    "temperature": Sample(0.9),
+    "text": Sample({"format": FORM}),
+    "thinking": Sample({"type": "disabled"}),
+    "thinking_token_budget": Sample(3),
+    "timeout_s": Sample(60.0),
+    "tokens": Sample([12, 13]),
+    "tool_choice": Sample("required", {"tools": TOOLS}),
+    "responses tool_choice": Sample("required", {"tools": ITEM_TOOLS}),
+    "messages tool_choice": Sample({"type": "none"}, {"tools": CUSTOM_TOOLS}),
+    "messages/count_tokens tool_choice": Sample({"type": "none"}, {"tools": CUSTOM_TOOLS}),
+    "tools": Sample(TOOLS),
+    "responses tools": Sample(ITEM_TOOLS),
+    "messages tools": Sample(CUSTOM_TOOLS),
+    "messages/count_tokens tools": Sample(CUSTOM_TOOLS),
+    "top_k": Sample(7),
+    "top_logprobs": Sample(2, {"logprobs": True}),
+    "responses top_logprobs": Sample(2, {"include": LOGPROBS}),
+    "top_p": Sample(0.5),
+    "truncate_prompt_tokens": Sample(1),
+    "truncation": Sample("auto", {"input": "word " * 600}),
+    "truncation_side": Sample("right", {"truncate_prompt_tokens": 2}),
+    "use_beam_search": Sample(True, BEAMS | {"n": 2, "use_beam_search": None}),
+    "user": Sample("me"),
+    "priority": Sample(3),
+    "xtc_probability": Sample(0.5),
+    "xtc_threshold": Sample(0.2, {"xtc_probability": 0.5}),
+}  # fmt: skip
+# Taken where a model or a server allows it: the demo model and this server refuse the sample, by
+# the field's name.
+UNAVAILABLE = {"suffix", "logits_processors", "previous_response_id"}
+NAMES_OF_NO_REQUEST = {"id", "created", "created_at", "completed_at", "system_fingerprint"}
+
+
+def sample_of(row: Row) -> Sample:
+    found = SAMPLES.get(f"{row.api} {row.field}") or SAMPLES.get(row.field)
+    assert found is not None, f"give {row.api} {row.field} a sample"
+    return found
+
+
+def path_of(api: str) -> str:
+    return f"/{api}" if api.endswith("tokenize") else f"/v1/{api}"
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_ids(v) for k, v in value.items() if k not in NAMES_OF_NO_REQUEST}
+    return [without_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict[str, Any]:
+    """What a request with this body gives: fields of the engine's request, and the response."""
+    client: Any = context.client
+    client.requests.clear()
+    given = {key: value for key, value in body.items() if value is not None}
+    answer = api.post(path_of(name), json=given)
+    is_json = answer.headers["content-type"] == "application/json"
+    value = without_ids(answer.json()) if is_json else answer.text
+    found: dict[str, Any] = {"status": answer.status_code, "response": value}
+    error = answer.json().get("error") if is_json and answer.status_code >= 400 else None
+    found["error"] = error
+    found["model"] = answer.status_code == 404
+    found["prompt"] = value if "token" in name else None
+    if client.requests:
+        request = client.requests[-1]
+        found |= {f"Request.{key}": each for key, each in msgspec.structs.asdict(request).items()}
+        params = msgspec.structs.asdict(request.params)
+        found |= {f"SamplingParams.{key}": each for key, each in params.items()}
+        found["prompt"], found["grammar"] = request.prompt_token_ids, request.grammar
+    return found
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[TestClient, ApiContext]]:
+    engine = small_engine(chat_template=TEMPLATE)
+    config = ServerConfig(trust_request_chat_template=True)
+    context = ApiContext(FakeClient(engine), engine.renderer, engine.requests, ("demo",), config, 0)
+    try:
+        with TestClient(create_app(context), raise_server_exceptions=False) as client:
+            yield client, context
+    finally:
+        engine.client.close()
+
+
+@pytest.fixture(autouse=True)
+def special_token_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model has no special tokens around a text; this one stands for them."""
+    encode = Tokenizer.encode
+
+    def with_mark(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = encode(self, text, add_special_tokens)
+        return [3, *ids] if add_special_tokens else ids
+
+    monkeypatch.setattr(Tokenizer, "encode", with_mark)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_field_that_is_taken_sets_what_it_declares(
+    served: tuple[TestClient, ApiContext], name: str
+) -> None:
+    plain = observed(*served, name, BODIES[name])
+    for row in ROWS:
+        if row.api != name or row.fate != TAKEN:
+            continue
+        sample = sample_of(row)
+        body = BODIES[name] | dict(sample.others)
+        changed = observed(*served, name, body | {row.field: sample.value})
+        if row.field in UNAVAILABLE:
+            assert changed["status"] in (400, 404), row
+            assert changed["error"]["param"] == row.field, (row, changed["error"])
+            continue
+        before = observed(*served, name, body) if sample.others else plain
+        if row.becomes != ("model",):
+            assert changed["status"] == 200, (row, changed["response"])
+        for part in row.becomes:
+            assert changed.get(part) != before.get(part), (row, changed.get(part))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_field_that_is_ignored_changes_nothing(
+    served: tuple[TestClient, ApiContext], name: str
+) -> None:
+    ignored = {row.field: {"a": 1} for row in ROWS if row.api == name and row.fate == IGNORED}
+    plain = observed(*served, name, BODIES[name])
+    with_all = observed(*served, name, BODIES[name] | ignored)
+    of_no_request = {"Request.request_id"}
+    assert {k: v for k, v in plain.items() if k not in of_no_request} == {
+        k: v for k, v in with_all.items() if k not in of_no_request
+    }
+    assert with_all["status"] == 200
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_field_that_is_refused_is_a_400_with_its_name_and_advice(
+    served: tuple[TestClient, ApiContext], name: str
+) -> None:
+    for row in ROWS:
+        if row.api == name and row.fate == REFUSED:
+            error = observed(*served, name, BODIES[name] | {row.field: {"b": 1}})["error"]
+            assert error["message"].startswith(f"{row.field}="), row
+            assert row.advice in error["message"]
+            assert name.startswith("messages") or error["param"] == row.field
+
+
+def test_the_table_has_every_body_of_the_app(served: tuple[TestClient, ApiContext]) -> None:
+    app: Any = served[0].app
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    kinds = {body_class(route.endpoint) for route in routes} - {None}
+    assert kinds <= set(bodies().values())
+
+
+def test_the_page_is_up_to_date(tmp_path: Path) -> None:
+    assert main([str(tmp_path)]) == 0
+    text = page()
+    assert (tmp_path / "fields.md").read_text("utf-8") == text
+    assert (ROOT / "docs" / "use" / "fields.md").read_text("utf-8") == text, "run `make fields`"
+    lines = text.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert all(len(line) <= MAX_COLUMNS for line in lines if not line.startswith("|"))
+    named = {row.field for row in rows()}
+    assert all(f"`{name}`" in text for name in named), json.dumps(sorted(named))
