@@ -270,11 +270,12 @@ def html_texts(text: str) -> Iterator[Text]:
 
 # Docstrings, comments and names
 
-FIELD = re.compile(r"(?:\w+(?:, \w+)*|\*{0,2}\w+ \([^)]*\)): ")
+LEGEND = "Shape legend:"
+FIELD = re.compile(rf"(?:\w+(?:, \w+)*|\*{{0,2}}\w+ \([^)]*\)): |{LEGEND}")
 SECTION = re.compile(r"(?:Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
 DIRECTIVE = re.compile(r"#|!|(?:noqa|type|fmt|mypy|pragma|ruff|clang-format|NOLINT|IWYU)\b")
 ARRAY = re.compile(r"(?:torch\.)?Tensor$|(?:np|npt|numpy)\.(?:nd|ND)[aA]rray\b")
-DIMENSION = r"[\w.*+/-]+(?: ?[*+/-] ?[\w.]+)*"
+DIMENSION = r"(?:\d+ )?[\w.*+/-]+(?: ?[*+/-] ?[\w.]+)*(?: [A-Z])*"
 SHAPE = re.compile(
     rf"\[{DIMENSION}(?:, ?{DIMENSION})*\]|\({DIMENSION},(?: ?{DIMENSION},?)*\)|\bscalar"
 )
@@ -310,7 +311,8 @@ def prose_texts(text: str, first: int) -> Iterator[Text]:
         is_drawn = not kept and not starts and line.startswith("  ")
         *cells, rest = re.split(r"\s{2,}", bare)
         if kept and (starts or cells or not bare):
-            yield Text(begin, SPAN.sub(lambda span: f"`{_hidden(span[2])}`", " ".join(kept)))
+            if not kept[0].startswith(LEGEND):
+                yield Text(begin, SPAN.sub(lambda span: f"`{_hidden(span[2])}`", " ".join(kept)))
             kept = []
         if bare and not is_drawn and not bare.startswith((">>>", "$ ")):
             yield from (Text(number, cell) for cell in cells)
