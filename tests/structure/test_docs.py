@@ -1,6 +1,6 @@
 """The documents: what they name and link to exists, and pages that are to be short are short.
 
-Checked are README.md, docs/**/*.md, tests/README.md and the README.md beside code: paths of files
+Checked are README.md, CONTRIBUTING.md, SECURITY.md, docs/**/*.md, tests/README.md and the README.md beside code: paths of files
 and folders, dotted names of the package, `Class.attribute`, and links with their anchors.
 """
 
@@ -23,6 +23,7 @@ Node = TypeVar("Node", bound=ast.AST)
 CONTRACTS = sorted(PACKAGE.rglob("README.md"))
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),

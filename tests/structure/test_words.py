@@ -34,6 +34,8 @@ DONE: dict[str, tuple[str, ...]] = {
     "pages": (
         # README.md, SECURITY.md, docs/start, docs/results, and pages outside of docs
         "README.md",
+        "CONTRIBUTING.md",
+        ".github/ISSUE_TEMPLATE/bug.md",
         "docs/README.md",
         "docs/start",
         #
