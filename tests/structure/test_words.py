@@ -71,7 +71,7 @@ DONE: dict[str, tuple[str, ...]] = {
 # Faults that docstrings, comments and names of a folder may still have. Numbers may only shrink.
 LEFT: dict[str, int] = {
     "benchmarks": 975,
-    "csrc": 240,
+    "csrc": 55,
     "demo_model": 83,
     "src/quire/base": 265,
     "src/quire/cli": 80,
@@ -86,7 +86,6 @@ LEFT: dict[str, int] = {
     "src/quire/serve": 814,
     "src/quire/spec": 141,
     "src/quire/tools": 308,
-    "tests": 352,
     "web": 103,
 }
 FOLDERS = [
