@@ -1,4 +1,4 @@
-"""What a check on a GPU leaves behind: one archive, and a summary that fits a screen.
+"""The results of a check on a GPU: one archive, and a summary that fits a screen.
 
 Only the standard library is used, so that this works whatever else is broken.
 """
@@ -25,8 +25,8 @@ _COUNTS = re.compile(r"\b\d+ (?:failed|passed|errors?|skipped)\b.* in [\d.]+s")
 
 @dataclass
 class Archive:
-    """All files of a folder in one tar.gz, written anew as results come, never half. path: where;
-    it is outside of the folder."""
+    """All files of a folder in one tar.gz, written again as results come, never half. path: the
+    archive, outside of the folder."""
 
     folder: Path
     path: Path
@@ -52,7 +52,7 @@ class Archive:
     def _add(self, archive: tarfile.TarFile, file: Path) -> bool:
         try:
             data, written = head_and_tail(file, MOST_FILE_BYTES // 2), file.stat().st_mtime
-        except OSError:  # it is gone: somebody writes here while this reads
+        except OSError:  # a process removed it meanwhile
             return False
         entry = tarfile.TarInfo(f"{self.folder.name}/{file.relative_to(self.folder)}")
         entry.size, entry.mtime = len(data), int(written)
@@ -65,7 +65,7 @@ def is_good(outcome: Outcome) -> bool:
 
 
 def line_of(outcome: Outcome) -> str:
-    """One line: what it checks and how it went; of a failure the first error."""
+    """Return one line: the check and its outcome, with the first error of a failure."""
     took = f"{outcome.seconds:.0f} s"
     if is_good(outcome):
         return f"right    {outcome.task.name} ({took}): {outcome.task.about}"
@@ -80,7 +80,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def first_error(text: str, outcome: Outcome) -> str:
-    """What went wrong first, in one line. text: of the log, behind its two lines of heading."""
+    """Return the first error in one line. text: the log, whose first two lines are a heading."""
     lines = [line.strip() for line in text.splitlines()[2:] if line.strip()]
     errors = [line[1:].strip() for line in lines if line.startswith("E  ")]
     if outcome.stopped:
@@ -97,7 +97,7 @@ def first_error(text: str, outcome: Outcome) -> str:
 def fitted(
     head: Sequence[str], body: Sequence[str], foot: Sequence[str], more: str = "in the archive"
 ) -> list[str]:
-    """Lines cut to what fits: head and foot whole, of the body what there is room for."""
+    """Cut lines to the screen: head and foot whole, and as much of the body as fits."""
     ends = [_cut(line) for line in (*head, *foot)]
     room = MOST_CHARS - sum(len(line) + 1 for line in ends) - MOST_WIDTH
     kept: list[str] = []
@@ -118,7 +118,7 @@ def _cut(line: str) -> str:
 
 
 def by_importance(lines: Iterable[str]) -> list[str]:
-    """What failed first, what is right and how long it took last; otherwise in their order."""
+    """Sort lines: failures first, right results and times last; otherwise in their order."""
 
     def rank(line: str) -> int:
         word = line.split(" ", 1)[0]

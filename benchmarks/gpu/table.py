@@ -1,7 +1,7 @@
 """Pieces `llama-8b`, `qwen3-0.6b`, `qwen3-30b-a3b` and `modes`: whole models with random weights.
 
-Every line has the least time that the model's bytes and operations allow beside it. Contexts are
-those in the middle of the measured steps. Prompts differ, and nothing is cached between them.
+Every line shows the least time that the model's bytes and operations allow. Its context is the mean
+of the measured steps. Prompts differ, and no prefixes are cached.
 """
 
 import time
@@ -59,7 +59,8 @@ class Cases:
         aim: str = "",
         rounds: int = ROUNDS,
     ) -> None:
-        """A line. aim_s, or factor times the floor: what a step may take; aim: it in words."""
+        """Measure a line of decoding. aim_s, or factor times the floor: the maximum time of a step;
+        aim: the same in words."""
         bench, name = self.bench, self._name(f"batch {batch}, context {context}")
         if bench.is_tiny:
             batch, context, steps = min(batch, 2), 40, 4
@@ -76,7 +77,7 @@ class Cases:
         bench.attempt(name, measure)
 
     def prompt(self, length: int, aim_s: float | None = None, aim: str = "") -> None:
-        """From the request to its one token; the median of several prompts."""
+        """Measure the time from the request to its one token; the median of several prompts."""
         bench, name = self.bench, self._name(f"prompt of {length}")
         length = bench.pick(length, 40)
 
@@ -99,7 +100,7 @@ class Cases:
         bench.attempt(name, measure)
 
     def idle(self, batch: int, context: int, most_idle: float) -> None:
-        """The device's idle share over steady steps, and the largest gaps."""
+        """Measure the device's idle share over steady steps, and the largest gaps."""
         bench, name = self.bench, self._name(f"idle, {batch} rows, context {context}")
         if not bench.is_cuda:
             bench.report.skip(name, "there is no profile of a CPU's idle time")
@@ -121,8 +122,8 @@ class Cases:
         bench.attempt(name, measure)
 
     def requests(self) -> None:
-        """Requests of many lengths, all at once: output tokens per second. The better of two
-        runs."""
+        """Measure the output tokens per second of requests of many lengths, all at once. The better
+        of two runs counts."""
         bench = self.bench
         num, shortest, longest = (4, 5, 20) if bench.is_tiny else (NUM_REQUESTS, SHORTEST, LONGEST)
         name = self._name(f"{num} requests of {shortest}-{longest} + {shortest}-{longest}")
@@ -148,7 +149,8 @@ class Cases:
 
 
 def timed_ask(llm: LLM, requests: Sequence[Request]) -> float:
-    """Seconds until all are answered. Raises ValueError if an output is too short."""
+    """Return the seconds until all requests are answered. Raises ValueError if an output is too
+    short."""
     began = time.perf_counter()
     tokens = ask(llm, requests)
     took = time.perf_counter() - began
@@ -160,14 +162,14 @@ def timed_ask(llm: LLM, requests: Sequence[Request]) -> float:
 def run_floors(
     bench: Bench, spec: ModelSpec, lengths: Sequence[tuple[int, int]]
 ) -> tuple[float, float | None]:
-    """Of requests, by the limits of the aims and by those measured here."""
+    """Return the floors of requests, by the limits of the aims and by the measured ones."""
     measured = run_floor_s(spec, lengths, bench.measured) if bench.measured else None
     return run_floor_s(spec, lengths, H200), measured
 
 
 def idle_row(name: str, found: Idle, most_idle: float, step_s: float | None) -> Row:
-    """step_s: of a step without the profiler, which itself makes steps longer: what the device was
-    busy for against that is the second figure, and the smaller of the two counts."""
+    """Return a row of idle time. step_s: time of a step without the profiler, which makes steps
+    longer. The second figure is the busy time against step_s, and the smaller of the two counts."""
     busy_s = found.busy_s / PROFILED_STEPS
     detail = {
         "busy in a step": duration(busy_s),
@@ -185,7 +187,7 @@ def idle_row(name: str, found: Idle, most_idle: float, step_s: float | None) -> 
 
 
 def largest(intervals: Sequence[Interval]) -> dict[str, list[tuple[str, ...]]]:
-    """The largest gaps, and the kernels with the most time of a step, also printed."""
+    """Return the largest gaps and the kernels with the most time of a step, also printed."""
     gaps = [(duration(gap.seconds), gap.before, gap.after) for gap in idle_of(intervals).gaps]
     kernels = [
         (duration(seconds / PROFILED_STEPS), name) for name, seconds in largest_kernels(intervals)
@@ -198,7 +200,7 @@ def largest(intervals: Sequence[Interval]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def run_llama(bench: Bench) -> None:
-    """Piece `llama-8b`: the aims of the table, the most telling lines first."""
+    """Run piece `llama-8b`: the aims of the table, the most informative lines first."""
     with engine(bench, LLAMA, max_model_len=2304, max_num_seqs=256) as llm:
         cases = Cases(bench, llm)
         cases.decode(1, 512, steps=128, aim_s=4.0e-3)
@@ -218,7 +220,7 @@ def run_llama(bench: Bench) -> None:
 
 
 def run_small(bench: Bench) -> None:
-    """Piece `qwen3-0.6b`; with two plans in flight as well, if one is the default."""
+    """Run piece `qwen3-0.6b`; with two plans in flight as well, if one is the default."""
     settings = {"max_model_len": 2304, "max_num_seqs": 256}
     with engine(bench, SMALL, **settings) as llm:
         depth = llm.engine.config.scheduler.pipeline_depth
@@ -238,7 +240,7 @@ def _small_cases(cases: Cases) -> None:
 
 
 def run_mixture(bench: Bench) -> None:
-    """Piece `qwen3-30b-a3b`."""
+    """Run piece `qwen3-30b-a3b`."""
     with engine(bench, MIXTURE, max_model_len=2304, max_num_seqs=64) as llm:
         cases = Cases(bench, llm)
         cases.decode(32, 512, aim_s=17e-3, aim="<= 17 ms, then 15 ms")
@@ -248,8 +250,8 @@ def run_mixture(bench: Bench) -> None:
 
 
 def count_experts(bench: Bench, llm: LLM) -> None:
-    """How many experts 32 tokens of one step share out to: the floor takes them to choose evenly,
-    which random weights need not do. What does not run in this thread is not seen."""
+    """Count the experts that 32 tokens of one step choose. The floor assumes an even choice, which
+    random weights need not make. Work outside of this thread is not seen."""
     requests = random_requests(llm.engine.spec.vocab_size, bench.pick(32, 3), 1, 1, seed=3)
     with record_ops(keeps_values=True) as record:
         ask(llm, [Request(request.prompt, 1) for request in requests])
@@ -270,7 +272,7 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def run_modes(bench: Bench) -> None:
-    """Piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each way to run a step."""
+    """Run piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each way to run a step."""
     found: dict[str, float] = {}
     for name, settings in MODES:
         missing = settings.keys() - known_settings()

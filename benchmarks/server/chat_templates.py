@@ -1,14 +1,12 @@
-"""Conversations as clients send them, rendered by quire and by transformers, for every template of
-a directory.
+"""Render clients' conversations by quire and by transformers, for every template of a directory.
 
     python -m benchmarks.server.chat_templates DIRECTORY
 
-The directory holds chat templates, one a file (*.jinja). transformers renders each conversation in
-every form that says the same: contents as text or as parts, arguments of calls as an object or
-as text, the developer as itself or as the system. A rendering is good if all that was said stands
-in it, and not as Python or JSON writes a list or an object. quire must give one of the good ones;
-where there is none, the template cannot show the conversation. The exit status is 1 if quire
-differs.
+The directory holds chat templates, one per file (*.jinja). transformers renders each conversation
+in every equivalent form. Contents are text or parts, arguments of calls an object or text, and the
+developer itself or the system. A good rendering contains all texts, and no list or object as Python
+or JSON writes it. quire must give one of the good ones. If none is good, the template cannot show
+the conversation. The exit status is 1 if quire differs.
 """
 
 import argparse
@@ -43,8 +41,8 @@ TOOLS: list[Json] = [
         },
     }
 ]
-# What a good rendering never holds: a list of parts, an object as Python writes it, or the text of
-# an object once more as JSON.
+# Marks of a bad rendering: a list of parts, an object as Python writes it, or an object's text
+# encoded again as JSON.
 BAD = ("'type': 'text'", '"type": "text"', "'city'", '\\"city\\"', "'text': ")
 USER: Json = {"role": "user", "content": "Question one?"}
 

@@ -35,7 +35,7 @@ def command(job: Job, port: int, own: list[str]) -> list[str]:
 
 
 def variants(guesses: list[int]) -> dict[str, list[str]]:
-    """What its authors recommend guesses from 48 to 64 tokens."""
+    """Return the server's flags by variant. Its authors recommend 48 to 64 draft tokens."""
     found: dict[str, list[str]] = {PLAIN: []}
     for num in guesses:
         sizes = ["--spec-ngram-simple-size-n", str(RUN), "--spec-ngram-simple-size-m", str(num)]

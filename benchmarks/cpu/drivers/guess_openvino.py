@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, with its `prompt_lookup`, which does not say how many guesses it tried.
+"""OpenVINO GenAI, with its `prompt_lookup`, which does not report the number of draft tokens.
 
 No options.
 """
