@@ -45,7 +45,7 @@ EARLY_LONGEST = 20
 
 
 def valid_story(text: str, wanted: list[str]) -> bool:
-    """Return whether a told story names all that was asked for and keeps to its hero."""
+    """Return whether a story names all requested words and keeps to its hero."""
     sentences = re.findall(r"[A-Z\"][^.?!]*[.?!]", text)
     if not 4 <= len(sentences) <= 18 or not all(word in text for word in wanted):
         return False

@@ -1,5 +1,5 @@
-"""What the training of drafters shares: rows of text, a learning rate over a fixed number of steps,
-and the held-out texts on which their guesses are counted."""
+"""Shared code for the training of drafters: rows of text, a learning rate over a fixed number of
+steps, and held-out texts. Accepted draft tokens are counted on these texts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Descent:
         self.steps, self.step = steps, 0
 
     def take(self, loss: Tensor) -> None:
-        """Do one step down the loss."""
+        """Do one step down the loss, a scalar."""
         loss.backward()
         self.step += 1
         factor = min(1.0, self.step / WARMUP, 1 - (self.step - 1) / self.steps)

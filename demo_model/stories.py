@@ -43,7 +43,7 @@ ENDINGS = [
 
 @dataclass
 class Story:
-    """A story: its text and the slots that fill it (absent slots are not told)."""
+    """A story: its text and the slots that fill it (absent slots do not occur)."""
 
     slots: dict[str, str]
     sentences: list[str] = field(default_factory=list)
@@ -104,9 +104,9 @@ def with_articles(slots: dict[str, str]) -> dict[str, str]:
 
 
 def build(rng: random.Random, given: dict[str, str] | None = None, long: bool = False) -> Story:
-    """Return a new story; `given` fixes some slots, `long` tells every optional sentence.
+    """Return a new story; `given` fixes some slots, `long` adds every optional sentence.
 
-    The names of the optional parts that were told are kept in slot `told`.
+    Slot `told` lists the names of the optional parts that occur.
     """
     slots = new_slots(rng)
     slots.update(given or {})
@@ -128,7 +128,7 @@ def build(rng: random.Random, given: dict[str, str] | None = None, long: bool = 
 
 
 def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
-    """Tell who the story is about and where they lived."""
+    """Write the hero and the home."""
     story.tell(
         rng,
         "Once upon a time there was {a_trait} {kind} named {name}.",
@@ -144,7 +144,7 @@ def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
 
 
 def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
-    """Tell the walk, the thing found and the friend met."""
+    """Write the walk, the found thing and the friend."""
     story.tell(
         rng, "One {time}, {name} went to the {place}.", "One {time} {name} walked to the {place}."
     )
@@ -176,7 +176,7 @@ def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
 
 
 def _ending(story: Story, rng: random.Random, told: set[str]) -> None:
-    """Tell the meal, the feeling and a closing sentence."""
+    """Write the meal, the feeling and a closing sentence."""
     if "food" in told:
         if "friend" in told:
             story.tell(rng, "Then they ate {food} together.", "After that they ate some {food}.")

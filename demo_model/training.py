@@ -1,7 +1,7 @@
 """Train the demo model: python -m demo_model.training --folder run [--processes 2].
 
-Training goes on until --steps, or until the file `decay` in the run folder asks for the final
-decay of the learning rate (its content: the number of steps). A run resumes from its checkpoint.
+Training ends after --steps. The file `decay` in the run folder requests the final decay of the
+learning rate; its content is the number of steps. A run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Trainer:
         os.replace(new, self.options.folder / name)
 
     def plain_loss(self, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss over the target places."""
+        """Return the mean loss over the target places [places] of tokens [B, T]."""
         with torch.autocast(self.options.device, torch.bfloat16):
             hidden = self.model.hidden(tokens).flatten(0, 1)[places]
             return F.cross_entropy(self.model.logits(hidden).float(), targets)

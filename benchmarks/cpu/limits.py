@@ -45,7 +45,7 @@ def huge_read_bytes_per_s() -> float:
 
 
 def quick_read_bytes_per_s(threads: int) -> float:
-    """Measure plain reading of memory in a fifth of a second, to compare one minute with another."""
+    """Measure plain reading of memory in a fifth of a second, to compare minutes of a run."""
     torch.set_num_threads(threads)
     return read_bytes_per_s(torch.device("cpu"), QUICK_BYTES)
 

@@ -57,7 +57,7 @@ class Output:
 
 
 def environment_variables(threads: int) -> dict[str, str]:
-    """Return the variables of a driver. Byte code may be written, so that a second start finds it."""
+    """Return the variables of a driver. Byte code may be written, so a second start finds it."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return found | VARIABLES | {"OMP_NUM_THREADS": str(threads)}
 

@@ -5,11 +5,11 @@
     python -m benchmarks.gpu --part peers
     python -m benchmarks.gpu --part bench --device cpu --tiny      # does the code work?
 
-Results go to $OUT, or to build/gpu (build/gpu-tiny, if they are --tiny): gpu_PART.json, gpu_PART.md
-and gpu_PART.summary.txt, written again after each piece, and a file for each piece. The rows of all
-pieces are in gpu_PART.result.json, in the form of benchmarks/results. The last lines are the most
-important: the aims, skipped cases and failures. The exit status is 1 if something failed, even if
-the rest has results. A skipped case or a missed aim is not a failure.
+Results go to $OUT, or to build/gpu (build/gpu-tiny with --tiny). They are gpu_PART.json,
+gpu_PART.md and gpu_PART.summary.txt, written again after each piece, and a file for each piece. The
+rows of all pieces are in gpu_PART.result.json, in the form of benchmarks/results. The last lines
+are the most important: the aims, skipped cases and failures. The exit status is 1 if something
+failed, even if the rest has results. A skipped case or a missed aim is not a failure.
 """
 
 import argparse

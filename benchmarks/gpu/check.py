@@ -244,7 +244,7 @@ class Check:
         self.runner.run(together, self.options.jobs)
 
     def _test_files(self, part: str) -> list[str]:
-        """Return the test files. Those that compile without the device come last."""
+        """Return the test files; a file that compiles without the device comes last."""
         files = (path for folder in TESTED[part] for path in (ROOT / folder).glob("test_*"))
         found = sorted(str(path.relative_to(ROOT)) for path in files)
         return sorted(found, key=lambda file: file.endswith("test_aot.py"))
@@ -259,7 +259,7 @@ class Check:
         return Task(name, about_file(ROOT / file), tuple(command))
 
     def _count(self, files: Sequence[str], mark: str) -> Counter[str]:
-        """Count tests by file. A file that cannot be collected counts none, and fails when it runs."""
+        """Count tests by file. An uncollectable file counts none, and fails when it runs."""
         command = (self.options.python, "-m", "pytest", "-q", "--collect-only", "--color=no")
         command += ("-p", "no:cacheprovider", "-m", mark, *files)
         text = self._answer("collected", "which tests there are", command, self.runner.environment)

@@ -44,7 +44,7 @@ class Elementwise:
         self._calls: list[tuple[Any, tuple[Any, ...]]] | None = None  # while recording
 
     def replace(self, modules: tuple[Any, ...]) -> None:
-        """Replace the operators. modules: `triton.language` and the modules of it that kernels see."""
+        """Replace the operators. modules: `triton.language` and its modules that kernels see."""
         self._record_builder(self._interpreter.InterpreterBuilder)
         tensor, semantic = self._core.tensor, self._interpreter.TritonSemantic
         for name in OPERATORS:

@@ -125,7 +125,7 @@ def decode_cost(spec: ModelSpec, batch: int, context: int) -> Cost:
 
 
 def seen_pairs(context: int, new: int) -> int:
-    """Return the number of pairs of a query and a visible key, for `new` tokens that end a context."""
+    """Return the number of pairs of a query and a visible key; `new` tokens end a context."""
     return new * context - new * (new - 1) // 2
 
 
@@ -135,8 +135,8 @@ def attention_flops(pairs: int, num_heads: int, head_dim: int) -> int:
 
 
 def run_floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], limits: Limits) -> float:
-    """Return the least time of requests (prompt, output tokens) that all run at once: their prompts
-    in steps of any size, then one step per token of the remaining requests."""
+    """Return the least time of requests (prompt, output tokens) that all run at once. Prompts run
+    in steps of any size; then each step adds a token to each remaining request."""
     weights, width = weights_of(spec), DTYPE_BYTES[spec.dtype]
     prompts = step_cost(spec, [(prompt, prompt) for prompt, _ in lengths])
     total = prompts.least_s(limits)

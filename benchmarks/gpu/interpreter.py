@@ -2,14 +2,13 @@
 
 This changes the parts of triton 3.6 that fail or take two thirds of its time.
 
-- Loop bounds are arrays with one element, which numpy 2.4 does not convert to numbers.
-- Triton replaces the members of `triton.language` for every launch and every call within a kernel.
-Here they stay replaced, since a process that interprets kernels compiles none.
-- It describes the type of every tuple and block in words, which only the compiler needs, and makes
-a table of all dtypes for every look-up.
-- It checks sums and products for overflow, which it reports only with `debug`.
-- It checks and wraps the shape of every block again.
-- It computes the exclusive or, by which it sorts, number by number.
+- Loop bounds are arrays with one element, which numpy 2.4 does not convert to numbers. - Triton
+replaces the members of `triton.language` for every launch and every call within a kernel. Here they
+stay replaced, since a process that interprets kernels compiles none. - It describes the type of
+every tuple and block in words, which only the compiler needs. It makes a table of all dtypes for
+every look-up. - It checks sums and products for overflow, which it reports only with `debug`. - It
+checks and wraps the shape of every block again. - It computes the exclusive or, by which it sorts,
+number by number.
 """
 
 import functools
@@ -109,7 +108,7 @@ def with_semantic(make: Any) -> Any:
 
 
 def remembered(find: Any) -> Any:
-    """Cache a look-up. find: returns numpy's dtype for Triton's; a block has its elements' dtype."""
+    """Cache a look-up. find: returns numpy's dtype for Triton's; a block has its elements' one."""
     known: dict[str, Any] = {}
 
     def look_up(kind: Any) -> Any:

@@ -193,7 +193,7 @@ def mask_case(bench: Bench, model: Model, rows: int) -> Made:
 
 
 def penalties_case(bench: Bench, model: Model, rows: int, length: int) -> Made:
-    """Make penalties. Each position of a token is read; counts and logits of present tokens change."""
+    """Make penalties. All positions are read; counts and logits of present tokens change."""
     from quire.ops.kernels.sampling import penalties as kernel
     from quire.ops.sampling.penalties import Penalties
 

@@ -19,8 +19,8 @@ TINY_STEPS = (2, 9)
 
 
 def random_weight(bench: Bench, outputs: int, inputs: int, form: str) -> GPUWeight:
-    """Return a random weight. int8, int4, fp8: as `--quantization` makes them; awq: int4 in groups
-    of 128 with zeros; blocks: fp8 with a scale for each 128 x 128; mxfp4."""
+    """Return a random weight. int8, int4 and fp8 are as `--quantization` makes them. awq is int4 in
+    groups of 128 with zeros, blocks is fp8 with a scale for each 128 x 128."""
     if form in ("int8", "int4", "fp8"):
         group = {"int8": 128, "int4": 32, "fp8": 0}[form]
         return quantise_for_gpu(bench.randn(outputs, inputs), Quantization(form, group))

@@ -272,7 +272,7 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def run_modes(bench: Bench) -> None:
-    """Run piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each way to run a step."""
+    """Run piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each mode of a step."""
     found: dict[str, float] = {}
     for name, settings in MODES:
         missing = settings.keys() - known_settings()
@@ -286,7 +286,7 @@ def run_modes(bench: Bench) -> None:
 
 
 def mode_case(bench: Bench, name: str, settings: dict[str, Any], found: dict[str, float]) -> None:
-    """One line; found: the times of the modes before."""
+    """Measure one line; found: the times of the earlier modes."""
     prompt, output = (40, 6) if bench.is_tiny else (4000, 50)
     with engine(bench, LLAMA, max_model_len=4096, max_num_seqs=8, **settings) as llm:
         spec = llm.engine.spec

@@ -1,9 +1,9 @@
-"""What a sum of ranks takes: processes of this machine that share memory, beside gloo.
+"""Measure a sum of ranks: processes of this machine that share memory, compared with gloo.
 
     python -m benchmarks.kernels.collective [--ranks 2] [--width 1024] [--rounds 3]
 
-Of float32 [tokens, width]. GB/s: bytes of the tensor over the time; the share is that of what one
-thread copies, of as many bytes.
+The tensor is float32 [tokens, width]. GB/s: bytes of the tensor over the time. The share is
+relative to one thread's copy of as many bytes.
 """
 
 import argparse

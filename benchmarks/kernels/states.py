@@ -2,12 +2,12 @@
 
     python -m benchmarks.kernels.states [--dtype float32] [--backend cpu] [--threads 2]
 
-A table of one layer's times: of the delta rule also GFLOP/s of its recurrence (7 for each number
-of the memory and token), and of a step that decodes the states that are read and written per
-second, beside copying memory that fits in no cache (19 MB of one row's states may stay in one, so
-look at 16 rows). Then how many times as long as a token of each row the same layers take of a step
-with guesses: the forward pass, and leaving the states behind the right ones. The shape is that of a
-hybrid of 0.6B: 16 heads of 128 x 128 and a convolution of 4 over 6,144 channels.
+The table shows one layer's times. For the delta rule it also shows GFLOP/s of its recurrence (7 for
+each number of the memory and token). For a decode step it shows the states read and written per
+second, compared with copying memory that fits in no cache. 19 MB of one row's states may stay in a
+cache, so look at 16 rows. Then follow steps with draft tokens, relative to a step of one token per
+row: the forward pass, and storing the states after the accepted tokens. The shape is a hybrid of
+0.6B: 16 heads of 128 x 128 and a convolution of 4 over 6,144 channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ CASES = {
 
 
 def step_of(rows: Sequence[tuple[int, int]]) -> AttentionStep:
-    """A step whose rows have a block each."""
+    """Return a step whose rows have a block each."""
     lens = np.array([count for _, count in rows], np.int32)
     contexts = np.array([before + count for before, count in rows], np.int32)
     tables = torch.full((len(rows), int(contexts.max()) // BLOCK_SIZE + 1), -1, dtype=torch.int32)
@@ -63,7 +63,7 @@ def step_of(rows: Sequence[tuple[int, int]]) -> AttentionStep:
 
 
 def per_layer(run: Callable[[int], object]) -> float:
-    """Seconds of one layer."""
+    """Return the seconds of one layer."""
 
     def all_layers() -> None:
         for layer in range(LAYERS):
@@ -75,9 +75,9 @@ def per_layer(run: Callable[[int], object]) -> float:
 def measure(
     backend: AttentionBackend, rows: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Seconds of one layer's convolution and delta rule."""
+    """Return the seconds of one layer's convolution and delta rule."""
     total, channels = sum(count for _, count in rows), HEADS.channels
-    # As a layer has them: columns of what one product returned.
+    # As in a layer: columns of one product's result.
     row = torch.randn(total, channels + HEADS.values * HEADS.value_dim + 2 * HEADS.values)
     x, gates = row.to(dtype)[:, :channels], row.to(dtype)[:, -2 * HEADS.values :]
     weight = torch.randn(channels, WIDTH).to(dtype)
@@ -91,7 +91,8 @@ def measure(
 def measure_guesses(
     backend: AttentionBackend, num_rows: int, num_right: int, dtype: torch.dtype
 ) -> float:
-    """Seconds of one layer in a step of rows with GUESSES guesses, of which so many are right."""
+    """Return the seconds of one layer in a step of rows with draft tokens, num_right of which are
+    accepted."""
     total, channels = num_rows * (1 + GUESSES), HEADS.channels
     row = torch.randn(total, channels + 2 * HEADS.values).to(dtype)
     x, gates = row[:, :channels], row[:, channels:]

@@ -1,15 +1,16 @@
-"""A fork of a long held request: the time until the engine has it, and the blocks of its branches.
+"""Measure a fork of a long retained request: the time until the engine has it, and its branches'
+blocks.
 
     python -m benchmarks.memory.fork
 
-A request of 32,768 tokens is held; it is forked at its last token, into one branch and into
-several, again and again. The steps are not computed (random weights would take minutes for the
-prompt, and a fork computes one token of it), all else is the engine's own. Measured: the call that
-makes the branch (`add`), and that with the plan in which the branches begin (`add` + `schedule`);
-and the same without a branch, where index and names find the prompt.
+A retained request of 32,768 tokens is forked at its last token, into one branch and into several,
+repeatedly. The steps are not computed: random weights would take minutes for the prompt, and a fork
+computes one token of it. All else is the engine's own. Measured are the call that makes the branch
+(`add`), and that call with the plan that begins the branches (`add` + `schedule`). The same is
+measured without a branch, where the index finds the prompt.
 
-The limit of `add`: its tokens have to be copied and compared, and each block of the request gets a
-reference: what these take alone is measured beside it. Blocks: one for each branch.
+The limit of `add`: its tokens must be copied and compared, and each block of the request gets a
+reference. Their time alone is measured as well. Blocks: one for each branch.
 """
 
 import statistics

@@ -1,16 +1,18 @@
-"""The first token of an engine that goes on with another engine's prompt, relative to computing it.
+"""Measure the first token of an engine that continues another engine's prompt, relative to
+computing it.
 
     python -m benchmarks.memory.handover --model shape:qwen3-0.6b --load-format dummy \
         --prompt 2048 --store shm:bench --runs 5
 
-Two engines in this process, one after the other on the same cores. For each run a new prompt:
+Two engines run in this process, one after the other on the same cores. Each run has a new prompt.
 `cold` is the second engine's time to its first token without the first engine's blocks (another
-salt), `warm` with them, from the request on: look-up, fetch, loading, the tail of the prompt.
-`kept` is how much later than the first engine's answer its last block is in the store. Moved bytes
-are compared with those of the blocks that the second engine lacks. Run it on a quiet machine.
-`CPU` is the time of all threads of this process during `warm`. --second-store: of the second
-engine, if it is another one, as with `serve://127.0.0.1:7400` and `peer://127.0.0.1:7400`,
-which need `QUIRE_KV_SECRET` in the environment.
+salt). `warm` is the same with them, from the request on: look-up, fetch, loading, the tail of the
+prompt. `kept` is the delay from the first engine's answer until its last block is in the store.
+Moved bytes are compared with the size of the blocks that the second engine lacks. Run it on a quiet
+machine. `CPU` is the time of all threads of this process during `warm`.
+
+--second-store: the second engine's store, if it is another one, as with `serve://127.0.0.1:7400`
+and `peer://127.0.0.1:7400`. These need `QUIRE_KV_SECRET` in the environment.
 """
 
 import os

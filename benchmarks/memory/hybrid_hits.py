@@ -1,19 +1,19 @@
-"""What prompts find in the cache where layers remember a state, beside what they find without.
+"""Measure the prefix hits of models with states, compared with the hits of full attention alone.
 
     python -m benchmarks.memory.hybrid_hits
 
-A scheduler without a model, in virtual time (tools/simulate), over pools of --gb as the engine
-would cut them (kv/sizing.py) for a hybrid model of the 0.6B kind: 6 layers of full attention, 0.2
-MB for 16 tokens, and 18 with states, 20 MB for each. `full` has the 6 layers only and all of the
-memory for them: what can be found at all in it. Shares are of all prompt tokens.
+A scheduler without a model runs in virtual time (tools/simulate), over pools of --gb as the engine
+would divide them (kv/sizing.py). The hybrid model is of the 0.6B kind. It has 6 layers of full
+attention, 0.2 MB for 16 tokens, and 18 with states, 20 MB for each. `full` has the 6 layers only
+and all of the memory for them: the upper bound of hits. Shares are of all prompt tokens.
 
-    chat      conversations; each prompt is all that was said and a new message
-    thinking  the same, but of each answer the first half is left out afterwards, and the last four
-              tokens of the prompt before it (what a template begins an answer with)
-    agents    sessions that begin with one of four long prompts and a task, call tools eight times,
-              and let three others go on from the middle of them with tasks of their own
+    chat      conversations; each prompt is the conversation so far and a new message
+    thinking  the same, but the first half of each answer is dropped afterwards, and so are the
+              last four tokens of the prompt before it (the template's beginning of an answer)
+    agents    sessions that begin with one of four long prompts and a task, and call tools eight
+              times; three others with their own tasks continue from the middle of each
 
-Requests come as others end, --users at once, each turn in a new order.
+Requests arrive as others end, --users at once, each turn in a new order.
 """
 
 import random
@@ -52,7 +52,7 @@ class Talk:
 
 
 def answer_of(length: int) -> list[int]:
-    """What the simulation answers."""
+    """Return the simulated answer."""
     return [OTHER] * (length - 1) + [STOP]
 
 

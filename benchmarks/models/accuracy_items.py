@@ -1,7 +1,7 @@
-"""What is measured on: held-out items and texts of the demo model's curriculum.
+"""The items and texts for measuring: held-out ones of the demo model's curriculum.
 
-Items are held out by a hash of what they ask (demo_model/item.py): none of them was trained on,
-whatever the seed. Text is made of such items in the mixture of the training.
+Items are held out by a hash of their question (demo_model/item.py). So the model was not trained on
+any of them, whatever the seed. Text is made of such items in the mixture of the training.
 """
 
 import random
@@ -45,7 +45,7 @@ class Text:
 
 
 def held_out_tasks(kind: str, count: int, tokenizer: Tokenizer) -> list[Task]:
-    """Up to `count` tasks of a kind, no prompt twice."""
+    """Return up to `count` tasks of a kind, without repeated prompts."""
     rng = random.Random(f"{ITEM_SEED} {kind}")
     items: dict[str, Item] = {}
     for _ in range(count * TRIES_PER_ITEM):
@@ -63,7 +63,7 @@ def _limit(item: Item, tokenizer: Tokenizer) -> int:
 
 
 def held_out_texts(num_tokens: int, tokenizer: Tokenizer) -> list[Text]:
-    """Conversations of one item each, until there are as many tokens."""
+    """Return conversations of one item each, until there are as many tokens."""
     rng, kinds = random.Random(TEXT_SEED), curriculum.KINDS
     texts: list[Text] = []
     while sum(len(text.token_ids) for text in texts) < num_tokens:
@@ -76,7 +76,7 @@ def held_out_texts(num_tokens: int, tokenizer: Tokenizer) -> list[Text]:
 
 
 def _marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """The tokens that open a turn, name the assistant, and end a turn."""
+    """Return the tokens that open a turn, name the assistant, and end a turn."""
     start, speaker, end = tokenizer.encode(f"{chat.START}assistant{chat.END}")
     return start, speaker, end
 
@@ -84,7 +84,7 @@ def _marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
 def answer_mask(
     token_ids: Sequence[int], start: int, speaker: int, end: int
 ) -> npt.NDArray[np.bool_]:
-    """Which tokens are content of the assistant's turns, or end them; bool [T]."""
+    """Return which tokens are content of the assistant's turns, or end them; bool [T]."""
     mask = np.zeros(len(token_ids), dtype=np.bool_)
     opened: int | None = None
     for index, token in enumerate(token_ids):

@@ -1,4 +1,4 @@
-r"""What guessing ahead brings: the same requests by an engine with it and one without, in turns.
+r"""Measure the gain of draft tokens: the same requests by an engine with and one without, in turns.
 
     python -m benchmarks.models.speculation --model demo --dtype float32
     python -m benchmarks.models.speculation --model shape:qwen3-0.6b --workloads loop --batches 1 4
@@ -10,9 +10,9 @@ r"""What guessing ahead brings: the same requests by an engine with it and one w
     copy      the model is asked to say again what stands in the prompt, greedy
     random    temperature 1: hardly anything comes twice, so there is nothing to gain
 
-There are some requests for each row, so that one which ends early makes room for the next. Both
-engines' answers are compared, token by token. The limit: with k guesses that are all right a
-step brings 1 + k tokens, and takes at least what a step of one token does.
+There are some requests for each row, so that a request which ends early makes room for the next.
+Both engines' answers are compared, token by token. The limit: with k accepted draft tokens a step
+yields 1 + k tokens, and takes at least as long as a step of one token.
 """
 
 import argparse
@@ -36,7 +36,7 @@ AIMS = {"loop": 2.0, "copy": 2.0, "random": 0.98}
 def requests_of(
     workload: str, batch: int, num_tokens: int, is_demo: bool
 ) -> tuple[list[Any], list[SamplingParams]]:
-    """Prompts are texts, or token ids for a model without a tokenizer."""
+    """Return prompts as texts, or as token ids for a model without a tokenizer."""
     params = []
     for i in range(batch):
         own: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
@@ -73,7 +73,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
-    """The same, with so many rows, each of which serves some requests one after the other."""
+    """Compare with so many rows, each of which serves some requests one after the other."""
     shared = {
         "model": options.model, "dtype": options.dtype, "quantization": options.quantization,
         "max_model_len": 512, "disable_log_stats": True, "max_num_seqs": batch,

@@ -44,8 +44,8 @@ MEASURING = (
 class Table:
     """The rows of one result file that `where` chooses: a value, or several, for each field.
 
-    With `by` the table is turned: rows with the same first cells share a line, and each value of
-    that field is a column with `cell` in it. headings: of these columns, in their order.
+    With `by` the table is turned: rows with the same first cells share a line. Each value of that
+    field is a column with `cell` in it. headings: the titles of these columns, in order.
     """
 
     file: str  # below benchmarks/results

@@ -96,7 +96,7 @@ def numbered(value: str, field: str | None, rest: str = "", most: int = 1 << 30)
 def text(
     unit: str, field: str = "prompt", last: str = "", rest: str = "", name: bool = False
 ) -> Build:
-    """Return a builder of bodies with one long text, as a field's value or as the name of a field."""
+    """Return a builder of bodies with one long text, as a field's value or name."""
 
     def build(size: int) -> bytes:
         head, tail = ('{"', '":1}') if name else (f'{{"{field}":"', f'"{rest}}}')

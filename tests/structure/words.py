@@ -339,7 +339,7 @@ def check_docstrings(path: Path) -> Iterator[Problem]:
         decorators = " ".join(ast.unparse(each) for each in node.decorator_list)
         if "property" not in decorators and not begins_with_verb(text):
             yield Problem(path, line, "begin with an imperative verb", begin)
-        has_shape = SHAPE.search(text) or text.startswith("See ")
+        has_shape = SHAPE.search(" ".join(text.split())) or text.startswith("See ")
         if node in public and _takes_arrays(node) and not has_shape:
             yield Problem(path, line, "name the shapes of arrays, such as [num_tokens, 3]", begin)
 
