@@ -53,7 +53,7 @@ class PairedAccuracy:
     def interval(self) -> tuple[float, float]:
         """Return the 95 % interval of `points`.
 
-        It is Wald's with half an item more in each of the four cells (Agresti and Min, 2005), which
+        It is Wald's with half an item more in each of the four cells (Agresti and Min, 2005). So it
         keeps a width if no item differs. It is wider if items with the same question differ
         together.
         """
