@@ -36,10 +36,10 @@ def rows(packer: Packer, step: int, after: int) -> tuple[Tensor, Tensor]:
     return nn.functional.pad(tokens, (0, missing)), nn.functional.pad(marks, (0, missing))
 
 
-def choose(wanted: Tensor) -> Tensor:
+def choose(preferred: Tensor) -> Tensor:
     """Return columns [B, M] of rows [B, T], those wanted before others, in random order."""
-    count = max(1, int(wanted.shape[1] * CHOSEN_SHARE))
-    order = torch.rand(wanted.shape) + wanted.float()
+    count = max(1, int(preferred.shape[1] * CHOSEN_SHARE))
+    order = torch.rand(preferred.shape) + preferred.float()
     return order.topk(count, 1).indices
 
 

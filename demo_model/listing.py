@@ -50,10 +50,10 @@ def _drawn(rng: random.Random, what: str, count: int) -> list[str]:
 def _answer(rng: random.Random, content: str, what: str, items: list[str]) -> tuple[str, str]:
     """Return request and answer, as an array or (if so asked) as an object with one key."""
     if rng.random() < 0.25:
-        asked = content.replace("a JSON array", "JSON").replace("a JSON list", "a JSON object")
-        if "JSON object" not in asked:
-            asked = asked.replace("JSON", "a JSON object", 1)
-        return asked, json.dumps({what: items})
+        request = content.replace("a JSON array", "JSON").replace("a JSON list", "a JSON object")
+        if "JSON object" not in request:
+            request = request.replace("JSON", "a JSON object", 1)
+        return request, json.dumps({what: items})
     return content, json.dumps(items)
 
 

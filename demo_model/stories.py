@@ -53,7 +53,7 @@ class Story:
         """The whole story as one paragraph."""
         return " ".join(self.sentences)
 
-    def tell(self, rng: random.Random, *variants: str) -> None:
+    def write_one(self, rng: random.Random, *variants: str) -> None:
         """Add one of the sentence variants, filled from the slots."""
         self.sentences.append(rng.choice(variants).format(**self.slots))
 
@@ -129,14 +129,14 @@ def build(rng: random.Random, given: dict[str, str] | None = None, long: bool = 
 
 def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
     """Write the hero and the home."""
-    story.tell(
+    story.write_one(
         rng,
         "Once upon a time there was {a_trait} {kind} named {name}.",
         "There was once {a_trait} {kind} called {name}.",
         "{name} was {a_trait} {kind}.",
     )
     if "home" in told:
-        story.tell(
+        story.write_one(
             rng,
             "{name} lived in a {home} near the {place2}.",
             "{name} had a {home} near the {place2}.",
@@ -145,29 +145,29 @@ def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
 
 def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
     """Write the walk, the found thing and the friend."""
-    story.tell(
+    story.write_one(
         rng, "One {time}, {name} went to the {place}.", "One {time} {name} walked to the {place}."
     )
     if rng.random() < 0.5:
-        story.tell(rng, *WEATHER)
+        story.write_one(rng, *WEATHER)
     if "find" in told:
-        story.tell(
+        story.write_one(
             rng,
             "There {name} found {a_colour} {thing} {where} a {spot}.",
             "{name} saw {a_colour} {thing} {where} a {spot}.",
         )
     if "friend" in told:
-        story.tell(
+        story.write_one(
             rng,
             "Then {name} met {a_kind2} named {friend}.",
             "Soon {a_kind2} called {friend} came along.",
         )
-        story.tell(
+        story.write_one(
             rng,
             "{friend} had lost {a_colour2} {thing2}.",
             "{friend} was looking for {a_colour2} {thing2}.",
         )
-        story.tell(
+        story.write_one(
             rng,
             "{name} wanted to help, so they looked everywhere.",
             '"Can you help me?" said {friend}. "Yes," said {name}.',
@@ -179,12 +179,16 @@ def _ending(story: Story, rng: random.Random, told: set[str]) -> None:
     """Write the meal, the feeling and a closing sentence."""
     if "food" in told:
         if "friend" in told:
-            story.tell(rng, "Then they ate {food} together.", "After that they ate some {food}.")
+            story.write_one(
+                rng, "Then they ate {food} together.", "After that they ate some {food}."
+            )
         else:
-            story.tell(rng, "Then {name} ate some {food}.", "After that {name} ate {food}.")
+            story.write_one(rng, "Then {name} ate some {food}.", "After that {name} ate {food}.")
     if "feel" in told:
-        story.tell(rng, "In the end {name} felt {feeling}.", "{name} went home and was {feeling}.")
+        story.write_one(
+            rng, "In the end {name} felt {feeling}.", "{name} went home and was {feeling}."
+        )
     if "friend" in told:
-        story.tell(rng, *ENDINGS)
+        story.write_one(rng, *ENDINGS)
     else:
-        story.tell(rng, *ENDINGS[1:3], *ENDINGS[5:])
+        story.write_one(rng, *ENDINGS[1:3], *ENDINGS[5:])

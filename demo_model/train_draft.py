@@ -58,9 +58,9 @@ def loss_of(draft: Llama, target: Llama, tokens: Tensor, marks: Tensor) -> Tenso
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             hidden = target.hidden(tokens[:, :-1]).flatten(0, 1)[places]
-            wanted = target.logits(hidden).float().softmax(-1)
+            target_probabilities = target.logits(hidden).float().softmax(-1)
         logits = draft.logits(draft.hidden(tokens[:, :-1]).flatten(0, 1)[places])
-        return F.cross_entropy(logits.float(), wanted)
+        return F.cross_entropy(logits.float(), target_probabilities)
 
 
 @torch.no_grad()

@@ -72,9 +72,11 @@ def loss_of(
             at = columns + 1 + step
             with torch.no_grad():
                 hidden = last.gather(1, at[..., None].expand(-1, -1, last.shape[-1]))
-                wanted = F.linear(hidden, target.model.embed_tokens.weight[ids]).float().softmax(-1)
+                target_probabilities = (
+                    F.linear(hidden, target.model.embed_tokens.weight[ids]).float().softmax(-1)
+                )
             marked = marks.gather(1, at + 1)
-            each = -(wanted * logits.float().log_softmax(-1)).sum(-1)
+            each = -(target_probabilities * logits.float().log_softmax(-1)).sum(-1)
             total = total + DEPTH_WEIGHT**step * each[marked].sum() / marked.sum().clamp(min=1)
             weights += DEPTH_WEIGHT**step
     return total / weights

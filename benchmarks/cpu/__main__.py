@@ -36,7 +36,7 @@ from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
 from benchmarks.result_files import Row, write
 from quire.tools.report import plain_facts
 
-TRIES = 3  # of a process whose runs others disturb
+MAX_RUNS = 3  # of a process whose runs others disturb
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Session(Comparison[Workload]):
         try:
             if workload.name == "start" and round_ == 0:
                 self.run(engine, workload, round_)
-            for _ in range(TRIES):
+            for _ in range(MAX_RUNS):
                 runs = self.observed(engine, workload, round_)
                 self.runs += runs
                 print(*runs, sep="\n", flush=True)

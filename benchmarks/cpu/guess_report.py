@@ -69,13 +69,13 @@ def _summarised(own: list[Answered], plain: list[Answered]) -> dict[str, Any]:
     """
     rates, plain_rates = _rates(own), _rates(plain)
     answers = {(a.round, a.request): a.token_ids for a in plain}
-    tried = sum(a.metrics["num_tried"] for a in own)
+    drafted = sum(a.metrics["num_tried"] for a in own)
     right = sum(a.metrics["num_right"] for a in own)
     return {
         "rate": statistics.median(rates.values()),
         "ratio": statistics.median(rates[i] / plain_rates[i] for i in rates),
         "limit": 1 + num_guesses(own[0].variant),
-        "num_tried": tried,
+        "num_tried": drafted,
         "num_right": right,
         "num_answers": len(own),
         "num_same": sum(a.token_ids == answers[a.round, a.request] for a in own),
@@ -121,11 +121,11 @@ def _rows(name: str, variants: dict[str, dict[str, Any]], aim: float | None) -> 
     lines = []
     for variant, found in variants.items():
         limit, is_known = found["limit"], found["num_tried"] >= found["num_right"]
-        tried = f"{found['num_tried']:.0f}" if is_known else "?"
+        drafted = f"{found['num_tried']:.0f}" if is_known else "?"
         line = (
             f"{name:24s}{variant:20s}{found['rate']:9.1f}{found['ratio']:7.2f}{limit:6d}"
             f"{limit * variants[PLAIN]['rate']:9.0f}"
-            f"{found['num_right']:7.0f}/{tried:6s}"
+            f"{found['num_right']:7.0f}/{drafted:6s}"
             f"{found['num_same']:4d}/{found['num_answers']:<3d}{found['mean_tokens']:8.1f}"
         )
         if aim is not None and variant != PLAIN:

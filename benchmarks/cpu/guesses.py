@@ -83,8 +83,8 @@ class Race:
     def requests_file(self, task: Task) -> Path:
         path = self.scratch.directory / "requests" / f"{task.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        asked = requests_of(task, self.options.requests, self.options.tokens)
-        path.write_text(json.dumps([asdict(each) for each in asked]))
+        requests_made = requests_of(task, self.options.requests, self.options.tokens)
+        path.write_text(json.dumps([asdict(each) for each in requests_made]))
         return path
 
     def run(self, engine: Engine, task: Task, round_: int) -> None:

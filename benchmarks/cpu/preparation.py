@@ -30,7 +30,7 @@ from benchmarks.cpu.engines import (
 )
 from benchmarks.cpu.workloads import Shape
 
-MOST_S = 3600.0
+MAX_S = 3600.0
 BUILD_JOBS = "2"
 
 
@@ -135,7 +135,7 @@ class Scratch:
         with log.open("a") as out:
             try:
                 subprocess.run(
-                    ["nice", "-n", "10", *command], check=True, timeout=MOST_S, stdout=out,
+                    ["nice", "-n", "10", *command], check=True, timeout=MAX_S, stdout=out,
                     stderr=subprocess.STDOUT, env=os.environ | variables,
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
@@ -147,10 +147,10 @@ def requirements_of(environment: Environment, directory: Path) -> list[str]:
     name = Requirement(environment.alone).name
     (site,) = directory.glob("lib/python*/site-packages")
     (found,) = distributions(name=name, path=[str(site)])
-    wanted = [Requirement(line) for line in found.requires or []]
+    required = [Requirement(line) for line in found.requires or []]
     return [
         f"{each.name}{_extras(each)}{each.specifier}"
-        for each in wanted
+        for each in required
         if each.name not in environment.left_out
         and (each.marker is None or each.marker.evaluate({"extra": ""}))
     ]

@@ -18,7 +18,7 @@ from demo_model import chat, curriculum
 from demo_model.item import Item
 
 DEMO = Path(quire.__file__).parent / "demo"
-FEWEST_TOKENS, MOST_TOKENS = 16, 400  # of an answer of the demo model
+MIN_TOKENS, MAX_TOKENS = 16, 400  # of an answer of the demo model
 PARTS = {"tools": ("call needed", "two calls needed")}
 SPARE = 32  # tokens in addition to the expected answer
 TURNS = 2.5  # of a cycle, in a prompt
@@ -61,7 +61,7 @@ def demo_requests(kind: str, num: int) -> list[Request]:
     while len(found) < num:
         item = curriculum.one(kind, rng, test=True)
         length = len(tokenizer.encode(chat.content_of(item.answer)).ids)
-        if FEWEST_TOKENS <= length <= MOST_TOKENS and _fits(item):
+        if MIN_TOKENS <= length <= MAX_TOKENS and _fits(item):
             text = chat.render_prompt(item)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             found[text] = Request(ids, length + SPARE, tokenizer.token_to_id(chat.END))

@@ -34,7 +34,7 @@ from benchmarks.result_files import options_of, write
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 15.0  # for a piece to end by itself once its time is over
-LEAST_S = 5.0  # with less left no piece is begun
+MIN_S = 5.0  # with less left no piece is begun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ class Session:
         print("; ".join(f"{name} {value}" for name, value in self.facts.items()), flush=True)
         for piece in self.pieces:
             left = end - time.monotonic()
-            if left < LEAST_S:
+            if left < MIN_S:
                 self._keep(skipped_piece(piece, self.out, "the time is used up"))
                 continue
             self._run_piece(piece, min(left, piece.limit_s))

@@ -49,7 +49,7 @@ USEFUL = ("triton", "pytest", "hypothesis", "transformers", "vllm", "sglang")
 # A kernel is compiled in some seconds, by one core; a process takes ten to begin.
 TESTS_PER_PROCESS = 20
 MARGIN_S = 40.0  # for the benchmarks to end by themselves, and for what comes behind them
-MOST_JOBS = 12  # each process holds half a GiB of the device
+MAX_JOBS = 12  # each process holds half a GiB of the device
 QUESTION_S = 120.0
 ALONE = "alone"  # the mark of tests that need the device for themselves
 FACTS = """
@@ -77,19 +77,19 @@ class Stopped(Exception):
 class Signals:
     """Which signal came first. It is only noted, and acted on where nothing is half done."""
 
-    came: str = ""
+    received: str = ""
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        self.came = self.came or signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
 
     def check(self) -> None:
         """Raise Stopped if one came."""
-        if self.came:
-            raise Stopped(f"signal {self.came}")
+        if self.received:
+            raise Stopped(f"signal {self.received}")
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Check:
             self.folder / self.part,
             self.began + self.options.budget_s,
             dict(os.environ),
-            self._heard,
+            self._on_end,
             self._wait,
         )
 
@@ -127,7 +127,7 @@ class Check:
             old.unlink()
         self._measured("summary.txt").unlink(missing_ok=True)
         try:
-            self.facts = self._ask_facts()
+            self.facts = self._query_facts()
             if self._can_run():
                 self._run_part()
         except Stopped as error:
@@ -144,7 +144,7 @@ class Check:
     def on_cpu(self) -> bool:
         return bool(self.options.device == "cpu")
 
-    def _ask_facts(self) -> dict[str, Any]:
+    def _query_facts(self) -> dict[str, Any]:
         """Return facts about the given Python, from a process of its own. The carried packages are
         used only if one is missing, because they would hide installed ones."""
         environment = self.runner.environment
@@ -175,12 +175,12 @@ class Check:
     ) -> str:
         """Return the output of a command, without the heading of its log."""
         end = min(self.runner.end, time.monotonic() + QUESTION_S)
-        asked = Runner(self.folder / self.part, end, dict(environment), on_wait=self._wait)
+        question = Runner(self.folder / self.part, end, dict(environment), on_wait=self._wait)
         task = Task(name, about, tuple(command))
         try:
-            asked.run([task])
+            question.run([task])
         finally:
-            asked.kill()
+            question.kill()
         return tail(self.folder / self.part / f"{name}.txt", 1 << 22)
 
     @property
@@ -265,7 +265,7 @@ class Check:
         text = self._answer("collected", "which tests there are", command, self.runner.environment)
         return Counter(line.split("::")[0] for line in text.splitlines() if "::" in line)
 
-    def _heard(self, outcome: Outcome) -> None:
+    def _on_end(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         print(line_of(outcome)[:200], flush=True)
 
@@ -337,7 +337,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_jobs() -> int:
-    return min(MOST_JOBS, max(1, (os.cpu_count() or 2) - 2))
+    return min(MAX_JOBS, max(1, (os.cpu_count() or 2) - 2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from benchmarks.gpu.report import Report
 
 FLUSH_BYTES = 512 << 20
 WARM_COPIES = 10
-MOST_REPEATS, LEAST_REPEATS = 50, 5
+MAX_REPEATS, MIN_REPEATS = 50, 5
 CASE_S = 0.25  # spent on the repeats of one case, if it is not slower
 
 
@@ -146,10 +146,10 @@ def _captured(function: Callable[[], object], copies: int) -> Callable[[], objec
 def _median_s(call: Callable[[], object], flush: torch.Tensor | None) -> float:
     """Return the median by events. The first repeats determine the number of repeats."""
     times: list[float] = []
-    wanted = LEAST_REPEATS
-    while len(times) < wanted:
+    num_repeats = MIN_REPEATS
+    while len(times) < num_repeats:
         pairs = []
-        for _ in range(wanted - len(times)):
+        for _ in range(num_repeats - len(times)):
             if flush is not None:
                 flush.zero_()
             begin = torch.cuda.Event(enable_timing=True)
@@ -160,13 +160,13 @@ def _median_s(call: Callable[[], object], flush: torch.Tensor | None) -> float:
             pairs.append((begin, end))
         torch.cuda.synchronize()
         times += [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-        wanted = repeats_for(statistics.median(times))
+        num_repeats = repeats_for(statistics.median(times))
     return statistics.median(times)
 
 
 def repeats_for(seconds: float) -> int:
     """Return the number of repeats of a measurement that takes so long."""
-    return min(MOST_REPEATS, max(LEAST_REPEATS, int(CASE_S / max(seconds, 1e-6))))
+    return min(MAX_REPEATS, max(MIN_REPEATS, int(CASE_S / max(seconds, 1e-6))))
 
 
 def _time_on_cpu(function: Callable[[], object]) -> Timing:

@@ -170,7 +170,7 @@ class Elementwise:
                 arguments.append((index, None, array.dtype if array.dtype != data.dtype else None))
         if any(cast is not None for *_, cast in arguments) and any(s in BITS for s in scalars):
             return None, result
-        wanted = result.handle.data
+        expected = result.handle.data
         found = compute(
             *[
                 constant
@@ -178,11 +178,11 @@ class Elementwise:
                 else given[index].astype(cast or given[index].dtype)
                 for index, constant, cast in arguments
             ]
-        ).astype(wanted.dtype)
-        if found.shape != wanted.shape or found.tobytes() != wanted.tobytes():
+        ).astype(expected.dtype)
+        if found.shape != expected.shape or found.tobytes() != expected.tobytes():
             return None, result
         attributes = {k: v for k, v in vars(result).items() if k != "handle"}
-        plan = Plan(compute, tuple(arguments), wanted.dtype, result.handle.dtype, attributes)
+        plan = Plan(compute, tuple(arguments), expected.dtype, result.handle.dtype, attributes)
         return plan, result
 
     def _is_pointer(self, operand: Any) -> bool:

@@ -111,17 +111,17 @@ class StepLog:
 def listening(llm: LLM, log: StepLog) -> Iterator[StepLog]:
     """Subscribe a log for the block. The core has no unsubscribe, so a function in between drops
     the log."""
-    heard: list[StepLog] = [log]
+    logs: list[StepLog] = [log]
 
-    def tell(event: Event) -> None:
-        for each in heard:
+    def forward(event: Event) -> None:
+        for each in logs:
             each(event)
 
-    llm.engine.client.core.subscribe(tell)
+    llm.engine.client.core.subscribe(forward)
     try:
         yield log
     finally:
-        heard.clear()
+        logs.clear()
 
 
 @dataclass(frozen=True)

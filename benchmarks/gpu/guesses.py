@@ -28,10 +28,10 @@ NGRAM = {
     "prompt_lookup_max": 4,
 }
 ROUNDS = 3
-LEAST = {"copying": 2.0, "nothing": 0.98}  # times the speed without drafts
+MIN_RATIOS = {"copying": 2.0, "nothing": 0.98}  # times the speed without drafts
 
 
-class Tried:
+class DraftCounts:
     """Counts of an engine's draft tokens. num_behind: plans with drafts that follow others in
     flight."""
 
@@ -67,10 +67,10 @@ def run(bench: Bench) -> None:
         common |= {"kv_cache_memory_bytes": 8 << 30}
     with (
         engine(bench, SMALL, speculative_config={"method": "none"}, **common) as plain,
-        engine(bench, SMALL, speculative_config=NGRAM, **common) as guessing,
+        engine(bench, SMALL, speculative_config=NGRAM, **common) as drafting,
     ):
-        both = plain, guessing
-        for name in LEAST:
+        both = plain, drafting
+        for name in MIN_RATIOS:
             for batch in (1, 4) if bench.is_tiny else (1, 4, 16, 64):
                 bench.attempt(
                     f"{name}, {batch} rows", lambda n=name, b=batch: _case(bench, both, n, b)
@@ -79,7 +79,7 @@ def run(bench: Bench) -> None:
 
 def _case(bench: Bench, both: tuple[LLM, LLM], name: str, batch: int) -> None:
     """Measure a line. both: the engines without and with drafts."""
-    tried, rates = Tried(both[1]), list[tuple[float, float]]()
+    counts, rates = DraftCounts(both[1]), list[tuple[float, float]]()
     for number in range(1 + (1 if bench.is_tiny else ROUNDS)):
         (one, answers), (other, same) = (_rate(bench, llm, name, batch) for llm in both)
         if name == "copying" and answers != same:
@@ -88,15 +88,15 @@ def _case(bench: Bench, both: tuple[LLM, LLM], name: str, batch: int) -> None:
             rates.append((one, other))
     ratio = statistics.median(other / one for one, other in rates)
     before, after = (statistics.median(each) for each in zip(*rates, strict=True))
-    least = LEAST[name]
+    min_ratio = MIN_RATIOS[name]
     figure = f"{after:,.0f} tokens/s, {ratio:.2f} x"
-    detail = {"without": f"{before:,.0f}"} | tried.detail
+    detail = {"without": f"{before:,.0f}"} | counts.detail
     bench.report.add(
         Row(
             f"{name}, {batch} rows",
             figure=figure,
-            aim=f">= {least} x",
-            is_reached=ratio >= least,
+            aim=f">= {min_ratio} x",
+            is_reached=ratio >= min_ratio,
             detail=detail,
         )
     )

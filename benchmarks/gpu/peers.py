@@ -38,7 +38,7 @@ TINY_CONFIG = {
     "max_position_embeddings": 512,
 }
 # Of the time that a run of fewer requests promises for more of them: larger batches are faster.
-LEAST_OF_PROMISED = 0.5
+MIN_RATE_SHARE = 0.5
 Serve = Callable[[Sequence[Request]], list[list[int]]]
 
 
@@ -86,13 +86,13 @@ def model_directory(is_tiny: bool) -> Iterator[Path]:
 
 
 def measure(
-    bench: Bench, engine: str, serve: Serve, wanted: Sequence[Workload], spec: ModelSpec
+    bench: Bench, engine: str, serve: Serve, target: Sequence[Workload], spec: ModelSpec
 ) -> None:
     """Serve each workload twice, once if there is no time for more; the faster counts."""
     rate_s = 0.0  # of an output token, as seen last
-    for workload in wanted:
+    for workload in target:
         count = num_output(workload.requests)
-        if rate_s * count * LEAST_OF_PROMISED > bench.left_s:
+        if rate_s * count * MIN_RATE_SHARE > bench.left_s:
             bench.report.skip(f"{engine}, {workload.name}", "it would take longer than is left")
             continue
         took: list[float] = []
@@ -115,11 +115,11 @@ def measure(
 
 def check_counts(tokens: Sequence[Sequence[int]], requests: Sequence[Request]) -> None:
     """Raise ValueError if an engine made fewer or more tokens than requested."""
-    counts, wanted = [len(each) for each in tokens], [each.output_len for each in requests]
-    if counts != wanted:
-        wrong = sum(a != b for a, b in zip(counts, wanted, strict=False))
+    counts, target = [len(each) for each in tokens], [each.output_len for each in requests]
+    if counts != target:
+        wrong = sum(a != b for a, b in zip(counts, target, strict=False))
         raise ValueError(
-            f"{sum(counts)} tokens of {len(counts)} requests, {sum(wanted)} of {len(wanted)} asked"
+            f"{sum(counts)} tokens of {len(counts)} requests, {sum(target)} of {len(target)} asked"
             f" for; {wrong} have another number"
         )
 
@@ -178,8 +178,8 @@ def run_quire(bench: Bench) -> None:
             more = {"pipeline_depth": depth} if depth else {}
             with LLM(str(directory), **settings, **more) as llm:
                 ask(llm, random_requests(spec.vocab_size, 4, 5, 20))
-                wanted = workloads(bench, spec.vocab_size)
-                measure(bench, name, lambda r, llm=llm: ask(llm, r), wanted, spec)
+                target = workloads(bench, spec.vocab_size)
+                measure(bench, name, lambda r, llm=llm: ask(llm, r), target, spec)
                 if llm.engine.config.scheduler.pipeline_depth > 1:
                     return
 
@@ -231,17 +231,21 @@ def run_transformers(bench: Bench) -> None:
         *others, last = attention_names(bench.is_cuda)
         for attention in others:
             engine = f"transformers batching, {attention}"
-            if tried(bench, engine, partial(batching, bench, directory, attention, {}, engine)):
+            if attempt_optional(
+                bench, engine, partial(batching, bench, directory, attention, {}, engine)
+            ):
                 break
         else:
             attention, engine = last, f"transformers batching, {last}"
             bench.attempt(engine, partial(batching, bench, directory, last, {}, engine))
         if bench.is_cuda:
             engine += ", graphs and async"
-            tried(bench, engine, partial(batching, bench, directory, attention, GRAPHS, engine))
+            attempt_optional(
+                bench, engine, partial(batching, bench, directory, attention, GRAPHS, engine)
+            )
 
 
-def tried(bench: Bench, engine: str, work: Callable[[], object]) -> bool:
+def attempt_optional(bench: Bench, engine: str, work: Callable[[], object]) -> bool:
     """Run optional work; an error becomes the reason to skip it."""
     try:
         work()

@@ -53,10 +53,10 @@ PIECES = (
 def chosen(part: str, names: str = "") -> list[Piece]:
     """Return a part's pieces, or only the named ones. Raises ValueError for other names."""
     mine = [piece for piece in PIECES if piece.part == part]
-    wanted = [name for name in names.replace(",", " ").split() if name]
+    requested = [name for name in names.replace(",", " ").split() if name]
     known = {piece.name for piece in mine}
-    unknown = [name for name in wanted if name not in known]
+    unknown = [name for name in requested if name not in known]
     if not mine or unknown:
         known_names = ", ".join(sorted(known)) or "first, bench, peers (parts)"
         raise ValueError(f"there is no {' '.join(unknown or [part])!r}; there are {known_names}.")
-    return [piece for piece in mine if not wanted or piece.name in wanted]
+    return [piece for piece in mine if not requested or piece.name in requested]

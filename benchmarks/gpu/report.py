@@ -142,9 +142,9 @@ class Report:
         """Write the report at once, so that a reader never sees half of it."""
         found = asdict(self) | {"path": str(self.path)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, self.path)
 
 
 def read_piece(path: Path) -> dict[str, Any] | None:
@@ -202,9 +202,9 @@ def _in_words(row: Row) -> str:
     """Return a row in one line, with the share of the least time that it reached."""
     shares = ((row.measured_share, "measured here"), (row.share, H200.name))
     share, of = next((pair for pair in shares if pair[0] is not None), (None, ""))
-    beside = f", {percent(share)} of what the limits allow ({of})" if share is not None else ""
+    unfinished = f", {percent(share)} of what the limits allow ({of})" if share is not None else ""
     rate = f", {row.detail['tokens/s']} tokens/s" if "tokens/s" in row.detail else ""
-    return f"{row.case}: {row.figure or duration(row.seconds)}{rate}{beside}"
+    return f"{row.case}: {row.figure or duration(row.seconds)}{rate}{unfinished}"
 
 
 def last_line(error: Mapping[str, str]) -> str:

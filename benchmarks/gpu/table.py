@@ -67,10 +67,10 @@ class Cases:
 
         def measure() -> None:
             cost = decode_cost(self.llm.engine.spec, batch, context)
-            most_s = factor * cost.least_s(H200) if factor is not None else aim_s
+            max_s = factor * cost.least_s(H200) if factor is not None else aim_s
             times = best_decode(bench, self.llm, batch, context, steps, rounds)
             detail = times.detail | {"tokens/s": f"{batch / times.mean_s:,.0f}"}
-            row = timed_row(name, times.mean_s, cost, bench.measured, aim_s=most_s, detail=detail)
+            row = timed_row(name, times.mean_s, cost, bench.measured, aim_s=max_s, detail=detail)
             words = aim or (f"<= {factor} x floor" if factor is not None else row.aim)
             bench.report.add(replace(row, aim=words))
 
@@ -84,7 +84,7 @@ class Cases:
         def measure() -> None:
             spec = self.llm.engine.spec
             prompts = random_requests(spec.vocab_size, bench.pick(8, 3), length, length, seed=1)
-            took = [timed_ask(self.llm, [Request(each.prompt, 1)]) for each in prompts]
+            took = [timed_requests(self.llm, [Request(each.prompt, 1)]) for each in prompts]
             first, took = took[0], sorted(took[1:])
             detail = {"first": first, "fastest": took[0], "slowest": took[-1]}
             row = timed_row(
@@ -99,7 +99,7 @@ class Cases:
 
         bench.attempt(name, measure)
 
-    def idle(self, batch: int, context: int, most_idle: float) -> None:
+    def idle(self, batch: int, context: int, max_idle: float) -> None:
         """Measure the device's idle share over steady steps, and the largest gaps."""
         bench, name = self.bench, self._name(f"idle, {batch} rows, context {context}")
         if not bench.is_cuda:
@@ -115,7 +115,7 @@ class Cases:
             unprofiled = self._name(f"batch {batch}, context {context}")
             steps_s = [row.seconds for row in bench.report.rows if row.case == unprofiled]
             step_s = steps_s[-1] if steps_s else None
-            bench.report.add(idle_row(name, idle_of(profile.intervals), most_idle, step_s))
+            bench.report.add(idle_row(name, idle_of(profile.intervals), max_idle, step_s))
             bench.report.facts[name] = largest(profile.intervals)
             bench.report.write()
 
@@ -131,10 +131,10 @@ class Cases:
         def measure() -> None:
             spec = self.llm.engine.spec
             requests = random_requests(spec.vocab_size, num, shortest, longest)
-            timed_ask(self.llm, [Request(each.prompt, 4) for each in requests[:32]])
-            took = [timed_ask(self.llm, requests)]
+            timed_requests(self.llm, [Request(each.prompt, 4) for each in requests[:32]])
+            took = [timed_requests(self.llm, requests)]
             if took[0] < bench.left_s / 2:
-                took.append(timed_ask(self.llm, requests))
+                took.append(timed_requests(self.llm, requests))
             floor_s, measured_s = run_floors(bench, spec, [each.lengths for each in requests])
             count, best = num_output(requests), min(took)
             detail = {"output tokens": count, "seconds": [round(t, 3) for t in took]}
@@ -148,7 +148,7 @@ class Cases:
         return f"{self.label}: {case}" if self.label else case
 
 
-def timed_ask(llm: LLM, requests: Sequence[Request]) -> float:
+def timed_requests(llm: LLM, requests: Sequence[Request]) -> float:
     """Return the seconds until all requests are answered. Raises ValueError if an output is too
     short."""
     began = time.perf_counter()
@@ -167,7 +167,7 @@ def run_floors(
     return run_floor_s(spec, lengths, H200), measured
 
 
-def idle_row(name: str, found: Idle, most_idle: float, step_s: float | None) -> Row:
+def idle_row(name: str, found: Idle, max_idle: float, step_s: float | None) -> Row:
     """Return a row of idle time. step_s: time of a step without the profiler, which makes steps
     longer. The second figure is the busy time against step_s, and the smaller of the two counts."""
     busy_s = found.busy_s / PROFILED_STEPS
@@ -182,8 +182,8 @@ def idle_row(name: str, found: Idle, most_idle: float, step_s: float | None) -> 
         unprofiled = max(0.0, 1.0 - busy_s / step_s)
         detail["idle without the profiler"] = f"{unprofiled:.2%}"
         share = min(share, unprofiled)
-    figure, aim = f"{found.share:.2%} idle", f"<= {most_idle:.0%}"
-    return Row(name, figure=figure, aim=aim, is_reached=share <= most_idle, detail=detail)
+    figure, aim = f"{found.share:.2%} idle", f"<= {max_idle:.0%}"
+    return Row(name, figure=figure, aim=aim, is_reached=share <= max_idle, detail=detail)
 
 
 def largest(intervals: Sequence[Interval]) -> dict[str, list[tuple[str, ...]]]:
@@ -294,8 +294,8 @@ def mode_case(bench: Bench, name: str, settings: dict[str, Any], found: dict[str
             Request(each.prompt, output)
             for each in random_requests(spec.vocab_size, 4, prompt, prompt, seed=2)
         ]
-        timed_ask(llm, requests[:1])
-        took = sorted(timed_ask(llm, [request]) for request in requests[1:])
+        timed_requests(llm, requests[:1])
+        took = sorted(timed_requests(llm, [request]) for request in requests[1:])
     seconds = found[name] = took[len(took) // 2]
     row = Row(f"4000 + 50, {name}", seconds, *run_floors(bench, spec, [(prompt, output)]))
     if "full" in found and name != "full":

@@ -178,5 +178,5 @@ def head_and_tail(path: Path, num_bytes: int) -> bytes:
             return file.read(2 * num_bytes)
         begin = file.read(num_bytes)
         file.seek(size - num_bytes)
-        left_out = f"\n... {size - 2 * num_bytes:,} bytes left out ...\n".encode()
-        return begin + left_out + file.read(num_bytes)
+        omission = f"\n... {size - 2 * num_bytes:,} bytes left out ...\n".encode()
+        return begin + omission + file.read(num_bytes)

@@ -44,7 +44,7 @@ LARGE_SHAPES = {
 FEW_ROWS = (1, 2, 4, 8)
 MANY_ROWS = (16, 64, 256, 1024)
 WORKING_SET_BYTES = 300_000_000
-MIN_REPEATS, MIN_S, MOST_S = 8, 0.3, 3.0
+MIN_REPEATS, MIN_S, MAX_S = 8, 0.3, 3.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def copies(kind: Kind, shape: tuple[int, int], variant: str) -> list[Any]:
 def best_s(weights: list[Any], x: torch.Tensor) -> float:
     """Return the seconds of the fastest single product with x [rows, inputs]."""
     best, spent, repeats, began = float("inf"), 0.0, 0, time.perf_counter()
-    while (repeats < MIN_REPEATS or spent < MIN_S) and spent < MOST_S:
+    while (repeats < MIN_REPEATS or spent < MIN_S) and spent < MAX_S:
         weight = weights[repeats % len(weights)]
         before = time.perf_counter()
         linear(x, weight)

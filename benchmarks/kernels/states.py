@@ -27,14 +27,14 @@ from quire.tools.report import benchmark_parser
 
 HEADS, WIDTH, BLOCK_SIZE = DeltaHeads(16, 16, 128, 128), 4, 16
 LAYERS = 18  # run in turn, so that one call does not find the last one's states in the cache
-MOST_ROWS = 16
-GUESSES = 4
+MAX_ROWS = 16
+DRAFTS = 4
 
 # Rows given as (tokens before the step, new tokens).
 CASES = {
     "decode, 1 row": ((100, 1),),
     "decode, 4 rows": ((100, 1),) * 4,
-    "decode, 16 rows": ((100, 1),) * MOST_ROWS,
+    "decode, 16 rows": ((100, 1),) * MAX_ROWS,
     "prompt, 64": ((0, 64),),
     "prompt, 512": ((0, 512),),
     "prompts, 4 of 64": ((0, 64),) * 4,
@@ -88,17 +88,17 @@ def measure(
     return convolution_s, delta_s
 
 
-def measure_guesses(
+def measure_drafts(
     backend: AttentionBackend, num_rows: int, num_right: int, dtype: torch.dtype
 ) -> float:
     """Return the seconds of one layer in a step of rows with draft tokens, num_right of which are
     accepted."""
-    total, channels = num_rows * (1 + GUESSES), HEADS.channels
+    total, channels = num_rows * (1 + DRAFTS), HEADS.channels
     row = torch.randn(total, channels + 2 * HEADS.values).to(dtype)
     x, gates = row[:, :channels], row[:, channels:]
     weight = torch.randn(channels, WIDTH).to(dtype)
     rate, shift = torch.rand(2, HEADS.values)
-    step = step_of(((100, 1 + GUESSES),) * num_rows)
+    step = step_of(((100, 1 + DRAFTS),) * num_rows)
     right = np.full(num_rows, 1 + num_right, np.int32)
 
     def run() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     size = HEADS.channels * (WIDTH - 1) + HEADS.memory_size
     group = CacheGroup(STATE, tuple(range(LAYERS)), state_size=size)
-    layout = KVLayout((group,), (MOST_ROWS,), BLOCK_SIZE, dtype, torch.device("cpu"))
+    layout = KVLayout((group,), (MAX_ROWS,), BLOCK_SIZE, dtype, torch.device("cpu"))
     with torch.inference_mode():
         backend, limit = make_backend(options.backend, layout), copy_bandwidth()
         print(
@@ -145,17 +145,15 @@ def main() -> None:
                  "delta_rule_us": delta_s * 1e6, "gflop_per_s": work / 1e9,
                  "gb_per_s": rate / 1e9, "of_copying": rate / limit}
             )  # fmt: skip
-        for num_rows in (1, 4, MOST_ROWS):
+        for num_rows in (1, 4, MAX_ROWS):
             plain_s = sum(measure(backend, ((100, 1),) * num_rows, dtype))
             times = [
-                measure_guesses(backend, num_rows, right, dtype) / plain_s
-                for right in range(GUESSES + 1)
+                measure_drafts(backend, num_rows, right, dtype) / plain_s
+                for right in range(DRAFTS + 1)
             ]
             shown = ", ".join(f"{each:.2f}" for each in times)
-            print(
-                f"{num_rows} rows with {GUESSES} guesses, 0 .. {GUESSES} right: {shown} of a token"
-            )
-            case = f"{num_rows} rows with {GUESSES} guesses"
+            print(f"{num_rows} rows with {DRAFTS} guesses, 0 .. {DRAFTS} right: {shown} of a token")
+            case = f"{num_rows} rows with {DRAFTS} guesses"
             written.append({"case": case, "of_a_token_by_right_guesses": times})
     settings = options_of(options) | {"copy_bytes_per_s": limit}
     write(options.output_json, "kernels.states", written, settings)

@@ -29,8 +29,8 @@ SIZES = (16, 64, 256, 1024, 4096)
 BLOCK_SIZE = 16
 POOL_BLOCKS = 65_536
 PARTS = ("append", "fork", "release", "truncate", "free", "copy")
-LEAST_COPIES = 200
-MOST_GROWTH = 1.5  # from the smallest table to the largest, per block
+MIN_COPIES = 200
+MAX_GROWTH = 1.5  # from the smallest table to the largest, per block
 
 
 def timed(work: Callable[[], object]) -> int:
@@ -45,7 +45,7 @@ def one_round(num_blocks: int, num_tables: int) -> dict[str, float]:
     for _ in range(POOL_BLOCKS // 2):
         pool.allocate()
     spent = dict.fromkeys(PARTS, 0.0)
-    num_copies = -(-LEAST_COPIES // num_tables)
+    num_copies = -(-MIN_COPIES // num_tables)
 
     def append(table: BlockTable) -> None:
         for _ in range(num_blocks):
@@ -96,8 +96,8 @@ def main() -> None:
     growth = {part: results[-1]["ns"][part] / results[0]["ns"][part] for part in PARTS}
     for part, times in growth.items():
         print(f"{part}: {times:.2f} x from {SIZES[0]} to {SIZES[-1]:,} blocks (flat is 1)")
-    most = max(times for part, times in growth.items() if part != "copy")
-    print(f"most, per block: {most:.2f} x (aim at most {MOST_GROWTH:g})")
+    largest = max(times for part, times in growth.items() if part != "copy")
+    print(f"most, per block: {largest:.2f} x (aim at most {MAX_GROWTH:g})")
     write(
         options.output_json,
         "memory.block_tables",

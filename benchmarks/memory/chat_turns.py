@@ -105,7 +105,7 @@ class Talk:
     def __init__(self, index: int, messages: list[list[int]], answer_lens: list[int]) -> None:
         self.index = index
         self.messages, self.answer_lens = messages, answer_lens
-        self.said: list[list[int]] = []  # messages and answers of the turns that are kept
+        self.history: list[list[int]] = []  # messages and answers of the turns that are kept
         self.computed: list[int] = []
         self.is_busy = False
 
@@ -113,7 +113,7 @@ class Talk:
         """Begin the next turn; its prompt has at most `limit` tokens."""
         self.is_busy = True
         message = self.messages[number]
-        prompt = [token for turn in self.said for token in turn] + message
+        prompt = [token for turn in self.history for token in turn] + message
         is_cut = len(prompt) > limit
         if is_cut:
             prompt = self._cut(prompt, message, limit, cut)
@@ -123,15 +123,15 @@ class Talk:
 
     def _cut(self, prompt: list[int], message: list[int], limit: int, cut: str) -> list[int]:
         if cut == "tokens":
-            self.said = [prompt[-limit : -len(message)]]
+            self.history = [prompt[-limit : -len(message)]]
         most = limit // 2 if cut == "half" else limit
-        while self.said and len(message) + sum(map(len, self.said)) > most:
-            del self.said[0]
-        return [token for turn in self.said for token in turn] + message
+        while self.history and len(message) + sum(map(len, self.history)) > most:
+            del self.history[0]
+        return [token for turn in self.history for token in turn] + message
 
     def end(self, turn: Turn) -> None:
         """Take the answer. Its last token was sampled and not computed."""
-        self.said.append(self.messages[turn.number] + turn.answer)
+        self.history.append(self.messages[turn.number] + turn.answer)
         self.computed = turn.prompt + turn.answer[:-1]
         self.is_busy = False
 

@@ -88,12 +88,12 @@ def finish(core: EngineCore) -> None:
         core.step()
 
 
-def measured(core: EngineCore, asked: Request) -> tuple[float, float, int]:
+def measured(core: EngineCore, forked: Request) -> tuple[float, float, int]:
     """Return the milliseconds of `add`, those with the first plan, and the blocks that the branches
     took, when each has written behind what they share."""
     free = core.view().num_free_blocks
     start = time.perf_counter()
-    core.add(asked)
+    core.add(forked)
     added = time.perf_counter()
     core.plan()
     planned = time.perf_counter()
@@ -143,8 +143,8 @@ def main() -> None:
     runs: dict[str, list[tuple[float, float, int]]] = {}
     for round_ in range(options.rounds):
         for name, of, num in sides:
-            asked = request(f"{name} {num} {round_}", tokens, num, fork=of)
-            runs.setdefault(f"{name}, {num}", []).append(measured(core, asked))
+            forked = request(f"{name} {num} {round_}", tokens, num, fork=of)
+            runs.setdefault(f"{name}, {num}", []).append(measured(core, forked))
     print_head("A fork of a long held request")
     limit = limit_ms(core, tokens, options.rounds)
     report: dict[str, Any] = {}

@@ -77,10 +77,10 @@ def main() -> None:
             tokens = numbers.integers(10, 1000, options.prompt).tolist()
             prompt: dict[str, Any] = {"prompt_token_ids": tokens}
             cold, _ = first_token_s(second, prompt | {"cache_salt": f"cold {run}"}, None)
-            _, told = first_token_s(first, prompt, FIRST_LEG)
+            _, first_output = first_token_s(first, prompt, FIRST_LEG)
             kept = wait_until_kept(first)
             before, cpu_s = scheduler.stores.view(), time.process_time()
-            warm, output = first_token_s(second, prompt, told.kv_transfer_params)
+            warm, output = first_token_s(second, prompt, first_output.kv_transfer_params)
             after, cpu_s = scheduler.stores.view(), time.process_time() - cpu_s
             moved = after.num_fetched_bytes - before.num_fetched_bytes
             missing = (options.prompt - 1) // scheduler.memory.block_size * block_bytes

@@ -40,7 +40,7 @@ from quire.tools.workloads import SHAREGPT
 BLOCK_SIZE, MAX_LEN, CHUNK = 16, 32768, 2048
 FULL = CacheGroup("full", tuple(range(6)), num_kv_heads=2, head_dim=256)
 STATES = CacheGroup("state", tuple(range(6, 24)), state_size=16 * 128 * 128 + 3 * 6144)
-MOST_OUTPUT = 400  # tokens of an answer, here
+MAX_OUTPUT = 400  # tokens of an answer, here
 
 
 @dataclass
@@ -62,14 +62,14 @@ def chat(num_talks: int, num_turns: int, thinks: bool) -> Iterator[Talk]:
     lengths = zip(np.minimum(inputs, 1000).tolist(), outputs.tolist(), strict=True)
     system = rng.integers(10, VOCAB_SIZE, 120).tolist()
     for _ in range(num_talks):
-        talk, said = Talk(), list(system)
+        talk, history = Talk(), list(system)
         for _ in range(num_turns):
             num_input, num_output = next(lengths)
-            num_output = min(max(2, num_output), MOST_OUTPUT)
-            said = said + rng.integers(10, VOCAB_SIZE, num_input + 4).tolist()
-            talk.turns.append((said, num_output))
+            num_output = min(max(2, num_output), MAX_OUTPUT)
+            history = history + rng.integers(10, VOCAB_SIZE, num_input + 4).tolist()
+            talk.turns.append((history, num_output))
             answer = answer_of(num_output)
-            said = said[:-4] + answer[num_output // 2 :] if thinks else said + answer
+            history = history[:-4] + answer[num_output // 2 :] if thinks else history + answer
         yield talk
 
 
@@ -77,13 +77,13 @@ def agents(num_talks: int, num_turns: int) -> Iterator[Talk]:
     rng = np.random.default_rng(0)
     systems = [rng.integers(10, VOCAB_SIZE, 3000).tolist() for _ in range(4)]
 
-    def session(said: list[int], begins: int) -> Talk:
+    def session(history: list[int], begins: int) -> Talk:
         talk = Talk(begins)
         for _ in range(begins, num_turns):
-            said = said + rng.integers(10, VOCAB_SIZE, int(rng.integers(50, 700))).tolist()
+            history = history + rng.integers(10, VOCAB_SIZE, int(rng.integers(50, 700))).tolist()
             num_output = int(rng.integers(20, 150))
-            talk.turns.append((said, num_output))
-            said = said + answer_of(num_output)
+            talk.turns.append((history, num_output))
+            history = history + answer_of(num_output)
         return talk
 
     for i in range(num_talks):

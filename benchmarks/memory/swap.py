@@ -241,14 +241,14 @@ def print_measured(results: list[Measured], limits: Limits, cost: StepCost, chun
     """Print a table for each length."""
     for num_tokens in sorted({got.num_tokens for got in results}):
         rows = [got for got in results if got.num_tokens == num_tokens]
-        least = sum(
+        min_s = sum(
             cost.least_s(min(chunk, num_tokens - at), 1, limits)
             for at in range(0, num_tokens, chunk)
         )
         floor = rows[0].floor_s(limits)
         print(
             f"{num_tokens:,} tokens, measured; ms. Limits: swap {floor * MS:.1f} at"
-            f" {limits.bytes_per_s / GB:.0f} GB/s, recomputation {least * MS:.0f} in chunks of"
+            f" {limits.bytes_per_s / GB:.0f} GB/s, recomputation {min_s * MS:.0f} in chunks of"
             f" {chunk} at {limits.flops_per_s / GB:,.0f} GFLOP/s"
         )
         print("block     out      in    both  of limit  recompute  of limit   ratio  auto")
@@ -256,7 +256,7 @@ def print_measured(results: list[Measured], limits: Limits, cost: StepCost, chun
             print(
                 f"{got.block_size:5} {got.out_s * MS:7.1f} {got.in_s * MS:7.1f}"
                 f" {got.swap_s * MS:7.1f} {got.floor_s(limits) / got.swap_s:9.0%}"
-                f" {got.recompute_s * MS:10.0f} {least / got.recompute_s:9.0%}"
+                f" {got.recompute_s * MS:10.0f} {min_s / got.recompute_s:9.0%}"
                 f" {got.recompute_s / got.swap_s:7.1f}  {choice(got.auto_swaps, got.is_right)}"
             )
 

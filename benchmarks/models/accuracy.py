@@ -50,7 +50,7 @@ from quire.tools.workloads import random_prompts
 
 SHAPE = "shape:qwen3-0.6b"
 SHAPE_PROMPTS, SHAPE_TOKENS = 4, 9
-MOST_POINTS_LOST = 0.5  # what int8 may cost
+MAX_POINTS_LOST = 0.5  # what int8 may cost
 ALL = "all"
 SETTINGS = {
     "device": "cpu",
@@ -328,30 +328,30 @@ def _points(found: dict[str, Any]) -> str:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return whether a format is shown to lose less than MOST_POINTS_LOST, over all items and by
+    """Return whether a format is shown to lose less than MAX_POINTS_LOST, over all items and by
     kind."""
     kinds: dict[str, list[str]] = {"shown": [], "open": [], "false": []}
     for kind, figures in result["tasks"].items():
         kinds[_state(*figures["interval"])].append(kind)
     found = result["tasks"][ALL]
     low, high = found["interval"]
-    said = f"{_state(low, high)} over all items"
+    words = f"{_state(low, high)} over all items"
     for state in ("open", "false"):
         if listed := [kind for kind in kinds[state] if kind != ALL]:
-            said += f"; {state} for {', '.join(listed)}"
+            words += f"; {state} for {', '.join(listed)}"
     return (
         f"{result['format']} against {result['against']}: {found['points']:+.3f} points"
         f" [{low:+.3f}, {high:+.3f}] of {found['items']:,} items, {found['lost']} lost and"
         f" {found['gained']} gained, p = {found['p_value']:.2f}."
-        f" Less than {MOST_POINTS_LOST:g} lost: {said}."
+        f" Less than {MAX_POINTS_LOST:g} lost: {words}."
     )
 
 
 def _state(low: float, high: float) -> str:
     """Return the verdict of an interval about the claim."""
-    if low > -MOST_POINTS_LOST:
+    if low > -MAX_POINTS_LOST:
         return "shown"
-    return "false" if high <= -MOST_POINTS_LOST else "open"
+    return "false" if high <= -MAX_POINTS_LOST else "open"
 
 
 def study(options: argparse.Namespace) -> dict[str, Any]:
@@ -361,11 +361,11 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
     texts = held_out_texts(options.text_tokens, tokenizer)
     tasks = {kind: held_out_tasks(kind, options.items, tokenizer) for kind in options.kinds}
     keys = {kind: [task.item.key for task in listed] for kind, listed in tasks.items()}
-    asked = {kind: len(set(listed)) for kind, listed in keys.items()}
+    distinct = {kind: len(set(listed)) for kind, listed in keys.items()}
     for kind, listed in tasks.items():
-        print(f"# {kind}: {len(listed):,} items, asking {asked[kind]:,} things")
+        print(f"# {kind}: {len(listed):,} items, asking {distinct[kind]:,} things")
     bases: dict[str, Measured] = {}
-    report: dict[str, Any] = {"distinct": asked, "results": [], "shape": []}
+    report: dict[str, Any] = {"distinct": distinct, "results": [], "shape": []}
     for format in chosen(options.formats):
         measured = measure(format, tasks, texts, options.positions)
         if format.is_plain:

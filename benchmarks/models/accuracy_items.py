@@ -17,7 +17,7 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 ITEM_SEED = 2024  # demo_model/evaluation.py's, so that both measure the same items
 TEXT_SEED = 2026
-TRIES_PER_ITEM = 5
+DRAWS_PER_ITEM = 5
 EXTRA_TOKENS = 40  # an answer that is longer than the wanted one by more is wrong
 FREE_TOKENS = 400  # where several answers are right
 OPENING_TOKENS = 3  # <|im_start|>, the role, a line end
@@ -48,7 +48,7 @@ def held_out_tasks(kind: str, count: int, tokenizer: Tokenizer) -> list[Task]:
     """Return up to `count` tasks of a kind, without repeated prompts."""
     rng = random.Random(f"{ITEM_SEED} {kind}")
     items: dict[str, Item] = {}
-    for _ in range(count * TRIES_PER_ITEM):
+    for _ in range(count * DRAWS_PER_ITEM):
         item = curriculum.one(kind, rng, test=True)
         items.setdefault(chat.render_prompt(item), item)
         if len(items) == count:

@@ -115,7 +115,7 @@ def our_search(llm: LLM, width: int, output_len: int) -> Search:
 
 def peak_blocks(llm: LLM, params: BeamSearchParams, prompts: Prompts) -> int:
     """Return the peak number of blocks in use while a step is computed, in a run of its own."""
-    engine, most = llm.engine, 0
+    engine, max_blocks = llm.engine, 0
     core = engine.client.core
     llm.reset_prefix_cache()
     for prompt in prompts:
@@ -123,10 +123,12 @@ def peak_blocks(llm: LLM, params: BeamSearchParams, prompts: Prompts) -> int:
         core.add(engine.requests.make(rendered, params.sampling_params()))
     while core.has_work:
         while core.plan() is not None:
-            most = max(most, sum(pool.num_used for pool in core.scheduler.memory.kv.pools))
+            max_blocks = max(
+                max_blocks, sum(pool.num_used for pool in core.scheduler.memory.kv.pools)
+            )
         core.take()
         core.publish()
-    return most
+    return max_blocks
 
 
 def timed(search: Search, prompts: Prompts) -> tuple[float, list[Found]]:
@@ -186,18 +188,18 @@ def compare(model: str, options: Any, folder: Path) -> dict[str, Any]:
     name = DTYPES.get(model, "bfloat16")
     dtype = getattr(torch, name)
     directory = checkpoint(model, dtype, folder)
-    most = max(options.batches)
+    max_blocks = max(options.batches)
     with LLM(
         str(directory),
         dtype=name,
         device="cpu",
         max_model_len=options.input_len + options.output_len,
-        max_num_seqs=most * options.width,
+        max_num_seqs=max_blocks * options.width,
         disable_log_stats=True,
     ) as llm:
         theirs = their_search(directory, dtype, options.width, options.output_len)
         ours = our_search(llm, options.width, options.output_len)
-        prompts = random_prompts(most, options.input_len, llm.engine.spec.vocab_size, seed=0)
+        prompts = random_prompts(max_blocks, options.input_len, llm.engine.spec.vocab_size, seed=0)
         for search in (theirs, ours):
             search(prompts[:1])
         results = []

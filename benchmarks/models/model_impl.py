@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "transformers', compiled": {"model_impl": "transformers", "torch_compile": True},
 }
 VOCAB = 1000  # of the tokens that prompts are made of
-MOST_ROWS, PROMPT_LEN, OUTPUT_LEN = 16, 32, 32
+MAX_ROWS, PROMPT_LEN, OUTPUT_LEN = 16, 32, 32
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Workload:
 
 WORKLOADS = (
     Workload("decode, 1 row", 1, PROMPT_LEN, OUTPUT_LEN),
-    Workload("decode, 16 rows", MOST_ROWS, PROMPT_LEN, OUTPUT_LEN),
+    Workload("decode, 16 rows", MAX_ROWS, PROMPT_LEN, OUTPUT_LEN),
     Workload("prefill, 1 x 512", 1, 512, 1),
 )
 
@@ -72,7 +72,7 @@ def untranslated() -> Iterator[None]:
 def opened(options: argparse.Namespace, name: str) -> LLM:
     return LLM(
         options.model, load_format="dummy", seed=0, dtype=options.dtype, max_model_len=1024,
-        max_num_seqs=MOST_ROWS, enable_prefix_caching=False, disable_log_stats=True, **WAYS[name],
+        max_num_seqs=MAX_ROWS, enable_prefix_caching=False, disable_log_stats=True, **WAYS[name],
     )  # fmt: skip
 
 

@@ -89,8 +89,8 @@ def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]
         core = guessing.engine.client.core
         core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
         for workload in options.workloads:
-            asked = workload, batch * options.per_row, options.tokens, options.model == "demo"
-            prompts, params = requests_of(*asked)
+            arguments = workload, batch * options.per_row, options.tokens, options.model == "demo"
+            prompts, params = requests_of(*arguments)
             ones, others = list[float](), list[float]()
             for number in range(-1, options.rounds):
                 steps.clear()
@@ -100,17 +100,17 @@ def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]
                 if number >= 0:
                     ones.append(one)
                     others.append(other)
-            tried = sum(step.num_guessed for step in steps)
+            drafted = sum(step.num_guessed for step in steps)
             right = sum(step.num_accepted for step in steps)
             ratio = statistics.median(b / a for a, b in zip(ones, others, strict=True))
             print(
                 f"{workload:10} {batch:4} {statistics.median(ones):8.1f}"
                 f" {statistics.median(others):10.1f} {'':8} {ratio:5.2f} ({AIMS[workload]})"
-                f"  {tried:6} {right:7}", flush=True,
+                f"  {drafted:6} {right:7}", flush=True,
             )  # fmt: skip
             found.append({"workload": workload, "rows": batch, "ratio": ratio,
                           "rates": {"plain": ones, "guessing": others},
-                          "tried": tried, "right": right})  # fmt: skip
+                          "tried": drafted, "right": right})  # fmt: skip
     return found
 
 

@@ -129,9 +129,9 @@ def filled(template: str, row: Mapping[str, Any]) -> str:
 
 def chosen(result: Result, where: Mapping[str, Any]) -> list[Row]:
     """Return the rows with these values."""
-    wanted = {name: v if isinstance(v, tuple) else (v,) for name, v in where.items()}
+    selected = {name: v if isinstance(v, tuple) else (v,) for name, v in where.items()}
     settings = {f"settings.{name}": value for name, value in result.settings.items()}
-    rows = [row for row in result.rows if all(row.get(n) in v for n, v in wanted.items())]
+    rows = [row for row in result.rows if all(row.get(n) in v for n, v in selected.items())]
     return [settings | row for row in rows]
 
 

@@ -28,10 +28,10 @@ class CountedRuns:
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
-        self.num_asked = self.num_done = 0
+        self.num_submitted = self.num_done = 0
 
     def submit(self, function: Any, *arguments: Any) -> "Future[Any]":
-        self.num_asked += 1
+        self.num_submitted += 1
         future = self._pool.submit(function, *arguments)
         future.add_done_callback(self._count)
         return future

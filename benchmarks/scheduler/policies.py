@@ -132,15 +132,15 @@ class Turns:
     def __init__(self, num: int, seed: int, num_turns: int = 8) -> None:
         self._rng = np.random.default_rng(seed)
         self._num_turns = num_turns
-        self._said: dict[str, list[int]] = {}
+        self._history: dict[str, list[int]] = {}
         self.first = [self._turn(f"{i}.0", float(self._rng.exponential(20.0))) for i in range(num)]
 
     def _turn(self, name: str, at_s: float) -> Arrival:
         talk = name.split(".")[0]
         new = self._rng.integers(10, VOCAB_SIZE, self._rng.integers(50, 400)).tolist()
-        prompt = self._said.get(talk, []) + new
+        prompt = self._history.get(talk, []) + new
         num_output = int(self._rng.integers(50, 400))
-        self._said[talk] = prompt + [OTHER] * (num_output - 1)
+        self._history[talk] = prompt + [OTHER] * (num_output - 1)
         return Arrival(at_s, simulated_request(name, prompt, 500), num_output)
 
     def then(self, request_id: str, now: float) -> Arrival | None:

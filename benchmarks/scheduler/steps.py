@@ -71,7 +71,7 @@ POLICIES = ("fifo", "srtf", "two-level")
 NUM_WAITING = (10, 100, 1_000, 10_000)
 WAITING_ROWS = 256
 
-Ask = Callable[[Load], "Times"]
+RunLoad = Callable[[Load], "Times"]
 
 
 @dataclass
@@ -174,7 +174,7 @@ def _step(
 
 
 @contextmanager
-def vllm_process(python: Path | None) -> Iterator[tuple[str, Ask] | None]:
+def vllm_process(python: Path | None) -> Iterator[tuple[str, RunLoad] | None]:
     """Yield vLLM's version, and a function that runs a load. Raises ConfigError if vLLM cannot
     start."""
     if python is None:
@@ -197,18 +197,18 @@ def vllm_process(python: Path | None) -> Iterator[tuple[str, Ask] | None]:
             raise ConfigError(f"--vllm {python}: steps_vllm.py ended; its error stands above.")
         return json.loads(line)
 
-    def ask(load: Load) -> Times:
+    def run_load(load: Load) -> Times:
         print(json.dumps(dataclasses.asdict(load)), file=stdin, flush=True)
         return Times(answer())
 
     try:
-        yield answer(), ask
+        yield answer(), run_load
     finally:
         stdin.close()
         process.wait()
 
 
-def in_turns(load: Load, rounds: int, vllm: Ask | None) -> tuple[Times, Times | None]:
+def in_turns(load: Load, rounds: int, vllm: RunLoad | None) -> tuple[Times, Times | None]:
     """Return the times of our scheduler and of vLLM's, of all rounds."""
     ours, theirs = Times(), Times()
     for _ in range(rounds):
@@ -221,7 +221,7 @@ def in_turns(load: Load, rounds: int, vllm: Ask | None) -> tuple[Times, Times | 
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def steady(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
+def steady(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
     print("\n# steady decode: medians, and median and mean of schedule + update")
     print("  rows cach  prompts  schedule    update    client       s+u      mean   aim")
     for rows in options.rows:
@@ -238,11 +238,11 @@ def steady(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, 
                 elsewhere = ELSEWHERE_MS.get((rows, caching))
                 if vllm is None and elsewhere and not spread:
                     line += f"   ({sum(elsewhere):.2f} elsewhere)"
-                print(line + beside(ours, theirs), flush=True)
+                print(line + compared(ours, theirs), flush=True)
                 yield entry("steady", load, ours, theirs) | {"elsewhere_vllm_ms": elsewhere}
 
 
-def churn(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
+def churn(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
     print("\n# churn: as many end and arrive in every step; medians; prefix caching on")
     print("  rows ends       add  schedule    update    client       s+u      mean")
     for rows in options.rows:
@@ -251,13 +251,13 @@ def churn(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, A
         medians = " ".join(f"{ours.median(part):9.3f}" for part in PARTS)
         print(
             f"{rows:6,} {load.num_ends:4} {medians} {ours.median(*BOTH):9.3f}"
-            f" {ours.mean(*BOTH):9.3f}" + beside(ours, theirs),
+            f" {ours.mean(*BOTH):9.3f}" + compared(ours, theirs),
             flush=True,
         )
         yield entry("churn", load, ours, theirs)
 
 
-def waiting(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
+def waiting(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
     print(f"\n# requests that wait behind {WAITING_ROWS} rows; one ends, one arrives in every step")
     print("   policy waiting       add  schedule    update   s + u + a      mean")
     for policy in POLICIES:
@@ -278,7 +278,7 @@ def waiting(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str,
 LOADS = {"steady": steady, "churn": churn, "waiting": waiting}
 
 
-def beside(ours: Times, theirs: Times | None) -> str:
+def compared(ours: Times, theirs: Times | None) -> str:
     """Return the times of vLLM's scheduler: median and mean, and their ratios to ours."""
     if theirs is None:
         return ""
@@ -304,14 +304,14 @@ def main() -> None:
     options = parser.parse_args()
     with vllm_process(options.vllm) as vllm:
         print_head("scheduler steps, milliseconds")
-        version, ask = vllm or (None, None)
-        if ask:
+        version, run_load = vllm or (None, None)
+        if run_load:
             print(f"# vLLM {version}: median and mean of all its parts, then the ratios to ours")
         else:
             print(f"# elsewhere: {ELSEWHERE}; no ratio, it is not the same run")
         results: list[dict[str, Any]] = []
         for name in options.loads:
-            results += LOADS[name](options, ask)
+            results += LOADS[name](options, run_load)
     settings = options_of(options) | {"vllm_version": version, "elsewhere": ELSEWHERE}
     write(options.output_json, "scheduler.steps", results, settings)
 

@@ -163,8 +163,8 @@ async def run_load(
     met: list[Met] = []
     while len(met) < max(num_streams, options.num_requests):
         start = first + len(met)
-        asked = [ask(client, model, start + i, options) for i in range(num_streams)]
-        met += await asyncio.gather(*asked)
+        requests_made = [ask(client, model, start + i, options) for i in range(num_streams)]
+        met += await asyncio.gather(*requests_made)
     return met
 
 

@@ -256,12 +256,12 @@ def main() -> None:
         print(f"  limit        {arguments.step_ms:7.3f} ms a step")
         for kind, aim in (("without", 0.0), ("plain", PLAIN_AIM), ("grammars", AIM)):
             slower = steps[kind] / steps["without"] - 1
-            told = f"  {slower:+.2%} (aim: below {aim:.0%})" if aim else ""
+            change = f"  {slower:+.2%} (aim: below {aim:.0%})" if aim else ""
             waited = statistics.median(each.waited for each in runs[kind])
             first = statistics.median(each.first for each in runs[kind])
             print(
                 f"  {kind:12} {steps[kind]:7.3f} ms a step; longest wait for masks {waited:6.2f}"
-                f" ms, first token after {first:6.1f} ms{told}"
+                f" ms, first token after {first:6.1f} ms{change}"
             )
             rows.append(
                 {"depth": depth, "kind": kind, "step_ms": steps[kind], "slower": slower,

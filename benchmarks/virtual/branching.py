@@ -87,16 +87,18 @@ class BranchingExecutor:
         """Return candidates by row. The chosen token, which comes first, is the most probable
         one."""
         self._follow(plan)
-        most = int(plan.num_candidates.max(initial=0))
-        assert most <= NUM_DRAWN, f"{most} candidates are more than are drawn"
-        asking = np.flatnonzero(plan.num_candidates > 0)
-        rows = plan.sample_rows[asking].tolist()
+        max_candidates = int(plan.num_candidates.max(initial=0))
+        assert max_candidates <= NUM_DRAWN, f"{max_candidates} candidates are more than are drawn"
+        with_candidates = np.flatnonzero(plan.num_candidates > 0)
+        rows = plan.sample_rows[with_candidates].tolist()
         logprobs = random_logprobs(len(rows), self._sureness, self._rng).astype(np.float32)
         first = self._rng.integers(0, VOCAB_SIZE, (len(rows), 1))
         token_ids = ((first + np.arange(NUM_DRAWN)) % VOCAB_SIZE).astype(np.int32)
         source = self._sources(rows)
         found = {}
-        for i, row, num in zip(source, rows, plan.num_candidates[asking].tolist(), strict=True):
+        for i, row, num in zip(
+            source, rows, plan.num_candidates[with_candidates].tolist(), strict=True
+        ):
             columns = [0, *range(num)]
             found[row] = Candidates(token_ids[i, columns], logprobs[i, columns], 1)
         return found

@@ -33,8 +33,8 @@ def answerer(llm: Any) -> Answerer:
         for output in llm.stream({"prompt_token_ids": request.prompt}, params):
             times.append(time.perf_counter())
             token_ids += output.outputs[0].token_ids
-        tried, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
-        return Answer.of(request, token_ids, times[-1] - times[0], tried, right)
+        drafted, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
+        return Answer.of(request, token_ids, times[-1] - times[0], drafted, right)
 
     return answer
 
