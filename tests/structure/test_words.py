@@ -70,23 +70,22 @@ DONE: dict[str, tuple[str, ...]] = {
 }
 # Faults that docstrings, comments and names of a folder may still have. Numbers may only shrink.
 LEFT: dict[str, int] = {
-    "benchmarks": 975,
+    "benchmarks": 61,
     "csrc": 55,
-    "demo_model": 83,
+    "demo_model": 6,
     "src/quire/base": 265,
     "src/quire/cli": 80,
     "src/quire/engine": 976,
     "src/quire/kv": 55,
-    "src/quire/models": 461,
-    "src/quire/ops": 926,
-    "src/quire/plugins": 4,
+    "src/quire/models": 455,
+    "src/quire/ops": 896,
     "src/quire/render": 218,
-    "src/quire/runner": 342,
+    "src/quire/runner": 337,
     "src/quire/scheduler": 331,
     "src/quire/serve": 814,
     "src/quire/spec": 141,
     "src/quire/tools": 308,
-    "web": 103,
+    "web": 59,
 }
 FOLDERS = [
     f"src/quire/{path.name}" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
