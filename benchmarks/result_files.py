@@ -22,7 +22,7 @@ from quire.base.errors import ConfigError
 from quire.tools.report import machine_facts, plain_facts
 
 FOLDER = Path(__file__).parent / "results"
-# What /proc/cpuinfo calls family and model, and the name by which people know the processor.
+# The family and model of /proc/cpuinfo, and the processor's common name.
 PROCESSORS = {
     "family 25, model 17": "epyc-zen4",
     "family 26, model 2": "epyc-zen5",
@@ -36,10 +36,10 @@ Row = dict[str, Any]
 class Result:
     """One run of one benchmark."""
 
-    benchmark: str  # the name of its module in `benchmarks`, such as "cpu.guesses"
+    benchmark: str  # the module in `benchmarks`, such as `cpu.guesses`
     commit: str  # with "+" if the checkout had changes
     date: str  # ISO 8601
-    machine: dict[str, Any]  # cpu, cores, and versions of what ran
+    machine: dict[str, Any]  # cpu, cores, and versions of the programs
     settings: dict[str, Any]  # options of the run, and what was measured once for all rows
     rows: list[Row]
 
@@ -64,7 +64,7 @@ def flat(entry: Mapping[str, Any], before: str = "") -> Row:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no numbers that are not finite: such a figure is missing."""
+    """Return a value for JSON, which has only finite numbers: other figures are missing."""
     if isinstance(value, list):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

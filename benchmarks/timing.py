@@ -1,4 +1,4 @@
-"""What the micro-benchmarks share: timing, and the machine's measured limit."""
+"""Shared code of the micro-benchmarks: timing, and the machine's measured limit."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 
 def best_time(function: Callable[[], object], min_repeats: int = 5, min_s: float = 0.5) -> float:
-    """Seconds of the fastest of several calls: what disturbs a call only makes it slower."""
+    """Return the seconds of the fastest of several calls: disturbances only make a call slower."""
     function()
     times: list[float] = []
     while len(times) < min_repeats or sum(times) < min_s:
@@ -18,7 +18,8 @@ def best_time(function: Callable[[], object], min_repeats: int = 5, min_s: float
 
 
 def copy_bandwidth(size_bytes: int = 256 << 20) -> float:
-    """Bytes per second, read and written together, of copying memory that fits in no cache."""
+    """Return the bytes per second, read and written together, of copying memory that fits in no
+    cache."""
     source = torch.ones(size_bytes, dtype=torch.uint8)
     destination = torch.ones_like(source)
     return 2 * size_bytes / best_time(lambda: destination.copy_(source))

@@ -1,6 +1,6 @@
 // The tiles of AMX: eight registers of up to 16 rows of 64 bytes, and the products of two of them.
 //
-// What is in a register and in memory follows from a shape that is set for all eight at once:
+// One shape configures all eight registers, and fixes the layout of registers and memory:
 //
 //   c [M rows, N words] += a [M rows, K words] * b [K rows, N words]
 //
@@ -39,8 +39,8 @@ struct HardwareTiles {
     static inline void store(void* to, int64_t stride) {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(t) : "memory");
     }
-    // Sums are float32: those of even and of odd inputs apart, then both are added to what was there.
-    // Subnormal numbers count as 0.
+    // Adds dot products in float32. Even inputs and odd inputs are summed apart; then both sums are
+    // added to the previous value. Subnormal numbers count as 0.
     template <int c, int a, int b>
     static inline void dot_bfloat16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));

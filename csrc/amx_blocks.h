@@ -32,7 +32,8 @@ class TileConfiguration {
         if (rows_ != 0) Tiles::release();
     }
 
-    // For a block of `rows` rows, and `bytes` of a row's inputs. What tiles hold is lost.
+    // Configures tiles for a block of `rows` rows and `bytes` of each row's inputs. The contents of
+    // the tiles are lost.
     void set(int64_t rows, int64_t bytes) {
         if (rows == rows_ && bytes == bytes_) return;
         rows_ = rows;
@@ -55,7 +56,7 @@ class TileConfiguration {
     int64_t rows_ = 0, bytes_ = 0;
 };
 
-// Of blocks of kHeight tiles of rows and kWidth of outputs.
+// The shape of blocks of kHeight tiles of rows and kWidth tiles of outputs.
 template <int kHeight>
 struct Shape {
     static constexpr int kWidth = kSumTiles / kHeight;

@@ -7,7 +7,7 @@
 
 namespace quire {
 
-// Floats from a 64-byte boundary on, as many as were ever asked for.
+// A buffer of floats that begins at a 64-byte boundary and grows to the largest requested size.
 class Arena {
    public:
     float* get(int64_t floats) {

@@ -8,14 +8,17 @@
 //   weight[t] = 2^(score[t] - peak), sum over t in 16 lanes, then a fixed tree
 //   part[h] = sum over t = 0, 1, ... of weight[t] * V[t][h]                one lane per element
 //
-// and the spans' (peak, sum, part) are folded in the order of their positions. A soft cap is applied to
-// a score as soon as it is there; a sink joins the sum when the last span is folded. Where the variant
-// has dots of bfloat16 and keys and values are such, h and t go in pairs (2 i, 2 i + 1), and queries times
-// the scale, and weights in the last line, are rounded to bfloat16 (attention_dots.inc.h). In tiles of AMX
-// they go in steps of 32: the even ones and the odd ones of a step are summed apart, the two are added, and
-// that is added to the steps before (attention_matrices.inc.h). No query's
-// arithmetic depends on another's, on how the work is cut or on where the blocks stand: its bits are
-// the same alone, in any batch, chunked in any way, and on any number of threads.
+// and the spans' (peak, sum, part) are folded in the order of their positions. A soft cap is
+// applied to each score immediately; a sink joins the sum when the last span is folded.
+//
+// Variants with bfloat16 dots take h and t in pairs (2 i, 2 i + 1), if keys and values are
+// bfloat16. They round scaled queries, and the weights in the last line, to bfloat16
+// (attention_dots.inc.h). AMX tiles take steps of 32. The even and the odd elements of a step are
+// summed apart, then added to each other and to the earlier steps (attention_matrices.inc.h).
+//
+// A query's arithmetic depends neither on other queries, nor on the division of the work, nor on
+// the addresses of the blocks. Its bits are the same alone, in any batch, chunked in any way, and
+// on any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -58,11 +61,13 @@ struct HeadRows {
     void* data;
 };
 
-// One step as one cache group sees it. tables[S, L]: block ids (row stride table_stride), read
-// until the step's last layer; entries that no query sees may be anything. query_starts[S + 1],
-// context_lens[S]: read by `prepare` alone. window: 0 is none. ahead: so many positions behind a query
-// are seen too, where the row has them. ends[T]: a token sees the keys before that position as well, and
-// along a row no token sees less far than the one before it; read until the step's last layer, or null.
+// One step as one cache group sees it. The pointers stay valid until the step's last layer, except
+// query_starts and context_lens, which `prepare` alone reads.
+// tables: [S, L] block ids (row stride table_stride); entries that no query sees are undefined.
+// query_starts, context_lens: [S + 1] and [S].
+// window: number of visible positions, or 0 for all.
+// ahead: number of later positions in the row that a query also sees.
+// ends: [T] or null; a token also sees the keys before this position. It never falls along a row.
 struct AttentionStep {
     const int32_t* tables;
     int64_t table_stride;
@@ -88,10 +93,11 @@ struct QueryPiece {
     int64_t context;
 };
 
-// What one thread computes at once, for each KV head: the queries of some pieces (of one row, or of
-// rows with the same blocks there) over spans [first_span, end_span). What it finds goes to the
-// result if partial < 0, else to states[partial ...]: one per query if the item folds its spans
-// (which it may if they are the queries' first), else one per span and query.
+// The work that one thread does at once, for each KV head: the queries of some pieces over spans
+// [first_span, end_span). The pieces belong to one row, or to rows that share those blocks. If
+// partial < 0, the item writes its result to the output. Otherwise it writes to states[partial
+// ...]. That is one state per query if the item folds its spans (which needs the queries' first
+// spans), else one per span and query.
 struct AttentionItem {
     int32_t first_piece;
     int32_t num_pieces;
@@ -104,7 +110,7 @@ struct AttentionItem {
     int64_t states() const { return partial < 0 ? 0 : folds ? 1 : end_span - first_span; }
 };
 
-// Where states of a piece stand: those of an item, from its token `offset` on.
+// The states of a piece: an item's states, from token `offset` of the item.
 struct PartialSource {
     int32_t item;
     int64_t offset;
@@ -122,8 +128,8 @@ struct PlanOptions {
     bool cascade = true;  // read blocks once for all rows that share them
 };
 
-// How a step's work is cut. Made once per step and used by all layers of a cache group; its memory
-// is kept from step to step.
+// The division of a step's work. It is made once per step for all layers of a cache group, and
+// reuses its memory.
 class AttentionPlan {
    public:
     void prepare(const AttentionStep& step, int num_threads, PlanOptions options = {});
@@ -178,8 +184,8 @@ class AttentionPlan {
 int num_attention_variants();
 const char* attention_variant_name(int variant);
 
-// How products of queries and keys become weights. With a soft cap (0 is none) a score is
-// cap * tanh(scale * product / cap). sinks[N]: logits that join the softmax's sum without a value, or
+// Weights from products of queries and keys. With a soft cap (0 is none) a score is cap *
+// tanh(scale * product / cap). sinks[N]: logits that join the softmax's sum without a value, or
 // null.
 struct Weighing {
     float scale;
@@ -187,10 +193,11 @@ struct Weighing {
     const float* sinks = nullptr;
 };
 
-// out = softmax(scores) v for all tokens of the plan's step. q and out may have any element type,
-// whatever the format of keys and values. variant: -1 is the best. sums[T, N, 2]: where the largest
-// score of each query goes and the sum of its weights relative to that, for who adds other keys; or
-// null.
+// Computes out = softmax(scores) v for all tokens of the plan's step. q and out may have any
+// element type, whatever the format of keys and values.
+// variant: index of the kernels, or -1 for the best.
+// sums: [T, N, 2] or null; receives each query's largest score and the sum of its weights relative
+// to it. A caller can use them to merge other keys.
 void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRows& q,
                      const HeadRows& out, const Weighing& weighing, int num_threads,
                      int variant = -1, float* sums = nullptr);

@@ -64,7 +64,7 @@ struct Isa {
     static inline F dot(F sum, I a, I b) {
         return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
     }
-    // Two rows' numbers side by side, those of `first` in the lower halves.
+    // Returns the numbers of two rows in one vector, with `first` in the lower halves.
     static inline I pairs(const void* first, const void* second) {
         return words_of(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(first)))) |
                words_of(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(second))))

@@ -1,8 +1,8 @@
 // Products of bfloat16 pairs, for keys and values of bfloat16: included by attention_tiles.inc.h.
 //
-// A word of a turned key is a pair of its elements, as the dot takes it. Values are paired by tokens,
-// positions 2 i and 2 i + 1 of a span, whatever a query sees of them: weights of the others are 0. Queries,
-// times the scale, and weights are rounded to bfloat16; sums of weights are not.
+// A word of a transposed key is a pair of its elements, as the dot instruction reads it. Values are
+// paired by tokens, positions 2 i and 2 i + 1 of a span, for every query; hidden positions have
+// weight 0. Scaled queries and weights are rounded to bfloat16; sums of weights are not.
 #pragma once
 
 namespace quire {
@@ -163,7 +163,7 @@ struct DotValues {
     }
 };
 
-// How items multiply keys and values of bfloat16.
+// Products of bfloat16 keys and values by dots.
 struct Bfloat16Dots : Bfloat16Kv {
     static constexpr bool kDots = true;
     static constexpr int64_t kTokens = 2, kRowsBehind = 1, kBlockRows = Isa::kTileRows;

@@ -151,7 +151,8 @@ class ItemRun {
         }
     }
 
-    // What the queries see of the span that begins at `start`, and where it stands. False: nothing.
+    // Finds the part of the span beginning at `start` that the queries see. Returns false if it is
+    // empty.
     bool see(int64_t start) {
         begin_ = kSpan;
         end_ = 0;
@@ -176,15 +177,16 @@ class ItemRun {
         }
         fill(columns_ + begin_ / kTile * kTile, columns_ + first, columns_[first]);
         fill(columns_ + end_, columns_ + kSpan + kAhead, columns_[last]);
-        // Beside those that nobody sees.
+        // Fill the offsets on both sides of the visible part: they are read, but have weight 0.
         fill(offsets_ + first_together(), offsets_ + begin_, offsets_[begin_]);
         fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
         look_ahead(start);
         return true;
     }
 
-    // What is fetched while the last keys and values of the span are read: its first values, and the
-    // keys that are read behind it. Both stand at the same place of a block, and fill it.
+    // Chooses the addresses to prefetch while the last keys and values of the span are read. They
+    // are the span's first values and the keys of the next span. Both have the same place in a
+    // block, and fill it.
     void look_ahead(int64_t start) {
         const auto address = [](const uint8_t* at) { return reinterpret_cast<intptr_t>(at); };
         const int64_t first = begin_ / kSumLanes * kSumLanes;
@@ -243,7 +245,8 @@ class ItemRun {
         for (last = queries_; last > first && !sees(last - 1);) --last;
     }
 
-    // How much some queries see of the span positions from `from` on, of `tokens`.
+    // Returns a function that counts the positions from `from` on, at most `tokens`, that some
+    // queries see.
     auto reach(int64_t from, int64_t tokens) const {
         return [=](int64_t first, int64_t last) {
             int64_t high = from;
@@ -252,11 +255,12 @@ class ItemRun {
         };
     }
 
-    // Of what any query sees, with the tokens whose values are read together with those.
+    // The visible part of the span, widened to whole groups of tokens whose values are read
+    // together.
     int64_t first_together() const { return begin_ / Kv::kTokens * Kv::kTokens; }
     int64_t end_together() const { return (end_ + Kv::kTokens - 1) / Kv::kTokens * Kv::kTokens; }
 
-    // Of a key, whole tiles of them where those are multiplied.
+    // The words of a key, padded to whole tiles if tiles multiply it.
     int64_t words() const { return Kv::kMatrices ? q_stride_ : (row_bytes_ + 3) / 4; }
 
     void score() {
@@ -344,7 +348,8 @@ class ItemRun {
         for (int64_t t = low; t < high; ++t) row[t] *= scales_[t];
     }
 
-    // Weights of all queries, 0 wherever one of them does not see what another sees, and beside that.
+    // Computes the weights of all queries. A weight is 0 wherever its query does not see the
+    // position, which includes the widened ends.
     void weigh() {
         const int64_t begin = first_together(), end = end_together();
         const auto cap = static_cast<float>(call_.weighing.soft_cap * kLog2E);
@@ -432,8 +437,8 @@ class ItemRun {
         }
     }
 
-    // Where values are read together, one that the query sees stands in for those that it does not see.
-    // Sums of tiles go behind those of all queries, since they have more rows than one.
+    // Where values are read together, a visible value replaces each hidden one. Sums of tiles are
+    // stored after the sums of all queries, since tiles have more rows.
     void add_again(int64_t m, const Query& query) {
 #ifdef QUIRE_BFLOAT16_DOTS
         if constexpr (Kv::kDots) {

@@ -1,4 +1,4 @@
-// What the attention code of one instruction set offers to attention.cpp.
+// The interface between the attention code of one instruction set and attention.cpp.
 #pragma once
 
 #include "attention.h"
@@ -24,7 +24,8 @@ struct AttentionCall {
 
     int64_t padded_dim() const { return (kv.head_dim + 15) / 16 * 16; }
     int64_t state_size() const { return kStateHead + padded_dim(); }
-    // Of the item's span `span` (0 if it folds) and of the first query of its token `token`.
+    // Returns the state of the first query of an item's token, for span `span` of the item (0 if it
+    // folds).
     float* state_of(const AttentionItem& item, int64_t head, int64_t span, int64_t token) const {
         const int64_t query = (span * item.tokens + token) * step.group;
         return states + (head * num_states + item.partial + query) * state_size();

@@ -1,13 +1,14 @@
-// Products of tiles of AMX (amx_blocks.h), for keys and values of bfloat16: included by attention_tiles.inc.h,
-// with QUIRE_AMX. What they take is what dots take (attention_dots.inc.h).
+// Products of AMX tiles (amx_blocks.h) for bfloat16 keys and values: included by
+// attention_tiles.inc.h, with QUIRE_AMX. The inputs are the same as in attention_dots.inc.h.
 //
-// A tile of up to 16 queries is multiplied by one of 16 tokens, 32 elements of a head at a time; a tile of
-// their weights by one of 16 elements, 32 tokens at a time, of a span, whatever a query sees of them. A step
-// of 32 is summed by itself, then added to those before: a step whose weights are all 0 changes no bit, and
-// neither does the number of queries. Heads of other sizes are filled up with zeros to whole steps.
+// A tile of up to 16 queries is multiplied by a tile of 16 tokens, 32 elements of a head at a time.
+// A tile of weights is multiplied by a tile of 16 elements, 32 tokens of a span at a time, hidden
+// positions included. A step of 32 is summed by itself, then added to the earlier steps. So a step
+// whose weights are all 0 changes no bit, and neither does the number of queries. Heads of other
+// sizes are padded with zeros to whole steps.
 //
-// All tiles of an item have one shape: as many rows as there are queries, if those are not more than 16, else
-// 16. The rows behind the last query have memory, and what is in it does not matter.
+// All tiles of an item have one shape: as many rows as there are queries, at most 16. Rows after
+// the last query have memory with undefined contents.
 #pragma once
 
 namespace quire {
@@ -87,8 +88,8 @@ struct MatrixScores {
 
 // --- values ---
 
-// Values where they stand, of which a step's pairs are made by the way, in one of two places: a tile that
-// is loaded from what was stored just now waits for it.
+// Values in place. A step's pairs are made in one of two buffers in turn, because a load from a
+// buffer waits for the stores just before it.
 struct WayPairs {
     static constexpr int64_t kStride = Shape<1>::kColumns;
     const uint8_t* values;
@@ -154,7 +155,7 @@ void run_blocks(const Matrix& matrix, int64_t row, int64_t seen) {
     if (v < vectors) matrix.template run<kHeight, 1>(row, v, seen);
 }
 
-// How items multiply keys and values of bfloat16.
+// Products of bfloat16 keys and values by tiles.
 struct Bfloat16Matrices : Bfloat16Dots {
     static constexpr bool kMatrices = true;
     static constexpr int64_t kTokens = kStepTokens, kRowsBehind = kTileHeight;

@@ -39,7 +39,7 @@ void AttentionPlan::prepare(const AttentionStep& step, int num_threads, PlanOpti
     sort_items();
 }
 
-// The end of what the tokens of a piece see.
+// Returns the first position that the tokens of a piece do not see.
 int64_t AttentionPlan::end_seen(const QueryPiece& piece) const {
     int64_t end = piece.position + piece.count + step_.ahead;
     if (step_.ends != nullptr && piece.count > 0) {

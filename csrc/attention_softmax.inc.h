@@ -38,8 +38,8 @@ inline void fill(T* begin, T* end, T value) {
 // Scores are multiplied by this, so that weights are powers of 2.
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
-// p(r), nearly 2^r for |r| <= 1/2, and 1 for 0. Relative error below 2e-7; kShort: below 3e-6, which is
-// nothing beside rounding to bfloat16.
+// p(r), nearly 2^r for |r| <= 1/2, and 1 for 0. The relative error is below 2e-7. With kShort it is
+// below 3e-6, far less than the error of rounding to bfloat16.
 template <bool kShort>
 QUIRE_INLINE F power_of(F r) {
     if constexpr (kShort) {
@@ -171,7 +171,7 @@ inline void copy_state(State to, State from, int64_t size) {
     std::memcpy(to.acc, from.acc, static_cast<size_t>(size) * sizeof(float));
 }
 
-// What `next` holds, which comes later, is added to `state`. size: a multiple of kLanes.
+// Adds the later state `next` to `state`. size: a multiple of kLanes.
 inline void fold(State state, State next, int64_t size) {
     if (*next.peak == kEmptyPeak) return;
     if (*state.peak == kEmptyPeak) return copy_state(state, next, size);

@@ -41,7 +41,8 @@ void store_value(uint8_t* to, const KvLayer& kv, const From* from) {
     }
 }
 
-// The words of a row go to a block's column `in_block`, its rest behind all words. row: memory for it.
+// Writes the words of a row to column `in_block` of a block, and the rest after all words. row:
+// scratch memory for the row.
 template <class From>
 void store_key(uint8_t* block, int64_t in_block, const KvLayer& kv, const From* from, uint8_t* row) {
     if (kv.format == KvFormat::kInt8) {

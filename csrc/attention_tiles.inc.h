@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kTile = 64;      // tokens whose keys or values are widened at once
 constexpr int kTileVectors = 4;    // most of a register tile
-constexpr int64_t kAhead = 64;     // tokens between those that are read and those that are fetched
+constexpr int64_t kAhead = 64;     // tokens between the read and the prefetch
 
 // Into the second-level cache: few lines can be on their way into the first.
 inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
@@ -117,7 +117,7 @@ QUIRE_INLINE I load_key_words(const KeyBlocks& keys, const int64_t* columns, int
 inline I load_key_rest(const KeyBlocks& keys, const int64_t* columns) {
     uint32_t words[kLanes] = {};
     for (int64_t t = 0; t < kLanes; ++t) {
-        // Of a vector that stands together the first column counts.
+        // A contiguous vector has one address, its first column's.
         const int64_t column = keys.together ? columns[0] + 4 * t : columns[t];
         const int64_t in_block = column % keys.block_bytes / 4;
         const int64_t at = column / keys.block_bytes * keys.block_bytes +
@@ -188,7 +188,7 @@ struct WidenedKeys {
     }
 };
 
-// Of so many tokens' scores.
+// Returns the number of vectors that hold the scores of `tokens` tokens.
 inline int64_t vectors_of(int64_t tokens) {
     return (tokens + kSumLanes - 1) / kSumLanes * kSumVectors;
 }

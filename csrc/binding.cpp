@@ -297,7 +297,7 @@ void tell_of_lost_ranks(const std::exception_ptr& raised, void*) {
 
 // --- programs (program.h) ---
 
-// views: buffer and offset of up to four. What a kind does not read may be anything.
+// views: buffer and offset of up to four operands; the instruction's kind ignores the rest.
 void add_instruction(quire::Program& program, bool begins_phase, int kind,
                      const std::vector<std::pair<int64_t, int64_t>>& views, int64_t heads,
                      int64_t size, int64_t stride, int64_t layer, int64_t first,
@@ -356,9 +356,11 @@ void run_program(quire::Program& program, int64_t rows, Address ids, Address pos
     program.run(std::move(step), num_threads);
 }
 
-// wide: memory of the 64-bit results (ids, positions, slots of each group); narrow: of the 32-bit ones
-// (query starts, context lengths, table of each group), one after the other. tables: address and row
-// stride. total: tokens of the step; longest: blocks of a row.
+// wide: memory of the 64-bit results (ids, positions, slots of each group).
+// narrow: memory of the 32-bit results (query starts, context lengths, table of each group), in
+// this order.
+// tables: address and row stride of each.
+// total: tokens of the step; longest: blocks of a row.
 void gather_step(Address wide, Address narrow, Address tokens, int64_t token_stride,
                  Address computed, Address rows, Address num_tokens, int64_t num_rows,
                  const std::vector<std::pair<Address, int64_t>>& tables, int64_t block_size,

@@ -18,8 +18,8 @@ double sum_of(const Keys& keys, size_t begin, size_t end, float temperature, flo
     return total;
 }
 
-// The last token of the shortest run of first tokens whose weights reach the goal: the half that
-// holds it is halved again, so the keys need not be sorted.
+// Returns the last token of the shortest prefix of the sorted tokens whose weights reach the goal.
+// It repeatedly halves the part that holds it, so the keys need not be sorted.
 uint64_t nucleus_end(Keys& keys, double goal, float temperature, float peak) {
     size_t low = 0, high = keys.size();
     double mass = 0;  // of [0, low)
@@ -43,7 +43,7 @@ struct Filter {
     float top_p, min_p;
 };
 
-// What min-p, then top-k, then top-p leave of a row: the tokens whose key is at least the result.
+// Returns the smallest key that min-p, then top-k, then top-p keep in a row.
 uint64_t cutoff_of(Keys& keys, const float* row, int64_t vocab, float temperature,
                    const Filter& filter, float peak) {
     const bool has_top_k = filter.top_k > 0 && filter.top_k < vocab;
@@ -94,7 +94,7 @@ struct Noise {
     Stream stream;
     int64_t first;
 
-    // Of the columns [column, column + kChunk).
+    // Writes the numbers of columns [column, column + kChunk).
     void chunk(int64_t column, float* out) const {
         const int64_t id = first + column, skipped = id % 4;
         if (skipped == 0) return uniform_chunk(stream, id, out);
@@ -138,9 +138,9 @@ int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Noi
     return best_id;
 }
 
-// The same sample of a nucleus without finding where it ends. What wins among all tokens wins in the
-// nucleus too, if it lies there, which its chance of top_p or more makes likely: so the winner is
-// looked at first. Was it outside, all that are not before it are, and the rest tries again.
+// Samples from a nucleus without finding its end. The winner among all tokens also wins in the
+// nucleus if it lies there, which has probability top_p or more. So the winner is checked first. If
+// it lies outside, the tokens after it do too, and the search repeats among the tokens before it.
 int64_t choose_in_nucleus(Keys& keys, const float* row, int64_t vocab, float temperature,
                           const Filter& filter, const Noise& noise, const Best& peak) {
     constexpr int kTries = 8;        // a winner halves the mass, more or less: enough for top_p of 0.02

@@ -17,7 +17,7 @@ constexpr int64_t kAloneElements = 16 * 1024;
 
 int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Pairs of the experts that are here, sorted by expert, those of one in the order of their rows.
+// The pairs of this rank's experts, sorted by expert and then by row.
 struct Order {
     std::vector<int32_t> ids;      // [P], by pair
     std::vector<float> weights;    // [P], by pair
@@ -186,7 +186,7 @@ void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t n
     for (int64_t i = 0; i < num_chosen; ++i) {
         int64_t best = -1;
         for (int64_t e = 0; e < num_experts; ++e) {
-            // What is no number is larger than none, and taken where nothing else is left.
+            // NaN loses to every number; it is chosen only when no number is left.
             const bool is_better = best < 0 || logits[e] > logits[best] ||
                                    (std::isnan(logits[best]) && !std::isnan(logits[e]));
             if (is_better && !is_taken(e, i)) best = e;

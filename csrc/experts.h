@@ -1,6 +1,6 @@
-// The experts of a mixture: which of them each row is sent to, and the sum of what they make of it.
-// Shape legend: T rows (tokens), E experts, C experts of a row, P = T C pairs of a row and an expert,
-// D inputs and outputs, F feed-forward dim of an expert.
+// The experts of a mixture: routing of rows to experts, and the weighted sum of their outputs.
+// Shape legend: T rows (tokens), E experts, C experts of a row, P = T C pairs of a row and an
+// expert, D inputs and outputs, F feed-forward dim of an expert.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,9 @@ class ExpertMemory {
     int64_t capacity_ = 0;
 };
 
-// The experts with the C largest of a row's logits [E], falling, of equal ones the lower first; and
-// their weights: probabilities among all, or where it normalises among the chosen.
+// Chooses the experts with the C largest of a row's logits [E], in falling order; ties go to the
+// lower expert. The weights are probabilities among all experts or, with `normalises`, among the
+// chosen ones.
 void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t num_experts,
                     int64_t num_chosen, bool normalises);
 

@@ -1,5 +1,5 @@
-// Memory of a step between its operations, in large pages where the system has them: rows of a
-// prompt's tokens are megabytes, and each page of 4 KB costs a walk through the page tables.
+// Memory for a step's intermediate values, in huge pages where the system has them. A prompt's rows
+// take megabytes, and each page of 4 KB costs a walk through the page tables.
 
 #pragma once
 

@@ -71,7 +71,8 @@ class OperandMemory {
 constexpr int64_t kSharedRows = 64;     // at least, that a thread has of a panel which others share
 constexpr int64_t kPanelsPerThread = 8;  // with fewer, some threads would have much more than others
 
-// What threads share of a product: its panels, and where these are few blocks of each one's rows.
+// The division of a product among threads: by panels and, where there are few panels, also by
+// blocks of rows.
 struct Parts {
     int64_t panels, blocks, rows;
 
@@ -85,7 +86,7 @@ struct Parts {
     int64_t first_row(int64_t block) const { return block == blocks ? rows : block * kSharedRows; }
 };
 
-// Where a thread's stretch of a weight's panels begins.
+// Returns the address at which a thread's stretch of a weight's panels begins.
 const uint8_t* begin_of(const PackedWeight& weight, int64_t rows, int64_t stretch, int num_threads) {
     const Parts parts(weight, rows, num_threads);
     const int64_t stretches = num_stretches(parts.count(), num_threads);

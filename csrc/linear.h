@@ -6,9 +6,9 @@
 //   panel p: outputs [p * P, (p + 1) * P)           P is the variant's (64 with AVX-512)
 //     float32, float16:   for each k:      P values
 //     bfloat16:           for each k pair: P times (even k, odd k)
-//     others: for each block of groups (of one group, or of 256 inputs where factors are nested) what is
-//       nested (P float16, twice with offsets), for each of its groups P scales and P offsets if there
-//       are any, and then for each of its groups the values in words of 32 bits, P of each:
+//     others: blocks of groups, of one group or, where factors are nested, of 256 inputs. A block holds
+//       the outer factors (P float16, twice with offsets), then P scales and any P offsets of each of
+//       its groups. Then come the values of each of its groups in words of 32 bits, P of each:
 //         8 bits:  4 inputs; of float8 P times (even k, odd k) for each k pair
 //         4 bits:  8 inputs: low halves of the bytes 0..3, high halves 4..7
 //         5 bits:  five words hold 32 inputs (linear_codes.h), 6 bits: three words hold 16; the first
@@ -17,7 +17,7 @@
 // After the last panel stands the order of the inputs (K int32) where they were sorted: column k of the
 // panels belongs to input order[k].
 //
-// So each output is a sum over k in one fixed order in one lane, whatever the number of rows: a row's
+// So each output is a sum over k in a fixed order in one lane, whatever the number of rows. A row's
 // result has the same bits alone and in any batch, on any number of threads.
 #pragma once
 
@@ -33,9 +33,12 @@ constexpr int64_t kPanelVectors = 4;  // of every variant
 constexpr int64_t kPartsOfWeight = 8;  // stretches of panels that each thread takes, in the mean
 constexpr int64_t kMostOrderedGroup = 128;  // inputs, where they were sorted
 
-// What a packed weight is. group: inputs that share a scale, a multiple of 8; the last group is filled
-// up with zeros. variant: index into linear_kernels. is_ordered: whether an order of inputs follows.
-// next: what will be read after the last of the panels that are multiplied, if it is not what follows.
+// A packed weight.
+// group: inputs that share a scale, a multiple of 8; the last group is padded with zeros.
+// variant: index into linear_kernels.
+// is_ordered: whether an order of inputs follows.
+// next: the address to prefetch after the last multiplied panel, if the read does not continue
+// there.
 struct PackedWeight {
     WeightFormat format;
     int variant;
@@ -49,18 +52,18 @@ struct PackedWeight {
     const FormatParts& parts() const { return parts_of(format); }
     int64_t groups() const { return (inputs + group - 1) / group; }
     bool has_groups() const { return parts().scales != Scales::kNone; }
-    // Whether activations become int8, with a scale per group.
+    // Returns whether activations become int8, with a scale per group.
     bool rounds_activations() const { return has_groups() && parts().values != Values::kFloat8; }
     bool rounds_scales() const { return quire::rounds_scales(format); }
     const int32_t* order() const;  // null where inputs come as they are
 };
 
-// Where a panel's factors and values stand, in bytes from its begin.
+// Offsets of a panel's factors and values, in bytes from its beginning.
 struct PanelLayout {
     explicit PanelLayout(const PackedWeight& weight);
 
     int64_t panel, bytes;  // outputs, and bytes of all
-    // Of weights that have groups, which stand in blocks:
+    // Only for weights with groups, which are stored in blocks:
     int64_t groups, block_groups, header_bytes, scale_bytes, offset_bytes;
     int64_t factor_bytes;  // of a block, with the header
     int64_t group_bytes;   // of a group's values
@@ -96,8 +99,8 @@ struct MutableMatrix {
     operator Matrix() const { return {element, rows, columns, stride, data}; }
 };
 
-// What sums of activations are multiplied by. bias: what is added to the weight's integers as they are
-// stored; what that adds to a group is taken away where its products begin.
+// Returns the factor of the sums of activations. bias: the offset of the weight's stored integers.
+// Its contribution is subtracted where a group's products begin.
 inline int32_t sum_factor(int32_t bias) { return bias == 0 ? 1 : -bias; }
 
 // Activations as the multiplication reads them. values: float32, bfloat16 or int8, `stride` bytes
@@ -151,8 +154,8 @@ int32_t stored_bias(const PackedWeight& weight);  // what is added to integers t
 int64_t packed_panel_bytes(const PackedWeight& weight);
 int64_t packed_bytes(const PackedWeight& weight);
 
-// Where the rows of a weight stand, one after the other: in memory, or in an opened file from `offset`
-// on, of which no more than a panel is in memory at a time.
+// The rows of a weight, contiguous in memory or in an open file from `offset`. At most one panel of
+// a file is in memory at a time.
 struct WeightRows {
     Element element;
     const uint8_t* memory;  // null: in the file
@@ -160,12 +163,12 @@ struct WeightRows {
     int64_t offset;
 };
 
-// Why a weight could not be packed, beside the errno of a file that cannot be read.
+// Reasons why a weight could not be packed, besides the errno of an unreadable file.
 constexpr int kFileEnds = -1, kNotFinite = -2;
 
 // data: packed_bytes(weight). rows: of the format's own element for float32, bfloat16 and float16.
-// search: kInt4's scales are chosen for the least squared error, as those of kInt4Multiples always are.
-// Returns 0, or why it could not be packed: formats with scales need finite numbers.
+// Packs a weight. search: choose kInt4's scales for the least squared error, as kInt4Multiples
+// always does. Returns 0 or the reason for a failure: formats with scales need finite numbers.
 int pack_weight(uint8_t* data, const PackedWeight& weight, const WeightRows& rows, bool search,
                 int num_threads);
 
@@ -181,8 +184,8 @@ struct StoredArrays {
 void pack_stored(uint8_t* data, const PackedWeight& weight, const StoredArrays& from,
                  int num_threads);
 
-// The same of rows that are blocks of ggml's, `row_bytes` apart: the kinds Q8_0 (kInt8F16) and Q4_0
-// (kInt4F16) in groups of 32, and those that formats are named after.
+// Packs rows of ggml blocks, `row_bytes` apart. The kinds are Q8_0 (kInt8F16) and Q4_0 (kInt4F16)
+// in groups of 32, and the kinds that formats are named after.
 void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* blocks,
                  int64_t row_bytes, int num_threads);
 

@@ -1,5 +1,5 @@
-// Linear layers with AMX (Intel from Sapphire Rapids), which has products of tiles of bfloat16 and of
-// bytes; what is not done in tiles is done as avx512_bf16 does it.
+// Linear layers with AMX (Intel from Sapphire Rapids), which multiplies tiles of bfloat16 and of
+// bytes. All other work uses the code of avx512_bf16.
 #include "variants.h"
 
 #ifdef QUIRE_X86_VARIANTS

@@ -1,6 +1,7 @@
-// Products of tiles of integers: included by linear_amx.cpp. Sums within a group are exact, so that few
-// rows may do without tiles; what groups come to is added up as in linear_half_tiles.inc.h, with the same
-// bits. int8 stand in a panel as tiles want them; others become bytes first, once for all rows.
+// Products of tiles of integers: included by linear_amx.cpp. Sums within a group are exact, so few
+// rows may use other instructions. The sums of groups are added as in linear_half_tiles.inc.h, with
+// the same bits. An int8 panel has the layout of tiles; other formats are converted to bytes first,
+// once for all rows.
 #pragma once
 
 namespace quire {
@@ -13,7 +14,7 @@ int64_t inputs_of_step(int64_t group) {
     return inputs;
 }
 
-// Some rows of some groups, whose values begin at `w` as those of int8 stand.
+// Rows of some groups, whose values begin at `w` in the layout of int8.
 struct MatrixGroups {
     HalfGroups groups;
     int64_t step_inputs;
@@ -96,12 +97,12 @@ int64_t groups_together(const PanelLayout& layout, int64_t group) {
     return most < 1 ? layout.block_groups : most;
 }
 
-// Whether a block of groups fits into the first cache.
+// Returns whether a block of groups fits into the first-level cache.
 bool has_small_blocks(const PackedWeight& weight, const PanelLayout& layout) {
     return layout.block_groups * weight.group * kPanel <= kUnpackedMatrixBytes;
 }
 
-// What the groups from `g` on that are done together are multiplied by; their values begin at `w`.
+// Returns the `count` groups from `g`, with their factors; their values begin at `w`.
 MatrixGroups groups_from(const Product& product, const PlainFactors& factors, int64_t g,
                          int64_t count, int64_t gap, const uint8_t* w) {
     const PanelLayout& layout = product.layout;
@@ -150,7 +151,7 @@ void grouped_matrices(float* acc, const Product& product, int64_t row, int64_t r
     }
 }
 
-// Of int8 in groups so large that sums within them wait in memory.
+// Multiplies int8 in groups so large that their sums are kept in memory.
 template <WeightFormat kFormat>
 void large_groups(float* acc, const Product& product, int64_t row, int64_t rows, const uint8_t* w) {
     const PanelLayout& layout = product.layout;

@@ -1,11 +1,12 @@
-// Products of tiles (amx.h), and those of bfloat16: included by linear_amx.cpp.
+// Products of tiles (amx.h), with the code for bfloat16: included by linear_amx.cpp.
 //
-// A product of tiles is up to 16 rows times 16 outputs over 64 bytes of inputs. Weights of bfloat16 and
-// int8 are read as they stand in a panel; others become bytes first, once for all rows. A block is 32
-// rows times half a panel, or up to 16 rows times a whole one: four tiles of sums either way.
+// A product of tiles is up to 16 rows times 16 outputs over 64 bytes of inputs. Weights of bfloat16
+// and int8 are read in place from a panel; others are converted to bytes first, once for all rows.
+// A block is 32 rows times half a panel, or up to 16 rows times a whole one: four tiles of sums
+// either way.
 //
-// bfloat16 goes in tiles always, a single row too: sums of 32 inputs that end at multiples of 32, each
-// added to those before, whatever the number of rows.
+// bfloat16 always uses tiles, also for a single row. Sums of 32 inputs end at multiples of 32. Each
+// is added to the earlier sums, whatever the number of rows.
 #pragma once
 
 namespace quire {
@@ -58,7 +59,7 @@ struct Product {
     const uint8_t* end;
 };
 
-// What a block asks memory for while it computes: `bytes` with each step, whole cache lines.
+// Memory to prefetch while a block computes: `bytes` with each step, in whole cache lines.
 struct Trickle {
     const uint8_t* next;
     int64_t bytes;
@@ -102,7 +103,7 @@ void for_blocks(int64_t rows, const Block& block) {
 
 // --- bfloat16 ---
 
-// Where sums wait: [rows, kPanel] of float32, or of int32.
+// Returns the place of a tile in the stored sums, [rows, kPanel] of float32 or int32.
 template <int kHeight>
 QUIRE_INLINE uint8_t* place_of(uint8_t* sums, int tile) {
     const int r = tile / Shape<kHeight>::kWidth, v = tile % Shape<kHeight>::kWidth;
@@ -128,8 +129,8 @@ void dense_block(uint8_t* sums, const uint8_t* x, int64_t stride, const uint8_t*
         QUIRE_EACH(t) { Tiles::store<t>(place_of<kHeight>(sums, t), kPanel * 4); });
 }
 
-// Some steps of a panel, of `row_bytes` bytes of a row each, for rows [row, row + rows). x: the first
-// row's; w: the panel's; next: what is asked for meanwhile, `next_bytes`.
+// Some steps of a panel, `row_bytes` bytes of each row, for rows [row, row + rows).
+// x: the first row's inputs; w: the panel's weights; next: memory to prefetch, `next_bytes`.
 struct Stretch {
     const uint8_t *x, *w;
     int64_t steps, row_bytes;
@@ -168,7 +169,7 @@ void add_stretches(uint8_t* sums, const Product& product, int64_t row, int64_t r
     }
 }
 
-// What of a panel is not a whole step, filled up with zeros.
+// The incomplete last step of a panel, padded with zeros.
 struct LastStep {
     alignas(64) uint8_t bytes[kDenseStep];
 

@@ -74,8 +74,8 @@ struct Isa {
         const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
         return words_of(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), raw(codes)));
     }
-    // What MultiplesWeight makes of the low halves of bytes: themselves times the own multiple, in words of
-    // 16 bits, plus the start.
+    // Multiplies the low halves of bytes by their own multiple in words of 16 bits, and adds the
+    // start, for MultiplesWeight.
     struct Multiples {
         I own, starts;
     };
@@ -101,8 +101,8 @@ struct Isa {
     static inline I high_nibbles(I words) { return (words >> 4) & 0x0F0F0F0F; }
     static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static inline F times(F a, F b) { return a * b; }
-    // Times the power of two at or below `scale` (or 0, or what is not finite), with the bits of `times`,
-    // but not on the ports that dots need.
+    // Multiplies by the power of two at or below `scale` (or 0, or a value that is not finite). The
+    // result has the bits of `times`, but leaves free the ports that dots need.
     static inline F times_power(F a, F scale) {
         return _mm512_scalef_ps(a, _mm512_getexp_ps(scale));
     }

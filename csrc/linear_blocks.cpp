@@ -1,7 +1,8 @@
 // Packing of rows that are blocks of ggml's, whose numbers stay what they are.
 //
-// A block holds 32 values, of the K formats 256, and its factors; 4 bits of one byte are two values that
-// stand half a group apart, the low bits first. models/gguf/dequantise.py draws the blocks.
+// A block holds 32 values (256 in the K formats) and its factors. A byte of 4-bit codes holds two
+// values that are half a group apart, the low bits first. models/gguf/dequantise.py draws the
+// blocks.
 #include <vector>
 
 #include "elements.h"
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kBlock = 32;
 
-// What a block is: its values, and integers and halves of what they are multiplied by.
+// A decoded block: its integers, and the integers and float16 numbers that multiply them.
 struct Block {
     uint8_t codes[kNestedInputs];
     uint8_t scales[16], minima[16];  // of groups, where they are nested

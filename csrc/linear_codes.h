@@ -1,4 +1,4 @@
-// How the integers of a group, 8 bits or fewer each and not negative, stand in 32-bit words.
+// Codes of a group's integers, at most 8 bits each and not negative, in 32-bit words.
 //
 // An operand is 4 integers, a byte each. 8 bits: a word is an operand. 4 bits: a word's low halves
 // are an operand, its high halves the next. Integers with multiples stand as they are before

@@ -1,5 +1,5 @@
-// Packing of weights whose numbers stay as they are: the rows of a panel are transposed in squares, so
-// that both what is read and what is written are whole lines of the cache.
+// Packing of weights whose numbers stay the same. The rows of a panel are transposed in squares, so
+// that reads and writes both cover whole cache lines.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ constexpr int64_t kSquares = 4;  // that are read of each row at a time
 
 typedef uint32_t Words4 __attribute__((vector_size(16)));
 
-// The words of both at these places, those of the second from 4 on.
+// Picks words of two vectors by their indices; indices from 4 on belong to the second.
 template <int a, int b, int c, int d>
 inline Words4 picked(Words4 one, Words4 other) {
 #if defined(__clang__)
@@ -47,8 +47,8 @@ inline void copy_four(uint32_t* to, const PanelRows& rows, int64_t panel, int64_
     for (int64_t w = 0; w < 4; ++w) std::memcpy(to + w * panel, &columns[w], 16);
 }
 
-// A square of up to 16 rows from `lane` on and 16 words from `first` on, transposed; `to` is the place
-// of its first word. What there is no row or word for is 0.
+// Transposes a square of up to 16 rows from `lane` on and 16 words from `first` on. `to` points to
+// its first word. Words without a row or an input are 0.
 template <class Word>
 void copy_square(Word* to, const PanelRows& rows, int64_t panel, int64_t lane, int64_t first) {
     constexpr auto size = static_cast<int64_t>(sizeof(Word));

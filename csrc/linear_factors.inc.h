@@ -1,5 +1,4 @@
-// What the sums of a panel's groups are multiplied by, and what is added: included by
-// linear_tiles.inc.h.
+// Scales and offsets of the sums of a panel's groups: included by linear_tiles.inc.h.
 #pragma once
 
 namespace quire {
@@ -13,7 +12,8 @@ QUIRE_INLINE typename Isa::F half_power(typename Isa::I exponents) {
     return Isa::as_floats((tiny & is_tiny) | (normal & ~is_tiny));
 }
 
-// Those of vectors of outputs. At `at` are the vector's, `outer` is what they are nested in.
+// The factors of vectors of outputs. `at` points to the vector's factors; `outer` holds the factors
+// that they are nested in.
 template <WeightFormat kFormat>
 struct Factors {
     static constexpr FormatParts kParts = parts_of(kFormat);
@@ -53,7 +53,7 @@ struct Factors {
     }
 };
 
-// What is nested of a vector: scales', offsets'.
+// Loads a vector's outer factors, in which its scales and offsets are nested.
 template <class Factors>
 QUIRE_INLINE void load_headers(typename Isa::F (&outer)[2], const uint8_t* block, int64_t lane) {
     outer[0] = outer[1] = Isa::zero();
@@ -72,11 +72,12 @@ constexpr int64_t kFactorGroups = 32;  // whole blocks of nested factors
 // As float32 [groups, kPanel] for tiles of several rows, which need not know their forms.
 struct PlainFactors {
     alignas(64) float scales[kFactorGroups * kPanel];
-    alignas(64) float raised[kFactorGroups * kPanel];  // 1.5 times the scales, where they are asked for
+    alignas(64) float raised[kFactorGroups * kPanel];  // 1.5 times the scales, if requested
     alignas(64) float offsets[kFactorGroups * kPanel];
 };
 
-// Of `count` groups from the block on that begins there. Asks for those that stand `ahead` bytes on.
+// Decodes the factors of `count` groups of the block. Prefetches the factors that stand `ahead`
+// bytes later.
 template <WeightFormat kFormat, bool kRaises = false>
 void decode_factors(PlainFactors& out, const PanelLayout& layout, const uint8_t* block,
                     int64_t count, int64_t ahead) {

@@ -26,7 +26,8 @@ enum class Values : int {
 // bfloat16 in the upper half of a word whose lower half has the multiples of the group's parts.
 enum class Scales : int { kNone, kBfloat16, kFloat16, kFloat32, kPower, kNested, kWithMultiples };
 
-// What is added to scale * integer. kZeros: -scale * zero, a bfloat16 or with float32 scales a float32.
+// The term added to scale * integer. kZeros: -scale * zero, as bfloat16 or, with float32 scales,
+// float32.
 // kMinima: a float16. kNested: minus such a product.
 enum class Offsets : int { kNone, kZeros, kMinima, kNested };
 
@@ -42,15 +43,16 @@ struct FormatParts {
 constexpr int32_t kFloat4Bias = 12;  // MXFP4's largest number, doubled
 constexpr int64_t kNestedInputs = 256;  // of a block of nested factors
 
-// kInt4Multiples: integers of -8 to 7, or of -7 to 8 in parts of a group whose largest weight is above 0,
-// times a multiple of 1 to 8 are products of 8 bits, so that sums of these need no scale within a group.
+// kInt4Multiples: integers of -8 to 7, or of -7 to 8 in parts of a group whose largest weight is
+// above 0. Times a multiple of 1 to 8 they are products of 8 bits, so their sums need no scale
+// within a group.
 constexpr int64_t kMultipleInputs = 32, kMultipleParts = 4;  // of a part of a group, parts of a group
 constexpr int64_t kMultipliedInputs = kMultipleParts * kMultipleInputs;
 constexpr int32_t kMultipleBias = 64;  // of products; with it they are 0 to 120
 constexpr uint32_t kAboveBit = 8;
 
-// What a code stands for. They stand in 4 bits for each part, the first part's lowest. zero: what an
-// integer of 0 is stored as.
+// The meaning of a code, which has 4 bits for each part, the first part's lowest. zero: the stored
+// form of the integer 0.
 struct Multiple {
     constexpr Multiple(uint32_t codes, int64_t part)
         : own(static_cast<int32_t>(codes >> 4 * part & 7) + 1),
@@ -93,9 +95,9 @@ constexpr const FormatParts& parts_of(WeightFormat format) {
     return kFormatParts[static_cast<int>(format)];
 }
 
-// Whether the scales of activations beside such weights are rounded up to a power of two or 1.5 times
-// one, so that a product of scales needs no multiplication. That costs little beside the rounding of
-// the weights to 4 bits, which is this program's own; what others have rounded stays as exact as it is.
+// Returns whether scales of activations are rounded up to a power of two, or 1.5 times one. Then
+// products of scales need no multiplication. That adds little error to weights that quire itself
+// rounds to 4 bits. Weights that came quantised keep exact scales.
 constexpr bool rounds_scales(WeightFormat format) {
     return format == WeightFormat::kInt4 || format == WeightFormat::kInt4Multiples;
 }

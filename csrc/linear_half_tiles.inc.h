@@ -1,6 +1,7 @@
-// Tiles of half of a panel's vectors, for some rows of integers and instruction sets with 32 registers:
-// included by linear_tiles.inc.h. Registers are left for what a tile's groups came to so far: to load and
-// store that at each group's end costs half as much as the products of a small group.
+// Tiles of half of a panel's vectors, for some numbers of rows and instruction sets with 32
+// registers: included by linear_tiles.inc.h. They leave registers for the totals of a tile's
+// groups. To load and store the totals at each group's end costs half as much as the products of a
+// small group.
 #pragma once
 
 #include "linear_unpack.inc.h"
@@ -12,8 +13,8 @@ constexpr int kHalfVectors = Isa::kVectors / 2;
 
 constexpr int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether these tiles are faster than those of all vectors. Where one tile has all rows, memory is what
-// is waited for, and is read best in one stream.
+// Returns whether these tiles are faster than tiles of all vectors. If one tile has all rows,
+// memory limits the speed, and one stream reads it fastest.
 constexpr bool takes_half_tiles(int64_t rows) { return rows > Isa::kTileRows; }
 
 // Some groups of a panel: of a row's num_groups, `groups` from `first` on, each of `inputs` inputs. Before
@@ -24,8 +25,8 @@ struct HalfGroups {
     int32_t bias;
 };
 
-// What a tile asks memory for while it computes: `step` bytes, at most a cache line, with each step of
-// a group, and `rest` when these are done.
+// Memory to prefetch while a tile computes: `step` bytes, at most a cache line, with each step of a
+// group, and then `rest`.
 struct Stream {
     const uint8_t* next;
     int64_t step, rest;
@@ -36,8 +37,9 @@ struct Stream {
     }
 };
 
-// Of the rows of a tile: row r of an array stands `stride` bytes behind row r - 1. Two pointers instead
-// of one for each row, since the compiler would keep those it has no register for in vectors.
+// Pointers to the rows of a tile: row r of an array stands `stride` bytes after row r - 1. There
+// are two pointers instead of one for each row, since the compiler would spill further pointers to
+// vectors.
 template <int kRows>
 struct RowPointers {
     const uint8_t *low, *high;
@@ -57,12 +59,13 @@ struct RowPointers {
     }
 };
 
-// What a tile reads. Formats whose bytes are hard to get at are unpacked first, once for all rows.
+// The format that a tile reads. Formats that are slow to decode are unpacked first, once for all
+// rows.
 template <class Weight>
 using HalfWeight = std::conditional_t<kTakesTurns<Weight>, Int8Weight, Weight>;
 
-// How the sums of a group begin and end; formats that share it share the code. biased: whether sums begin
-// with what takes the bias away. rounds: whether activations' scales are rounded.
+// The start and end of a group's sums; formats that share it share the code. biased: whether sums
+// begin with the correction of the bias. rounds: whether activations' scales are rounded.
 template <class W, bool biased, bool offsets, bool rounds>
 struct HalfSums {
     using Weight = W;
@@ -95,8 +98,8 @@ QUIRE_INLINE void add_half_step(typename Isa::I (&sums)[kRows][kHalfVectors], co
     });
 }
 
-// A tile's weights, as they stand in a panel. w: of the first group. Each group has steps of a word, before
-// which the next panel is asked for.
+// A tile's weights in the layout of a panel. w: the first group's weights. Each group has steps of
+// a word, and prefetches the next panel before each step.
 template <class Weight>
 struct PackedHalf {
     const uint8_t* w;
@@ -174,7 +177,7 @@ struct MultipliedHalf {
     }
 };
 
-// What the sums of a group begin with, of one row.
+// Returns the initial sums of one row of a group.
 template <class Kind>
 QUIRE_INLINE typename Isa::I half_start(const uint8_t* row_sum) {
     if constexpr (Kind::kIsBiased) return Isa::all_word(row_sum);
@@ -215,9 +218,9 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
     });
 }
 
-// acc: where totals of half of the vectors come from, unless these are a row's first groups; to: where
-// they go. What a tile is given is copied here, a word at a time: copies for an argument, which are read
-// wider than they were written, wait until all that the tile before stores is in the cache.
+// Multiplies a tile. acc: the totals so far of half of the vectors, unless these are a row's first
+// groups; to: the new totals. The arguments are copied here, a word at a time. A compiler's copy
+// reads wider than it writes, so it waits until all stores of the tile before are in the cache.
 template <class Kind, int kRows, class Half>
 void half_tile(const Sums& acc, const Sums& to, const Operand& x, int64_t row, const HalfGroups& part,
                int64_t lane, const Half& weights, const Stream& asked) {

@@ -1,4 +1,4 @@
-// Where the parts of a packed weight stand.
+// Offsets of the parts of a packed weight.
 #include "linear.h"
 
 namespace quire {

@@ -33,8 +33,8 @@ class MultiplesChoice {
         }
     }
 
-    // Tries scales from one on whose multiple of 6 clips nothing, downwards, and with each for each part the
-    // least multiple that clips nothing and the one below.
+    // Searches the scales downwards; the first one's multiple of 6 clips nothing. For each scale
+    // and part it compares the least multiple that clips nothing and the one below.
     Multiples best() const {
         Multiples best;
         if (largest_of_all_ < kSmallest) return best;

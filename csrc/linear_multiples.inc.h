@@ -1,7 +1,8 @@
-// Products of integers with multiples (kInt4Multiples) for few rows: included by linear_tiles.inc.h. The
-// multiples belong to outputs, so they are multiplied with what the parts of a group sum up to, whole
-// numbers below 2^24 that float32 holds exactly. With many rows it is less work to multiply the weights,
-// once for all rows (linear_half_tiles.inc.h); what a group comes to is the same number.
+// Products of integers with multiples (kInt4Multiples) for few rows: included by
+// linear_tiles.inc.h. The multiples belong to outputs, so they multiply the sums of a group's
+// parts. Those sums are whole numbers below 2^24, which float32 holds exactly. With many rows it is
+// less work to multiply the weights, once for all rows (linear_half_tiles.inc.h). Both ways give
+// the same sum of a group.
 #pragma once
 
 namespace quire {
@@ -110,7 +111,7 @@ struct MultipliedTile {
 
     template <int kRows, int kVectors>
     void run(int vector) const {
-        const Ahead own = vector == 0 ? ahead : Ahead{0, 0, 0};  // lines are asked for once
+        const Ahead own = vector == 0 ? ahead : Ahead{0, 0, 0};  // prefetch lines once
         multiplied_tile<kFetches, kRows, kVectors>(acc.from(0, vector * Isa::kLanes), *x, row, some,
                                                    vector, own);
     }
@@ -119,7 +120,7 @@ struct MultipliedTile {
 // A panel for `rows` rows from `row` on.
 [[maybe_unused]] void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand& x,
                                        int64_t row, int64_t rows, const uint8_t* w) {
-    // Where one tile has all rows, memory is read in one stream.
+    // If one tile has all rows, memory is read in one stream.
     const int64_t fitting = kChunkBytes / layout.block_bytes;
     const int64_t chunk = rows <= Isa::kTileRows || fitting < 1 ? layout.groups : fitting;
     const auto tile = [&](int64_t first, int64_t count, const Ahead& ahead, int64_t g) {

@@ -75,8 +75,8 @@ struct Isa {
     static inline I look_up(const uint8_t* table, I codes) {
         return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(codes)));
     }
-    // What MultiplesWeight makes of the low halves of bytes: themselves times the own multiple, plus the
-    // start.
+    // Multiplies the low halves of bytes by their own multiple, and adds the start, for
+    // MultiplesWeight.
     struct Multiples {
         uint8x16_t own, starts;
     };

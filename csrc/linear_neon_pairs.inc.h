@@ -1,6 +1,6 @@
-// Tiles of smmla and bfmmla, which multiply 2 outputs by 2 rows over 8 bytes of inputs: 32 products
-// of bytes or 16 of bfloat16 in one instruction, twice those of a dot. The panels are those of the
-// dots: words of neighbouring inputs are brought together by two shuffles for all rows of a tile.
+// Tiles of smmla and bfmmla, which multiply 2 outputs by 2 rows over 8 bytes of inputs. One
+// instruction does 32 products of bytes or 16 of bfloat16, twice as many as a dot. The panels have
+// the layout of the dots: two shuffles join neighbouring words for all rows of a tile.
 //
 //   two steps of a panel          o0 o1 o2 o3   and   o0' o1' o2' o3'     (32-bit words)
 //   two matrices                  o0 o0' o1 o1' and   o2 o2' o3 o3'
@@ -110,7 +110,7 @@ QUIRE_INLINE void pair_rows(const uint8_t* (&rows)[(kRows + 1) / 2 * 2], const u
         QUIRE_EACH(r) { rows[r] = x + (r < kRows ? r : kRows - 1) * stride; });
 }
 
-// `words` inputs' words of bfloat16; the arguments are those of dense_tile.
+// Multiplies `words` words of bfloat16 inputs; the arguments are as in dense_tile.
 template <int kRows>
 void dense_pairs(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w, int64_t words,
                  bool is_first) {
@@ -141,8 +141,7 @@ void dense_pairs(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w,
     });
 }
 
-// What group `i` of the decoded ones adds to acc, as in grouped_tile. at: its place in the first row's
-// scales.
+// Adds decoded group `i` to acc, as grouped_tile does. at: its index in the first row's scales.
 template <class Weight, bool kOffsets, int kRows>
 QUIRE_INLINE void add_group(float* acc, const Operand& x, int64_t at, const Groups& part,
                             const PlainFactors& factors, int64_t i,
@@ -167,7 +166,7 @@ QUIRE_INLINE void add_group(float* acc, const Operand& x, int64_t at, const Grou
     });
 }
 
-// The arguments are those of grouped_tile, but part.steps are double steps.
+// The arguments are as in grouped_tile, but part.steps are double steps.
 template <class Weight, bool kOffsets, int kRows>
 void grouped_pairs(float* acc, const Operand& x, int64_t row, const Groups& part,
                    const PanelLayout& layout, const PlainFactors& factors, const uint8_t* w) {

@@ -14,7 +14,7 @@ bool reads_bfloat16(const PackedWeight& weight) {
 
 int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
 
-// Inputs of bfloat16 that are multiplied together; those of a row are filled up to a multiple.
+// bfloat16 inputs that are multiplied together; a row is padded to a multiple of them.
 #ifdef QUIRE_AMX
 constexpr int64_t kBfloat16Inputs = 32;
 #else
@@ -34,7 +34,7 @@ int64_t spread(int64_t bytes) {
     return bytes;
 }
 
-// Behind a row's integers that are multiplied with integers with multiples stand -8 times its sums, by part.
+// A row of integers for products with multiples is followed by its sums times -8, by part.
 int64_t part_sum_bytes(const PackedWeight& weight) {
     const bool has_multiples = weight.parts().values == Values::kInt4Multiples;
     return has_multiples ? weight.groups() * kMultipleParts * 4 : 0;
@@ -138,7 +138,7 @@ void quantise_groups(int8_t* out, float* scales, int32_t* sums, const T* x, int6
     });
 }
 
-// Of weights whose inputs were sorted the activations are gathered.
+// Rounds a row of activations. It gathers them first if the weight's inputs were sorted.
 template <class T>
 void quantise_row(const MutableOperand& operand, const PackedWeight& weight, const T* x,
                   int64_t row) {

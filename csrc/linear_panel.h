@@ -61,7 +61,7 @@ class PanelLane {
     }
 
    private:
-    // Where word w of a lane stands in its group. A vector's words of a step follow one another.
+    // Returns the byte of word w of a lane in its group. A vector's words of a step are contiguous.
     int64_t place(int64_t w, int64_t lane) const {
         const int64_t together = words_of_step(values_), lanes = layout_.panel / kPanelVectors;
         const int64_t step = w / together, vector = lane / lanes;
@@ -75,8 +75,8 @@ class PanelLane {
     std::vector<uint32_t> words_;
 };
 
-// Calls pack_row(packer, panel, lane, n) for each output n, with a packer of one thread's own that
-// make() returns; n is -1 for the filling of the last panel, which is all zero before.
+// Calls pack_row(packer, panel, lane, n) for each output n. Each thread has its own packer, from
+// make(). n is -1 for the padding of the last panel, which is all zero before.
 template <class Make, class PackRow>
 void pack_panels(uint8_t* data, const PackedWeight& weight, int num_threads, Make make,
                  PackRow pack_row) {

@@ -25,7 +25,7 @@ static void round_weights(int32_t* out, const float* w, int64_t count, float inv
     for (int64_t i = 0; i < count; ++i) out[i] = rounded_weight(w[i], inverse, levels);
 }
 
-// In 16 sums, so that it vectorises; weights outside of a group of 16 are left out.
+// Uses 16 sums, so that it vectorises, and skips weights after the last whole group of 16.
 QUIRE_VECTOR
 static float squared_error(const float* w, int64_t count, float scale, Levels levels) {
     const float inverse = 1.0f / scale;

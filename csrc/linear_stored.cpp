@@ -57,7 +57,7 @@ class StoredPacker {
         }
     }
 
-    // Those of `count` inputs of output n from `begin` on, filled up to the group with zeros.
+    // Reads `count` inputs of output n from `begin` on, padded with zeros to the group.
     void read_codes(int64_t n, int64_t begin, int64_t count) {
         const auto* values = static_cast<const uint8_t*>(from_.values);
         const int64_t at = n * weight_.inputs + begin;

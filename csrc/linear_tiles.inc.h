@@ -1,13 +1,13 @@
-// The multiplication, once for all variants: included by one source file per instruction set after
-// that has defined `Isa`, the vectors of that set and what they can do. All of it is in an unnamed
-// namespace, so that no variant's code is ever shared with another's.
+// The multiplication, written once for all variants. Each instruction set's source file includes it
+// after it has defined `Isa`, the set's vectors and operations. All of it is in an unnamed
+// namespace, so that variants never share code.
 //
-// A tile is up to kTileRows rows times some vectors of outputs, summed in registers. Tiles of a chunk
-// of K follow one another while that chunk of the panel is in the L2 cache; between chunks the sums
-// wait in memory, which changes no bit of them.
+// A tile is up to kTileRows rows times some vectors of outputs, summed in registers. Tiles of a
+// chunk of K follow one another while that chunk of the panel is in the L2 cache. Between chunks
+// the sums are stored in memory, which changes no bit of them.
 //
-// QUIRE_OTHER_FORMATS: the kernels of a lesser variant, for a variant that differs from it in bfloat16
-// alone. They multiply all other formats, so that the same code is not compiled twice.
+// QUIRE_OTHER_FORMATS: the kernels of a lesser variant, for a variant that differs from it in
+// bfloat16 alone. They multiply all other formats, so that the same code is not compiled twice.
 #pragma once
 
 #include <cstring>
@@ -33,10 +33,10 @@ constexpr int64_t kChunkBytes = 256 * 1024;  // of a panel: half of a small L2 c
 
 // --- tiles ---
 
-// What a tile asks memory for while it computes: of each step the cache lines [begin, end),
-// `distance` bytes on. From kFetchRows on that is the same step of the next panel, whose lines the tiles
-// share, so that it arrives while they compute. With fewer rows the hardware does as well where values
-// follow one another; where factors stand between them one tile asks, kAheadBytes ahead.
+// Memory to prefetch while a tile computes: cache lines [begin, end) of each step, `distance` bytes
+// later. From kFetchRows on that is the same step of the next panel. The tiles share its lines, so
+// that it arrives while they compute. With fewer rows the hardware prefetches as well, if values
+// are contiguous. If factors stand between them, one tile prefetches kAheadBytes ahead.
 struct Ahead {
     int64_t distance, begin, end;
 
@@ -65,7 +65,7 @@ QUIRE_INLINE void add_step(Sum (&sums)[kRows][kVectors], const uint8_t* w, const
     });
 }
 
-// Where sums of a panel wait: `stride` between rows.
+// Stored sums of a panel, with `stride` between rows.
 struct Sums {
     float* at;
     int64_t stride;
@@ -107,13 +107,13 @@ struct Groups {
     int32_t bias;
 };
 
-// Where a row's activations of group g stand.
+// Returns a row's activations of group g.
 template <class X>
 QUIRE_INLINE const X* group_of(const Operand& x, int64_t row, int64_t g, int64_t inputs) {
     return reinterpret_cast<const X*>(x.values + row * x.stride) + g * inputs;
 }
 
-// What a group begins with: nothing, or minus what its bias adds to the integers.
+// Returns a group's initial sum: 0, or minus the contribution of the bias.
 template <class Weight>
 QUIRE_INLINE typename Weight::Sum first_sum(const Operand& x, int64_t at, int32_t bias) {
     if constexpr (std::is_same_v<typename Weight::X, int8_t>) {
@@ -496,13 +496,14 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
     const bool are_few = x.rows * out.stride * 4 <= kCachedBytes;
     for (int64_t p = begin; p < end; ++p) {
         const uint8_t* w = weight.data + p * panel_bytes;
-        // Those who read a panel take its bytes for how far it is to what they ask memory for.
+        // Tiles compute the prefetch distance from layout.bytes.
         if (p + 1 == end && weight.next != nullptr) layout.bytes = weight.next - w;
         for (int64_t row = 0; row < x.rows; row += kBlockRows) {
             const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
-            // Sums wait in the results themselves where these are float32 and as wide as a panel: stores of
-            // one tile wait for memory while the next one computes. Those of groups only end there, and
-            // where the caches have room for all results: half tiles store too little of a row at a time.
+            // Sums are kept in the results themselves if these are float32 and as wide as a panel.
+            // Then one tile's stores wait for memory while the next one computes. Grouped formats
+            // only store their final sums there, and only if the caches can hold all results. Half
+            // tiles store too little of a row at a time.
             const bool is_wide = out.element == Element::kFloat32 && (p + 1) * kPanel <= out.columns;
             const bool ends = is_wide && bias == nullptr &&
                               (!weight.has_groups() || (are_few && ends_in_results(weight, rows)));

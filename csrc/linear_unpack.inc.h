@@ -48,7 +48,7 @@ QUIRE_INLINE typename Weight::Loaded load_step(const uint8_t* w, const uint8_t* 
     }
 }
 
-// The values of some groups as those of int8 stand. changed: what becomes of each operand's bytes.
+// Unpacks the values of some groups to the layout of int8. changed: maps each operand's bytes.
 template <class Weight, class Changed>
 void unpack_bytes(uint8_t* to, const PanelLayout& layout, const uint8_t* block, int64_t groups,
                   int64_t steps, const Changed& changed) {

@@ -1,4 +1,4 @@
-// What one step along K loads of each format, and how it is added: included by linear_tiles.inc.h.
+// Loading and adding one step along K, for each format: included by linear_tiles.inc.h.
 #pragma once
 
 namespace quire {
@@ -8,8 +8,8 @@ constexpr int64_t kPanel = Isa::kVectors * Isa::kLanes;
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
 
-// body(0), body(1), ... with numbers that are known to the compiler: arrays of sums that are indexed by
-// them are kept in registers, which those of a loop are not, even if it is unrolled later.
+// Calls body(0), body(1), ... with compile-time numbers. Arrays indexed by such numbers stay in
+// registers. Arrays indexed by a loop's variable do not, even if the loop is unrolled later.
 template <int kCount, class Body>
 QUIRE_INLINE void unrolled(const Body& body) {
     if constexpr (kCount > 0) {
@@ -87,8 +87,8 @@ struct Bfloat16Weight {
 using Bfloat16Weight = WidenedBfloat16Weight;
 #endif
 
-// e4m3 in pairs of inputs: as float16 with the same exponent bits a number is 2^8 too small, subnormal
-// ones too, which the scales make up for (kFloat8Factor).
+// Pairs of e4m3 inputs as float16 with the same exponent bits. Every number, also a subnormal one,
+// is 2^8 too small; the scales make up for it (kFloat8Factor).
 constexpr float kFloat8Factor = 256.0f;
 
 struct Float8Weight {

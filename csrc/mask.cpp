@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kBits = 32;
 
-// Forbids those of count <= 32 tokens whose bit is 0.
+// Forbids the tokens, count <= 32 of them, whose bit is 0.
 QUIRE_VECTOR
 void mask_word(float* logits, uint32_t word, int64_t count) {
     for (int64_t t = 0; t < count; ++t) {

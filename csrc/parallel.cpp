@@ -1,8 +1,9 @@
-// The core's own threads. A step is some hundred phases of a few microseconds to milliseconds, so idle
-// threads first look for the next phase, giving their core to whoever wants it, and sleep only later.
+// The core's own threads. A step is some hundred phases of a few microseconds to milliseconds. So
+// idle threads first poll for the next phase, yielding their core to other threads, and sleep only
+// later.
 //
-// A phase is over when everything is done, not when all threads have come: one that the operating
-// system keeps from running holds up nobody unless it has begun.
+// A phase is over when all its work is done, even if some threads have not joined. A thread that
+// the operating system has suspended delays a phase only if it has joined.
 #include "parallel.h"
 
 #include <unistd.h>
@@ -35,7 +36,7 @@ class Pool {
         ticket_.store(ticket_of(phase, 0));
         if (sleeping_.load() > 0) wake();
         work(context, 0);
-        // Whoever has not come is no longer let in: the next phase may be described.
+        // Threads that have not joined are locked out, so the next phase may be written.
         const uint32_t entered = entered_of(ticket_.exchange(ticket_of(phase, kClosed)));
         for (int looks = 0; num_left_.load(std::memory_order_acquire) < entered; ++looks) {
             looks < kPatientLooks ? pause_briefly() : std::this_thread::yield();
@@ -51,8 +52,8 @@ class Pool {
         return uint64_t{phase} << 32 | entered;
     }
 
-    // Whether this thread takes part in the phase. If the number of threads that was read is another
-    // phase's, the ticket is no longer the one that was looked at.
+    // Returns whether this thread takes part in the phase. If num_threads_ already belongs to the
+    // next phase, the ticket has changed, so the exchange fails.
     bool enter(uint32_t phase, int thread) {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while (phase_of(ticket) == phase && entered_of(ticket) != kClosed) {

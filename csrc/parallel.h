@@ -16,7 +16,7 @@
 
 namespace quire {
 
-// Tells the processor that this thread only looks whether something has come.
+// Hints to the processor that this thread is polling.
 inline void pause_briefly() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -25,13 +25,13 @@ inline void pause_briefly() {
 #endif
 }
 
-// Calls work(context, 0) on this thread, and work(context, i) on thread i of the others, i < num_threads,
-// where it comes before this one's call is over. So whoever is called must do all that nobody else has
-// begun. Within such work, or while another thread has the pool, there are no others.
+// Calls work(context, 0) on this thread, and work(context, i) on each thread i < num_threads that
+// joins before the call on this thread ends. So each call must do all work that no other call has
+// begun. Within such work, or while another thread has the pool, only this thread works.
 void run_threads(int num_threads, void (*work)(void*, int), void* context);
 
-// Seconds that it takes a thread to see what another one wrote, the mean of many times there and back; 0
-// if no other thread came.
+// Returns the seconds until a thread sees another thread's write: the mean of many round trips, or
+// 0 if no other thread joined.
 double seconds_between_threads();
 
 // Calls work(begin, end) for parts of [0, count) on at most num_threads threads, of which this is one.
@@ -64,8 +64,8 @@ void parallel_parts(int64_t num_parts, int num_threads, Work work) {
     });
 }
 
-// Calls work(begin, end) for contiguous parts of [0, count), so many for each thread: with several, one
-// that the operating system keeps from running holds up less.
+// Calls work(begin, end) for contiguous parts of [0, count), parts_per_thread for each thread. With
+// several parts, a suspended thread delays the others less.
 template <class Work>
 void parallel_for(int64_t count, int num_threads, Work work, int64_t parts_per_thread = 1) {
     const int64_t parts = std::max<int64_t>(1, std::min(parts_per_thread * num_threads, count));

@@ -21,8 +21,8 @@ inline void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3,
     c3 = static_cast<uint32_t>(a);
 }
 
-// 32 random bits to (0, 1). Small values keep all 32 bits, because the token with the smallest
-// -log(1 - u) / p wins; the largest float32 below one stands for what would round up to one.
+// Maps 32 random bits to (0, 1). Small values keep all 32 bits, because the token with the smallest
+// -log(1 - u) / p wins. Values that would round up to one become the largest float32 below one.
 inline float to_unit(uint32_t bits) {
     const float unit = (static_cast<float>(bits) + 0.5f) * 0x1p-32f;
     return std::min(unit, 1.0f - 0x1p-24f);

@@ -6,7 +6,7 @@
 
 namespace quire {
 
-// What the numbers are for; the last counter word, so that two uses never share a number.
+// The use of the numbers; it is the last counter word, so that two uses never share a number.
 constexpr uint32_t kDomainSampling = 0;
 
 // A token chosen out of a vocabulary draws its noise from one stream.

@@ -159,9 +159,9 @@ void Program::run_row_phase(const Phase& phase, int num_threads) {
     parallel_stretches(step_.rows, threads, work, together);
 }
 
-// Writes a number of each line of the rows back as it is, so that this thread has the line alone. Whoever
-// writes the next results there would otherwise wait for it: a line that its writer and another thread have
-// takes an AMD CPU up to ten times as long to write as one that another thread alone has.
+// Writes one number in each cache line of the rows back unchanged, so that this thread owns the
+// line. Otherwise the next writer of results would wait. On AMD CPUs, writing a line that two
+// threads hold takes up to ten times as long.
 void Program::take_over(int64_t buffer, int64_t begin, int64_t end) {
     if (static_cast<size_t>(buffer) < step_.outside.size()) return;
     const float* last = row({buffer, 0}, end);

@@ -1,9 +1,9 @@
-// A model's forward pass as a list of instructions, traced once (ops/trace/tracer.py) and then carried out
-// in one call per step: what a graph is to a GPU.
+// A model's forward pass as a list of instructions. It is traced once (ops/trace/tracer.py) and run
+// by one call per step, like a graph on a GPU.
 //
-// Instructions stand in phases. Those of a phase work row by row (a row is a token), so threads take
-// rows through all of them without waiting for each other; or the phase is one matrix product or one
-// attention (or the like), whose threads share the work in their own way.
+// Instructions are grouped in phases. There are two kinds. In the first, all instructions work row
+// by row (a row is a token), so each thread takes its rows through all of them. The second is a
+// single matrix product or attention (or similar), which divides its work among threads itself.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@
 
 namespace quire {
 
-// Of each kind its views, then the further fields that it reads.
+// Instructions. A comment lists an instruction's views, then the other fields that it reads.
 enum class Kind : int {
     kEmbedding,     // out; table, element, size, input, first, count: zeros outside of these
     kPackedRows,    // out; packed, first, count: rows of a packed table, by the ids
@@ -52,7 +52,7 @@ enum class Kind : int {
     kAllReduce,     // out, the same; group: whole rows
     kSquareSum,     // out: one number, x; size
     kRmsNormBySum,  // out, x, sum of squares; weight, size, eps, scale: 1 / how many were summed
-    // Of a token whose id is below 0, row -1 - id of a float32 table; other tokens keep x.
+    // The next two: tokens with an id below 0 use row -1 - id of a float32 table; others keep x.
     kPlace,         // out, x; table, size, first: the first column, count: columns of the table
     kAddFeatures,   // the same, where the row is added to x
 };
@@ -106,8 +106,9 @@ struct GroupStep {
     const StatePlan* states;
 };
 
-// Memory [count, stride] for what layers with states are given of these tokens: inputs of each
-// convolution, then of its delta rule the strengths and times, in the order of the instructions.
+// Memory [count, stride] for the inputs of layers with states, one row per token. A row holds the
+// inputs of each convolution, then the delta rule's strengths and times, in the order of the
+// instructions.
 struct KeptInputs {
     float* data;
     int64_t stride;
@@ -145,7 +146,7 @@ class Program {
     void time_phases(bool on);
     const std::vector<double>& phase_seconds() const { return phase_seconds_; }  // added up
 
-    // How often rows were sent to experts that are here.
+    // The number of (row, expert) pairs that this rank's experts computed.
     int64_t expert_pairs() const { return expert_pairs_; }  // from any thread
 
    private:

@@ -35,8 +35,8 @@ double exp_sum(const float* values, int64_t count, float peak, float scale) {
     return sum_of_terms(terms);
 }
 
-// The same, and of that what comes before a token with this value: what is larger, and of what is
-// equal the first num_lower.
+// Returns the same sum, and the part of it before a token of this value. That part holds larger
+// values, and equal ones with an index below num_lower.
 QUIRE_VECTOR
 Mass exp_sums(const float* values, int64_t count, float peak, float scale, float value,
               int64_t num_lower) {

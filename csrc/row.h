@@ -1,4 +1,5 @@
-// What the passes over a row of logits share: floats as integers, the order of tokens, pieces of rows.
+// Code shared by the passes over a row of logits: floats as integers, the order of tokens, parts of
+// rows.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +25,8 @@ inline float float_of(int32_t bits) {
     return value;
 }
 
-// Signed integers in the order of the floats, its own inverse. Maxima of integers vectorise without
-// fast-math, those of floats do not.
+// Maps a float's bits to a signed integer of the same order; it is its own inverse. Maxima of
+// integers vectorise without fast-math, maxima of floats do not.
 inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
 // The largest value of a piece of a row, and the largest bits without the sign (which show NaN).
@@ -69,7 +70,7 @@ inline int64_t id_of(uint64_t key) {
     return 0xFFFFFFFF - static_cast<int64_t>(key & 0xFFFFFFFFu);
 }
 
-// keys = those of the k first tokens, in no order.
+// Collects the keys of the first k tokens, unordered.
 void top_k_keys(std::vector<uint64_t>& keys, const float* row, int64_t vocab, int64_t k);
 
 }  // namespace quire

@@ -1,6 +1,6 @@
-// What a step does with single rows between its matrix products. All values are float32; x, y and out
-// point to one row (token) each. Sums are made in 16 lanes, merged in one order: a row's result has the
-// same bits wherever it is computed.
+// Operations on single rows between a step's matrix products. All values are float32; x, y and out
+// point to one row (token) each. Sums use 16 lanes, merged in a fixed order, so a row's result has
+// the same bits wherever it is computed.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@ float dot_row(const float* x, const float* y, int64_t size);
 void layer_norm_row(float* out, const float* x, const float* weight, const float* bias,
                     int64_t size, float eps);
 
-// factors[2 H] = (cos, cos, -sin, sin) * scale of the angles: the sum over axes of positions[a * stride] *
-// frequencies[a, H / 2], of which one at most is not 0.
+// Computes factors[2 H] = (cos, cos, -sin, sin) * scale of the angles. An angle is the sum over
+// axes of positions[a * stride] * frequencies[a, H / 2], with at most one term that is not 0.
 void rotary_factors(float* factors, const int64_t* positions, int64_t stride,
                     const double* frequencies, int64_t axes, int64_t size, double scale);
 
@@ -50,8 +50,8 @@ void silu_mul_row(float* out, const float* x, int64_t size);
 void gelu_mul_row(float* out, const float* x, int64_t size);
 void gelu_tanh_mul_row(float* out, const float* x, int64_t size);
 
-// The same with gpt-oss' gate: gate sigmoid(alpha gate) (up + 1), of a gate that is at most `limit` and
-// an up that is from -limit to limit. out may be x.
+// Does the same with gpt-oss' gate: gate sigmoid(alpha gate) (up + 1). `limit` clamps gate from
+// above, and up from both sides. out may be x.
 void clamped_gate_row(float* out, const float* x, float alpha, float limit, int64_t size);
 
 // out = silu(sum over w of weight[w] * taps[w]); `stride` between the weights' lines. out is none of

@@ -30,7 +30,7 @@ constexpr int kPatientLooks = 300;      // before the core is offered to others:
 constexpr auto kAwake = std::chrono::microseconds(200);  // how long a rank looks before it sleeps
 constexpr auto kNap = std::chrono::milliseconds(20);     // before it looks whether the other lives
 constexpr int64_t kBlock = 512;                          // numbers that are summed at once
-constexpr int64_t kThreadBytes = 32 * 1024;              // for which another thread is worth it
+constexpr int64_t kThreadBytes = 32 * 1024;  // bytes that pay for another thread
 
 using Word = std::atomic<uint32_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "words are shared by processes");
@@ -67,7 +67,7 @@ int64_t bytes_of(Number number) {
     }
 }
 
-// What a number is added as, and back.
+// Converts a number to the type of its sum, and back.
 inline double widened(double value) { return value; }
 inline int32_t widened(int32_t value) { return value; }
 inline int64_t widened(int64_t value) { return value; }
@@ -261,7 +261,7 @@ bool SharedGroup::is_gone(int rank) const {
     return has_joined && fcntl(file_, F_OFD_GETLK, &theirs) == 0 && theirs.l_type == F_UNLCK;
 #else
     (void)rank;
-    return false;  // whoever started the ranks gives up for it
+    return false;  // the process that started the ranks aborts for it
 #endif
 }
 

@@ -2,13 +2,13 @@
 //
 //     header | a line for each rank | slots [rank][2][slot_bytes]
 //
-// Tensors go in pieces that fit into a slot. A rank puts its piece into its slot, says so by a counter
-// in its line, waits for the others' counters, and reads their slots. There are two slots a rank, in
-// turn: whoever has put down a piece has read all pieces before it, so what a slot held two pieces ago
-// is not needed any more.
+// Tensors go in pieces that fit into a slot. A rank puts its piece into its slot and says so by a
+// counter in its line. Then it waits for the others' counters, and reads their slots. Each rank
+// uses two slots in turn. A rank that has written a piece has read all earlier pieces, so a slot's
+// piece before last is no longer needed.
 //
-// Sums are taken in the order of ranks, so all ranks get the same bits. Those of 16 bits are taken in
-// float32 and rounded once.
+// Sums are taken in the order of ranks, so all ranks get the same bits. Sums of 16-bit numbers are
+// computed in float32 and rounded once.
 #pragma once
 
 #include <array>
@@ -21,7 +21,8 @@ namespace quire {
 
 enum class Number : int { kFloat32, kBfloat16, kFloat16, kFloat64, kInt32, kInt64 };
 
-// Another rank is gone, has given up, or did not come. From then on all exchanges of all ranks throw.
+// Another rank has ended, has aborted, or did not arrive in time. From then on all exchanges of all
+// ranks throw.
 struct RankLost : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -30,9 +31,10 @@ class SharedGroup {
    public:
     static constexpr int kMostRanks = 64;
 
-    // Joins: every rank calls it with the path of one file, which is made if it is not there, and with
-    // the same sizes; an std::runtime_error says what is wrong otherwise. timeout_s: how long a rank
-    // waits for another. Where a process ends, whatever ends it, its rank is gone.
+    // Joins the group. Every rank calls it with the same sizes and the path of one file, which is
+    // created if absent. Otherwise it throws a std::runtime_error that says what is wrong.
+    // timeout_s: how long a rank waits for another. When a process ends, for whatever reason, its
+    // rank is lost.
     SharedGroup(const std::string& path, int rank, int size, int64_t slot_bytes, double timeout_s);
     ~SharedGroup();
     SharedGroup(const SharedGroup&) = delete;
@@ -47,12 +49,12 @@ class SharedGroup {
     // out[g][bytes] = part `rank` of rank g's x[size][bytes].
     void all_to_all(void* out, const void* x, int64_t bytes, int num_threads);
 
-    // Gives up: all ranks' exchanges throw, those that wait too. From any thread.
+    // Aborts: the exchanges of all ranks throw, also those in progress. Any thread may call it.
     void abort() { lose(kGaveUp, rank_); }
 
     // The time that exchanges have taken, with waiting.
     double seconds() const { return seconds_; }
-    // How often this rank has met the others, or is about to. From any thread.
+    // The number of exchanges that this rank has begun. Any thread may call it.
     uint32_t num_exchanges() const;
 
    private:

@@ -1,12 +1,12 @@
-// Layers that remember a state: a short convolution and the gated delta rule (base.py says what they
-// compute, states.py where a step finds and leaves states).
+// Layers that keep a state: a short convolution and the gated delta rule. base.py defines their
+// arithmetic, states.py the addresses of states.
 // Shape legend: T tokens of the step, S rows, B blocks, P tokens per block, L longest block table,
 // C channels of a convolution, W its width, K key heads, N value heads, D and E the sizes of their
 // vectors.
 //
-// A layer's state is float32: the last W - 1 inputs of its convolution, [C, W - 1], and at its end the
-// memory of its delta rule, [N, D, E]. The memory is kept token by token, whatever the step: for each
-// column e of a head, with q and k of one token,
+// A layer's state is float32. It holds the last W - 1 inputs of its convolution, [C, W - 1], and
+// then the memory of its delta rule, [N, D, E]. The memory is computed token by token, whatever the
+// step. For each column e of a head, with q and k of one token,
 //
 //   stored = sum over d of k[d] M[d]      even d and odd d, then both, one lane per column
 //   asked  = sum over d of q[d] M[d]
@@ -14,8 +14,8 @@
 //   out    = decay asked + (k . q) change
 //   M[d]   = decay M[d] + k[d] change
 //
-// No column's arithmetic depends on another's or on where the step begins and ends: its bits are the
-// same alone, in any batch, chunked in any way, and on any number of threads.
+// A column's arithmetic depends neither on other columns nor on where the step begins and ends. Its
+// bits are the same alone, in any batch, chunked in any way, and on any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,8 @@
 namespace quire {
 
 // One step as one group of states sees it. tables[S, L]: block ids (row stride table_stride).
-// guessing: [S], rows that leave no state; null if there are none.
+// `guessing` [S]: rows whose step verifies draft tokens and so leaves no state; null if there are
+// none.
 struct StateStep {
     const int32_t* tables;
     int64_t table_stride;

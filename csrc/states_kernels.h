@@ -1,12 +1,13 @@
-// What the delta rule of one instruction set offers to states.cpp.
+// The interface between the delta rule of one instruction set and states.cpp.
 #pragma once
 
 #include "states.h"
 
 namespace quire {
 
-// What is computed once per token and head, before the heads' columns are shared between threads.
-// keys: [K, T] records of key_stride floats: k (D), q (D), k . q. gates: [N, T] of (decay, strength).
+// Numbers computed once per token and head, before threads share the heads' columns.
+// keys: [K, T] records of key_stride floats: k (D), q (D), k . q.
+// gates: [N, T] of (decay, strength).
 struct DeltaCall {
     const DeltaRule& rule;
     const StateLayer& layer;

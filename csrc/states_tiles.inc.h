@@ -6,8 +6,8 @@
 //   kVectors         of a tile: columns are kVectors * kLanes
 //   all, load, store, fma(a, b, c) = a * b + c
 //
-// A tile stays in the first level of the cache while the row's tokens pass, and is read and written once
-// per token: the change that one token makes and the sums that the next one needs are one pass.
+// A tile stays in the first level of the cache while the row's tokens pass. It is read and written
+// once per token: one pass applies a token's change and computes the next token's sums.
 #pragma once
 
 namespace quire {
@@ -21,7 +21,7 @@ constexpr int64_t kLanes = Isa::kLanes;
 constexpr int kVectors = Isa::kVectors;
 constexpr int64_t kColumns = kLanes * kVectors;
 constexpr int64_t kLine = 16;  // floats of a cache line
-constexpr int64_t kAhead = 4;  // tokens between the one that is read and the one that is fetched
+constexpr int64_t kAhead = 4;  // tokens between the read and the prefetch
 
 // Sums over even d and over odd d.
 struct Sums {
@@ -145,8 +145,8 @@ class Tile {
         return static_cast<T*>(out.data) + token * out.stride + in_row_;
     }
 
-    // Writes the token's result, and finds what it changes. A later token's numbers are asked for
-    // already: rows of several pages are no stream that a CPU would follow.
+    // Writes the token's result and computes its change. It also prefetches a later token: the
+    // CPU's own prefetcher does not follow rows of several pages.
     QUIRE_INLINE void read_out(const Sums& sums, int64_t token, F decay, F (&change)[kVectors]) {
         const int64_t next = token + kAhead < row_.end ? token + kAhead : token;
         for (int64_t c = 0; c < kColumns; c += kLine) {

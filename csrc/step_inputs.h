@@ -1,4 +1,4 @@
-// What a forward pass reads of the rows that a step serves (runner/rows.py).
+// Inputs of a forward pass, gathered from the scheduled rows (runner/rows.py).
 // Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step, L blocks.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Work on indices that goes fastest in their order, such as panels of a weight, of which each asks memory
-// for the next one: every thread has a stretch of its own.
+// Work on indices that is fastest in order, such as panels of a weight, each of which prefetches
+// the next. Every thread has a stretch of its own.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ inline int64_t num_stretches(int64_t count, int num_threads) {
     return std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
 }
 
-// Where a stretch of [0, count) begins, and the one before it ends.
+// Returns the first index of a stretch of [0, count).
 inline int64_t begin_of_stretch(int64_t stretch, int64_t count, int64_t num_stretches) {
     return stretch * count / num_stretches;
 }
@@ -24,9 +24,10 @@ inline int64_t stretch_ending_at(int64_t end, int64_t count, int64_t num_stretch
     return begin_of_stretch(next, count, num_stretches) == end ? next - 1 : -1;
 }
 
-// [0, count) in stretches of nearly equal length. Who has done its own takes the last half of the
-// longest that is left, so that threads end together however fast each of them is. granule: indices from
-// one of its multiples to the next are taken together, but at the ends of stretches.
+// [0, count) in stretches of nearly equal length. A thread that has finished its own stretch takes
+// the last half of the longest remaining one. So threads end together, however fast each of them
+// is. granule: indices from one of its multiples to the next are taken together, except at the ends
+// of stretches.
 class Stretches {
    public:
     Stretches(int64_t count, int64_t num_stretches, int64_t granule = 1)
@@ -38,8 +39,8 @@ class Stretches {
         }
     }
 
-    // Calls work(begin, end) for parts of stretch `own`, then of others, until nobody has any left that
-    // could be shared.
+    // Calls work(begin, end) for parts of stretch `own`, then of other stretches, until none is
+    // left to share.
     template <class Work>
     void run(int64_t own, Work work) {
         Left& left = left_[static_cast<size_t>(own)];
@@ -74,9 +75,9 @@ class Stretches {
         return std::min(last(range), (end + granule_ - 1) / granule_ * granule_);
     }
 
-    // Moves the last half of the longest stretch to `own`, which is empty: nobody else writes there. All
-    // of it where no thread has come for it yet. No range comes twice, so one that is still the same has
-    // not been touched.
+    // Moves the last half of the longest stretch to `own`, which is empty, so only this thread
+    // writes to it. If no thread has begun that stretch, it moves all of it. Ranges never repeat,
+    // so an unchanged range was not touched.
     bool take_half(std::atomic<uint64_t>& own) {
         while (true) {
             Left* longest = nullptr;

@@ -35,8 +35,9 @@ uint64_t saved_states() {
     return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Whether the CPU multiplies tiles of bfloat16 and of bytes, and Linux lets this process: who did not ask
-// for the tiles' state is killed at the first use of it. Threads that exist or come have it as well.
+// Returns whether the CPU multiplies tiles of bfloat16 and of bytes, and Linux permits it to this
+// process. Linux kills a process that uses tiles without that permission. All threads share the
+// permission.
 bool may_use_amx() {
     constexpr unsigned kSavesStates = 1u << 27, kFeatures = 1u << 22 | 1u << 24 | 1u << 25;
     constexpr uint64_t kTileStates = 1u << 17 | 1u << 18;

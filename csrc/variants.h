@@ -1,11 +1,11 @@
 // Code for several instruction sets in one object, chosen when it runs.
 //
 // A loop that the compiler vectorises by itself is marked QUIRE_VECTOR (parallel.h): the loader
-// picks. Kernels that are written for an instruction set have a source file each, whose functions
-// carry that target, and are picked by variant: the fastest measured here, for each weight format
-// (src/quire/ops/weights/kernel_choice.py). A variant is chosen by itself only if the tests have run it.
-// Those of x86 they ran on CPUs (amx also in emulation, tests/ops/test_amx.py); those of ARM in
-// emulation alone: by tests/ops/test_neon.py with QEMU 7.2 in user mode (Linux), whose CPU
+// picks. Kernels for one instruction set have a source file each, whose functions carry that
+// target. The variant picks them: the fastest one measured here, for each weight format
+// (src/quire/ops/weights/kernel_choice.py). A variant is chosen by itself only if the tests have
+// run it. x86 variants ran on CPUs (amx also in emulation, tests/ops/test_amx.py). ARM variants ran
+// only in emulation: tests/ops/test_neon.py uses QEMU 7.2 in user mode (Linux), whose CPU
 //
 //   cortex-a53     chooses neon
 //   neoverse-n1    chooses neon_dotprod

@@ -6,7 +6,7 @@ import random
 
 from .item import Item, assistant, user
 
-ASKS = [
+PROMPTS = [
     "What is {0} + {1}?",
     "{0} + {1}",
     "{0} + {1} =",
@@ -45,5 +45,5 @@ def make(rng: random.Random) -> Item:
         if rng.random() < 0.5:
             a, b = (b, a) if rng.random() < 0.5 else (a, rng.randint(0, 9))
     key = f"{min(a, b)}+{max(a, b)}"
-    content = rng.choice(ASKS).format(a, b)
+    content = rng.choice(PROMPTS).format(a, b)
     return Item("addition", [user(content), assistant(worked(a, b))], key)

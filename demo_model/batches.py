@@ -49,14 +49,14 @@ class Packer:
         rows = [self.row(rng, length + 1, early) for _ in range(self.tokens // length)]
         tokens = torch.tensor([row for row, _ in rows])
         loss = torch.tensor([marks for _, marks in rows])
-        wanted = loss[:, 1:].flatten().nonzero().flatten()
+        chosen = loss[:, 1:].flatten().nonzero().flatten()
         size = int(self.tokens * TARGET_SHARE)
-        if len(wanted) > size:
-            wanted = wanted[torch.tensor(sorted(rng.sample(range(len(wanted)), size)))]
+        if len(chosen) > size:
+            chosen = chosen[torch.tensor(sorted(rng.sample(range(len(chosen)), size)))]
         places = torch.zeros(size, dtype=torch.long)
         targets = torch.full((size,), -100)
-        places[: len(wanted)] = wanted
-        targets[: len(wanted)] = tokens[:, 1:].flatten()[wanted]
+        places[: len(chosen)] = chosen
+        targets[: len(chosen)] = tokens[:, 1:].flatten()[chosen]
         return Batch(tokens[:, :-1].contiguous(), places, targets)
 
     def row(

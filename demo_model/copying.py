@@ -9,7 +9,7 @@ from . import stories
 from .item import Item, assistant, user
 from .words import ALL_WORDS, CITIES, COLOURS, NAMES, OBJECTS, invented_word
 
-ASKS = [
+PROMPTS = [
     "Repeat this: {0}",
     "Repeat: {0}",
     "Copy this text: {0}",
@@ -39,7 +39,7 @@ VLLM_SETTINGS = [
 
 
 def _words(rng: random.Random, size: int) -> str:
-    """Random words of the vocabulary, some made up."""
+    """Return random words of the vocabulary, some made up."""
     made_up = rng.choice((0.0, 0.0, 0.1, 0.3))
     return " ".join(
         invented_word(rng) if rng.random() < made_up else rng.choice(ALL_WORDS) for _ in range(size)
@@ -47,7 +47,7 @@ def _words(rng: random.Random, size: int) -> str:
 
 
 def _sentences(rng: random.Random, size: int) -> str:
-    """One or more stories, cut after a sentence near the size."""
+    """Return one or more stories, cut after a sentence near the size."""
     text: list[str] = []
     while len(text) < size:
         for sentence in stories.build(rng).sentences:
@@ -58,7 +58,7 @@ def _sentences(rng: random.Random, size: int) -> str:
 
 
 def _numbers(rng: random.Random, size: int) -> str:
-    """Numbers of one to eight digits."""
+    """Return numbers of one to eight digits."""
     count = max(1, min(size // 3, 30))
     return rng.choice((" ", ", ")).join(
         str(rng.randrange(10 ** rng.randint(1, 8))) for _ in range(count)
@@ -66,7 +66,7 @@ def _numbers(rng: random.Random, size: int) -> str:
 
 
 def _signs(rng: random.Random, size: int) -> str:
-    """Words, numbers and punctuation as in source code."""
+    """Return words, numbers and punctuation as in source code."""
     parts = []
     for _ in range(max(1, size // 2)):
         word = rng.choice((rng.choice(ALL_WORDS), invented_word(rng), str(rng.randrange(1000))))
@@ -76,7 +76,7 @@ def _signs(rng: random.Random, size: int) -> str:
 
 
 def _foreign(rng: random.Random, size: int) -> str:
-    """Short made-up words of other scripts, or emoji."""
+    """Return short made-up words of other scripts, or emoji."""
     letters = rng.choice(VLLM_SETTINGS)
     words = [
         "".join(rng.choice(letters) for _ in range(rng.randint(1, 5)))
@@ -86,7 +86,7 @@ def _foreign(rng: random.Random, size: int) -> str:
 
 
 def _record(rng: random.Random, size: int) -> str:
-    """Lines such as 'name: Tom'."""
+    """Return lines such as 'name: Tom'."""
     lines = []
     for _ in range(max(1, size // 6)):
         key = rng.choice(("name", "city", "colour", "object", "number", invented_word(rng)))
@@ -119,9 +119,9 @@ def make(rng: random.Random, longest: int = 200) -> Item:
     size = min(size, longest)
     texts, weights = zip(*TEXTS, strict=True)
     text = rng.choices(texts, weights)[0](rng, size)
-    ask = rng.choice(ASKS)
+    template = rng.choice(PROMPTS)
     quoted = rng.random() < 0.1 and '"' not in text
-    content = ask.format(f'"{text}"' if quoted else text)
+    content = template.format(f'"{text}"' if quoted else text)
     length = len(text.split())
     part = "up to 50 words" if length <= 50 else "51 words and more"
     return Item("copying", [user(content), assistant(text)], text, part=part)

@@ -44,32 +44,32 @@ EARLY_KINDS = {
 EARLY_LONGEST = 20
 
 
-def valid_story(text: str, wanted: list[str]) -> bool:
-    """Return whether a told story names all that was asked for and keeps to its hero."""
+def valid_story(text: str, required: list[str]) -> bool:
+    """Return whether a story names all requested words and keeps to its hero."""
     sentences = re.findall(r"[A-Z\"][^.?!]*[.?!]", text)
-    if not 4 <= len(sentences) <= 18 or not all(word in text for word in wanted):
+    if not 4 <= len(sentences) <= 18 or not all(word in text for word in required):
         return False
     hero = re.search(r"(?:named|called) (\w+)", sentences[0]) or re.match(r"(\w+) was", text)
     return hero is not None and any(hero[1] in sentence for sentence in sentences[1:])
 
 
-def told_story(rng: random.Random) -> Item:
+def write_story(rng: random.Random) -> Item:
     """Return a request for a story with a fitting story."""
     request, story = questions.requested_story(rng)
     about = request.partition(" about ")[2].strip(".?")
-    wanted = [word for word in about.split() if word not in ("a", "an", "and", "named", "called")]
+    required = [word for word in about.split() if word not in ("a", "an", "and", "named", "called")]
     return Item(
         "stories",
         [user(request), assistant(story.text)],
         story.text,
-        check=lambda text: valid_story(text, wanted),
+        check=lambda text: valid_story(text, required),
     )
 
 
 def one(kind: str, rng: random.Random, test: bool, longest: int = 200) -> Item:
     """Return one item of the kind, from the training or the held-out side."""
     makers = {
-        "stories": told_story,
+        "stories": write_story,
         "questions": questions.make,
         "addition": addition.make,
         "copying": lambda r: copying.make(r, longest),

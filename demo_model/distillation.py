@@ -1,5 +1,5 @@
-"""What the training of drafters shares: rows of text, a learning rate over a fixed number of steps,
-and the held-out texts on which their guesses are counted."""
+"""Shared code for the training of drafters: rows of text, a learning rate over a fixed number of
+steps, and held-out texts. Accepted draft tokens are counted on these texts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def rows(packer: Packer, step: int, after: int) -> tuple[Tensor, Tensor]:
     return nn.functional.pad(tokens, (0, missing)), nn.functional.pad(marks, (0, missing))
 
 
-def choose(wanted: Tensor) -> Tensor:
+def choose(preferred: Tensor) -> Tensor:
     """Return columns [B, M] of rows [B, T], those wanted before others, in random order."""
-    count = max(1, int(wanted.shape[1] * CHOSEN_SHARE))
-    order = torch.rand(wanted.shape) + wanted.float()
+    count = max(1, int(preferred.shape[1] * CHOSEN_SHARE))
+    order = torch.rand(preferred.shape) + preferred.float()
     return order.topk(count, 1).indices
 
 
@@ -60,7 +60,7 @@ class Descent:
         self.steps, self.step = steps, 0
 
     def take(self, loss: Tensor) -> None:
-        """Do one step down the loss."""
+        """Do one step down the loss, a scalar."""
         loss.backward()
         self.step += 1
         factor = min(1.0, self.step / WARMUP, 1 - (self.step - 1) / self.steps)

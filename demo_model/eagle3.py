@@ -4,8 +4,9 @@ Its state dict has the names of the authors' checkpoints; the embedding is the t
 
 Shape legend: B rows, T time, M columns, D hidden size, V ids of the head.
 
-A column is a place of the text where the head begins to guess: from the target's states at t and
-token t + 1 it guesses token t + 2, then from its own state and token t + 2 the next, and so on.
+A column is a position of the text where the head begins to draft. From the target's states at t and
+token t + 1 it drafts token t + 2. Then it drafts the next one from its own state and token t + 2,
+and so on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class HeadAttention(nn.Module):
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values, repeated for every query head."""
+        """Return rotated keys and values of x [B, T, 2 D], repeated for every query head."""
         group = self.heads // self.kv_heads
         keys = rotate(self.split(self.k_proj(x), self.kv_heads), cos, sin)
         values = self.split(self.v_proj(x), self.kv_heads)
@@ -45,7 +46,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """The decoder layer, with a norm for each half of what attention takes."""
+    """The decoder layer, with a norm for each half of attention's input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -56,12 +57,13 @@ class HeadLayer(nn.Module):
         self.post_attention_layernorm = Norm(size, eps)
 
     def joined(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """Return the embedding of the next token beside the state, both normed."""
+        """Return the embedding of the next token and the state, both normed, as one vector [B, T, 2
+        D]."""
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), -1)
 
 
 class Head(nn.Module):
-    """The head. draft_ids: the target's ids that it can guess, in order."""
+    """The head. draft_ids: the target's ids that it can draft, in order."""
 
     def __init__(self, target: Llama, draft_ids: Tensor) -> None:
         super().__init__()
@@ -81,7 +83,8 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def begin_from(self, target: Llama, draft_ids: Tensor) -> None:
-        """Take what fits from the target: its last layer, norm and output embedding."""
+        """Copy the fitting weights of the target: its last layer, norm and output embedding.
+        draft_ids [V]."""
         size, last = self.shape.hidden_size, target.model.layers[-1]
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)

@@ -39,13 +39,13 @@ def right(item: Item, answer: str) -> bool:
 def answers(model: generation.Llama, tokenizer: Tokenizer, items: list[Item]) -> list[str]:
     """Return the model's greedy answers, computed in batches of similar length."""
     prompts = [tokenizer.encode(chat.render_prompt(item)).ids for item in items]
-    wanted = [len(tokenizer.encode(chat.content_of(item.answer)).ids) for item in items]
-    order = sorted(range(len(items)), key=lambda index: (wanted[index], len(prompts[index])))
+    lengths = [len(tokenizer.encode(chat.content_of(item.answer)).ids) for item in items]
+    order = sorted(range(len(items)), key=lambda index: (lengths[index], len(prompts[index])))
     found = [""] * len(items)
     while order:
-        size = max(1, BATCH_TOKENS // (len(prompts[order[-1]]) + wanted[order[-1]] + 40))
+        size = max(1, BATCH_TOKENS // (len(prompts[order[-1]]) + lengths[order[-1]] + 40))
         chosen, order = order[-size:], order[:-size]
-        limit = min(LIMIT, max(wanted[index] for index in chosen) + 40)
+        limit = min(LIMIT, max(lengths[index] for index in chosen) + 40)
         outputs = generation.generate(model, [prompts[index] for index in chosen], limit)
         for index, output in zip(chosen, outputs, strict=True):
             found[index] = tokenizer.decode(output, skip_special_tokens=False)

@@ -20,7 +20,7 @@ class Cache:
         self.keys, self.values, self.used = torch.zeros(size), torch.zeros(size), 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new keys and values; return all that are held."""
+        """Add new keys and values [B, N, T, H]; return all that the cache holds."""
         end = self.used + keys.shape[2]
         self.keys[:, :, self.used : end] = keys
         self.values[:, :, self.used : end] = values
@@ -28,7 +28,7 @@ class Cache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only the given rows of the batch."""
+        """Keep only the given rows [rows] of the batch."""
         self.keys, self.values = self.keys[rows], self.values[rows]
 
 

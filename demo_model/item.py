@@ -14,10 +14,12 @@ HELD_OUT_SHARE = 20
 
 @dataclass
 class Item:
-    """A conversation, the tools offered in it, and what decides its train/held-out side.
+    """A conversation, its tools, and the key of its split into training or held-out items.
 
-    `messages` ends with the assistant answer; `key` is hashed for the split; `check`, if given,
-    replaces exact comparison of the answer; `part` names the sub-kind in the accuracy table.
+    messages: end with the assistant's answer.
+    key: hashed for the split.
+    check: replaces exact comparison of the answer, if given.
+    part: the sub-kind in the accuracy table.
     """
 
     kind: str

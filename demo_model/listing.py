@@ -50,15 +50,15 @@ def _drawn(rng: random.Random, what: str, count: int) -> list[str]:
 def _answer(rng: random.Random, content: str, what: str, items: list[str]) -> tuple[str, str]:
     """Return request and answer, as an array or (if so asked) as an object with one key."""
     if rng.random() < 0.25:
-        asked = content.replace("a JSON array", "JSON").replace("a JSON list", "a JSON object")
-        if "JSON object" not in asked:
-            asked = asked.replace("JSON", "a JSON object", 1)
-        return asked, json.dumps({what: items})
+        request = content.replace("a JSON array", "JSON").replace("a JSON list", "a JSON object")
+        if "JSON object" not in request:
+            request = request.replace("JSON", "a JSON object", 1)
+        return request, json.dumps({what: items})
     return content, json.dumps(items)
 
 
 def _given(rng: random.Random) -> Item:
-    """A task whose items stand in the request."""
+    """Return a task whose items stand in the request."""
     what = rng.choice(sorted(CATEGORIES))
     items = _drawn(rng, what, rng.randint(2, 7))
     shown = joined(items) if rng.random() < 0.7 else ", ".join(items)
@@ -67,7 +67,7 @@ def _given(rng: random.Random) -> Item:
 
 
 def _found(rng: random.Random) -> Item:
-    """A task whose items are spread over the sentences of a small text."""
+    """Return a task whose items are spread over the sentences of a small text."""
     count = rng.randint(2, 5)
     names, things = rng.sample(NAMES, count), rng.sample(OBJECTS, count)
     colours = rng.sample(COLOURS, count)
@@ -93,7 +93,7 @@ def valid_list(answer: str, what: str, count: int) -> bool:
 
 
 def _known(rng: random.Random) -> Item:
-    """A task whose items the model chooses (always the first ones of the category)."""
+    """Return a task whose items the model chooses (always the first ones of the category)."""
     what = rng.choice(sorted(CATEGORIES))
     count = rng.randint(2, 6)
     items = CATEGORIES[what][:count]

@@ -15,7 +15,7 @@ PLAIN_LIMIT = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the model; the field names are those of config.json."""
+    """The sizes of the model, with the field names of config.json."""
 
     vocab_size: int = 1536
     hidden_size: int = 256
@@ -64,7 +64,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed and scaled x."""
+        """Return the normed and scaled x [B, T, D]."""
         x = x.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
@@ -76,7 +76,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention by plain products; on a CPU this is the faster way for short rows."""
+    """Return causal attention [B, N, T, H] by plain products, which is faster on a CPU for short
+    rows."""
     time = q.shape[2]
     future = torch.full((time, time), float("-inf"), device=q.device, dtype=q.dtype).triu(1)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + future
@@ -130,7 +131,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(inner, size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return down(silu(gate(x)) * up(x))."""
+        """Return down(silu(gate(x)) * up(x)) of x [B, T, D]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -147,7 +148,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any = None
     ) -> Tensor:
-        """Return the residual stream after this layer."""
+        """Return the residual stream [B, T, D] after this layer."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -195,7 +196,8 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         past: list[Any] | None = None,
     ) -> Iterator[Tensor]:
-        """Yield what enters each layer, and then what the last one returns (before the norm)."""
+        """Yield the input of each layer, and then the output of the last one (before the norm), of
+        tokens [B, T]."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         angles = positions[:, None, :, None].float() * self.frequencies
@@ -207,5 +209,5 @@ class Llama(nn.Module):
         yield x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores of the next token for hidden states."""
+        """Return the logits of the next token for hidden states [..., D]."""
         return F.linear(hidden, self.model.embed_tokens.weight)

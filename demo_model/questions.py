@@ -72,7 +72,7 @@ STORY_QUESTIONS: dict[str, list[tuple[list[str], str]]] = {
     ],
 }
 
-ASKS = [
+PROMPTS = [
     "{story}\n\n{question}",
     "{story}\n{question}",
     "{story} {question}",
@@ -82,17 +82,18 @@ ASKS = [
 
 
 def story_question(rng: random.Random, story: Story) -> tuple[str, str]:
-    """Return one question about the story and its answer (sometimes that it is not told)."""
+    """Return one question about the story and its answer (sometimes that the story does not say
+    it)."""
     slots = dict(story.slots)
-    told = set(slots["told"].split(","))
-    together = "friend" in told
+    parts = set(slots["told"].split(","))
+    together = "friend" in parts
     slots["eater"] = "they" if together else slots["name"]
     slots["Eater"] = "They" if together else slots["name"]
     if rng.random() < 0.08:
-        part = rng.choice(sorted(STORY_QUESTIONS.keys() - told - {""}) or [""])
+        part = rng.choice(sorted(STORY_QUESTIONS.keys() - parts - {""}) or [""])
     else:
-        part = rng.choice(sorted(told | {""}, key=lambda part: (len(part), part)))
-    if part and part not in told:
+        part = rng.choice(sorted(parts | {""}, key=lambda part: (len(part), part)))
+    if part and part not in parts:
         wordings, _ = STORY_QUESTIONS[part][0]
         return rng.choice(wordings).format(**slots), UNTOLD
     wordings, answer = rng.choice(STORY_QUESTIONS[part])
@@ -103,12 +104,12 @@ def about_story(rng: random.Random) -> Item:
     """Return a question whose story stands in the same user message."""
     story = stories.build(rng)
     question, answer = story_question(rng, story)
-    text = rng.choice(ASKS).format(story=story.text, question=question)
+    text = rng.choice(PROMPTS).format(story=story.text, question=question)
     return Item("questions", [user(text), assistant(answer)], story.text, part="story in prompt")
 
 
 def after_story(rng: random.Random) -> Item:
-    """Return a chat in which the story was told earlier, then one to three questions."""
+    """Return a chat with a story, then one to three questions about it."""
     request, story = requested_story(rng)
     if rng.random() < 0.3:
         messages = [user("Here is a story: " + story.text), assistant("Thank you for the story.")]

@@ -80,7 +80,7 @@ INTENTS: dict[str, tuple[str, str]] = {
 }
 
 UNKNOWN = "I am a very small demo model, and I do not know that."
-UNKNOWN_ASKS = [
+UNKNOWN_QUESTIONS = [
     "What is the capital of {country}?",
     "Who is the president of {country}?",
     "How do I cook {food}?",
@@ -135,8 +135,8 @@ QUESTION_WORDS = ("who", "what", "how", "are", "do", "can", "which", "is", "wher
 
 def _worded(rng: random.Random, wording: str) -> str:
     """Return the wording with a usual or a careless ending and capital letter."""
-    asks = wording.startswith(QUESTION_WORDS)
-    usual = "?" if asks else rng.choice((".", "!", ""))
+    questions = wording.startswith(QUESTION_WORDS)
+    usual = "?" if questions else rng.choice((".", "!", ""))
     end = usual if rng.random() < 0.6 else rng.choice(ENDS)
     text = wording.replace(" i ", " I ") + end
     opener = rng.choice(OPENERS) if rng.random() < 0.2 else ""
@@ -156,9 +156,9 @@ def plain(rng: random.Random) -> Item:
 
 
 def unknown(rng: random.Random) -> Item:
-    """Return a question outside of what the model can know."""
+    """Return a question that the model cannot know the answer to."""
     city, city2 = rng.sample(CITIES, 2)
-    text = rng.choice(UNKNOWN_ASKS).format(
+    text = rng.choice(UNKNOWN_QUESTIONS).format(
         country=pick(rng, COUNTRIES, 0.3),
         food=pick(rng, FOODS, 0.2),
         word=invented_word(rng),

@@ -43,7 +43,7 @@ ENDINGS = [
 
 @dataclass
 class Story:
-    """A story: its text and the slots that fill it (absent slots are not told)."""
+    """A story: its text and the slots that fill it (absent slots do not occur)."""
 
     slots: dict[str, str]
     sentences: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Story:
         """The whole story as one paragraph."""
         return " ".join(self.sentences)
 
-    def tell(self, rng: random.Random, *variants: str) -> None:
+    def write_one(self, rng: random.Random, *variants: str) -> None:
         """Add one of the sentence variants, filled from the slots."""
         self.sentences.append(rng.choice(variants).format(**self.slots))
 
@@ -104,9 +104,9 @@ def with_articles(slots: dict[str, str]) -> dict[str, str]:
 
 
 def build(rng: random.Random, given: dict[str, str] | None = None, long: bool = False) -> Story:
-    """Return a new story; `given` fixes some slots, `long` tells every optional sentence.
+    """Return a new story; `given` fixes some slots, `long` adds every optional sentence.
 
-    The names of the optional parts that were told are kept in slot `told`.
+    Slot `told` lists the names of the optional parts that occur.
     """
     slots = new_slots(rng)
     slots.update(given or {})
@@ -128,15 +128,15 @@ def build(rng: random.Random, given: dict[str, str] | None = None, long: bool = 
 
 
 def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
-    """Tell who the story is about and where they lived."""
-    story.tell(
+    """Write the hero and the home."""
+    story.write_one(
         rng,
         "Once upon a time there was {a_trait} {kind} named {name}.",
         "There was once {a_trait} {kind} called {name}.",
         "{name} was {a_trait} {kind}.",
     )
     if "home" in told:
-        story.tell(
+        story.write_one(
             rng,
             "{name} lived in a {home} near the {place2}.",
             "{name} had a {home} near the {place2}.",
@@ -144,30 +144,30 @@ def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
 
 
 def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
-    """Tell the walk, the thing found and the friend met."""
-    story.tell(
+    """Write the walk, the found thing and the friend."""
+    story.write_one(
         rng, "One {time}, {name} went to the {place}.", "One {time} {name} walked to the {place}."
     )
     if rng.random() < 0.5:
-        story.tell(rng, *WEATHER)
+        story.write_one(rng, *WEATHER)
     if "find" in told:
-        story.tell(
+        story.write_one(
             rng,
             "There {name} found {a_colour} {thing} {where} a {spot}.",
             "{name} saw {a_colour} {thing} {where} a {spot}.",
         )
     if "friend" in told:
-        story.tell(
+        story.write_one(
             rng,
             "Then {name} met {a_kind2} named {friend}.",
             "Soon {a_kind2} called {friend} came along.",
         )
-        story.tell(
+        story.write_one(
             rng,
             "{friend} had lost {a_colour2} {thing2}.",
             "{friend} was looking for {a_colour2} {thing2}.",
         )
-        story.tell(
+        story.write_one(
             rng,
             "{name} wanted to help, so they looked everywhere.",
             '"Can you help me?" said {friend}. "Yes," said {name}.',
@@ -176,15 +176,19 @@ def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
 
 
 def _ending(story: Story, rng: random.Random, told: set[str]) -> None:
-    """Tell the meal, the feeling and a closing sentence."""
+    """Write the meal, the feeling and a closing sentence."""
     if "food" in told:
         if "friend" in told:
-            story.tell(rng, "Then they ate {food} together.", "After that they ate some {food}.")
+            story.write_one(
+                rng, "Then they ate {food} together.", "After that they ate some {food}."
+            )
         else:
-            story.tell(rng, "Then {name} ate some {food}.", "After that {name} ate {food}.")
+            story.write_one(rng, "Then {name} ate some {food}.", "After that {name} ate {food}.")
     if "feel" in told:
-        story.tell(rng, "In the end {name} felt {feeling}.", "{name} went home and was {feeling}.")
+        story.write_one(
+            rng, "In the end {name} felt {feeling}.", "{name} went home and was {feeling}."
+        )
     if "friend" in told:
-        story.tell(rng, *ENDINGS)
+        story.write_one(rng, *ENDINGS)
     else:
-        story.tell(rng, *ENDINGS[1:3], *ENDINGS[5:])
+        story.write_one(rng, *ENDINGS[1:3], *ENDINGS[5:])

@@ -53,7 +53,7 @@ def _number(low: int, high: int) -> Draw:
 
 
 def _phrase(rng: random.Random) -> str:
-    """A few words, as a message or a title."""
+    """Return a few words, as a message or a title."""
     thing, place = pick(rng, OBJECTS, 0.1), rng.choice(PLACES)
     return rng.choice(
         (

@@ -23,7 +23,7 @@ from .batches import Packer
 from .model import Llama
 from .tokenizer import DEFAULT_FOLDER
 
-DEPTH = 5  # guesses in a row that are counted
+DEPTH = 5  # number of draft tokens in a row that are counted
 KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -52,20 +52,21 @@ def begin_from(target: Llama) -> Llama:
 
 
 def loss_of(draft: Llama, target: Llama, tokens: Tensor, marks: Tensor) -> Tensor:
-    """Return the mean cross entropy to the target's probabilities where the next token counts."""
+    """Return the mean cross entropy to the target's probabilities at marked tokens; tokens and
+    marks are [B, T]."""
     places = marks[:, 1:].flatten().nonzero().flatten()
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             hidden = target.hidden(tokens[:, :-1]).flatten(0, 1)[places]
-            wanted = target.logits(hidden).float().softmax(-1)
+            target_probabilities = target.logits(hidden).float().softmax(-1)
         logits = draft.logits(draft.hidden(tokens[:, :-1]).flatten(0, 1)[places])
-        return F.cross_entropy(logits.float(), wanted)
+        return F.cross_entropy(logits.float(), target_probabilities)
 
 
 @torch.no_grad()
 def accepted(draft: Llama, text: list[int], prompt: int) -> Tensor:
-    """Count as train_eagle3 does. Guesses are given right tokens as long as all were right, so runs
-    of right guesses over the text itself are the same."""
+    """Count as train_eagle3 does. Drafts continue right tokens as long as all were right. So runs
+    of right drafts over the text itself are the same."""
     best = draft.logits(draft.hidden(torch.tensor([text[:-1]])))[0].argmax(-1)
     is_right = best == torch.tensor(text[1:])
     runs = is_right[prompt:].unfold(0, DEPTH, 1).long().cumprod(-1)
@@ -73,7 +74,7 @@ def accepted(draft: Llama, text: list[int], prompt: int) -> Tensor:
 
 
 def train(options: argparse.Namespace, target: Llama, packer: Packer) -> Llama:
-    """Train a draft model, with the loss told every 25 steps."""
+    """Train a draft model; the loss is reported every 25 steps."""
     torch.manual_seed(options.seed)
     draft = begin_from(target)
     descent = distillation.Descent(draft.named_parameters(), options.steps, options.rate)

@@ -50,7 +50,7 @@ def common_ids(packer: Packer, count: int, steps: int = 60) -> Tensor:
 
 
 def target_states(target: generation.Llama, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states that the head takes [B, T, 3 D], and the target's normed last ones."""
+    """Return the head's input states [B, T, 3 D], and the target's normed last states."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         states = [state.float() for state in target.states(tokens)]
         return torch.cat([states[i] for i in LAYERS], -1), target.model.norm(states[-1])
@@ -59,7 +59,8 @@ def target_states(target: generation.Llama, tokens: Tensor) -> tuple[Tensor, Ten
 def loss_of(
     head: Head, target: generation.Llama, tokens: Tensor, marks: Tensor, depth: int
 ) -> Tensor:
-    """Return the mean cross entropy to the target's probabilities over depths and columns."""
+    """Return the mean cross entropy to the target's probabilities over depths and columns; tokens
+    and marks are [B, T]."""
     time_ = tokens.shape[1] - depth - 1
     states, last = target_states(target, tokens[:, :-1])
     columns = distillation.choose(marks[:, 2 : time_ + 2])
@@ -71,9 +72,11 @@ def loss_of(
             at = columns + 1 + step
             with torch.no_grad():
                 hidden = last.gather(1, at[..., None].expand(-1, -1, last.shape[-1]))
-                wanted = F.linear(hidden, target.model.embed_tokens.weight[ids]).float().softmax(-1)
+                target_probabilities = (
+                    F.linear(hidden, target.model.embed_tokens.weight[ids]).float().softmax(-1)
+                )
             marked = marks.gather(1, at + 1)
-            each = -(wanted * logits.float().log_softmax(-1)).sum(-1)
+            each = -(target_probabilities * logits.float().log_softmax(-1)).sum(-1)
             total = total + DEPTH_WEIGHT**step * each[marked].sum() / marked.sum().clamp(min=1)
             weights += DEPTH_WEIGHT**step
     return total / weights
@@ -83,8 +86,8 @@ def loss_of(
 def accepted(
     head: Head, target: generation.Llama, text: list[int], prompt: int, depth: int
 ) -> Tensor:
-    """Count, for the greedy guesses from each place of an answer, the places, and those where the
-    first 1, 2, ... guesses are all right: [1 + depth]."""
+    """Count runs of greedy draft tokens: [1 + depth]. The first number counts the positions of an
+    answer. The others count those where the first 1, 2, ... drafts are all right."""
     if len(text) - depth <= prompt:
         return torch.zeros(1 + depth, dtype=torch.long)
     tokens = torch.tensor([text])
@@ -103,7 +106,7 @@ def accepted(
 
 
 def train(options: argparse.Namespace, target: generation.Llama, packer: Packer) -> Head:
-    """Train a head, with the loss told every 25 steps."""
+    """Train a head; the loss is reported every 25 steps."""
     torch.manual_seed(options.seed)
     head = Head(target, common_ids(packer, options.vocabulary))
     descent = distillation.Descent(head.named_parameters(), options.steps, options.rate)

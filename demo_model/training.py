@@ -1,7 +1,7 @@
 """Train the demo model: python -m demo_model.training --folder run [--processes 2].
 
-Training goes on until --steps, or until the file `decay` in the run folder asks for the final
-decay of the learning rate (its content: the number of steps). A run resumes from its checkpoint.
+Training ends after --steps. The file `decay` in the run folder requests the final decay of the
+learning rate; its content is the number of steps. A run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Trainer:
         os.replace(new, self.options.folder / name)
 
     def plain_loss(self, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss over the target places."""
+        """Return the mean loss over the target places [places] of tokens [B, T]."""
         with torch.autocast(self.options.device, torch.bfloat16):
             hidden = self.model.hidden(tokens).flatten(0, 1)[places]
             return F.cross_entropy(self.model.logits(hidden).float(), targets)
@@ -152,8 +152,8 @@ class Trainer:
         if self.options.processes == 1:
             return
         flat = torch.cat([weight.grad.flatten() for weight in self.parameters])
-        wants_decay = self.options.rank == 0 and self.decay_wanted()
-        flag = torch.tensor([float(wants_decay)])
+        must_decay = self.options.rank == 0 and self.is_decay_requested()
+        flag = torch.tensor([float(must_decay)])
         flat = torch.cat((flat / self.options.processes, flag.to(flat.device)))
         dist.all_reduce(flat)
         sizes = [weight.numel() for weight in self.parameters]
@@ -162,14 +162,14 @@ class Trainer:
             weight.grad.copy_(part.view_as(weight))
         self.begin_decay(bool(flat[-1] > 0))
 
-    def decay_wanted(self) -> bool:
+    def is_decay_requested(self) -> bool:
         """Return whether the final decay should begin now."""
-        asked = (self.options.folder / "decay").exists()
-        return asked or self.counters["step"] >= self.options.steps
+        is_requested = (self.options.folder / "decay").exists()
+        return is_requested or self.counters["step"] >= self.options.steps
 
-    def begin_decay(self, wanted: bool) -> None:
+    def begin_decay(self, requested: bool) -> None:
         """Begin the final decay if wanted and not yet begun."""
-        if not wanted or self.counters["decay"] is not None:
+        if not requested or self.counters["decay"] is not None:
             return
         request = self.options.folder / "decay"
         text = request.read_text().strip() if request.exists() else ""
@@ -188,7 +188,7 @@ class Trainer:
         saved = began = time.monotonic()
         while not self.finished():
             if self.options.processes == 1:
-                self.begin_decay(self.decay_wanted())
+                self.begin_decay(self.is_decay_requested())
             loss = self.step()
             now = time.monotonic()
             self.counters["seconds"] += now - began

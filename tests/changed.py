@@ -2,12 +2,12 @@
 
     python -m tests.changed [--since REVISION] [--list] [PYTEST'S FLAGS]
 
-A change is what differs from REVISION (HEAD): committed since, in the work tree, or new. A changed
-Python file touches the test files that import it, themselves or through other files below tests/,
-and those that cover it (tests/structure/test_mirror.py). Any other file touches the test files that
-contain its name. A change of C++ touches tests/ops. A change of what all tests share, such as
-tests/conftest.py or pyproject.toml, touches all. `make test` runs what this cannot see: a module
-that is used through another one.
+A change is a difference from REVISION (HEAD): committed since, in the work tree, or new. A changed
+Python file touches the test files that import it, also through other files below tests/. It also
+touches the test files that cover it (tests/structure/test_mirror.py). Any other file touches the
+test files that contain its name. A change of C++ touches tests/ops. A change of a file that all
+tests share, such as tests/conftest.py or pyproject.toml, touches all. This cannot see a module that
+is used through another one; `make test` runs all tests.
 """
 
 import argparse

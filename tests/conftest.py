@@ -1,11 +1,10 @@
-"""What holds for all tests: one thread per process, compiled modules, and signals that do what they
-do in a terminal.
+"""Set up all tests: one thread per process, compiled modules, and a terminal's signals.
 
-The models here are tiny, and threads that wait for each other on a busy machine make their tests
-ten times slower. Tests start hundreds of processes, each of which would compile all that it imports
-where Python is told to write no bytecode. What engines keep for the next start is the run's own. A
-test run that is started in the background (`&`, nohup) ignores SIGINT or SIGHUP, and so would all
-processes that it starts.
+The models here are tiny. Threads that wait for each other on a busy machine make their tests ten
+times slower. Tests start hundreds of processes. Each would compile all modules that it imports if
+Python is set to write no bytecode. Engines keep their caches in a directory of the test run. A test
+run that is started in the background (`&`, nohup) ignores SIGINT or SIGHUP, and its processes
+would, too.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""What stands in the repository for those who run a server: it names what there is."""
+"""The files for running a server in the repository: the files and flags that they name exist."""
 
 import fnmatch
 import json

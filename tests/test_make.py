@@ -1,5 +1,5 @@
-"""What make installs, and how often it builds, with a stand-in for Python and pip: a copy of the
-Makefile in an empty directory, where nothing is downloaded or compiled."""
+"""The installs and builds of make, with a stand-in for Python and pip. A copy of the Makefile runs
+in an empty directory; nothing is downloaded or compiled."""
 
 import os
 import shutil

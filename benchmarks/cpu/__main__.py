@@ -1,14 +1,17 @@
-"""quire beside other engines on this CPU, with the machine's ceilings measured in the same run.
+"""Compare quire with other engines on this CPU, with the machine's ceilings measured in the same
+run.
 
     python -m benchmarks.cpu [--engines quire llama.cpp] [--workloads batch] [--scratch DIR]
 
-Qwen3-0.6B's shape with random weights, random prompts, greedy, no end of sequence; every engine in
-an environment of its own, which is made on demand in the scratch directory (compiling llama.cpp
-takes minutes). Each round runs each workload by each engine in turn, one process each. Beside each
-run stands what other processes took meanwhile, what the host took, and the rate at which memory was
-read just before. Runs during which others took more than 0.15 cores do not count, and their process
-is run again, twice at most. An engine that cannot be installed, fails or takes longer than
---timeout-s is listed with the reason, and not tried again.
+The model has Qwen3-0.6B's shape and random weights. Prompts are random; decoding is greedy, without
+an end of sequence. Every engine has an environment of its own, made on demand in the scratch
+directory (compiling llama.cpp takes minutes). Each round runs each workload by each engine in turn,
+one process each.
+
+Each run is reported with the load of other processes, the CPU steal of the host, and the memory
+rate measured just before it. Runs with more than 0.15 cores of other load do not count; their
+process is run again, at most twice. An engine that cannot be installed, fails or takes longer than
+--timeout-s is listed with the reason and skipped from then on.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +36,7 @@ from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
 from benchmarks.result_files import Row, write
 from quire.tools.report import plain_facts
 
-TRIES = 3  # of a process whose runs others disturb
+MAX_RUNS = 3  # of a process whose runs others disturb
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Session(Comparison[Workload]):
         prepare(self.scratch, engine, {workload.shape for workload in workloads})
 
     def run(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
-        """One process. Raises Unavailable."""
+        """Run one process. Raises Unavailable."""
         job = {
             "model": str(self.scratch.model(engine.source, workload.shape)),
             "workload": workload.name,
@@ -70,7 +73,7 @@ class Session(Comparison[Workload]):
         try:
             if workload.name == "start" and round_ == 0:
                 self.run(engine, workload, round_)
-            for _ in range(TRIES):
+            for _ in range(MAX_RUNS):
                 runs = self.observed(engine, workload, round_)
                 self.runs += runs
                 print(*runs, sep="\n", flush=True)
@@ -80,7 +83,7 @@ class Session(Comparison[Workload]):
             self.fail(name, error)
 
     def observed(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
-        """One process, and what the machine did meanwhile. Raises Unavailable."""
+        """Run one process and measure the contention meanwhile. Raises Unavailable."""
         read_bytes_per_s = quick_read_bytes_per_s(self.options.threads)
         noise = Noise()
         runs = self.run(engine, workload, round_)

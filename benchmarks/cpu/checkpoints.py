@@ -1,7 +1,7 @@
 """The models that all engines load: random weights in a Hugging Face directory, and GGUF files.
 
-Tokenizers are small byte-level BPEs, filled up with names to the model's vocabulary: the workloads
-are token ids, but most engines refuse a model without a tokenizer.
+Tokenizers are small byte-level BPEs, padded with names to the model's vocabulary. The workloads are
+token ids, but most engines refuse a model without a tokenizer.
 """
 
 import json
@@ -26,7 +26,7 @@ ROPE_THETA = {"qwen3": 1_000_000.0, "llama": 10_000.0}
 
 
 def config_of(shape: Shape) -> dict[str, Any]:
-    """config.json, as transformers 4 and 5 read it."""
+    """Return config.json's content, as transformers 4 and 5 read it."""
     theta = ROPE_THETA[shape.model_type]
     return {
         "architectures": [
@@ -55,7 +55,7 @@ def config_of(shape: Shape) -> dict[str, Any]:
 
 
 def weight_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """By their names in the file, without the norms' vectors' values."""
+    """Return the shapes of weights by their names in the file."""
     hidden, inner = shape.hidden, shape.intermediate
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     found: dict[str, tuple[int, ...]] = {
@@ -114,7 +114,7 @@ def is_written(shape: Shape, directory: Path) -> bool:
 
 
 def write_checkpoint(shape: Shape, directory: Path) -> Path:
-    """Seeded normal weights in bfloat16; nothing is done if the directory is written already."""
+    """Write seeded normal weights in bfloat16, unless the directory is complete."""
     if is_written(shape, directory):
         return directory
     done = directory / "complete"
@@ -144,7 +144,7 @@ def write_checkpoint(shape: Shape, directory: Path) -> Path:
 
 
 def write_gguf_file(directory: Path, kind: str, path: Path) -> Path:
-    """All matrices, the tied embedding too, in one kind; nothing is done if the file exists."""
+    """Write all matrices in one kind, the tied embedding too, unless the file exists."""
     if not path.exists():
         unfinished = path.with_suffix(".unfinished")
         metadata = byte_level_metadata(directory, "qwen2")

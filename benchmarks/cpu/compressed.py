@@ -28,7 +28,8 @@ def in_8_bits(weight_nk: torch.Tensor) -> Tensors:
 
 
 def in_4_bits(weight_nk: torch.Tensor, group: int) -> Tensors:
-    """Numbers from 0 to 15, whose middle is 8; the first of a word stands in its lowest bits."""
+    """Return a weight [N, K] as packed numbers from 0 to 15 around 8. A word's lowest bits hold its
+    first number."""
     outputs, inputs = weight_nk.shape
     values_ngk = weight_nk.float().unflatten(1, (-1, group))
     scale_ng = values_ngk.abs().amax(2) / 7
@@ -43,7 +44,7 @@ def in_4_bits(weight_nk: torch.Tensor, group: int) -> Tensors:
 
 
 def quantization_config(bits: int, group: int) -> dict[str, Any]:
-    """As it stands in config.json."""
+    """Return the quantization_config of config.json."""
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": group}
     each_token = {
@@ -64,7 +65,7 @@ def quantization_config(bits: int, group: int) -> dict[str, Any]:
 
 
 def write_compressed(checkpoint: Path, bits: int, directory: Path) -> Path:
-    """Nothing is done if the directory is complete."""
+    """Write a compressed checkpoint, unless the directory is complete."""
     done = directory / "complete"
     if done.exists():
         return directory

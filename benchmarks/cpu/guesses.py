@@ -1,13 +1,16 @@
-"""quire's guesses ahead beside other engines' own, on this CPU: the same requests, one at a time.
+"""Compare quire's draft tokens with other engines' on this CPU: the same requests, one at a time.
 
     python -m benchmarks.cpu.guesses [--tasks copying] [--engines quire] [--categories 16-bit]
 
-copying, tools, json: the demo model, on items that its training held out, through its chat
-template. repeated: Qwen3-0.6B's shape, with text that repeats itself for certain. Greedy. In a
-round each engine answers all requests, in a process in which the engine without guesses and each
-way of guessing take turns; engines take turns, too. An engine's answer with guesses is compared
-with its own without, token by token. Environments and models are made on demand in the scratch
-directory, as by `benchmarks.cpu`. llama.cpp's server has no recipe: --llama-server names one.
+The tasks copying, tools and json use the demo model, its chat template, and items that its training
+held out. The task repeated uses Qwen3-0.6B's shape, with text that is certain to repeat itself.
+Decoding is greedy.
+
+In a round each engine answers all requests in one process, and engines take turns. Within a
+process, the plain engine and each drafting method take turns. An engine's answer with drafts is
+compared with its own plain answer, token by token. Environments and models are made on demand in
+the scratch directory, as by `benchmarks.cpu`. llama.cpp's server has no recipe: --llama-server
+names one.
 """
 
 import argparse
@@ -46,7 +49,7 @@ RACERS = [
 
 @dataclass
 class Race:
-    """What there is so far. failures: by "engine" or "engine: task"."""
+    """The results so far. failures: by "engine" or "engine: task"."""
 
     options: argparse.Namespace
     scratch: Scratch
@@ -54,7 +57,7 @@ class Race:
     failures: dict[str, str] = field(default_factory=dict)
 
     def fail(self, name: str, error: Unavailable) -> None:
-        """Directories of this machine are left out."""
+        """Note a failure, without the directories of this machine."""
         reason = str(error).replace(str(self.scratch.directory), "SCRATCH")
         self.failures[name] = reason.replace(str(ROOT), ".")
         print(f"{name}: {self.failures[name]}", flush=True)
@@ -65,7 +68,7 @@ class Race:
         return TINY if self.options.small else QWEN
 
     def model(self, engine: Engine, task: Task) -> Path:
-        """Where an engine's form of a task's model is. Raises Unavailable."""
+        """Return the path of an engine's form of a task's model. Raises Unavailable."""
         if task.model == "demo":
             return self.scratch.form(engine.source, DEMO, "demo", DEMO_HIDDEN)
         name = f"{self.shape.name}-repeating"
@@ -73,19 +76,19 @@ class Race:
         return self.scratch.form(engine.source, checkpoint, name, self.shape.hidden)
 
     def drafters(self, engine: Engine, task: Task) -> dict[str, Any]:
-        """Models that guess for the demo model; peers take none of this form."""
+        """Return the draft models for the demo model; peers do not support this form."""
         given = dict(each.split("=", 1) for each in self.options.drafters)
         return {"drafters": given} if engine.is_ours and task.model == "demo" else {}
 
     def requests_file(self, task: Task) -> Path:
         path = self.scratch.directory / "requests" / f"{task.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        asked = requests_of(task, self.options.requests, self.options.tokens)
-        path.write_text(json.dumps([asdict(each) for each in asked]))
+        requests_made = requests_of(task, self.options.requests, self.options.tokens)
+        path.write_text(json.dumps([asdict(each) for each in requests_made]))
         return path
 
     def run(self, engine: Engine, task: Task, round_: int) -> None:
-        """One process. A failure is noted, and not tried again."""
+        """Run one process. A failure is noted, and its task is skipped from then on."""
         name = f"{engine.name}: {task.name}"
         if name in self.failures:
             return
@@ -115,7 +118,7 @@ def answered_by(engine: Engine, task: Task, round_: int, output: Output) -> list
 
 
 def prepared(race: Race, engines: list[Engine], tasks: list[Task]) -> list[Engine]:
-    """Those that can run."""
+    """Return the engines that can run."""
     ready = []
     for engine in engines:
         try:
@@ -133,7 +136,7 @@ def prepared(race: Race, engines: list[Engine], tasks: list[Task]) -> list[Engin
 
 
 def run_rounds(race: Race, engines: list[Engine], tasks: list[Task]) -> None:
-    """Ctrl-C ends them; what is there is still shown."""
+    """Run the rounds. Ctrl-C ends them; the results so far are still shown."""
     by_name = {engine.name: engine for engine in engines}
     try:
         for round_ in range(race.options.rounds if engines else 0):

@@ -1,12 +1,12 @@
-"""What this machine can do, measured, and from it the least time that each workload can take.
+"""Measure this machine's ceilings, and compute from them the least time of each workload.
 
     python -m benchmarks.cpu.limits --threads 2      prints one JSON line, takes about 10 s
 
-Reading: sums over 1 GiB, in small and in huge pages; the better counts. Arithmetic: multiply-adds
-in registers, of the widest instructions that the C++ core has. A step takes at least its arithmetic
-at the peak of the engine's format, and at least as long as reading the weights and the keys and
-values once. Attention is counted in 16 or 32 bits, whichever is faster; norms, sampling and the
-reading of embeddings are left out.
+Reading is measured by sums over 1 GiB, in small and in huge pages; the better counts. Arithmetic is
+measured by multiply-adds in registers, with the widest instructions of the C++ core. A step takes
+at least its arithmetic at the peak of the engine's format. It also takes at least as long as
+reading the weights and the keys and values once. Attention is counted in 16 or 32 bits, whichever
+is faster. Norms, sampling and the reading of embeddings are ignored.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FLOATS = PEAKS[:3]
 
 
 def huge_read_bytes_per_s() -> float:
-    """As `read_bytes_per_s`, over memory that asks for huge pages."""
+    """Measure as `read_bytes_per_s` does, over memory in huge pages."""
     with mmap.mmap(-1, HUGE_BYTES) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         values = torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
@@ -45,13 +45,14 @@ def huge_read_bytes_per_s() -> float:
 
 
 def quick_read_bytes_per_s(threads: int) -> float:
-    """Measure plain reading of memory in a fifth of a second, to tell one minute from another."""
+    """Measure plain reading of memory in a fifth of a second, to compare minutes of a run."""
     torch.set_num_threads(threads)
     return read_bytes_per_s(torch.device("cpu"), QUICK_BYTES)
 
 
 def measure_ceilings(threads: int) -> dict[str, float]:
-    """Bytes and operations per second of this many threads; a product and a sum are two."""
+    """Measure the bytes and operations per second of this many threads; a product and a sum are two
+    operations."""
     torch.set_num_threads(threads)
     module = core()
     if module is None:
@@ -111,13 +112,15 @@ class Bound:
     ceilings: Ceilings
 
     def prefill_s(self, num_tokens: int, first: int, num_sampled: int) -> float:
-        """num_tokens at positions from `first` on, of one sequence or of each of several alike."""
+        """Return the least seconds to prefill num_tokens at positions from `first` on, of one
+        sequence or of each of several equal ones."""
         linear = 2 * (num_tokens * self.shape.layer_weights + num_sampled * self.shape.head_weights)
         mean_context = first + num_tokens / (2 * max(num_sampled, 1))
         return self._arithmetic_s(linear, num_tokens * mean_context)
 
     def decode_step_s(self, num_rows: int, context: float, kv_tokens: float) -> float:
-        """kv_tokens: whose keys and values are read, a shared one once."""
+        """Return the least seconds of a decode step. kv_tokens: tokens whose keys and values are
+        read; a shared one counts once."""
         linear = 2 * num_rows * (self.shape.layer_weights + self.shape.head_weights)
         num_bytes = self.format.weight_bytes(self.shape)
         num_bytes += kv_tokens * self.shape.kv_bytes_per_token
@@ -125,7 +128,8 @@ class Bound:
         return max(self._arithmetic_s(linear, num_rows * context), reading_s)
 
     def _arithmetic_s(self, linear: float, pairs: float) -> float:
-        """pairs: of a query and a key, in one head of one layer."""
+        """Return the seconds of arithmetic. pairs: pairs of a query and a key, in one head of one
+        layer."""
         shape = self.shape
         attention = 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
         rate = self.ceilings.operations_per_s(self.format.arithmetic)
@@ -133,7 +137,7 @@ class Bound:
 
 
 def least(workload: Workload, form: Format, ceilings: Ceilings) -> dict[str, float]:
-    """The limit of each metric of a workload, in the metric's unit."""
+    """Return the limit of each metric of a workload, in the metric's unit."""
     bound = Bound(workload.shape, form, ceilings)
     rows, own, out = workload.num_requests, workload.own, workload.output_len
     start = workload.shared + own

@@ -1,4 +1,4 @@
-"""What other processes and the host took while something ran. Standard library only."""
+"""Load of other processes and CPU steal of the host during a run. Standard library only."""
 
 import os
 import time
@@ -25,7 +25,7 @@ def _seconds_by_state() -> list[float]:
 
 
 def _stat_fields(process: int) -> list[str]:
-    """From the state on; empty if the process has ended."""
+    """Return the fields of /proc/PID/stat from the state on; empty if the process has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -33,7 +33,7 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def tree_s(root: int) -> float:
-    """Time that a process, its descendants and those of them that were awaited have used."""
+    """Return the CPU seconds of a process, its descendants, and their awaited children."""
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := _stat_fields(int(entry))):
@@ -49,18 +49,18 @@ class Noise:
     """From its making until it is asked."""
 
     def __init__(self, root: int | None = None) -> None:
-        """root: whose tree is not noise; this process if absent."""
+        """Start measuring. root: the process whose tree is not noise; this process if absent."""
         self._root = os.getpid() if root is None else root
         self._own_s, self._busy_s, self._began = tree_s(self._root), busy_s(), time.monotonic()
         self._stolen_s = stolen_s()
 
     def others(self) -> float:
-        """Cores that others kept busy, on average."""
+        """Return the average number of cores that other processes kept busy."""
         busy = busy_s() - self._busy_s
         return max(0.0, busy - (tree_s(self._root) - self._own_s)) / self._elapsed_s()
 
     def stolen(self) -> float:
-        """Cores that the host took, on average; `others` has them, too."""
+        """Return the average number of cores that the host stole; `others` includes them."""
         return (stolen_s() - self._stolen_s) / self._elapsed_s()
 
     def _elapsed_s(self) -> float:

@@ -2,7 +2,7 @@
 
     SCRATCH/venvs/NAME, SCRATCH/models/SHAPE, SCRATCH/models/SHAPE-SOURCE, SCRATCH/logs/*.log
 
-What is complete is used again; what fails raises Unavailable with the reason.
+Complete ones are used again; a failure raises Unavailable with the reason.
 """
 
 import json
@@ -30,7 +30,7 @@ from benchmarks.cpu.engines import (
 )
 from benchmarks.cpu.workloads import Shape
 
-MOST_S = 3600.0
+MAX_S = 3600.0
 BUILD_JOBS = "2"
 
 
@@ -46,7 +46,7 @@ class Scratch:
     pythons: dict[str, Path] = field(default_factory=dict)
 
     def python(self, environment: Environment | None) -> Path:
-        """Of a complete environment. Raises Unavailable."""
+        """Return the interpreter of a complete environment. Raises Unavailable."""
         if environment is None:
             return Path(sys.executable)
         if environment.name in self.pythons:
@@ -59,11 +59,11 @@ class Scratch:
         return python
 
     def versions(self, environment: Environment | None) -> dict[str, str]:
-        """Of what an environment was made for, by distribution."""
+        """Return the versions of an environment's requested distributions."""
         return self._versions(self.python(environment))
 
     def model(self, source: str, shape: Shape) -> Path:
-        """Where an engine's form of a model of random weights is. Raises Unavailable."""
+        """Return the path of an engine's form of a model of random weights. Raises Unavailable."""
         checkpoint = self.directory / "models" / shape.name
         if not is_written(shape, checkpoint):
             self._forget_forms(shape.name)
@@ -71,7 +71,7 @@ class Scratch:
         return self.form(source, checkpoint, shape.name, shape.hidden)
 
     def _forget_forms(self, name: str) -> None:
-        """Engines' forms of a checkpoint that is written anew."""
+        """Delete engines' forms of a checkpoint that is written again."""
         for form in (self.directory / "models").glob(f"{name}-*"):
             if form.is_dir():
                 shutil.rmtree(form)
@@ -79,7 +79,7 @@ class Scratch:
                 form.unlink()
 
     def form(self, source: str, checkpoint: Path, name: str, hidden: int) -> Path:
-        """Where an engine's form of a checkpoint is. Raises Unavailable."""
+        """Return the path of an engine's form of a checkpoint. Raises Unavailable."""
         models = self.directory / "models"
         models.mkdir(parents=True, exist_ok=True)
         peer, _, kind = source.partition("-")
@@ -135,7 +135,7 @@ class Scratch:
         with log.open("a") as out:
             try:
                 subprocess.run(
-                    ["nice", "-n", "10", *command], check=True, timeout=MOST_S, stdout=out,
+                    ["nice", "-n", "10", *command], check=True, timeout=MAX_S, stdout=out,
                     stderr=subprocess.STDOUT, env=os.environ | variables,
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
@@ -143,14 +143,14 @@ class Scratch:
 
 
 def requirements_of(environment: Environment, directory: Path) -> list[str]:
-    """Return what the package that was installed alone wants, but for what is left out."""
+    """Return the requirements of the package that was installed alone, without the omitted ones."""
     name = Requirement(environment.alone).name
     (site,) = directory.glob("lib/python*/site-packages")
     (found,) = distributions(name=name, path=[str(site)])
-    wanted = [Requirement(line) for line in found.requires or []]
+    required = [Requirement(line) for line in found.requires or []]
     return [
         f"{each.name}{_extras(each)}{each.specifier}"
-        for each in wanted
+        for each in required
         if each.name not in environment.left_out
         and (each.marker is None or each.marker.evaluate({"extra": ""}))
     ]
@@ -161,7 +161,7 @@ def _extras(requirement: Requirement) -> str:
 
 
 def prepare(scratch: Scratch, engine: Engine, shapes: set[Shape]) -> None:
-    """Everything that the engine needs. Raises Unavailable."""
+    """Prepare everything that the engine needs. Raises Unavailable."""
     scratch.python(engine.environment)
     for shape in sorted(shapes, key=lambda shape: shape.name):
         scratch.model(engine.source, shape)

@@ -49,7 +49,7 @@ class Run:
 
 @dataclass
 class Output:
-    """What a driver printed. first_line_s: from the start of the process."""
+    """The lines that a driver printed. first_line_s: seconds from the start of the process."""
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] | None = None
@@ -57,13 +57,14 @@ class Output:
 
 
 def environment_variables(threads: int) -> dict[str, str]:
-    """Byte code may be written, so that a second start finds it."""
+    """Return the variables of a driver. Byte code may be written, so a second start finds it."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return found | VARIABLES | {"OMP_NUM_THREADS": str(threads)}
 
 
 def run_driver(python: Path, driver: str, job: dict[str, Any], log: Path, most_s: float) -> Output:
-    """Raises Unavailable with the last line of its errors if it fails or takes too long."""
+    """Run a driver. Raises Unavailable with the last line of its errors if it fails or takes too
+    long."""
     command = [str(python), "-m", f"benchmarks.cpu.drivers.{driver}", json.dumps(job)]
     output, began = Output(), time.perf_counter()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def run_driver(python: Path, driver: str, job: dict[str, Any], log: Path, most_s
 
 
 def _take(output: Output, line: str, at_s: float) -> None:
-    """Lines that are not ours are the engine's chatter."""
+    """Add a line to the output. Lines that are not ours are the engine's chatter."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -103,7 +104,8 @@ def _take(output: Output, line: str, at_s: float) -> None:
 
 
 def runs_of(output: Output, engine: Engine, workload: Workload, round_: int) -> list[Run]:
-    """With what only the parent can know: the whole start, and memory above weights and KV."""
+    """Return the runs, with values that only the parent knows: the whole start, and memory above
+    weights and KV."""
     found = []
     for run in output.runs:
         metrics = dict(run["metrics"])
@@ -121,7 +123,7 @@ def runs_of(output: Output, engine: Engine, workload: Workload, round_: int) -> 
 
 
 def import_torch_s(python: Path, rounds: int = 3) -> float:
-    """Of a fresh interpreter, above a bare one."""
+    """Return the seconds that importing torch adds to a fresh interpreter."""
     best = {"pass": float("inf"), "import torch": float("inf")}
     for _ in range(rounds):
         for code in best:
@@ -132,7 +134,7 @@ def import_torch_s(python: Path, rounds: int = 3) -> float:
 
 
 def measured_ceilings(threads: int) -> dict[str, float]:
-    """Of `benchmarks.cpu.limits`, in a process of its own. Raises Unavailable."""
+    """Run `benchmarks.cpu.limits` in a process of its own. Raises Unavailable."""
     command = [sys.executable, "-m", "benchmarks.cpu.limits", "--threads", str(threads)]
     variables = environment_variables(threads)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables)

@@ -1,8 +1,8 @@
-"""A model whose text repeats itself for certain: random weights that change next to nothing, and a
-few of the last layer's neurons, which lead from each token of a cycle to the next.
+"""A model whose text is certain to repeat itself. Its random weights change almost nothing. A few
+neurons of the last layer lead from each token of a cycle to the next.
 
-Every engine gives the same text in every format, so that all have the same work; a step costs what
-it costs with any other weights.
+Every engine gives the same text in every format, so that all have the same work. A step costs as
+much as with any other weights.
 """
 
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from benchmarks.cpu.workloads import Shape
 
 PERIOD, NUM_CYCLES = 48, 4
 FIRST_TOKEN = 300  # behind single bytes
-QUIET = 1e-3  # of what the random layers add
-STRENGTH = 4.0  # of the next token, beside the last
+QUIET = 1e-3  # factor of the random layers' output
+STRENGTH = 4.0  # of the next token, relative to the last
 WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def cycle(number: int) -> list[int]:
-    """Token ids in the order in which they come, all different."""
+    """Return the token ids of a cycle in order, all different."""
     first = FIRST_TOKEN + number * PERIOD
     return [first + 7 * i % PERIOD for i in range(PERIOD)]
 
 
 def write_repeating(shape: Shape, directory: Path) -> Path:
-    """Nothing is done if the directory is complete."""
+    """Write the checkpoint, unless the directory is complete."""
     done = directory / "repeats"
     if done.exists():
         return directory
@@ -52,7 +52,7 @@ def write_repeating(shape: Shape, directory: Path) -> Path:
 
 
 def _steps() -> Iterator[tuple[int, int]]:
-    """Each token of each cycle, and the one that follows it."""
+    """Yield each token of each cycle, and the token after it."""
     for number in range(NUM_CYCLES):
         tokens = cycle(number)
         yield from zip(tokens, tokens[1:] + tokens[:1], strict=True)

@@ -1,4 +1,4 @@
-"""The tables: each engine's best and median, its share of the limit, quire beside the best peer."""
+"""The tables: each engine's best and median, its share of the limit, quire and the best peer."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -17,9 +17,9 @@ GIGA = 1e9
 def summary(
     runs: Iterable[Run], engines: list[Engine], ceilings: Ceilings, is_small: bool
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """By engine and metric: best, median, limit, share, num_runs, num_quiet.
+    """Return the results by engine and metric: best, median, limit, share, num_runs, num_quiet.
 
-    Runs that others disturbed do not count, unless there are no others.
+    Disturbed runs do not count, unless all are disturbed.
     """
     listed, found = list(runs), {}
     for engine in engines:
@@ -56,8 +56,8 @@ def ratios(
     key: str = "best",
     metrics: Sequence[Metric] = METRICS,
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Of each of our engines and each metric: how many times as good as the best peer of its
-    category, and which that is."""
+    """Return, for each of our engines and each metric, its gain over the best peer of its category,
+    and that peer."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for ours in [engine for engine in engines if engine.is_ours]:
         peers = [e.name for e in engines if e.category == ours.category and not e.is_ours]
@@ -82,7 +82,7 @@ def table(
     key: str,
     metrics: Sequence[Metric] = METRICS,
 ) -> list[str]:
-    """Lines, one block for each category. key: best or median."""
+    """Return lines, one block for each category. key: best or median."""
     compared, lines = ratios(summaries, engines, key, metrics), []
     for category in CATEGORIES:
         rows = [e for e in engines if e.category == category and summaries[e.name]]
@@ -107,7 +107,7 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 def _shown(metric: Metric, found: dict[str, float] | None, key: str) -> str:
-    """Value, share of the limit; ~ if other processes disturbed all runs."""
+    """Return the value and its share of the limit; ~ if other processes disturbed all runs."""
     if found is None:
         return "-"
     text = f"{found[key]:.{metric.digits}f}"
@@ -121,7 +121,7 @@ def _ratio(found: dict[str, Any] | None) -> str:
 
 
 def ceiling_lines(measured: dict[str, dict[str, float]]) -> list[str]:
-    """measured: by number of threads."""
+    """Return lines about the ceilings. measured: by number of threads."""
     lines = []
     for threads, found in measured.items():
         reading = (
@@ -143,7 +143,7 @@ def legend(metrics: Sequence[Metric] = METRICS) -> list[str]:
 
 
 def start_lines(runs: Iterable[Run], engines: list[Engine], torch_s: dict[str, float]) -> list[str]:
-    """Where the fastest start of each engine went."""
+    """Return lines about the parts of each engine's fastest start."""
     listed, lines = list(runs), []
     for engine in engines:
         own = [run for run in listed if run.engine == engine.name and run.workload == "start"]

@@ -1,7 +1,7 @@
-"""What is asked in the race of guesses: one request at a time, greedy, the same token ids for all.
+"""Requests of the drafting benchmark: one at a time, greedy, the same token ids for all engines.
 
-The demo model's are items that its training held out, through its chat template; the other model's
-are a cycle of tokens, which it goes on with.
+Requests to the demo model are items that its training held out, through its chat template. The
+other model continues a cycle of tokens.
 """
 
 import random
@@ -18,15 +18,15 @@ from demo_model import chat, curriculum
 from demo_model.item import Item
 
 DEMO = Path(quire.__file__).parent / "demo"
-FEWEST_TOKENS, MOST_TOKENS = 16, 400  # of an answer of the demo model
+MIN_TOKENS, MAX_TOKENS = 16, 400  # of an answer of the demo model
 PARTS = {"tools": ("call needed", "two calls needed")}
-SPARE = 32  # tokens beside the wanted answer
+SPARE = 32  # tokens in addition to the expected answer
 TURNS = 2.5  # of a cycle, in a prompt
 
 
 @dataclass(frozen=True)
 class Task:
-    """aim: times the speed without guesses, in 16 and in 8 bits."""
+    """A kind of requests. aim: the intended ratio to the plain speed, in 16 and in 8 bits."""
 
     name: str
     model: str
@@ -42,7 +42,8 @@ TASKS = [
 
 
 def requests_of(task: Task, num: int, num_tokens: int) -> list[Request]:
-    """One more than `num`, the first to warm up. num_tokens: of an answer that repeats itself."""
+    """Return `num` requests after one that warms up. num_tokens: length of an answer that repeats
+    itself."""
     if task.model == "demo":
         return demo_requests(task.name, num + 1)
     found = []
@@ -54,13 +55,13 @@ def requests_of(task: Task, num: int, num_tokens: int) -> list[Request]:
 
 
 def demo_requests(kind: str, num: int) -> list[Request]:
-    """Held-out items of a kind whose answers are long enough for a rate."""
+    """Return held-out items of a kind whose answers are long enough for a rate."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     rng, found = random.Random(f"guesses {kind}"), dict[str, Request]()
     while len(found) < num:
         item = curriculum.one(kind, rng, test=True)
         length = len(tokenizer.encode(chat.content_of(item.answer)).ids)
-        if FEWEST_TOKENS <= length <= MOST_TOKENS and _fits(item):
+        if MIN_TOKENS <= length <= MAX_TOKENS and _fits(item):
             text = chat.render_prompt(item)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             found[text] = Request(ids, length + SPARE, tokenizer.token_to_id(chat.END))

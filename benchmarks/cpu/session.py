@@ -31,7 +31,7 @@ class Comparison(ABC, Generic[Workload]):
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings of quire, in addition to those of each engine."""
+        """Return the settings of quire, in addition to the engine's own settings."""
         return dict(given.split("=", 1) for given in self.options.settings)
 
     @abstractmethod

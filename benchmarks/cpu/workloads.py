@@ -1,4 +1,5 @@
-"""What is measured: shapes of two models, sizes of the workloads, prompts of random tokens.
+"""The inputs of the benchmark: shapes of two models, sizes of the workloads, prompts of random
+tokens.
 
 Standard library only: the drivers import it in environments of their own.
 """
@@ -81,7 +82,7 @@ WORKLOADS = [
 
 @dataclass(frozen=True)
 class Metric:
-    """What a run of a workload yields. head: in a table; title: below it."""
+    """A result of a workload's run. head: in a table; title: below it."""
 
     name: str
     workload: str
@@ -94,7 +95,7 @@ class Metric:
         return max(values) if self.is_rate else min(values)
 
     def gain(self, value: float, other: float) -> float:
-        """How many times as good as another value."""
+        """Return how many times as good as another value this value is."""
         return value / other if self.is_rate else other / value
 
 
@@ -117,12 +118,13 @@ METRICS = [
 
 
 def chosen_workload(name: str, is_small: bool) -> Workload:
-    """is_small: with the small model, to try the benchmark itself."""
+    """Return a workload. is_small: with the small model, to test the benchmark itself."""
     (found,) = [workload for workload in WORKLOADS if workload.name == name]
     return replace(found, shape=TINY) if is_small else found
 
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
-    """Uniform over the lower half of the vocabulary, where no special tokens are."""
+    """Return ids drawn uniformly from the lower half of the vocabulary, which has no special
+    tokens."""
     rng = random.Random(seed)
     return [rng.randrange(vocab_size // 2) for _ in range(length)]

@@ -1,1 +1,1 @@
-"""What is measured on a GPU: `python -m benchmarks.gpu --part bench` and `--part peers`."""
+"""Benchmarks on a GPU: `python -m benchmarks.gpu --part bench` and `--part peers`."""

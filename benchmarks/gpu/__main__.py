@@ -5,12 +5,11 @@
     python -m benchmarks.gpu --part peers
     python -m benchmarks.gpu --part bench --device cpu --tiny      # does the code work?
 
-Results go to $OUT, or to build/gpu (build/gpu-tiny, if they are --tiny): gpu_PART.json, gpu_PART.md
-and gpu_PART.summary.txt, written again after each piece, and a file for each piece. The rows of all
-pieces are in gpu_PART.result.json, in the form of benchmarks/results.
-Printed last is what to look at first: the aims, what was skipped, what failed. The exit status is 1
-if something failed, also where the rest has results; what was skipped is no failure, nor is an aim
-that was not reached.
+Results go to $OUT, or to build/gpu (build/gpu-tiny with --tiny). They are gpu_PART.json,
+gpu_PART.md and gpu_PART.summary.txt, written again after each piece, and a file for each piece. The
+rows of all pieces are in gpu_PART.result.json, in the form of benchmarks/results. The last lines
+are the most important: the aims, skipped cases and failures. The exit status is 1 if something
+failed, even if the rest has results. A skipped case or a missed aim is not a failure.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from benchmarks.result_files import options_of, write
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 15.0  # for a piece to end by itself once its time is over
-LEAST_S = 5.0  # with less left no piece is begun
+MIN_S = 5.0  # with less left no piece is begun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,13 +83,13 @@ class Session:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> int:
-        """All pieces that there is time for. Returns the exit status."""
+        """Run all pieces that there is time for. Returns the exit status."""
         end = time.monotonic() + self.options.budget_s
         self.facts = device_facts()
         print("; ".join(f"{name} {value}" for name, value in self.facts.items()), flush=True)
         for piece in self.pieces:
             left = end - time.monotonic()
-            if left < LEAST_S:
+            if left < MIN_S:
                 self._keep(skipped_piece(piece, self.out, "the time is used up"))
                 continue
             self._run_piece(piece, min(left, piece.limit_s))
@@ -146,7 +145,7 @@ class Session:
 
 
 def run_for(command: Sequence[str], limit_s: float) -> int | str:
-    """The exit status, or `stopped` if it took longer. What it started ends with it."""
+    """Run a command with its children; return the exit status, or `stopped` if it took longer."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(limit_s)
@@ -159,7 +158,7 @@ def run_for(command: Sequence[str], limit_s: float) -> int | str:
 
 
 def run_one(piece: Piece, options: argparse.Namespace, out: Path) -> int:
-    """A piece in this process; an error is written to its file."""
+    """Run a piece in this process; an error is written to its file."""
     report = Report(piece.name, piece_path(out, piece))
     report.write()
     began = time.monotonic()
@@ -177,7 +176,7 @@ def run_one(piece: Piece, options: argparse.Namespace, out: Path) -> int:
 def _run_in_context(
     piece: Piece, options: argparse.Namespace, out: Path, report: Report, until: float
 ) -> None:
-    """Imports what needs torch; Triton reads its setting when it is imported."""
+    """Run a piece after importing torch; Triton reads its setting when it is imported."""
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         repair_interpreter()
@@ -195,7 +194,8 @@ def _run_in_context(
 
 
 def measured_limits(out: Path) -> Any:
-    """What the piece `limits` found, now or in an earlier run on this machine; None: nothing."""
+    """Return the results of the piece `limits`, from this or an earlier run on this machine, or
+    None."""
     from benchmarks.gpu.floors import Limits
 
     found = read_piece(out / "gpu_bench.limits.json")
@@ -204,7 +204,7 @@ def measured_limits(out: Path) -> Any:
 
 
 def device_facts() -> dict[str, Any]:
-    """Asked of another process, so that this one holds no memory of the device."""
+    """Return facts from another process, so that this one holds no memory of the device."""
     code = (
         "import json\nfrom quire.tools.report import machine_facts\nfacts = machine_facts()\n"
         "import importlib.metadata as m\n"
@@ -229,7 +229,7 @@ def piece_path(out: Path, piece: Piece) -> Path:
 
 
 def empty_piece(piece: Piece, out: Path) -> dict[str, Any]:
-    """Of a piece that wrote nothing."""
+    """Return the report of a piece that wrote none."""
     report = Report(piece.name, piece_path(out, piece))
     report.write()
     found = read_piece(report.path)

@@ -28,7 +28,7 @@ from quire.spec.cache_group import CacheGroup
 
 BLOCK_SIZE = 16
 DECODE_SHARE = 0.88  # of the bandwidth, what decoding is to reach
-PAGED_RATIO = 1.2  # most that paging is to cost, beside dense tensors
+PAGED_RATIO = 1.2  # maximum cost of paging, relative to dense tensors
 STORED_BYTES = {"auto": 2.0, "int8": 1 + 4 / 128, "fp8": 1.0}  # a number of a head of 128
 
 
@@ -42,7 +42,8 @@ class Shape:
     kv_format: str = "auto"
 
     def cost(self, rows: Sequence[tuple[int, int]], itemsize: int) -> Cost:
-        """Of rows (context, new tokens): keys and values once, queries and results once."""
+        """Return the cost of rows (context, new tokens): keys and values once, queries and results
+        once."""
         tokens = sum(new for _, new in rows)
         width = itemsize if self.kv_format == "auto" else STORED_BYTES[self.kv_format]
         kv = 2 * sum(context for context, _ in rows) * self.num_kv_heads * self.head_dim * width
@@ -60,8 +61,8 @@ TINY = Shape(num_heads=4, num_kv_heads=2, head_dim=16)
 def paged_step(
     rows: Sequence[tuple[int, int]], device: torch.device, shuffled: bool = True, seed: int = 0
 ) -> tuple[AttentionStep, int]:
-    """A step over rows (context, new tokens) whose blocks lie in order or anywhere; and the number
-    of blocks."""
+    """Return a step over rows (context, new tokens) and its number of blocks, which lie in order or
+    shuffled."""
     counts = [-(-context // BLOCK_SIZE) for context, _ in rows]
     total = sum(counts)
     ids = np.arange(total, dtype=np.int32)
@@ -93,7 +94,7 @@ def paged_step(
 
 
 def filled_backend(bench: Bench, shape: Shape, num_blocks: int, cut: Cut | None) -> TritonBackend:
-    """One layer, all blocks written with normal numbers."""
+    """Return a backend of one layer, with all blocks filled with normal numbers."""
     group = CacheGroup("full", (0,), shape.num_kv_heads, shape.head_dim)
     layout = KVLayout(
         (group,), (num_blocks,), BLOCK_SIZE, bench.dtype, bench.device, shape.kv_format, (1,)
@@ -117,7 +118,7 @@ def time_paged(
     shuffled: bool = True,
     cut: Cut | None = None,
 ) -> Timing:
-    """Of one layer's attention, its work already cut."""
+    """Time one layer's attention after its work was divided."""
     step, num_blocks = paged_step(rows, bench.device, shuffled)
     backend = filled_backend(bench, shape, num_blocks, cut)
     q = bench.randn(sum(new for _, new in rows), shape.num_heads, shape.head_dim)
@@ -132,7 +133,7 @@ def add_case(
     shape: Shape,
     least_share: float | None = None,
 ) -> None:
-    """One row of a table."""
+    """Add one row to a table."""
 
     def measure() -> None:
         took = time_paged(bench, shape, rows)
@@ -151,7 +152,7 @@ def shape_of(bench: Bench, **changes: Any) -> Shape:
 
 
 def run(bench: Bench) -> None:
-    """Piece `attention`; the aim first."""
+    """Run piece `attention`; the aim first."""
     shape, pick = shape_of(bench), bench.pick
     add_case(bench, "decode 64 x 4096", [(pick(4096, 40), 1)] * pick(64, 3), shape, DECODE_SHARE)
     prompt = pick(2048, 40)
@@ -184,8 +185,8 @@ def run(bench: Bench) -> None:
 def dense_calls(
     bench: Bench, shape: Shape, batch: int, context: int
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Decoding over dense tensors by torch: heads of a group as positions of one head, or torch's
-    own grouping. Both are the same numbers."""
+    """Return ways of decoding over dense tensors by torch. One treats heads of a group as positions
+    of one head, the other uses torch's own grouping. Both give the same numbers."""
     groups = shape.num_heads // shape.num_kv_heads
     k, v = (bench.randn(batch, shape.num_kv_heads, context, shape.head_dim) for _ in range(2))
     q = bench.randn(batch, shape.num_kv_heads, groups, shape.head_dim)
@@ -197,7 +198,8 @@ def dense_calls(
 
 
 def fastest_dense(bench: Bench, shape: Shape, batch: int, context: int) -> tuple[str, Timing]:
-    """By the flash backend where there is one. Raises RuntimeError if nothing works."""
+    """Time dense decoding by the flash backend, if there is one. Raises RuntimeError if nothing
+    works."""
     found: list[tuple[str, Timing]] = []
     backends = [SDPBackend.FLASH_ATTENTION] if bench.is_cuda else [SDPBackend.MATH]
     reasons = []
@@ -213,7 +215,7 @@ def fastest_dense(bench: Bench, shape: Shape, batch: int, context: int) -> tuple
 
 
 def compare_paged(bench: Bench, batch: int, context: int) -> None:
-    """Three lines: ours shuffled, ours in order, torch's dense."""
+    """Compare three ways in three lines: ours shuffled, ours in order, torch's dense."""
     shape, rows = shape_of(bench), [(context, 1)] * batch
     cost = shape.cost(rows, bench.dtype.itemsize)
     name = f"{batch} x {context}"
@@ -233,7 +235,7 @@ def compare_paged(bench: Bench, batch: int, context: int) -> None:
 
 
 def run_paged(bench: Bench) -> None:
-    """Piece `paged`."""
+    """Run piece `paged`."""
     contexts = (24, 40) if bench.is_tiny else (128, 256, 512, 1024, 2048, 4096)
     for batch in (2,) if bench.is_tiny else (8, 32):
         for context in contexts:
@@ -243,7 +245,7 @@ def run_paged(bench: Bench) -> None:
 
 
 def compare_split(bench: Bench, batch: int, context: int) -> None:
-    """One line: the default cut; beside it one pass."""
+    """Compare the default split with one pass, in one line."""
     shape, rows = shape_of(bench), [(context, 1)] * batch
     cut = Cut(short_chunk=16, long_chunk=32, align=16) if bench.is_tiny else None
     split = time_paged(bench, shape, rows, cut=cut)
@@ -257,7 +259,7 @@ def compare_split(bench: Bench, batch: int, context: int) -> None:
 
 
 def run_split(bench: Bench) -> None:
-    """Piece `split`."""
+    """Run piece `split`."""
     contexts = (24, 100) if bench.is_tiny else (512, 1024, 2048, 4096, 8192, 32768, 131072)
     for batch in (1,) if bench.is_tiny else (1, 4):
         for context in contexts:

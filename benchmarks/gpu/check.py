@@ -1,20 +1,20 @@
-"""Checks quire on a GPU: does it answer right, and how fast. `.ci/gpu-check` starts this.
+"""Check quire on a GPU: right answers and speed. `.ci/gpu-check` starts this.
 
-PART says what is checked; without one it is `first`, which takes eight minutes:
-  first     does the demo model, then a 0.6B, then an 8B answer right; how fast are they
+PART selects the checks; the default is `first`, which takes eight minutes:
+  first     answers and speed of the demo model, then a 0.6B, then an 8B
   kernels   every Triton kernel, compiled, against its reference
   models    tokens of small models on the GPU against the CPU's, the memory plan, swaps
-  ranks     two GPUs: exchanges over NCCL, tokens of small models against those of one GPU
-  bench     limits, whole steps, attention and kernels, each beside the least time it can take
-  peers     the same requests by quire and by the other engines that are there
+  ranks     two GPUs: exchanges over NCCL, tokens of small models against one GPU's
+  bench     limits, whole steps, attention and kernels, each with its least time
+  peers     the same requests by quire and by the other installed engines
   all       these, one after the other, each with a time of its own
 
-Whatever fails, hangs, crashes or prints without end is a process of its own, and costs the others
-nothing. All that was printed and measured is in one archive, $OUT/gpu-check.tar.gz (build/ if OUT
-is not set), written anew while it runs, so that it is there if the run is cut off. Printed last are
-60 lines at most: what is right, what failed and its first error, how fast. Nothing is installed;
-packages that are missing are looked for in build/gpu-site. The exit status is 1 if something failed
-or was stopped; what could not run for want of a device or a package is named, and is no failure.
+Each check that may fail, hang, crash or print without end is a process of its own, and does not
+affect the others. All output and measurements are in one archive, $OUT/gpu-check.tar.gz (build/ if
+OUT is not set). It is written again during the run, so that it exists if the run is cut off. At
+most 60 lines are printed last: right results, failures with their first error, speeds. Nothing is
+installed; missing packages are searched in build/gpu-site. The exit status is 1 if a check failed
+or was stopped. Checks that lack a device or a package are named, and are not failures.
 
 Only the standard library is used here, so that this works whatever else is broken.
 """
@@ -49,7 +49,7 @@ USEFUL = ("triton", "pytest", "hypothesis", "transformers", "vllm", "sglang")
 # A kernel is compiled in some seconds, by one core; a process takes ten to begin.
 TESTS_PER_PROCESS = 20
 MARGIN_S = 40.0  # for the benchmarks to end by themselves, and for what comes behind them
-MOST_JOBS = 12  # each process holds half a GiB of the device
+MAX_JOBS = 12  # each process holds half a GiB of the device
 QUESTION_S = 120.0
 ALONE = "alone"  # the mark of tests that need the device for themselves
 FACTS = """
@@ -70,26 +70,26 @@ print(json.dumps(found))
 
 
 class Stopped(Exception):
-    """Somebody wants this to end."""
+    """The user or the system requests the end of the run."""
 
 
 @dataclass
 class Signals:
     """Which signal came first. It is only noted, and acted on where nothing is half done."""
 
-    came: str = ""
+    received: str = ""
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        self.came = self.came or signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
 
     def check(self) -> None:
         """Raise Stopped if one came."""
-        if self.came:
-            raise Stopped(f"signal {self.came}")
+        if self.received:
+            raise Stopped(f"signal {self.received}")
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Check:
             self.folder / self.part,
             self.began + self.options.budget_s,
             dict(os.environ),
-            self._heard,
+            self._on_end,
             self._wait,
         )
 
@@ -122,12 +122,12 @@ class Check:
         self.archive.refresh()
 
     def run(self) -> int:
-        """The exit status."""
+        """Run the part; return the exit status."""
         for old in (self.folder / self.part).glob("*.txt"):
             old.unlink()
         self._measured("summary.txt").unlink(missing_ok=True)
         try:
-            self.facts = self._ask_facts()
+            self.facts = self._query_facts()
             if self._can_run():
                 self._run_part()
         except Stopped as error:
@@ -144,9 +144,9 @@ class Check:
     def on_cpu(self) -> bool:
         return bool(self.options.device == "cpu")
 
-    def _ask_facts(self) -> dict[str, Any]:
-        """Of the Python that is used, in a process of its own. The packages that were carried along
-        are used only if one is missing: they would hide those that are there."""
+    def _query_facts(self) -> dict[str, Any]:
+        """Return facts about the given Python, from a process of its own. The carried packages are
+        used only if one is missing, because they would hide installed ones."""
         environment = self.runner.environment
         environment["TRITON_INTERPRET"] = "1" if self.on_cpu else "0"
         given = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
@@ -173,14 +173,14 @@ class Check:
     def _answer(
         self, name: str, about: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> str:
-        """What a command prints, behind the heading of its log."""
+        """Return the output of a command, without the heading of its log."""
         end = min(self.runner.end, time.monotonic() + QUESTION_S)
-        asked = Runner(self.folder / self.part, end, dict(environment), on_wait=self._wait)
+        question = Runner(self.folder / self.part, end, dict(environment), on_wait=self._wait)
         task = Task(name, about, tuple(command))
         try:
-            asked.run([task])
+            question.run([task])
         finally:
-            asked.kill()
+            question.kill()
         return tail(self.folder / self.part / f"{name}.txt", 1 << 22)
 
     @property
@@ -244,7 +244,7 @@ class Check:
         self.runner.run(together, self.options.jobs)
 
     def _test_files(self, part: str) -> list[str]:
-        """What compiles without the device comes last."""
+        """Return the test files; a file that compiles without the device comes last."""
         files = (path for folder in TESTED[part] for path in (ROOT / folder).glob("test_*"))
         found = sorted(str(path.relative_to(ROOT)) for path in files)
         return sorted(found, key=lambda file: file.endswith("test_aot.py"))
@@ -259,20 +259,20 @@ class Check:
         return Task(name, about_file(ROOT / file), tuple(command))
 
     def _count(self, files: Sequence[str], mark: str) -> Counter[str]:
-        """Tests by file. A file that cannot be collected counts none, and fails when it runs."""
+        """Count tests by file. An uncollectable file counts none, and fails when it runs."""
         command = (self.options.python, "-m", "pytest", "-q", "--collect-only", "--color=no")
         command += ("-p", "no:cacheprovider", "-m", mark, *files)
         text = self._answer("collected", "which tests there are", command, self.runner.environment)
         return Counter(line.split("::")[0] for line in text.splitlines() if "::" in line)
 
-    def _heard(self, outcome: Outcome) -> None:
+    def _on_end(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         print(line_of(outcome)[:200], flush=True)
 
     # ---- what is left behind -----------------------------------------------------------------
 
     def _measured(self, suffix: str) -> Path:
-        """A file that the benchmarks write."""
+        """Return the path of a file that the benchmarks write."""
         return self.folder / f"gpu_{self.part}.{suffix}"
 
     def _finish(self) -> None:
@@ -310,7 +310,7 @@ class Check:
 
 
 def about_file(path: Path) -> str:
-    """The first sentence of a file of tests."""
+    """Return the first sentence of a file of tests."""
     try:
         lines = path.read_text(encoding="utf-8").split('"""')[1].strip().splitlines()
     except (OSError, IndexError):
@@ -337,7 +337,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_jobs() -> int:
-    return min(MOST_JOBS, max(1, (os.cpu_count() or 2) - 2))
+    return min(MAX_JOBS, max(1, (os.cpu_count() or 2) - 2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,10 @@
-"""What the pieces share: the device, the time that is left, the report, the timing of a function.
+"""Shared code of the pieces: the device, the remaining time, the report, the timing of a function.
 
-A function is timed on a GPU by events around the replay of a CUDA graph that holds it once, after
-memory as large as several L2 caches was written, so that the replay finds nothing of its own there
-and the host is always ahead; and a second time by a graph that holds it many times, warm, without
-the cost of starting a graph. What cannot be captured is timed launch by launch, and says so.
+On a GPU, events around the replay of a CUDA graph time a function. First the graph holds the
+function once, and memory as large as several L2 caches is written before. So the replay finds no
+data of its own in the cache, and the host is always ahead. Then the graph holds it many times,
+warm, without the cost of starting a graph. A function that cannot be captured is timed launch by
+launch, and its row says so.
 """
 
 import statistics
@@ -18,7 +19,7 @@ from benchmarks.gpu.report import Report
 
 FLUSH_BYTES = 512 << 20
 WARM_COPIES = 10
-MOST_REPEATS, LEAST_REPEATS = 50, 5
+MAX_REPEATS, MIN_REPEATS = 50, 5
 CASE_S = 0.25  # spent on the repeats of one case, if it is not slower
 
 
@@ -41,7 +42,7 @@ class Timing:
 
     @property
     def detail(self) -> dict[str, str]:
-        """What a row says of it."""
+        """Return the details of the timing for a row."""
         found = {"warm": f"{self.warm_s * 1e6:.1f} us"}
         if self.mode != "graph":
             found["timed"] = self.mode + (f" ({self.why})" if self.why else "")
@@ -74,7 +75,7 @@ class Bench:
         return self.until - time.monotonic()
 
     def pick(self, real: int, tiny: int) -> int:
-        """A size, or the one with which a run on a CPU takes moments."""
+        """Return a size, or a small one for a run on a CPU."""
         return tiny if self.is_tiny else real
 
     def attempt(self, case: str, work: Callable[[], object]) -> bool:
@@ -97,7 +98,7 @@ class Bench:
         return True
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal numbers, made where they are used."""
+        """Return normal numbers, made on the device."""
         generator = torch.Generator(self.device).manual_seed(self.seed + len(shape))
         made = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return made.normal_(generator=generator)
@@ -105,13 +106,13 @@ class Bench:
     def randint(
         self, high: int, *shape: int, dtype: torch.dtype = torch.int64, seed: int = 0
     ) -> torch.Tensor:
-        """In [0, high)."""
+        """Return random integers in [0, high)."""
         generator = torch.Generator(self.device).manual_seed(self.seed + seed + 17)
         drawn = torch.randint(high, shape, generator=generator, device=self.device)
         return drawn.to(dtype)
 
     def time(self, function: Callable[[], object]) -> Timing:
-        """Of one call; it is called some times before."""
+        """Time one call, after some calls that do not count."""
         if not self.is_cuda:
             return _time_on_cpu(function)
         if self._flush is None:
@@ -143,12 +144,12 @@ def _captured(function: Callable[[], object], copies: int) -> Callable[[], objec
 
 
 def _median_s(call: Callable[[], object], flush: torch.Tensor | None) -> float:
-    """By events. The first repeats say how many there is time for."""
+    """Return the median by events. The first repeats determine the number of repeats."""
     times: list[float] = []
-    wanted = LEAST_REPEATS
-    while len(times) < wanted:
+    num_repeats = MIN_REPEATS
+    while len(times) < num_repeats:
         pairs = []
-        for _ in range(wanted - len(times)):
+        for _ in range(num_repeats - len(times)):
             if flush is not None:
                 flush.zero_()
             begin = torch.cuda.Event(enable_timing=True)
@@ -159,13 +160,13 @@ def _median_s(call: Callable[[], object], flush: torch.Tensor | None) -> float:
             pairs.append((begin, end))
         torch.cuda.synchronize()
         times += [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-        wanted = repeats_for(statistics.median(times))
+        num_repeats = repeats_for(statistics.median(times))
     return statistics.median(times)
 
 
 def repeats_for(seconds: float) -> int:
-    """How often something is measured that takes so long."""
-    return min(MOST_REPEATS, max(LEAST_REPEATS, int(CASE_S / max(seconds, 1e-6))))
+    """Return the number of repeats of a measurement that takes so long."""
+    return min(MAX_REPEATS, max(MIN_REPEATS, int(CASE_S / max(seconds, 1e-6))))
 
 
 def _time_on_cpu(function: Callable[[], object]) -> Timing:

@@ -44,7 +44,7 @@ class Elementwise:
         self._calls: list[tuple[Any, tuple[Any, ...]]] | None = None  # while recording
 
     def replace(self, modules: tuple[Any, ...]) -> None:
-        """modules: `triton.language` and those of its modules that kernels see."""
+        """Replace the operators. modules: `triton.language` and its modules that kernels see."""
         self._record_builder(self._interpreter.InterpreterBuilder)
         tensor, semantic = self._core.tensor, self._interpreter.TritonSemantic
         for name in OPERATORS:
@@ -91,7 +91,8 @@ class Elementwise:
             self._calls.append((compute, tuple(handle.data for handle in handles)))
 
     def _planned(self, operator: Any, is_reversed: bool) -> Any:
-        """operator: what the interpreter has. is_reversed: its first operand is the right one."""
+        """Return an operator that plans its work. operator: the interpreter's own. is_reversed: its
+        first operand is the right one."""
         plans: dict[Any, Plan | None] = {}
         tensor, constexpr = self._core.tensor, self._core.constexpr
         new = object.__new__
@@ -169,7 +170,7 @@ class Elementwise:
                 arguments.append((index, None, array.dtype if array.dtype != data.dtype else None))
         if any(cast is not None for *_, cast in arguments) and any(s in BITS for s in scalars):
             return None, result
-        wanted = result.handle.data
+        expected = result.handle.data
         found = compute(
             *[
                 constant
@@ -177,18 +178,19 @@ class Elementwise:
                 else given[index].astype(cast or given[index].dtype)
                 for index, constant, cast in arguments
             ]
-        ).astype(wanted.dtype)
-        if found.shape != wanted.shape or found.tobytes() != wanted.tobytes():
+        ).astype(expected.dtype)
+        if found.shape != expected.shape or found.tobytes() != expected.tobytes():
             return None, result
         attributes = {k: v for k, v in vars(result).items() if k != "handle"}
-        plan = Plan(compute, tuple(arguments), wanted.dtype, result.handle.dtype, attributes)
+        plan = Plan(compute, tuple(arguments), expected.dtype, result.handle.dtype, attributes)
         return plan, result
 
     def _is_pointer(self, operand: Any) -> bool:
         return isinstance(operand, self._core.tensor) and operand.dtype.is_ptr()
 
     def _planned_cast(self, cast: Any) -> Any:
-        """cast: `tensor.to`, which still casts what numpy has no type for."""
+        """Return a cast that plans its work. cast: `tensor.to`, which still casts types that numpy
+        lacks."""
         plain = {"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "fp16",
                  "fp32"}  # fmt: skip
         by_key: dict[Any, Any] = {}
@@ -215,7 +217,8 @@ class Elementwise:
         return to
 
     def _planned_index(self, index: Any) -> Any:
-        """index: `tensor.__getitem__`, which only adds dimensions."""
+        """Return an index that plans its work. index: `tensor.__getitem__`, which only adds
+        dimensions."""
         known: dict[Any, dict[str, Any]] = {}
         tensor, handle_class = self._core.tensor, self._interpreter.TensorHandle
         block_type, everything = self._core.block_type, slice(None)
@@ -237,7 +240,8 @@ class Elementwise:
         return get
 
     def _planned_broadcast(self, broadcast: Any) -> Any:
-        """broadcast: `broadcast_impl_value`, which gives two tensors one shape."""
+        """Return a broadcast that plans its work. broadcast: `broadcast_impl_value`, which gives
+        two tensors one shape."""
         known: dict[Any, tuple[Any, Any]] = {}
         tensor, handle_class = self._core.tensor, self._interpreter.TensorHandle
 

@@ -1,7 +1,7 @@
-"""The engine as it is measured: an `LLM`, what its core tells of steps, and the time of a step.
+"""The measured engine: an `LLM`, its core's reports of steps, and the time of a step.
 
-A step's time is the mean distance between results over a run of steps in which every row decodes;
-that is what a token costs, whether one plan is in flight or several.
+A step's time is the mean distance between results over a run of steps in which every row decodes.
+That is the cost of a token, whether one plan is in flight or several.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ REPORTED |= {"max_num_batched_tokens", "attention_backend", "dtype", "max_model_
 
 
 def known_settings() -> set[str]:
-    """What this version's configuration has."""
+    """Return the names of this version's settings."""
     classes = (EngineConfig, ModelConfig, CacheConfig, SchedulerConfig)
     return {item.name for cls in classes for item in dataclasses.fields(cls)}
 
 
 @contextmanager
 def engine(bench: Bench, model: str, **settings: Any) -> Iterator[LLM]:
-    """An LLM of the model (the demo model on a tiny run). Its memory is given back behind it."""
+    """Yield an LLM of the model (the demo model on a tiny run), and free its memory at the end."""
     given: dict[str, Any] = {"disable_log_stats": True, "enable_prefix_caching": False}
     given |= {"device": bench.device.type, **settings}
     if bench.is_tiny:
@@ -60,7 +60,7 @@ def engine(bench: Bench, model: str, **settings: Any) -> Iterator[LLM]:
 
 
 def resolved(llm: LLM) -> dict[str, Any]:
-    """The settings that matter here, as the engine filled them in."""
+    """Return the relevant settings, as the engine filled them in."""
     config = llm.engine.config
     parts = (config, config.model, config.cache, config.scheduler)
     found = {}
@@ -109,23 +109,24 @@ class StepLog:
 
 @contextmanager
 def listening(llm: LLM, log: StepLog) -> Iterator[StepLog]:
-    """The core has no way to stop telling, so the log is told through one that forgets it."""
-    heard: list[StepLog] = [log]
+    """Subscribe a log for the block. The core has no unsubscribe, so a function in between drops
+    the log."""
+    logs: list[StepLog] = [log]
 
-    def tell(event: Event) -> None:
-        for each in heard:
+    def forward(event: Event) -> None:
+        for each in logs:
             each(event)
 
-    llm.engine.client.core.subscribe(tell)
+    llm.engine.client.core.subscribe(forward)
     try:
         yield log
     finally:
-        heard.clear()
+        logs.clear()
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of a steady run. mean_s: what a step took on average; median_s and longest_s beside it."""
+    """Times of a steady run: the mean, median and longest step."""
 
     mean_s: float
     median_s: float
@@ -139,8 +140,9 @@ class StepTimes:
 
 
 def steady_times(steps: Sequence[Done], batch: int, skip: int = SKIPPED_STEPS) -> StepTimes:
-    """Of the longest run of steps in which `batch` rows get a token each and nothing else is
-    computed; its first `skip` do not count. Raises ValueError for fewer than two behind them."""
+    """Return the times of the longest run of steps in which `batch` rows get a token each and
+    nothing else is computed. Its first `skip` steps do not count. Raises ValueError if fewer than
+    two remain."""
     longest: list[Done] = []
     current: list[Done] = []
     for step in steps:
@@ -168,7 +170,7 @@ def decode_lengths(batch: int, context: int, steps: int, budget: int) -> tuple[i
 
 
 def ask(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
-    """Greedy, and no end of sequence before the last token."""
+    """Generate greedily, without an end of sequence before the last token."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=r.output_len, ignore_eos=True, detokenize=False)
         for r in requests
@@ -185,7 +187,7 @@ def decode(
     steps: int,
     profile: DeviceProfile | None = None,
 ) -> StepTimes:
-    """Steps of `batch` rows with about `context` tokens each."""
+    """Time steps of `batch` rows with about `context` tokens each."""
     budget = llm.engine.config.scheduler.max_num_batched_tokens or 8192
     prompt, output = decode_lengths(batch, context, steps, budget)
     requests = [
@@ -204,6 +206,6 @@ def decode(
 def best_decode(
     bench: Bench, llm: LLM, batch: int, context: int, steps: int, rounds: int
 ) -> StepTimes:
-    """The fastest of some rounds, the first of which may have compiled something."""
+    """Return the fastest of some rounds, since the first may include compilation."""
     found = [decode(bench, llm, batch, context, steps) for _ in range(rounds)]
     return min(found, key=lambda times: times.mean_s)

@@ -1,7 +1,7 @@
-"""Cases of products of one to four rows: the kernel, and the library beside it.
+"""Cases of products of one to four rows, by the kernel and by the library.
 
-Each call is of several products, each with its own weight, as the layers of a step are; together
-the weights are larger than the L2 cache, so that `warm` is what a product takes within a step.
+Each call is of several products, each with its own weight, as in the layers of a step. Together the
+weights are larger than the L2 cache, so that `warm` is the time of a product within a step.
 """
 
 import functools
@@ -42,7 +42,7 @@ def product_case(bench: Bench, which: str, outputs: int, inputs: int, rows: int)
 
 
 def cases(is_tiny: bool) -> Iterator[tuple[str, str, Callable[[Bench], Made]]]:
-    """(kernel module, name, what makes it) of all."""
+    """Yield (kernel module, name, maker) of each case."""
     for name, (outputs, inputs, many) in (TINY_SHAPES if is_tiny else SHAPES).items():
         for rows in many:
             for which in ("ours", "library"):

@@ -1,17 +1,18 @@
-"""Part `first`: does quire answer right on this GPU, and how fast. The first minutes of a run.
+"""Part `first`: right answers and speed on this GPU, in the first minutes of a run.
 
 A model answers greedily as it is served (Triton's kernels, graphs). Then a reference, which shares
-no kernel with it, reads the same prompts with the answers behind them, and says what it would have
-given each token. Right is an answer whose every token the reference found as likely, within what
-the dtype's rounding does, and at most that much less likely than its own choice. So a near tie,
-which rounding may decide either way, is no error, and one wrong token does not make those behind it
-wrong.
+no kernel with it, reads the same prompts followed by the answers. It computes the log-probability
+of each token. An answer is right if the reference agrees with each token's log-probability within
+the rounding of the dtype. Each token may also be less likely than the reference's choice by at most
+that much. So a near tie, which rounding may decide either way, is not an error. One wrong token
+does not make the later ones wrong.
 
     served      prompt of 20 to 400 tokens | t1 t2 t3 ... t48
     reference   prompt                       t1 t2 t3 ... t48     one pass; log p of each t
 
-The reference is the CPU in float32 for the demo model and for Qwen3-0.6B's shape, and torch's
-operations without Triton on the GPU for Llama-3.1-8B's: the CPU would take minutes.
+The reference is the CPU in float32 for the demo model and for Qwen3-0.6B's shape. For
+Llama-3.1-8B's it is torch's operations without Triton on the GPU, because the CPU would take
+minutes.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class Distance:
 
 
 def answers(llm: LLM, prompts: Sequence[Any], num_tokens: int) -> list[Answer]:
-    """Greedy ones, with log-probabilities."""
+    """Return greedy answers, with log-probabilities."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
     found = []
     for output in llm.generate(prompts, params, use_tqdm=False):
@@ -114,7 +115,7 @@ class Model:
 
 
 def check(bench: Bench, model: Model, prompts: Callable[[LLM], Sequence[Any]]) -> list[Answer]:
-    """One row that says what was compared; an error if an answer is wrong."""
+    """Compare the answers and add one row; raises an error if an answer is wrong."""
     case = f"answers of {model.title}, compared with {model.reference_words}"
     given: list[Answer] = []
 
@@ -151,13 +152,13 @@ def random_prompts(bench: Bench) -> Callable[[LLM], list[Any]]:
 
 
 def on_cpu(bench: Bench) -> dict[str, Any]:
-    """Settings of the CPU's side; on a run without a GPU those of the plainest attention."""
+    """Return the settings of the CPU's side; without a GPU they use the plainest attention."""
     found: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
     return found if bench.is_cuda else found | {"attention_backend": "reference"}
 
 
 def run_demo(bench: Bench) -> None:
-    """Piece `demo-answers`: real weights, in float32 and as they are served."""
+    """Run piece `demo-answers`: real weights, in float32 and as they are served."""
     small = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
     for dtype, most in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
         settings = small | {"dtype": dtype}
@@ -170,7 +171,7 @@ def run_demo(bench: Bench) -> None:
 
 
 def run_small(bench: Bench) -> None:
-    """Piece `qwen3-0.6b-first`."""
+    """Run piece `qwen3-0.6b-first`."""
     pool = {"max_model_len": 2304, "kv_cache_memory_bytes": 1 << 32}
     served = pool | {"dtype": "bfloat16", "max_num_seqs": 64}
     other, words = pool | on_cpu(bench), "the CPU's in float32"
@@ -180,7 +181,7 @@ def run_small(bench: Bench) -> None:
 
 
 def run_llama(bench: Bench) -> None:
-    """Piece `llama-8b-first`."""
+    """Run piece `llama-8b-first`."""
     # Of 64 rows of 2,304 tokens 19 GB; the weights are 16 GB.
     pool = {"max_model_len": 2304, "kv_cache_memory_bytes": 20 << 30, "dtype": "bfloat16"}
     plain = "torch" if bench.is_cuda else "reference"
@@ -194,7 +195,8 @@ def run_llama(bench: Bench) -> None:
 
 
 def speeds(bench: Bench, name: str, title: str) -> None:
-    """Tokens per second of 1 and of 64 rows, and the time to a first token, with their floors."""
+    """Measure the tokens per second of 1 and of 64 rows, and the time to a first token, with their
+    floors."""
 
     def measure() -> None:
         with engine(bench, name, max_model_len=2304, max_num_seqs=64) as llm:

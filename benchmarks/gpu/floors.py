@@ -1,9 +1,9 @@
-"""The least time that a step, or a kernel, can take: bytes and operations counted by formula.
+"""The least time of a step or a kernel: bytes and operations counted by formula.
 
-No torch. A model's weights multiply each token once: reading them and multiplying with them
-overlap, so the longer of the two counts; so it is with keys and values and attention's products,
-which come after. What is left out (norms, activations, sampling, launches) is small or should not
-be seen.
+No torch. A model's weights multiply each token once. Reading them and multiplying with them
+overlap, so the longer of the two counts. The same holds for keys and values and attention's
+products, which come after. The rest (norms, activations, sampling, launches) is small or should be
+hidden.
 
     floor = max(weight bytes / bandwidth, 2 x parameters x tokens / rate)
           + max(KV bytes / bandwidth, attention operations / rate)
@@ -28,7 +28,7 @@ class Limits:
     name: str = ""
 
 
-# What an H200 was seen to reach: 4.8 TB/s and 989 TFLOP/s are on its data sheet.
+# Measured on an H200; its data sheet says 4.8 TB/s and 989 TFLOP/s.
 H200 = Limits(4.3e12, 790e12, "4.3 TB/s, 790 TFLOP/s")
 
 
@@ -70,17 +70,17 @@ class Weights:
     num_experts: int
 
     def share_of_experts_hit(self, num_tokens: int) -> float:
-        """Expected, of tokens that choose evenly and independently."""
+        """Return the expected share of experts, if tokens choose evenly and independently."""
         if self.experts == 0:
             return 0.0
         return 1.0 - (1.0 - self.num_chosen / self.num_experts) ** num_tokens
 
     def read(self, num_tokens: int) -> float:
-        """Parameters that a step which samples reads."""
+        """Return the parameters that a sampling step reads."""
         return self.layers + self.head + self.experts * self.share_of_experts_hit(num_tokens)
 
     def multiplied(self, num_tokens: int, num_sampled: int) -> float:
-        """Parameters times tokens."""
+        """Return the sum of parameters times tokens."""
         chosen = self.experts * self.num_chosen / max(self.num_experts, 1)
         return num_tokens * (self.layers + chosen) + num_sampled * self.head
 
@@ -105,8 +105,8 @@ def weights_of(spec: ModelSpec) -> Weights:
 
 
 def step_cost(spec: ModelSpec, rows: Sequence[tuple[int, int]], num_sampled: int = -1) -> Cost:
-    """Of a step over rows (context after it, new tokens), of which num_sampled (all, if below 0)
-    sample. Raises KeyError for a dtype without a width."""
+    """Return the cost of a step over rows (context after it, new tokens). num_sampled rows sample,
+    or all if it is below 0. Raises KeyError for a dtype without a width."""
     weights, width = weights_of(spec), DTYPE_BYTES[spec.dtype]
     num_tokens = sum(new for _, new in rows)
     sampled = len(rows) if num_sampled < 0 else num_sampled
@@ -120,23 +120,23 @@ def step_cost(spec: ModelSpec, rows: Sequence[tuple[int, int]], num_sampled: int
 
 
 def decode_cost(spec: ModelSpec, batch: int, context: int) -> Cost:
-    """A token for each of `batch` rows of one length."""
+    """Return the cost of a token for each of `batch` rows of one length."""
     return step_cost(spec, [(context, 1)] * batch)
 
 
 def seen_pairs(context: int, new: int) -> int:
-    """Pairs of a query and a key that it sees, for `new` tokens that end a context."""
+    """Return the number of pairs of a query and a visible key; `new` tokens end a context."""
     return new * context - new * (new - 1) // 2
 
 
 def attention_flops(pairs: int, num_heads: int, head_dim: int) -> int:
-    """Of q k^T and of the weighted sum of values, two operations for each product."""
+    """Return the operations of q k^T and of the weighted sum of values, two for each product."""
     return 4 * pairs * num_heads * head_dim
 
 
 def run_floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], limits: Limits) -> float:
-    """Of requests (prompt, output tokens) that all run at once: their prompts in steps of any size,
-    then a step for each token of those that are left."""
+    """Return the least time of requests (prompt, output tokens) that all run at once. Prompts run
+    in steps of any size; then each step adds a token to each remaining request."""
     weights, width = weights_of(spec), DTYPE_BYTES[spec.dtype]
     prompts = step_cost(spec, [(prompt, prompt) for prompt, _ in lengths])
     total = prompts.least_s(limits)

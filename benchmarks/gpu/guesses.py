@@ -1,9 +1,9 @@
-"""Piece `guesses`: Qwen3-0.6B's shape with two plans in flight, with guesses that the device makes
-by n-grams and without any, the same requests in turns.
+"""Piece `guesses`: Qwen3-0.6B's shape with two plans in flight, with and without n-gram drafts from
+the device. The two engines take the same requests in turns.
 
-    copying   one token is allowed, so all guesses are right: what a step with them takes, and what
-              is left of a pipeline with them
-    nothing   temperature 1: hardly anything stands twice
+    copying   one token is allowed, so all drafts are right: the cost of a step with drafts, and
+              the remaining gain of pipelining
+    nothing   temperature 1: almost no text repeats
 
 Tokens per second are the output's over the whole time, prompts of 64 tokens included.
 """
@@ -28,15 +28,16 @@ NGRAM = {
     "prompt_lookup_max": 4,
 }
 ROUNDS = 3
-LEAST = {"copying": 2.0, "nothing": 0.98}  # times the speed without guesses
+MIN_RATIOS = {"copying": 2.0, "nothing": 0.98}  # times the speed without drafts
 
 
-class Tried:
-    """What an engine's plans guess. num_behind: plans with guesses behind others of them."""
+class DraftCounts:
+    """Counts of an engine's draft tokens. num_behind: plans with drafts that follow others in
+    flight."""
 
     def __init__(self, llm: LLM) -> None:
         self.num_plans = self.num_behind = self.num_guessed = self.num_right = 0
-        self._flown: set[int] = set()  # plans with guesses that are in flight
+        self._flown: set[int] = set()  # plans with drafts that are in flight
         llm.engine.client.core.subscribe(self.note)
 
     def note(self, event: Event) -> None:
@@ -60,16 +61,16 @@ class Tried:
 
 
 def run(bench: Bench) -> None:
-    """All lines; both engines are there at once."""
+    """Measure all lines, with both engines in memory."""
     common: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 64, "pipeline_depth": 2}
     if bench.is_cuda:
         common |= {"kv_cache_memory_bytes": 8 << 30}
     with (
         engine(bench, SMALL, speculative_config={"method": "none"}, **common) as plain,
-        engine(bench, SMALL, speculative_config=NGRAM, **common) as guessing,
+        engine(bench, SMALL, speculative_config=NGRAM, **common) as drafting,
     ):
-        both = plain, guessing
-        for name in LEAST:
+        both = plain, drafting
+        for name in MIN_RATIOS:
             for batch in (1, 4) if bench.is_tiny else (1, 4, 16, 64):
                 bench.attempt(
                     f"{name}, {batch} rows", lambda n=name, b=batch: _case(bench, both, n, b)
@@ -77,8 +78,8 @@ def run(bench: Bench) -> None:
 
 
 def _case(bench: Bench, both: tuple[LLM, LLM], name: str, batch: int) -> None:
-    """A line. both: without guesses and with them."""
-    tried, rates = Tried(both[1]), list[tuple[float, float]]()
+    """Measure a line. both: the engines without and with drafts."""
+    counts, rates = DraftCounts(both[1]), list[tuple[float, float]]()
     for number in range(1 + (1 if bench.is_tiny else ROUNDS)):
         (one, answers), (other, same) = (_rate(bench, llm, name, batch) for llm in both)
         if name == "copying" and answers != same:
@@ -87,15 +88,15 @@ def _case(bench: Bench, both: tuple[LLM, LLM], name: str, batch: int) -> None:
             rates.append((one, other))
     ratio = statistics.median(other / one for one, other in rates)
     before, after = (statistics.median(each) for each in zip(*rates, strict=True))
-    least = LEAST[name]
+    min_ratio = MIN_RATIOS[name]
     figure = f"{after:,.0f} tokens/s, {ratio:.2f} x"
-    detail = {"without": f"{before:,.0f}"} | tried.detail
+    detail = {"without": f"{before:,.0f}"} | counts.detail
     bench.report.add(
         Row(
             f"{name}, {batch} rows",
             figure=figure,
-            aim=f">= {least} x",
-            is_reached=ratio >= least,
+            aim=f">= {min_ratio} x",
+            is_reached=ratio >= min_ratio,
             detail=detail,
         )
     )

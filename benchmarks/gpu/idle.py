@@ -1,7 +1,7 @@
-"""How long a device did nothing during steady steps, from a profile of what ran on it.
+"""The idle time of a device during steady steps, from a profile of its work.
 
-The profile is the JSON that torch.profiler exports (Chrome's trace events, times in microseconds);
-kernels, copies and fills count as work. With CUDA graphs each kernel of a replay is an event too.
+The profile is the JSON that torch.profiler exports (Chrome's trace events, times in microseconds).
+Kernels, copies and fills count as work. With CUDA graphs each kernel of a replay is an event too.
 """
 
 import json
@@ -50,7 +50,7 @@ class Idle:
 
 
 def idle_of(intervals: Iterable[Interval], num_gaps: int = 5) -> Idle:
-    """The union of the intervals against their span, and the largest gaps."""
+    """Compare the union of the intervals with their span, and find the largest gaps."""
     ordered = sorted(intervals)
     if not ordered:
         raise ValueError("no work of the device was seen")
@@ -71,7 +71,7 @@ def idle_of(intervals: Iterable[Interval], num_gaps: int = 5) -> Idle:
 
 
 def intervals_of(trace: dict[str, Any]) -> list[Interval]:
-    """Of a trace as torch.profiler exports it."""
+    """Return the work intervals of a trace as torch.profiler exports it."""
     found = []
     for event in trace.get("traceEvents", []):
         if event.get("ph") == "X" and event.get("cat") in WORK:
@@ -81,7 +81,7 @@ def intervals_of(trace: dict[str, Any]) -> list[Interval]:
 
 
 def largest_kernels(intervals: Iterable[Interval], num: int = 8) -> list[tuple[str, float]]:
-    """Names with the most time together, in seconds."""
+    """Return the names with the most time together, in seconds."""
     totals: dict[str, float] = {}
     for interval in intervals:
         totals[interval.name] = totals.get(interval.name, 0.0) + interval.end - interval.begin
@@ -90,7 +90,7 @@ def largest_kernels(intervals: Iterable[Interval], num: int = 8) -> list[tuple[s
 
 @dataclass
 class DeviceProfile:
-    """Starts and stops torch's profiler between two steps, from whatever is told about steps."""
+    """Start and stop torch's profiler between two steps, from a listener of steps."""
 
     _profiler: Any = field(default=None, repr=False)
     intervals: list[Interval] = field(default_factory=list)
@@ -110,7 +110,7 @@ class DeviceProfile:
         self._profiler = None
 
     def close(self) -> None:
-        """Whatever happened: torch has one profiler at a time."""
+        """End the profiler after any outcome, because torch has one profiler at a time."""
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self._profiler = None

@@ -1,13 +1,14 @@
-"""Triton's interpreter on a CPU, for tests and where the code of a benchmark is tried out.
+"""Triton's interpreter on a CPU, for tests and for dry runs of benchmarks.
 
-Of triton 3.6 is changed what stops it or takes two thirds of its time. It makes loop bounds of
-arrays with one element, which numpy 2.4 refuses to take for numbers. It replaces what is in
-`triton.language` for every launch and again for every call of a function within the kernel; here it
-stays replaced, as a process that interprets kernels compiles none. It describes in words the type
-of every tuple and block that is made, which only the compiler asks for, and makes a table of all
-dtypes whenever it looks one up. It computes whether sums and products overflow, which it would tell
-only with `debug`. It checks and wraps the shape of every block again. It takes the exclusive or,
-by which Triton sorts, number by number.
+This changes the parts of triton 3.6 that fail or take two thirds of its time.
+
+- Loop bounds are arrays with one element, which numpy 2.4 does not convert to numbers. - Triton
+replaces the members of `triton.language` for every launch and every call within a kernel. Here they
+stay replaced, since a process that interprets kernels compiles none. - It describes the type of
+every tuple and block in words, which only the compiler needs. It makes a table of all dtypes for
+every look-up. - It checks sums and products for overflow, which it reports only with `debug`. - It
+checks and wraps the shape of every block again. - It computes the exclusive or, by which it sorts,
+number by number.
 """
 
 import functools
@@ -92,7 +93,7 @@ class RememberedSignatures:
 
 
 def with_semantic(make: Any) -> Any:
-    """make: what functions of the language need beside their arguments, of a builder."""
+    """Return a patch of functions. make: returns their hidden arguments for a builder."""
 
     def patch(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic, function = make(builder), getattr(member, "__wrapped__", member)
@@ -107,7 +108,7 @@ def with_semantic(make: Any) -> Any:
 
 
 def remembered(find: Any) -> Any:
-    """find: numpy's dtype for one of Triton's, of which blocks have their elements'."""
+    """Cache a look-up. find: returns numpy's dtype for Triton's; a block has its elements' one."""
     known: dict[str, Any] = {}
 
     def look_up(kind: Any) -> Any:
@@ -120,7 +121,8 @@ def remembered(find: Any) -> Any:
 
 
 def exclusive_or_at_once(apply: Any, combine: Any) -> Any:
-    """apply: how blocks are reduced, of which this is for one way to combine numbers."""
+    """Return a reduction that computes the exclusive or at once. apply: the interpreter's
+    reduction."""
 
     def reduce(self: Any, blocks: Any) -> Any:
         if self.combine_fn is not combine:
@@ -133,7 +135,7 @@ def exclusive_or_at_once(apply: Any, combine: Any) -> Any:
 
 
 def describe_tuples_when_asked(core: Any) -> None:
-    """core: `triton.language.core`."""
+    """Describe tuples' types only on request. core: `triton.language.core`."""
     make, describe = core.tuple.__init__, core._type_for_tuple_values
 
     def without_type(self: Any, args: Any, type: Any = None) -> None:
@@ -152,7 +154,8 @@ def describe_tuples_when_asked(core: Any) -> None:
 
 
 def shape_blocks_once(core: Any) -> None:
-    """core: `triton.language.core`. Shapes are powers of two, of which a process has few."""
+    """Wrap each shape of blocks once. Shapes are powers of two, so a process has few. core:
+    `triton.language.core`."""
     scalar = core.constexpr(1), core.tuple(())
     # By shape: of blocks' types (numbers) and of blocks (constexpr), and how many elements.
     known: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}

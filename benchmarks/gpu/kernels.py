@@ -1,10 +1,10 @@
 """Piece `kernels`: every module of `quire.ops.kernels` alone, at the shapes of real models.
 
-A case makes its tensors and says what must be read, written and multiplied at least; a kernel that
-reads something twice shows it in its share. Attention has pieces of its own.
+A case makes its tensors and gives the minimum of reads, writes and products. Repeated reads of a
+kernel lower its share. Attention has pieces of its own.
 
 Shape legend: T tokens, R rows, D model dim, F feed-forward dim, N query heads, K KV heads, H head
-dim, V vocabulary, B blocks, E experts, C of them chosen.
+dim, V vocabulary, B blocks, E experts, C chosen experts.
 """
 
 import importlib.util
@@ -180,7 +180,7 @@ def edits_case(bench: Bench, model: Model, rows: int) -> Made:
 
 
 def mask_case(bench: Bench, model: Model, rows: int) -> Made:
-    """Masks that forbid nearly everything, as those of JSON do."""
+    """Make masks that forbid nearly everything, as JSON's masks do."""
     from quire.ops.kernels.sampling import mask as kernel
     from quire.ops.sampling.logit_edits import RowMasks, num_words
 
@@ -193,7 +193,7 @@ def mask_case(bench: Bench, model: Model, rows: int) -> Made:
 
 
 def penalties_case(bench: Bench, model: Model, rows: int, length: int) -> Made:
-    """Each place of a token is read; counts and logits of those that are there are changed."""
+    """Make penalties. All positions are read; counts and logits of present tokens change."""
     from quire.ops.kernels.sampling import penalties as kernel
     from quire.ops.sampling.penalties import Penalties
 
@@ -226,7 +226,7 @@ def philox_case(bench: Bench, model: Model, rows: int) -> Made:
 
 
 def matmul_case(bench: Bench, model: Model, tokens: int) -> Made:
-    """The products of `--deterministic`, of a layer's gate and up."""
+    """Make the products of `--deterministic`, of a layer's gate and up."""
     from quire.ops.kernels import matmul
 
     x, weight = bench.randn(tokens, model.size), bench.randn(2 * model.inner, model.size)
@@ -251,13 +251,13 @@ def sort_case(bench: Bench, tokens: int) -> Made:
 
 
 def chosen_experts(bench: Bench, tokens: int, experts: int) -> torch.Tensor:
-    """Even and independent, no expert twice for one token: int32 [T, C]."""
+    """Return experts chosen evenly and independently, without repeats for a token: int32 [T, C]."""
     scores = torch.rand(tokens, experts, device=bench.device)
     return scores.topk(min(CHOSEN, experts), dim=1).indices.to(torch.int32).contiguous()
 
 
 def experts_case(bench: Bench, model: Model, tokens: int) -> Made:
-    """Both products of one layer; the weights of the experts that are hit are read once."""
+    """Make both products of one layer; the weights of the chosen experts are read once."""
     from quire.ops.kernels import moe
 
     num_experts = bench.pick(EXPERTS, 16)
@@ -274,7 +274,7 @@ def experts_case(bench: Bench, model: Model, tokens: int) -> Made:
 
 
 def cases(is_tiny: bool) -> Iterator[KernelCase]:
-    """All of them; is_tiny: few and small, to see that they work."""
+    """Yield all cases; is_tiny: few and small, to test them."""
     models = [TINY] if is_tiny else [LLAMA, QWEN]
     mixture = TINY if is_tiny else MIXTURE
     steps = (2, 9) if is_tiny else (256, 8192)
@@ -332,7 +332,7 @@ def _sampling_cases(model: Model, rows: int) -> Iterator[KernelCase]:
 
 
 def measure(bench: Bench, case: KernelCase) -> None:
-    """One row of the table."""
+    """Measure one row of the table."""
     call, cost = case.make(bench)
     took = bench.time(call)
     name = f"{case.module}: {case.name}"
@@ -340,6 +340,6 @@ def measure(bench: Bench, case: KernelCase) -> None:
 
 
 def run(bench: Bench) -> None:
-    """All cases, one after the other."""
+    """Measure all cases, one after the other."""
     for case in cases(bench.is_tiny):
         bench.attempt(f"{case.module}: {case.name}", lambda c=case: measure(bench, c))

@@ -10,7 +10,7 @@ from benchmarks.gpu.report import timed_row
 
 
 def copy_limit(bench: Bench) -> float:
-    """Bytes per second, read and written together, of a copy within the device."""
+    """Measure a copy within the device, in bytes per second, read and written together."""
     num_bytes = bench.pick(4 << 30, 1 << 20)
     source = torch.ones(num_bytes, dtype=torch.int8, device=bench.device)
     to = torch.empty_like(source)
@@ -21,7 +21,7 @@ def copy_limit(bench: Bench) -> float:
 
 
 def read_limit(bench: Bench) -> float:
-    """Bytes per second of a sum, which only reads: what decoding does."""
+    """Measure a sum, which only reads, as decoding does, in bytes per second."""
     num = bench.pick(1 << 30, 1 << 18)
     values = torch.ones(num, device=bench.device)
     took = bench.time(values.sum)
@@ -31,7 +31,7 @@ def read_limit(bench: Bench) -> float:
 
 
 def matmul_limit(bench: Bench, size: int) -> float:
-    """Operations per second of a square product in the model's dtype."""
+    """Measure a square product in the model's dtype, in operations per second."""
     a, b = bench.randn(size, size), bench.randn(size, size)
     out = torch.empty_like(a)
     took = bench.time(lambda: torch.matmul(a, b, out=out))
@@ -42,7 +42,7 @@ def matmul_limit(bench: Bench, size: int) -> float:
 
 
 def run(bench: Bench) -> None:
-    """Bandwidth is the better of copying and reading."""
+    """Measure the limits. The bandwidth is the better of copying and reading."""
     copied, multiplied = [0.0], [0.0]
     bench.attempt("copy", lambda: copied.append(copy_limit(bench)))
     bench.attempt("read", lambda: copied.append(read_limit(bench)))

@@ -1,10 +1,10 @@
 """Part `peers`: the same requests by quire and by other engines, each in a process of its own.
 
-Qwen3-0.6B's shape with random weights in bfloat16, prompts of random token ids, greedy, no end of
-sequence: all engines do the same arithmetic, and make the number of tokens that was asked for. The
-workloads are the first 64 and all 256 of the random requests, and 32 equal ones, which a static
-batch serves best. An engine that cannot be imported is skipped; one that takes too long keeps the
-workloads that it finished.
+The model has Qwen3-0.6B's shape and random weights in bfloat16. Prompts are random token ids;
+decoding is greedy, without an end of sequence. So all engines do the same arithmetic, and make the
+requested number of tokens. The workloads are the first 64 and all 256 of the random requests, and
+32 equal ones, which a static batch serves best. An engine that cannot be imported is skipped; a
+slow one keeps the workloads that it finished.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ TINY_CONFIG = {
     "max_position_embeddings": 512,
 }
 # Of the time that a run of fewer requests promises for more of them: larger batches are faster.
-LEAST_OF_PROMISED = 0.5
+MIN_RATE_SHARE = 0.5
 Serve = Callable[[Sequence[Request]], list[list[int]]]
 
 
@@ -51,7 +51,8 @@ class Workload:
 
 
 def workloads(bench: Bench, vocab_size: int) -> list[Workload]:
-    """The short one first: it says whether there is time for the long one."""
+    """Return the workloads, the short one first: its time shows whether there is time for the long
+    one."""
     shortest, longest = (5, 20) if bench.is_tiny else (SHORTEST, LONGEST)
     counts = (2, 4) if bench.is_tiny else (64, 256)
     found = []
@@ -63,7 +64,7 @@ def workloads(bench: Bench, vocab_size: int) -> list[Workload]:
 
 
 def equal_workload(bench: Bench, vocab_size: int) -> Workload:
-    """Requests of one length."""
+    """Return requests of one length."""
     count, prompt, output = (2, 8, 6) if bench.is_tiny else (32, 512, 128)
     prompts = random_requests(vocab_size, count, prompt, prompt, seed=5)
     requests = [Request(each.prompt, output) for each in prompts]
@@ -72,7 +73,7 @@ def equal_workload(bench: Bench, vocab_size: int) -> Workload:
 
 @contextmanager
 def model_directory(is_tiny: bool) -> Iterator[Path]:
-    """A directory with the config alone, small for a tiny run."""
+    """Yield a directory with the config alone, small for a tiny run."""
     source = resolve_model(MODEL).directory / "config.json"
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.json"
@@ -85,13 +86,13 @@ def model_directory(is_tiny: bool) -> Iterator[Path]:
 
 
 def measure(
-    bench: Bench, engine: str, serve: Serve, wanted: Sequence[Workload], spec: ModelSpec
+    bench: Bench, engine: str, serve: Serve, target: Sequence[Workload], spec: ModelSpec
 ) -> None:
     """Serve each workload twice, once if there is no time for more; the faster counts."""
     rate_s = 0.0  # of an output token, as seen last
-    for workload in wanted:
+    for workload in target:
         count = num_output(workload.requests)
-        if rate_s * count * LEAST_OF_PROMISED > bench.left_s:
+        if rate_s * count * MIN_RATE_SHARE > bench.left_s:
             bench.report.skip(f"{engine}, {workload.name}", "it would take longer than is left")
             continue
         took: list[float] = []
@@ -113,12 +114,12 @@ def measure(
 
 
 def check_counts(tokens: Sequence[Sequence[int]], requests: Sequence[Request]) -> None:
-    """Raises ValueError if an engine made fewer or more tokens than were asked for."""
-    counts, wanted = [len(each) for each in tokens], [each.output_len for each in requests]
-    if counts != wanted:
-        wrong = sum(a != b for a, b in zip(counts, wanted, strict=False))
+    """Raise ValueError if an engine made fewer or more tokens than requested."""
+    counts, target = [len(each) for each in tokens], [each.output_len for each in requests]
+    if counts != target:
+        wrong = sum(a != b for a, b in zip(counts, target, strict=False))
         raise ValueError(
-            f"{sum(counts)} tokens of {len(counts)} requests, {sum(wanted)} of {len(wanted)} asked"
+            f"{sum(counts)} tokens of {len(counts)} requests, {sum(target)} of {len(target)} asked"
             f" for; {wrong} have another number"
         )
 
@@ -126,7 +127,7 @@ def check_counts(tokens: Sequence[Sequence[int]], requests: Sequence[Request]) -
 def add_rate(
     bench: Bench, engine: str, workload: Workload, took: Sequence[float], spec: ModelSpec
 ) -> None:
-    """A row, and the rate for the comparison behind all engines."""
+    """Add a row, and the rate for the comparison after all engines."""
     lengths = [request.lengths for request in workload.requests]
     floor_s = run_floor_s(spec, lengths, H200)
     measured_s = run_floor_s(spec, lengths, bench.measured) if bench.measured else None
@@ -141,8 +142,8 @@ def add_rate(
 
 
 def comparison(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of a table: for each workload the engines, fastest first, and how quire stands to the
-    fastest of the others."""
+    """Return lines of a table: for each workload the engines, fastest first, and quire's ratio to
+    the fastest of the others."""
     rates: dict[str, dict[str, float]] = {}
     for piece in pieces:
         for workload, found in piece["facts"].get("rates", {}).items():
@@ -160,7 +161,7 @@ def comparison(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def run_quire(bench: Bench) -> None:
-    """As it is, and with two plans in flight if one is the default."""
+    """Run quire with its defaults, and with two plans in flight if one is the default."""
     from benchmarks.gpu.engine import ask
     from quire.serve.python.llm import LLM
 
@@ -177,8 +178,8 @@ def run_quire(bench: Bench) -> None:
             more = {"pipeline_depth": depth} if depth else {}
             with LLM(str(directory), **settings, **more) as llm:
                 ask(llm, random_requests(spec.vocab_size, 4, 5, 20))
-                wanted = workloads(bench, spec.vocab_size)
-                measure(bench, name, lambda r, llm=llm: ask(llm, r), wanted, spec)
+                target = workloads(bench, spec.vocab_size)
+                measure(bench, name, lambda r, llm=llm: ask(llm, r), target, spec)
                 if llm.engine.config.scheduler.pipeline_depth > 1:
                     return
 
@@ -187,7 +188,7 @@ def run_quire(bench: Bench) -> None:
 
 
 def attention_names(is_cuda: bool) -> list[str]:
-    """Implementations that could be there, the fastest first; `paged|sdpa` always is."""
+    """Return possible implementations, the fastest first; `paged|sdpa` always exists."""
     found = []
     if is_cuda and _has("flash_attn_interface"):
         found.append("flash_attention_3")
@@ -199,7 +200,7 @@ def attention_names(is_cuda: bool) -> list[str]:
 
 
 def transformers_model(bench: Bench, directory: Path, attention: str) -> tuple[Any, ModelSpec]:
-    """Random weights on the device, in the shape of the directory's config."""
+    """Return a model with random weights on the device, in the shape of the directory's config."""
     import torch
     import transformers
 
@@ -219,7 +220,8 @@ GRAPHS = {"use_cuda_graph": True, "use_async_batching": True}
 
 
 def run_transformers(bench: Bench) -> None:
-    """Continuous batching, with the first attention that works; its defaults, and with graphs."""
+    """Run continuous batching with the first attention that works; with its defaults, and with
+    graphs."""
     import torch
 
     if not _has("transformers"):
@@ -229,18 +231,22 @@ def run_transformers(bench: Bench) -> None:
         *others, last = attention_names(bench.is_cuda)
         for attention in others:
             engine = f"transformers batching, {attention}"
-            if tried(bench, engine, partial(batching, bench, directory, attention, {}, engine)):
+            if attempt_optional(
+                bench, engine, partial(batching, bench, directory, attention, {}, engine)
+            ):
                 break
         else:
             attention, engine = last, f"transformers batching, {last}"
             bench.attempt(engine, partial(batching, bench, directory, last, {}, engine))
         if bench.is_cuda:
             engine += ", graphs and async"
-            tried(bench, engine, partial(batching, bench, directory, attention, GRAPHS, engine))
+            attempt_optional(
+                bench, engine, partial(batching, bench, directory, attention, GRAPHS, engine)
+            )
 
 
-def tried(bench: Bench, engine: str, work: Callable[[], object]) -> bool:
-    """Of what need not be there: an error is a reason to leave it out."""
+def attempt_optional(bench: Bench, engine: str, work: Callable[[], object]) -> bool:
+    """Run optional work; an error becomes the reason to skip it."""
     try:
         work()
     except OutOfTime:
@@ -254,7 +260,7 @@ def tried(bench: Bench, engine: str, work: Callable[[], object]) -> bool:
 def batching(
     bench: Bench, directory: Path, attention: str, settings: dict[str, Any], engine: str
 ) -> None:
-    """All workloads by one manager."""
+    """Run all workloads by one manager."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -281,8 +287,8 @@ def batching(
 
 
 def by_manager(bench: Bench, manager: Any, requests: Sequence[Request]) -> list[list[int]]:
-    """Outputs in the order of the requests. Raises RuntimeError if its thread ends, and OutOfTime
-    with what there is by then."""
+    """Return outputs in the order of the requests. Raises RuntimeError if its thread ends, and
+    OutOfTime with the outputs so far."""
     tag = f"{time.monotonic_ns()}"
     names = [f"{tag}-{index}" for index in range(len(requests))]
     for name, request in zip(names, requests, strict=True):
@@ -306,7 +312,7 @@ def by_manager(bench: Bench, manager: Any, requests: Sequence[Request]) -> list[
 
 
 def run_generate(bench: Bench) -> None:
-    """transformers' `generate` with a static batch: as it is, and compiled over a static cache."""
+    """Run transformers' `generate` with a static batch: plain, and compiled over a static cache."""
     import torch
 
     if not _has("transformers"):
@@ -322,7 +328,7 @@ def run_generate(bench: Bench) -> None:
 
 
 def by_generate(model: Any, requests: Sequence[Request], cache: str | None) -> list[list[int]]:
-    """One static batch; all requests have the same lengths. With a static cache on a GPU
+    """Generate one static batch of requests of equal lengths. With a static cache on a GPU
     transformers compiles the step by itself."""
     import torch
 
@@ -345,7 +351,7 @@ def by_generate(model: Any, requests: Sequence[Request], cache: str | None) -> l
 
 
 def run_vllm(bench: Bench) -> None:
-    """vLLM, if it can be imported."""
+    """Run vLLM, if it can be imported."""
     if not _has("vllm"):
         bench.report.skip("vllm", "it is not installed")
         return
@@ -383,7 +389,7 @@ def by_vllm(bench: Bench) -> None:
 
 
 def run_sglang(bench: Bench) -> None:
-    """SGLang, if it can be imported."""
+    """Run SGLang, if it can be imported."""
     if not _has("sglang"):
         bench.report.skip("sglang", "it is not installed")
         return

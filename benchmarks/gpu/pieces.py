@@ -18,7 +18,7 @@ class Piece:
     is_first: bool = False  # before the limits, which take their time
 
     def load(self) -> Callable[[Bench], None]:
-        """Its function; nothing is imported before."""
+        """Return the piece's function, importing its module on the first call."""
         import importlib
 
         module = importlib.import_module(f"benchmarks.gpu.{self.module}")
@@ -26,8 +26,8 @@ class Piece:
         return found
 
 
-# The limits of a part's pieces are more than its time: what tells most comes first. The first four
-# of bench fit into 480 s, and so do all others.
+# A part's pieces together may take longer than its time, so the most informative come first. The
+# first four of bench fit into 480 s, and so do all others.
 PIECES = (
     Piece("demo-answers", "first", 70, "first", "run_demo", is_first=True),
     Piece("qwen3-0.6b-first", "first", 120, "first", "run_small"),
@@ -51,12 +51,12 @@ PIECES = (
 
 
 def chosen(part: str, names: str = "") -> list[Piece]:
-    """A part's pieces, or those of them that are named. Raises ValueError for others."""
+    """Return a part's pieces, or only the named ones. Raises ValueError for other names."""
     mine = [piece for piece in PIECES if piece.part == part]
-    wanted = [name for name in names.replace(",", " ").split() if name]
+    requested = [name for name in names.replace(",", " ").split() if name]
     known = {piece.name for piece in mine}
-    unknown = [name for name in wanted if name not in known]
+    unknown = [name for name in requested if name not in known]
     if not mine or unknown:
         known_names = ", ".join(sorted(known)) or "first, bench, peers (parts)"
         raise ValueError(f"there is no {' '.join(unknown or [part])!r}; there are {known_names}.")
-    return [piece for piece in mine if not wanted or piece.name in wanted]
+    return [piece for piece in mine if not requested or piece.name in requested]

@@ -1,7 +1,7 @@
 """Cases of the piece `kernels` with quantised weights: linear layers, experts, tied embeddings.
 
-A product must read its weight's bytes once, x, and write the result; or multiply, at the rate of
-16-bit products, whatever it is rounded to.
+A product must read its weight's bytes and x once, and write the result. Or it must multiply, at the
+rate of 16-bit products, whatever format the weight has.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ TINY_STEPS = (2, 9)
 
 
 def random_weight(bench: Bench, outputs: int, inputs: int, form: str) -> GPUWeight:
-    """Of int8, int4, fp8 as `--quantization` makes them; awq: int4 in groups of 128 with zeros;
-    blocks: fp8 with a scale for each 128 x 128; mxfp4."""
+    """Return a random weight. int8, int4 and fp8 are as `--quantization` makes them. awq is int4 in
+    groups of 128 with zeros, blocks is fp8 with a scale for each 128 x 128."""
     if form in ("int8", "int4", "fp8"):
         group = {"int8": 128, "int4": 32, "fp8": 0}[form]
         return quantise_for_gpu(bench.randn(outputs, inputs), Quantization(form, group))
@@ -39,7 +39,7 @@ def random_weight(bench: Bench, outputs: int, inputs: int, form: str) -> GPUWeig
 
 
 def product_case(bench: Bench, sizes: tuple[int, int], tokens: int, form: str) -> Made:
-    """Codes are expanded within the product."""
+    """Make a product that expands codes within it."""
     from quire.ops.kernels import quantised
 
     (outputs, inputs), x = sizes, bench.randn(tokens, sizes[1])
@@ -50,7 +50,7 @@ def product_case(bench: Bench, sizes: tuple[int, int], tokens: int, form: str) -
 
 
 def rounded_case(bench: Bench, sizes: tuple[int, int], tokens: int, form: str) -> Made:
-    """Activations and weight in e4m3."""
+    """Make a product with activations and weight in e4m3."""
     from quire.ops.kernels import fp8_matmul
 
     (outputs, inputs), x = sizes, bench.randn(tokens, sizes[1])
@@ -70,7 +70,7 @@ def rows_case(bench: Bench, vocab: int, size: int, tokens: int) -> Made:
 
 
 def experts_case(bench: Bench, tokens: int, form: str) -> Made:
-    """gpt-oss-20b: 32 experts of 2880, 4 for a token."""
+    """Make gpt-oss-20b's experts: 32 of 2880, 4 for a token."""
     from quire.ops.kernels import gate, quantised_moe
 
     experts, chosen, size = bench.pick(32, 6), bench.pick(4, 2), bench.pick(2880, 64)
@@ -94,7 +94,7 @@ def experts_case(bench: Bench, tokens: int, form: str) -> Made:
 
 
 def cases(is_tiny: bool) -> Iterator[tuple[str, str, Callable[[Bench], Made]]]:
-    """(kernel module, name, what makes it) of all."""
+    """Yield (kernel module, name, maker) of each case."""
     wide, narrow = ((130, 256), (96, 256)) if is_tiny else ((28672, 4096), (4096, 14336))
     steps = TINY_STEPS if is_tiny else STEPS
     for form in ("int4", "awq", "mxfp4", "int8", "fp8"):

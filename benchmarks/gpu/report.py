@@ -1,6 +1,6 @@
-"""Rows of results: each beside its limit, with the share of it that was reached; JSON and Markdown.
+"""Rows of results, each with its limit and the achieved share of it; JSON and Markdown.
 
-A piece writes its file again after each row, so that what there is survives whatever ends it.
+A piece writes its file again after each row, so that the results survive any end.
 """
 
 import json
@@ -21,9 +21,11 @@ HEAD = ("case", "result", "limit", "share", "measured limit", "share", "aim", "r
 class Row:
     """One result.
 
-    seconds: None where the result is not a time (`figure` says it). floor_s: by the limits that the
-    aims were set with; measured_floor_s: by those that this machine showed. aim: in words;
-    is_reached: None where there is no aim.
+    seconds: None if the result is not a time (`figure` holds it).
+    floor_s: by the limits that the aims are based on.
+    measured_floor_s: by the limits measured on this machine.
+    aim: in words.
+    is_reached: None without an aim.
     """
 
     case: str
@@ -45,7 +47,7 @@ class Row:
         return _share(self.measured_floor_s, self.seconds)
 
     def cells(self) -> tuple[str, ...]:
-        """Of the table, in the order of HEAD."""
+        """Return the cells of the table, in the order of HEAD."""
         reached = {None: "", True: "yes", False: "**no**"}[self.is_reached]
         return (
             self.case,
@@ -70,8 +72,11 @@ def timed_row(
     least_share: float | None = None,
     detail: Mapping[str, Any] | None = None,
 ) -> Row:
-    """A time beside its floors. aim_s: the time that it shall not exceed; least_share: of the
-    measured limit (of H200's if nothing was measured)."""
+    """Return a row with a time and its floors.
+
+    aim_s: the maximum time.
+    least_share: the minimum share of the measured limit (of H200's if nothing was measured).
+    """
     floor_s = cost.least_s(H200)
     measured_s = cost.least_s(measured) if measured else None
     aim, is_reached = "", None
@@ -106,7 +111,7 @@ def _share(floor_s: float | None, seconds: float | None) -> float | None:
 
 @dataclass
 class Report:
-    """What a piece found. path: its JSON file."""
+    """The results of a piece. path: its JSON file."""
 
     piece: str
     path: Path
@@ -122,7 +127,7 @@ class Report:
         self.write()
 
     def fail(self, case: str, error: BaseException) -> None:
-        """An error ends its case, not the piece."""
+        """Note an error, which ends its case, not the piece."""
         text = "".join(traceback.format_exception(error))
         self.errors.append({"case": case, "traceback": text})
         print(f"  FAILED {case}\n{text}", flush=True)
@@ -134,16 +139,16 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """All of it, so that a reader never sees half."""
+        """Write the report at once, so that a reader never sees half of it."""
         found = asdict(self) | {"path": str(self.path)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, self.path)
 
 
 def read_piece(path: Path) -> dict[str, Any] | None:
-    """What a piece wrote; None if nothing, or nothing whole."""
+    """Return a piece's report; None if there is none, or only a part."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -152,7 +157,7 @@ def read_piece(path: Path) -> dict[str, Any] | None:
 
 
 def markdown(title: str, facts: Mapping[str, Any], pieces: Iterable[Mapping[str, Any]]) -> str:
-    """The document of a part: one table for each piece."""
+    """Return the document of a part: one table for each piece."""
     lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["Limits: " + H200.name + "; beside it those measured here.", ""]
     for piece in pieces:
@@ -169,8 +174,8 @@ def markdown(title: str, facts: Mapping[str, Any], pieces: Iterable[Mapping[str,
 
 
 def summary(pieces: Sequence[Mapping[str, Any]], with_all: bool = False) -> list[str]:
-    """Lines to look at first: each piece's time and counts, then the aims, missed ones last, and
-    what was skipped or failed. with_all: rows without an aim, too."""
+    """Return the most important lines: each piece's time and counts, then the aims, missed ones
+    last, and skipped or failed cases. with_all: rows without an aim, too."""
     lines, aims = [], []
     for piece in pieces:
         rows, errors, skipped = (piece[name] for name in ("rows", "errors", "skipped"))
@@ -194,16 +199,16 @@ def summary(pieces: Sequence[Mapping[str, Any]], with_all: bool = False) -> list
 
 
 def _in_words(row: Row) -> str:
-    """A row in one line, with the share of the least time that it reached."""
+    """Return a row in one line, with the share of the least time that it reached."""
     shares = ((row.measured_share, "measured here"), (row.share, H200.name))
     share, of = next((pair for pair in shares if pair[0] is not None), (None, ""))
-    beside = f", {percent(share)} of what the limits allow ({of})" if share is not None else ""
+    unfinished = f", {percent(share)} of what the limits allow ({of})" if share is not None else ""
     rate = f", {row.detail['tokens/s']} tokens/s" if "tokens/s" in row.detail else ""
-    return f"{row.case}: {row.figure or duration(row.seconds)}{rate}{beside}"
+    return f"{row.case}: {row.figure or duration(row.seconds)}{rate}{unfinished}"
 
 
 def last_line(error: Mapping[str, str]) -> str:
-    """The case, and what was raised."""
+    """Return the case and its exception."""
     return f"{error['case']}: {error['traceback'].strip().splitlines()[-1]}"
 
 

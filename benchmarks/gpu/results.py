@@ -1,4 +1,4 @@
-"""What a check on a GPU leaves behind: one archive, and a summary that fits a screen.
+"""The results of a check on a GPU: one archive, and a summary that fits a screen.
 
 Only the standard library is used, so that this works whatever else is broken.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.gpu.tasks import Outcome, head_and_tail
 
-MOST_LINES, MOST_CHARS, MOST_WIDTH = 60, 10_000, 160
-MOST_FILE_BYTES = 2 << 20  # of a file in the archive: its beginning and its end, half of it each
+MAX_LINES, MAX_CHARS, MAX_WIDTH = 60, 10_000, 160
+MAX_FILE_BYTES = 2 << 20  # of a file in the archive: its beginning and its end, half of it each
 ARCHIVE_S = 15.0  # at most between two writes, while something runs
 IMPORTANCE = ("FAILED", "MISSED", "reached", "skipped", "found")
 NO_TEST = 5  # pytest's status where no test was chosen
@@ -25,8 +25,8 @@ _COUNTS = re.compile(r"\b\d+ (?:failed|passed|errors?|skipped)\b.* in [\d.]+s")
 
 @dataclass
 class Archive:
-    """All files of a folder in one tar.gz, written anew as results come, never half. path: where;
-    it is outside of the folder."""
+    """All files of a folder in one tar.gz, written again as results come, never half. path: the
+    archive, outside of the folder."""
 
     folder: Path
     path: Path
@@ -40,19 +40,19 @@ class Archive:
     def write(self) -> int:
         """Write it now. Returns how many files are in it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside, count = self.path.with_name(self.path.name + ".tmp"), 0
-        with tarfile.open(beside, "w:gz", compresslevel=4) as archive:
+        unfinished, count = self.path.with_name(self.path.name + ".tmp"), 0
+        with tarfile.open(unfinished, "w:gz", compresslevel=4) as archive:
             for file in sorted(self.folder.rglob("*")):
                 if file.is_file() and file.suffix != ".tmp":
                     count += self._add(archive, file)
-        os.replace(beside, self.path)
+        os.replace(unfinished, self.path)
         self._at = time.monotonic()
         return count
 
     def _add(self, archive: tarfile.TarFile, file: Path) -> bool:
         try:
-            data, written = head_and_tail(file, MOST_FILE_BYTES // 2), file.stat().st_mtime
-        except OSError:  # it is gone: somebody writes here while this reads
+            data, written = head_and_tail(file, MAX_FILE_BYTES // 2), file.stat().st_mtime
+        except OSError:  # a process removed it meanwhile
             return False
         entry = tarfile.TarInfo(f"{self.folder.name}/{file.relative_to(self.folder)}")
         entry.size, entry.mtime = len(data), int(written)
@@ -65,7 +65,7 @@ def is_good(outcome: Outcome) -> bool:
 
 
 def line_of(outcome: Outcome) -> str:
-    """One line: what it checks and how it went; of a failure the first error."""
+    """Return one line: the check and its outcome, with the first error of a failure."""
     took = f"{outcome.seconds:.0f} s"
     if is_good(outcome):
         return f"right    {outcome.task.name} ({took}): {outcome.task.about}"
@@ -75,12 +75,12 @@ def line_of(outcome: Outcome) -> str:
         else ""
     )
     counts = [found.group() for found in _COUNTS.finditer(text)]
-    how = counts[-1] if counts else took
-    return f"FAILED   {outcome.task.name} ({how}): {first_error(text, outcome)}"
+    counted = counts[-1] if counts else took
+    return f"FAILED   {outcome.task.name} ({counted}): {first_error(text, outcome)}"
 
 
 def first_error(text: str, outcome: Outcome) -> str:
-    """What went wrong first, in one line. text: of the log, behind its two lines of heading."""
+    """Return the first error in one line. text: the log, whose first two lines are a heading."""
     lines = [line.strip() for line in text.splitlines()[2:] if line.strip()]
     errors = [line[1:].strip() for line in lines if line.startswith("E  ")]
     if outcome.stopped:
@@ -97,28 +97,28 @@ def first_error(text: str, outcome: Outcome) -> str:
 def fitted(
     head: Sequence[str], body: Sequence[str], foot: Sequence[str], more: str = "in the archive"
 ) -> list[str]:
-    """Lines cut to what fits: head and foot whole, of the body what there is room for."""
+    """Cut lines to the screen: head and foot whole, and as much of the body as fits."""
     ends = [_cut(line) for line in (*head, *foot)]
-    room = MOST_CHARS - sum(len(line) + 1 for line in ends) - MOST_WIDTH
+    room = MAX_CHARS - sum(len(line) + 1 for line in ends) - MAX_WIDTH
     kept: list[str] = []
     for line in map(_cut, body):
         room -= len(line) + 1
-        if room < 0 or len(kept) + len(ends) >= MOST_LINES - 1:
+        if room < 0 or len(kept) + len(ends) >= MAX_LINES - 1:
             break
         kept.append(line)
-    left_out = len(body) - len(kept)
-    if left_out:
-        kept.append(f"... and {left_out} lines more, {more}")
+    num_omitted = len(body) - len(kept)
+    if num_omitted:
+        kept.append(f"... and {num_omitted} lines more, {more}")
     return [*ends[: len(head)], *kept, *ends[len(head) :]]
 
 
 def _cut(line: str) -> str:
     line = " ".join(line.split("\n"))
-    return line if len(line) <= MOST_WIDTH else line[: MOST_WIDTH - 3] + "..."
+    return line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..."
 
 
 def by_importance(lines: Iterable[str]) -> list[str]:
-    """What failed first, what is right and how long it took last; otherwise in their order."""
+    """Sort lines: failures first, right results and times last; otherwise in their order."""
 
     def rank(line: str) -> int:
         word = line.split(" ", 1)[0]

@@ -51,8 +51,8 @@ def step_of(bench: Bench, rows: int) -> Step:
 
 
 def gather_case(bench: Bench, rows: int) -> Made:
-    """Ids, positions and slots of the tokens, four numbers of each sampling row; the tables as far
-    as contexts go, and -1 behind."""
+    """Make a gather. It reads ids, positions and slots of the tokens, and four numbers of each
+    sampling row. It reads the tables as far as contexts go, and writes -1 after."""
     step = step_of(bench, rows)
     cost = Cost(num_bytes=rows * (4 + 7 * 8) + rows * step.longest * (2 + 4))
     return lambda: kernel.gather_step(step.state, step.inbox, step.buffers), cost
@@ -67,7 +67,7 @@ def advance_case(bench: Bench, rows: int) -> Made:
 
 
 def receive_case(bench: Bench, rows: int) -> Made:
-    """The lists of a step, and a new block for each row, from pinned memory."""
+    """Make the receipt of a step's lists, and a new block for each row, from pinned memory."""
     step, layout = step_of(bench, rows), row_deltas.SlotLayout(rows, rows, 1, 1)
     words = torch.zeros(layout.num_words, dtype=torch.int32)
     words[: layout.deltas_at] = step.inbox.words.cpu()
@@ -81,7 +81,7 @@ def receive_case(bench: Bench, rows: int) -> Made:
 
 
 def fork_case(bench: Bench, rows: int) -> Made:
-    """Some rows become what others are: all tokens, tables and columns."""
+    """Make forks: some rows become copies of others, with all tokens, tables and columns."""
     step, num = step_of(bench, rows), min(FORKS, rows // 2)
     layout = row_deltas.SlotLayout(rows, 1, 1, 1)
     slot = torch.zeros(layout.num_words, dtype=torch.int32, device=bench.device)

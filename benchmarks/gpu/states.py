@@ -31,8 +31,8 @@ TINY_SHAPES = ((2, 1), (1, 19))
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's inputs, its states, and a step over them. Each row goes on from a block and leaves
-    its state in the next one, or in the same where it has a token."""
+    """A layer's inputs, its states, and a step over them. Each row continues from a block and
+    leaves its state in the next one, or in the same if it has a token."""
 
     heads: DeltaHeads
     x_TC: torch.Tensor
@@ -85,7 +85,8 @@ def convolve_case(bench: Bench, rows: int, tokens: int) -> Made:
 
 
 def delta_case(bench: Bench, rows: int, tokens: int, in_chunks: bool) -> Made:
-    """Each token's query, key and value once, and three products with the memory."""
+    """Make a delta rule: each token's query, key and value once, and three products with the
+    memory."""
     layer = layer_of(bench, rows, tokens)
     heads, total = layer.heads, len(layer.x_TC)
     out = layer.x_TC.new_empty(total, heads.values, heads.value_dim)
@@ -110,8 +111,8 @@ def delta_case(bench: Bench, rows: int, tokens: int, in_chunks: bool) -> Made:
 
 
 def gated_case(bench: Bench, module: str, tokens: int) -> Made:
-    """The norm of what the delta rule reads, with gates; and attention's gate. Gates are a part of
-    wider rows."""
+    """Make the norm of the delta rule's output, with gates, or attention's gate. Gates are a part
+    of wider rows."""
     from quire.ops.kernels import gate, norm
 
     heads = TINY if bench.is_tiny else NEXT_80B
@@ -128,7 +129,7 @@ def gated_case(bench: Bench, module: str, tokens: int) -> Made:
 
 
 def cases(is_tiny: bool) -> Iterator[tuple[str, str, Callable[[Bench], Made]]]:
-    """Module, name, and what makes it."""
+    """Yield (module, name, maker) of each case."""
     for module in ("norm", "gate"):
         for tokens in (2, 9) if is_tiny else (64, 8192):
             gated = lambda b, m=module, t=tokens: gated_case(b, m, t)  # noqa: E731

@@ -1,7 +1,7 @@
 """Pieces `llama-8b`, `qwen3-0.6b`, `qwen3-30b-a3b` and `modes`: whole models with random weights.
 
-Every line has the least time that the model's bytes and operations allow beside it. Contexts are
-those in the middle of the measured steps. Prompts differ, and nothing is cached between them.
+Every line shows the least time that the model's bytes and operations allow. Its context is the mean
+of the measured steps. Prompts differ, and no prefixes are cached.
 """
 
 import time
@@ -59,31 +59,32 @@ class Cases:
         aim: str = "",
         rounds: int = ROUNDS,
     ) -> None:
-        """A line. aim_s, or factor times the floor: what a step may take; aim: it in words."""
+        """Measure a line of decoding. aim_s, or factor times the floor: the maximum time of a step;
+        aim: the same in words."""
         bench, name = self.bench, self._name(f"batch {batch}, context {context}")
         if bench.is_tiny:
             batch, context, steps = min(batch, 2), 40, 4
 
         def measure() -> None:
             cost = decode_cost(self.llm.engine.spec, batch, context)
-            most_s = factor * cost.least_s(H200) if factor is not None else aim_s
+            max_s = factor * cost.least_s(H200) if factor is not None else aim_s
             times = best_decode(bench, self.llm, batch, context, steps, rounds)
             detail = times.detail | {"tokens/s": f"{batch / times.mean_s:,.0f}"}
-            row = timed_row(name, times.mean_s, cost, bench.measured, aim_s=most_s, detail=detail)
+            row = timed_row(name, times.mean_s, cost, bench.measured, aim_s=max_s, detail=detail)
             words = aim or (f"<= {factor} x floor" if factor is not None else row.aim)
             bench.report.add(replace(row, aim=words))
 
         bench.attempt(name, measure)
 
     def prompt(self, length: int, aim_s: float | None = None, aim: str = "") -> None:
-        """From the request to its one token; the median of several prompts."""
+        """Measure the time from the request to its one token; the median of several prompts."""
         bench, name = self.bench, self._name(f"prompt of {length}")
         length = bench.pick(length, 40)
 
         def measure() -> None:
             spec = self.llm.engine.spec
             prompts = random_requests(spec.vocab_size, bench.pick(8, 3), length, length, seed=1)
-            took = [timed_ask(self.llm, [Request(each.prompt, 1)]) for each in prompts]
+            took = [timed_requests(self.llm, [Request(each.prompt, 1)]) for each in prompts]
             first, took = took[0], sorted(took[1:])
             detail = {"first": first, "fastest": took[0], "slowest": took[-1]}
             row = timed_row(
@@ -98,8 +99,8 @@ class Cases:
 
         bench.attempt(name, measure)
 
-    def idle(self, batch: int, context: int, most_idle: float) -> None:
-        """The device's idle share over steady steps, and the largest gaps."""
+    def idle(self, batch: int, context: int, max_idle: float) -> None:
+        """Measure the device's idle share over steady steps, and the largest gaps."""
         bench, name = self.bench, self._name(f"idle, {batch} rows, context {context}")
         if not bench.is_cuda:
             bench.report.skip(name, "there is no profile of a CPU's idle time")
@@ -114,15 +115,15 @@ class Cases:
             unprofiled = self._name(f"batch {batch}, context {context}")
             steps_s = [row.seconds for row in bench.report.rows if row.case == unprofiled]
             step_s = steps_s[-1] if steps_s else None
-            bench.report.add(idle_row(name, idle_of(profile.intervals), most_idle, step_s))
+            bench.report.add(idle_row(name, idle_of(profile.intervals), max_idle, step_s))
             bench.report.facts[name] = largest(profile.intervals)
             bench.report.write()
 
         bench.attempt(name, measure)
 
     def requests(self) -> None:
-        """Requests of many lengths, all at once: output tokens per second. The better of two
-        runs."""
+        """Measure the output tokens per second of requests of many lengths, all at once. The better
+        of two runs counts."""
         bench = self.bench
         num, shortest, longest = (4, 5, 20) if bench.is_tiny else (NUM_REQUESTS, SHORTEST, LONGEST)
         name = self._name(f"{num} requests of {shortest}-{longest} + {shortest}-{longest}")
@@ -130,10 +131,10 @@ class Cases:
         def measure() -> None:
             spec = self.llm.engine.spec
             requests = random_requests(spec.vocab_size, num, shortest, longest)
-            timed_ask(self.llm, [Request(each.prompt, 4) for each in requests[:32]])
-            took = [timed_ask(self.llm, requests)]
+            timed_requests(self.llm, [Request(each.prompt, 4) for each in requests[:32]])
+            took = [timed_requests(self.llm, requests)]
             if took[0] < bench.left_s / 2:
-                took.append(timed_ask(self.llm, requests))
+                took.append(timed_requests(self.llm, requests))
             floor_s, measured_s = run_floors(bench, spec, [each.lengths for each in requests])
             count, best = num_output(requests), min(took)
             detail = {"output tokens": count, "seconds": [round(t, 3) for t in took]}
@@ -147,8 +148,9 @@ class Cases:
         return f"{self.label}: {case}" if self.label else case
 
 
-def timed_ask(llm: LLM, requests: Sequence[Request]) -> float:
-    """Seconds until all are answered. Raises ValueError if an output is too short."""
+def timed_requests(llm: LLM, requests: Sequence[Request]) -> float:
+    """Return the seconds until all requests are answered. Raises ValueError if an output is too
+    short."""
     began = time.perf_counter()
     tokens = ask(llm, requests)
     took = time.perf_counter() - began
@@ -160,14 +162,14 @@ def timed_ask(llm: LLM, requests: Sequence[Request]) -> float:
 def run_floors(
     bench: Bench, spec: ModelSpec, lengths: Sequence[tuple[int, int]]
 ) -> tuple[float, float | None]:
-    """Of requests, by the limits of the aims and by those measured here."""
+    """Return the floors of requests, by the limits of the aims and by the measured ones."""
     measured = run_floor_s(spec, lengths, bench.measured) if bench.measured else None
     return run_floor_s(spec, lengths, H200), measured
 
 
-def idle_row(name: str, found: Idle, most_idle: float, step_s: float | None) -> Row:
-    """step_s: of a step without the profiler, which itself makes steps longer: what the device was
-    busy for against that is the second figure, and the smaller of the two counts."""
+def idle_row(name: str, found: Idle, max_idle: float, step_s: float | None) -> Row:
+    """Return a row of idle time. step_s: time of a step without the profiler, which makes steps
+    longer. The second figure is the busy time against step_s, and the smaller of the two counts."""
     busy_s = found.busy_s / PROFILED_STEPS
     detail = {
         "busy in a step": duration(busy_s),
@@ -180,12 +182,12 @@ def idle_row(name: str, found: Idle, most_idle: float, step_s: float | None) -> 
         unprofiled = max(0.0, 1.0 - busy_s / step_s)
         detail["idle without the profiler"] = f"{unprofiled:.2%}"
         share = min(share, unprofiled)
-    figure, aim = f"{found.share:.2%} idle", f"<= {most_idle:.0%}"
-    return Row(name, figure=figure, aim=aim, is_reached=share <= most_idle, detail=detail)
+    figure, aim = f"{found.share:.2%} idle", f"<= {max_idle:.0%}"
+    return Row(name, figure=figure, aim=aim, is_reached=share <= max_idle, detail=detail)
 
 
 def largest(intervals: Sequence[Interval]) -> dict[str, list[tuple[str, ...]]]:
-    """The largest gaps, and the kernels with the most time of a step, also printed."""
+    """Return the largest gaps and the kernels with the most time of a step, also printed."""
     gaps = [(duration(gap.seconds), gap.before, gap.after) for gap in idle_of(intervals).gaps]
     kernels = [
         (duration(seconds / PROFILED_STEPS), name) for name, seconds in largest_kernels(intervals)
@@ -198,7 +200,7 @@ def largest(intervals: Sequence[Interval]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def run_llama(bench: Bench) -> None:
-    """Piece `llama-8b`: the aims of the table, the most telling lines first."""
+    """Run piece `llama-8b`: the aims of the table, the most informative lines first."""
     with engine(bench, LLAMA, max_model_len=2304, max_num_seqs=256) as llm:
         cases = Cases(bench, llm)
         cases.decode(1, 512, steps=128, aim_s=4.0e-3)
@@ -218,7 +220,7 @@ def run_llama(bench: Bench) -> None:
 
 
 def run_small(bench: Bench) -> None:
-    """Piece `qwen3-0.6b`; with two plans in flight as well, if one is the default."""
+    """Run piece `qwen3-0.6b`; with two plans in flight as well, if one is the default."""
     settings = {"max_model_len": 2304, "max_num_seqs": 256}
     with engine(bench, SMALL, **settings) as llm:
         depth = llm.engine.config.scheduler.pipeline_depth
@@ -238,7 +240,7 @@ def _small_cases(cases: Cases) -> None:
 
 
 def run_mixture(bench: Bench) -> None:
-    """Piece `qwen3-30b-a3b`."""
+    """Run piece `qwen3-30b-a3b`."""
     with engine(bench, MIXTURE, max_model_len=2304, max_num_seqs=64) as llm:
         cases = Cases(bench, llm)
         cases.decode(32, 512, aim_s=17e-3, aim="<= 17 ms, then 15 ms")
@@ -248,8 +250,8 @@ def run_mixture(bench: Bench) -> None:
 
 
 def count_experts(bench: Bench, llm: LLM) -> None:
-    """How many experts 32 tokens of one step share out to: the floor takes them to choose evenly,
-    which random weights need not do. What does not run in this thread is not seen."""
+    """Count the experts that 32 tokens of one step choose. The floor assumes an even choice, which
+    random weights need not make. Work outside of this thread is not seen."""
     requests = random_requests(llm.engine.spec.vocab_size, bench.pick(32, 3), 1, 1, seed=3)
     with record_ops(keeps_values=True) as record:
         ask(llm, [Request(request.prompt, 1) for request in requests])
@@ -270,7 +272,7 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def run_modes(bench: Bench) -> None:
-    """Piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each way to run a step."""
+    """Run piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each mode of a step."""
     found: dict[str, float] = {}
     for name, settings in MODES:
         missing = settings.keys() - known_settings()
@@ -284,7 +286,7 @@ def run_modes(bench: Bench) -> None:
 
 
 def mode_case(bench: Bench, name: str, settings: dict[str, Any], found: dict[str, float]) -> None:
-    """One line; found: the times of the modes before."""
+    """Measure one line; found: the times of the earlier modes."""
     prompt, output = (40, 6) if bench.is_tiny else (4000, 50)
     with engine(bench, LLAMA, max_model_len=4096, max_num_seqs=8, **settings) as llm:
         spec = llm.engine.spec
@@ -292,8 +294,8 @@ def mode_case(bench: Bench, name: str, settings: dict[str, Any], found: dict[str
             Request(each.prompt, output)
             for each in random_requests(spec.vocab_size, 4, prompt, prompt, seed=2)
         ]
-        timed_ask(llm, requests[:1])
-        took = sorted(timed_ask(llm, [request]) for request in requests[1:])
+        timed_requests(llm, requests[:1])
+        took = sorted(timed_requests(llm, [request]) for request in requests[1:])
     seconds = found[name] = took[len(took) // 2]
     row = Row(f"4000 + 50, {name}", seconds, *run_floors(bench, spec, [(prompt, output)]))
     if "full" in found and name != "full":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MOST_LOG_BYTES = 32 << 20  # what prints more than this is stopped
-END_S = 8.0  # for what was asked to end, before it is killed
+END_S = 8.0  # for a process to end after SIGINT, before it is killed
 CUT_OFF_S = 3.0  # the same where all of this is cut off
 POLL_S = 0.1
 
@@ -50,7 +50,7 @@ class _Running:
     kill_at: float = float("inf")
 
     def ask_to_end(self, why: str) -> None:
-        """pytest and the benchmarks write what they have when they are interrupted."""
+        """Interrupt the task: pytest and the benchmarks then write their results so far."""
         self.stopped, self.kill_at = why, time.monotonic() + END_S
         self.signal(signal.SIGINT)
 
@@ -61,8 +61,13 @@ class _Running:
 
 @dataclass
 class Runner:
-    """Runs tasks. end: time.monotonic() at which all must have ended. jobs: at once. on_end: is
-    told each outcome; on_wait: called while something runs, and may raise to end it all."""
+    """Runs tasks.
+
+    end: time.monotonic() at which all must have ended.
+    jobs: maximum number at once.
+    on_end: called with each outcome.
+    on_wait: called while a task runs; it may raise to end all.
+    """
 
     folder: Path
     end: float
@@ -72,7 +77,7 @@ class Runner:
     _running: list[_Running] = field(default_factory=list)
 
     def run(self, tasks: Iterable[Task], jobs: int = 1) -> None:
-        """All of them, in this order; those that there is no time for are not begun."""
+        """Run all tasks, in this order; tasks without enough time are not begun."""
         waiting = list(tasks)
         while waiting or self._running:
             late = time.monotonic() >= self.end - 2 * END_S
@@ -89,7 +94,7 @@ class Runner:
                 time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """Soon, all that runs; each is told of as stopped."""
+        """End all running tasks soon, and report each as stopped."""
         kill_at = time.monotonic() + CUT_OFF_S
         for each in self._running:
             each.signal(signal.SIGINT)  # so that they end what they started themselves
@@ -156,7 +161,7 @@ class Runner:
 
 
 def tail(path: Path, num_bytes: int = 1 << 16) -> str:
-    """The end of a file; nothing if there is none."""
+    """Return the end of a file; nothing if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - num_bytes))
@@ -166,12 +171,12 @@ def tail(path: Path, num_bytes: int = 1 << 16) -> str:
 
 
 def head_and_tail(path: Path, num_bytes: int) -> bytes:
-    """All of a file, or of a longer one its beginning and its end, so much of each."""
+    """Return a file's beginning and its end, num_bytes of each, or the whole if it is shorter."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= 2 * num_bytes:
             return file.read(2 * num_bytes)
         begin = file.read(num_bytes)
         file.seek(size - num_bytes)
-        left_out = f"\n... {size - 2 * num_bytes:,} bytes left out ...\n".encode()
-        return begin + left_out + file.read(num_bytes)
+        omission = f"\n... {size - 2 * num_bytes:,} bytes left out ...\n".encode()
+        return begin + omission + file.read(num_bytes)

@@ -1,4 +1,4 @@
-"""What is asked of all engines: random token ids, lengths drawn evenly, all from one seed."""
+"""The requests to all engines: random token ids, lengths drawn evenly, all from one seed."""
 
 from dataclasses import dataclass
 
@@ -26,8 +26,8 @@ def random_requests(
     longest: int = LONGEST,
     seed: int = SEED,
 ) -> list[Request]:
-    """Prompts and outputs of `shortest` to `longest` tokens each. The first requests are the same
-    whatever num is."""
+    """Return requests with prompts and outputs of `shortest` to `longest` tokens. The first
+    requests do not depend on num."""
     requests = []
     for index in range(num):
         rng = np.random.default_rng((seed, index))

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels.attention [--part cases,paged,split,cascade,formats]
         [--dtype bfloat16] [--backend cpu] [--threads 2] [--variant amx avx512_bf16]
 
-The parts, each a table of one layer's times, of the keys and values that it needs per second, and
-of the share of that in the bandwidth of reading memory that fits in no cache:
+Each part is a table of one layer's times and of the keys and values that it needs per second. It
+also shows their share of the bandwidth of reading memory that fits in no cache:
 
     cases     decode rows, prompts and chunks; also GFLOP/s of the products that the mask leaves,
               and the share of that in what the instructions do on the same few cache lines
@@ -15,8 +15,8 @@ of the share of that in the bandwidth of reading memory that fits in no cache:
     formats   how keys and values are stored
 
 `cases` runs with any backend, the others with `cpu`. --variant: instruction sets of `cpu`, each of
-which runs the parts; without it the one that is chosen here. The shape is that of Qwen3-0.6B: 16
-query heads, 8 KV heads, head dim 128.
+which runs the parts; the default is the one chosen here. Qwen3-0.6B's shape is used: 16 query
+heads, 8 KV heads, head dim 128.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class Case:
         return 4 * pairs * HEADS * HEAD_DIM
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """That must be read, each row's once."""
+        """Return the bytes that must be read, each row's once."""
         row = HEAD_DIM + 4 if self.kv_format == "int8" else HEAD_DIM * dtype.itemsize
         return 2 * sum(context for context, _ in self.rows) * self.kv_heads * row
 
@@ -92,7 +92,7 @@ Line = tuple[str, Row | None]  # what is printed, and its row in the results
 
 
 def scattered_step(case: Case) -> AttentionStep:
-    """The case over blocks in random order."""
+    """Return the case over blocks in random order."""
     order = iter(np.random.default_rng(0).permutation(case.num_blocks).tolist())
     size = case.block_size
     width = max(-(-context // size) for context, _ in case.rows)
@@ -128,7 +128,7 @@ def fill(backend: AttentionBackend, case: Case, dtype: torch.dtype) -> None:
 
 
 def measure(make: MakeBackend, case: Case, dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of one layer's write and run, and of prepare."""
+    """Return the seconds of one layer's write and run, and of prepare."""
     backend, step = make(case.layout(dtype)), scattered_step(case)
     fill(backend, case, dtype)
     num_tokens = sum(new for _, new in case.rows)
@@ -150,15 +150,18 @@ def measure(make: MakeBackend, case: Case, dtype: torch.dtype) -> tuple[float, f
 
 
 def read_bandwidth(size_bytes: int = 256 << 20) -> float:
-    """Bytes per second of adding up memory that fits in no cache."""
+    """Return the bytes per second of adding up memory that fits in no cache."""
     numbers = torch.ones(size_bytes // 4, dtype=torch.float32)
     return size_bytes / best_time(lambda: numbers.sum())
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the parts share. limit: bytes read per second. variant: of `cpu`; None: what it
-    chooses."""
+    """The shared settings of the parts.
+
+    limit: bytes read per second.
+    variant: the instruction set of `cpu`, or None for its own choice.
+    """
 
     dtype: torch.dtype
     backend: str
@@ -172,8 +175,8 @@ class Bench:
         return self.cpu(layout) if self.backend == "cpu" else make_backend(self.backend, layout)
 
     def peak_flops(self) -> float:
-        """Operations per second of the products that keys of this type go by, as the products of
-        weights measure it."""
+        """Return the operations per second of the products for keys of this type, as the products
+        of weights measure it."""
         format = "bfloat16" if self.dtype == torch.bfloat16 else ATTENTION
         name = self.variant or chosen_variant(format)
         index, number = NAMES.index(format), variant_numbers()[name]
@@ -245,7 +248,7 @@ class Bench:
                 yield line, row | self._shares(rate) | {"gflop_per_s": flops / 1e9}
 
     def _pair(self, title: str, *sides: tuple[str, Case, MakeBackend]) -> Line:
-        """One line: the first side's time against the second's."""
+        """Return one line: the first side's time against the second's."""
         times = [measure(make, case, self.dtype)[0] for _, case, make in sides]
         rate = sides[0][1].kv_bytes(self.dtype) / times[0]
         named = ", ".join(f"{s[0]} {t * 1e6:8.0f} us" for s, t in zip(sides, times, strict=True))

@@ -1,9 +1,9 @@
-"""What a sum of ranks takes: processes of this machine that share memory, beside gloo.
+"""Measure a sum of ranks: processes of this machine that share memory, compared with gloo.
 
     python -m benchmarks.kernels.collective [--ranks 2] [--width 1024] [--rounds 3]
 
-Of float32 [tokens, width]. GB/s: bytes of the tensor over the time; the share is that of what one
-thread copies, of as many bytes.
+The tensor is float32 [tokens, width]. GB/s: bytes of the tensor over the time. The share is
+relative to one thread's copy of as many bytes.
 """
 
 import argparse
@@ -47,18 +47,18 @@ def microseconds(call: Callable[[], object]) -> float:
     return statistics.median(times) * 1e6
 
 
-def work(rank: int, directory: str, asked: argparse.Namespace) -> None:
+def work(rank: int, directory: str, options: argparse.Namespace) -> None:
     """Measure both kinds in turn, as one of the processes."""
     set_num_threads(1)
     torch.set_num_threads(1)
-    groups = [make_group(kind, directory, rank, asked.ranks) for kind in KINDS]
+    groups = [make_group(kind, directory, rank, options.ranks) for kind in KINDS]
     rows: list[Row] = []
     for tokens in TOKENS:
-        x = torch.ones(tokens, asked.width)
+        x = torch.ones(tokens, options.width)
         other = torch.empty_like(x)
         copied = microseconds(partial(other.copy_, x))
         best = [float("inf")] * len(KINDS)
-        for _ in range(asked.rounds):
+        for _ in range(options.rounds):
             for i, group in enumerate(groups):
                 best[i] = min(best[i], microseconds(partial(group.all_reduce, x.zero_())))
         if rank == 0:
@@ -68,7 +68,7 @@ def work(rank: int, directory: str, asked: argparse.Namespace) -> None:
                 rows.append(row | {"of_copying": share})
                 print(f"{tokens:6} tokens  {kind:14} {us:9.1f} us {rate:7.2f} GB/s {share:6.0%}")
     if rank == 0:
-        write(asked.output_json, "kernels.collective", rows, options_of(asked))
+        write(options.output_json, "kernels.collective", rows, options_of(options))
 
 
 def main() -> None:
@@ -77,13 +77,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as directory:
         processes = [
-            context.Process(target=work, args=(rank, directory, asked))
-            for rank in range(asked.ranks)
+            context.Process(target=work, args=(rank, directory, options))
+            for rank in range(options.ranks)
         ]
         for process in processes:
             process.start()

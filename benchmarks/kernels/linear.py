@@ -1,14 +1,14 @@
-"""Linear layers of Qwen3 on this CPU: the C++ core's formats beside torch's packed weights.
+"""Measure linear layers of Qwen3 on this CPU: the C++ core's formats and torch's packed weights.
 
     python -m benchmarks.kernels.linear [--threads 2] [--formats bfloat16 int8]
         [--shapes gate_up 8b_down] [--variants amx avx512_bf16] [--rows 16 256]
 
 Up to 8 rows a product is bound by reading the weights: GB/s, with the share of the machine's read
-bandwidth. From 16 on it is bound by arithmetic: 10^9 operations per second, with the share of the
-peak that any of the machine's instruction sets reaches in registers, whichever is timed. Both
-limits are measured in the same run. Shapes are Qwen3-0.6B's, and with 8b_ Qwen3-8B's.
-Each shape is multiplied with as many different weights as fill 300 MB, as in a model, and the best
-of many single products counts, because other processes only make them slower.
+bandwidth. From 16 on it is bound by arithmetic: 10^9 operations per second. The share is relative
+to the peak of the machine's best instruction set in registers, whichever is timed. Both limits are
+measured in the same run. Shapes are Qwen3-0.6B's, and with 8b_ Qwen3-8B's. Each shape is multiplied
+with as many different weights as fill 300 MB, as in a model. The best of many single products
+counts, because other processes only make them slower.
 """
 
 import argparse
@@ -46,7 +46,7 @@ LARGE_SHAPES = {
 FEW_ROWS = (1, 2, 4, 8)
 MANY_ROWS = (16, 64, 256, 1024)
 WORKING_SET_BYTES = 300_000_000
-MIN_REPEATS, MIN_S, MOST_S = 8, 0.3, 3.0
+MIN_REPEATS, MIN_S, MAX_S = 8, 0.3, 3.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ KINDS = [
 
 
 def copies(kind: Kind, shape: tuple[int, int], variant: str) -> list[Any]:
-    """Equal weights, each in memory of its own."""
+    """Return equal weights, each in memory of its own."""
     weight = (torch.randn(shape) * 0.02).to(kind.dtype)
     if kind.is_torch:
         reorder = torch.ops.mkldnn._reorder_linear_weight
@@ -91,9 +91,9 @@ def copies(kind: Kind, shape: tuple[int, int], variant: str) -> list[Any]:
 
 
 def best_s(weights: list[Any], x: torch.Tensor) -> float:
-    """Seconds of the fastest single product."""
+    """Return the seconds of the fastest single product with x [rows, inputs]."""
     best, spent, repeats, began = float("inf"), 0.0, 0, time.perf_counter()
-    while (repeats < MIN_REPEATS or spent < MIN_S) and spent < MOST_S:
+    while (repeats < MIN_REPEATS or spent < MIN_S) and spent < MAX_S:
         weight = weights[repeats % len(weights)]
         before = time.perf_counter()
         linear(x, weight)
@@ -103,7 +103,8 @@ def best_s(weights: list[Any], x: torch.Tensor) -> float:
 
 
 def peaks(threads: int) -> dict[str, dict[str, float]]:
-    """Operations per second of each instruction set, by what is multiplied, of all threads."""
+    """Return the operations per second of each instruction set, by number format, of all
+    threads."""
     module = core()
     assert module is not None
     names = ("float32", "bfloat16", "float16", "int8")
@@ -125,7 +126,7 @@ def measure(
 def cells(
     kind: Kind, shape: tuple[int, int], seconds: dict[int, float], limits: dict[str, float]
 ) -> list[str]:
-    """What is printed of a row."""
+    """Return the cells of a row."""
     num = shape[0] * shape[1]
     weight = torch.empty(shape, dtype=kind.dtype, device="meta")
     num_bytes = num * weight.itemsize

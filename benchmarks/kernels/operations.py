@@ -1,17 +1,17 @@
-"""Where every millisecond of a step on this CPU goes: each operation beside its limit.
+"""Measure each operation of a step on this CPU, and compare it with its limit.
 
     python -m benchmarks.kernels.operations [--model shape:qwen3-0.6b] [--quantization int8]
                                     [--steps 1x128 16x128 64x128 1x8192 prompt:1024 prompt:8192]
 
 A step `16x128` decodes 16 rows with 128 tokens of context each; `prompt:1024` computes one prompt
-in chunks of --chunk tokens. Each operation has its time, summed over the layers, its share of the
-step, the bytes of memory and the arithmetic that it cannot do without, and the share of its limit:
-the longer of reading these bytes at the machine's bandwidth and of the arithmetic at the peak of
-the format's instructions, both measured in the same run. What happens in the cache (norms,
-rotations, rounding of activations) has no limit there. `rest` is what the program does not do:
-gathering inputs, sampling, Python. The fastest of several steps counts, whole. How long a thread
-takes to see what another wrote is shown as well: a host that moves virtual cores about gives other
-times when they stand on one complex of its cores and on two.
+in chunks of --chunk tokens. Each operation has its time, summed over the layers, and its share of
+the step. It has its minimum of memory bytes and arithmetic, and its share of the limit. The limit
+is the longer of two times, both measured in the same run. One reads these bytes at the machine's
+bandwidth, the other does the arithmetic at the peak of the format's instructions. Operations in the
+cache (norms, rotations, rounding of activations) have no limit there. `rest` is all outside of the
+program: gathering inputs, sampling, Python. The fastest of several steps counts, whole. The time
+for one thread to see another's write is shown as well. A host that moves virtual cores about
+changes it, because they may share a complex of cores or not.
 """
 
 import argparse
@@ -49,8 +49,8 @@ REST, HEAD, ATTENTION = "rest", "head", "attention"
 
 @dataclass(frozen=True)
 class Step:
-    """num_rows rows, each with `context` tokens when they are done; chunk: how many of these are
-    computed at a time, from the first on; 0: the last alone."""
+    """A step of num_rows rows, each with `context` tokens at its end. chunk: tokens computed at a
+    time, from the first on; 0: the last one alone."""
 
     name: str
     num_rows: int
@@ -72,8 +72,8 @@ class Step:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """What is computed one after the other: tokens known before, and new ones. Rows that decode
-        have decoded once before, in a step that does not count: their start is no part of it."""
+        """Return the parts in order: tokens known before, and new ones. Decoding rows have decoded
+        once before, in a step that does not count, so their start is excluded."""
         if not self.chunk:
             return [(known, 1) for known in range(max(0, self.context - 2), self.context)]
         starts = range(0, self.context, self.chunk)
@@ -85,7 +85,7 @@ ALL = "all"  # the operation of a row that is of the whole step
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operation did, over all layers and chunks: time, bytes of memory that must be read,
+    """An operation's work over all layers and chunks: time, bytes of memory that must be read,
     products and sums of floats and of int8."""
 
     seconds: float = 0.0
@@ -189,7 +189,7 @@ class Machine:
 
     def _plans(self, step: Step) -> list[Plan]:
         """Make plans of a step whose earlier tokens count as computed, whatever their blocks hold.
-        Tokens are random; keys that nobody computed are zeros or another round's."""
+        Tokens are random; keys that were not computed are zeros or another round's."""
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, self.built.spec.vocab_size, (step.num_rows, step.context + 1))
         params, rows = SamplingParams(temperature=0.0), np.arange(step.num_rows, dtype=np.int32)

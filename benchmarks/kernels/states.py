@@ -2,12 +2,12 @@
 
     python -m benchmarks.kernels.states [--dtype float32] [--backend cpu] [--threads 2]
 
-A table of one layer's times: of the delta rule also GFLOP/s of its recurrence (7 for each number
-of the memory and token), and of a step that decodes the states that are read and written per
-second, beside copying memory that fits in no cache (19 MB of one row's states may stay in one, so
-look at 16 rows). Then how many times as long as a token of each row the same layers take of a step
-with guesses: the forward pass, and leaving the states behind the right ones. The shape is that of a
-hybrid of 0.6B: 16 heads of 128 x 128 and a convolution of 4 over 6,144 channels.
+The table shows one layer's times. For the delta rule it also shows GFLOP/s of its recurrence (7 for
+each number of the memory and token). For a decode step it shows the states read and written per
+second, compared with copying memory that fits in no cache. 19 MB of one row's states may stay in a
+cache, so look at 16 rows. Then follow steps with draft tokens, relative to a step of one token per
+row: the forward pass, and storing the states after the accepted tokens. The shape is a hybrid of
+0.6B: 16 heads of 128 x 128 and a convolution of 4 over 6,144 channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ from quire.tools.report import benchmark_parser
 
 HEADS, WIDTH, BLOCK_SIZE = DeltaHeads(16, 16, 128, 128), 4, 16
 LAYERS = 18  # run in turn, so that one call does not find the last one's states in the cache
-MOST_ROWS = 16
-GUESSES = 4
+MAX_ROWS = 16
+DRAFTS = 4
 
 # Rows given as (tokens before the step, new tokens).
 CASES = {
     "decode, 1 row": ((100, 1),),
     "decode, 4 rows": ((100, 1),) * 4,
-    "decode, 16 rows": ((100, 1),) * MOST_ROWS,
+    "decode, 16 rows": ((100, 1),) * MAX_ROWS,
     "prompt, 64": ((0, 64),),
     "prompt, 512": ((0, 512),),
     "prompts, 4 of 64": ((0, 64),) * 4,
@@ -43,7 +43,7 @@ CASES = {
 
 
 def step_of(rows: Sequence[tuple[int, int]]) -> AttentionStep:
-    """A step whose rows have a block each."""
+    """Return a step whose rows have a block each."""
     lens = np.array([count for _, count in rows], np.int32)
     contexts = np.array([before + count for before, count in rows], np.int32)
     tables = torch.full((len(rows), int(contexts.max()) // BLOCK_SIZE + 1), -1, dtype=torch.int32)
@@ -63,7 +63,7 @@ def step_of(rows: Sequence[tuple[int, int]]) -> AttentionStep:
 
 
 def per_layer(run: Callable[[int], object]) -> float:
-    """Seconds of one layer."""
+    """Return the seconds of one layer."""
 
     def all_layers() -> None:
         for layer in range(LAYERS):
@@ -75,9 +75,9 @@ def per_layer(run: Callable[[int], object]) -> float:
 def measure(
     backend: AttentionBackend, rows: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Seconds of one layer's convolution and delta rule."""
+    """Return the seconds of one layer's convolution and delta rule."""
     total, channels = sum(count for _, count in rows), HEADS.channels
-    # As a layer has them: columns of what one product returned.
+    # As in a layer: columns of one product's result.
     row = torch.randn(total, channels + HEADS.values * HEADS.value_dim + 2 * HEADS.values)
     x, gates = row.to(dtype)[:, :channels], row.to(dtype)[:, -2 * HEADS.values :]
     weight = torch.randn(channels, WIDTH).to(dtype)
@@ -88,16 +88,17 @@ def measure(
     return convolution_s, delta_s
 
 
-def measure_guesses(
+def measure_drafts(
     backend: AttentionBackend, num_rows: int, num_right: int, dtype: torch.dtype
 ) -> float:
-    """Seconds of one layer in a step of rows with GUESSES guesses, of which so many are right."""
-    total, channels = num_rows * (1 + GUESSES), HEADS.channels
+    """Return the seconds of one layer in a step of rows with draft tokens, num_right of which are
+    accepted."""
+    total, channels = num_rows * (1 + DRAFTS), HEADS.channels
     row = torch.randn(total, channels + 2 * HEADS.values).to(dtype)
     x, gates = row[:, :channels], row[:, channels:]
     weight = torch.randn(channels, WIDTH).to(dtype)
     rate, shift = torch.rand(2, HEADS.values)
-    step = step_of(((100, 1 + GUESSES),) * num_rows)
+    step = step_of(((100, 1 + DRAFTS),) * num_rows)
     right = np.full(num_rows, 1 + num_right, np.int32)
 
     def run() -> None:
@@ -122,7 +123,7 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     size = HEADS.channels * (WIDTH - 1) + HEADS.memory_size
     group = CacheGroup(STATE, tuple(range(LAYERS)), state_size=size)
-    layout = KVLayout((group,), (MOST_ROWS,), BLOCK_SIZE, dtype, torch.device("cpu"))
+    layout = KVLayout((group,), (MAX_ROWS,), BLOCK_SIZE, dtype, torch.device("cpu"))
     with torch.inference_mode():
         backend, limit = make_backend(options.backend, layout), copy_bandwidth()
         print(
@@ -144,17 +145,15 @@ def main() -> None:
                  "delta_rule_us": delta_s * 1e6, "gflop_per_s": work / 1e9,
                  "gb_per_s": rate / 1e9, "of_copying": rate / limit}
             )  # fmt: skip
-        for num_rows in (1, 4, MOST_ROWS):
+        for num_rows in (1, 4, MAX_ROWS):
             plain_s = sum(measure(backend, ((100, 1),) * num_rows, dtype))
             times = [
-                measure_guesses(backend, num_rows, right, dtype) / plain_s
-                for right in range(GUESSES + 1)
+                measure_drafts(backend, num_rows, right, dtype) / plain_s
+                for right in range(DRAFTS + 1)
             ]
             shown = ", ".join(f"{each:.2f}" for each in times)
-            print(
-                f"{num_rows} rows with {GUESSES} guesses, 0 .. {GUESSES} right: {shown} of a token"
-            )
-            case = f"{num_rows} rows with {GUESSES} guesses"
+            print(f"{num_rows} rows with {DRAFTS} guesses, 0 .. {DRAFTS} right: {shown} of a token")
+            case = f"{num_rows} rows with {DRAFTS} guesses"
             written.append({"case": case, "of_a_token_by_right_guesses": times})
     settings = options_of(options) | {"copy_bytes_per_s": limit}
     write(options.output_json, "kernels.states", written, settings)

@@ -1,14 +1,14 @@
-"""Time to allocate and free one block, against the size of the pool: it must not grow with it.
+"""Measure the time to allocate and free one block, against the size of the pool: it must not grow.
 
     python -m benchmarks.memory.block_pool
 
-Half of the pool is held throughout. `plain`: take a block, give it back. `indexed`: take one, name
-it as prefix caching does, give it back; the other half of the pool waits in the LRU queue, so
-every allocation evicts. `random`: give back a held block chosen at random, take another one.
+Half of the pool is in use throughout. `plain`: allocate a block and free it. `indexed`: allocate
+one, name it as prefix caching does, and free it. The other half of the pool waits in the LRU queue,
+so every allocation evicts. `random`: free a random block in use, and allocate another one.
 
-The number of operations never depends on the size. What grows in `indexed` and `random` is the
-time that memory takes once the book-keeping is larger than the processor's caches: beside them
-stands the time of two random reads and writes of a plain list as long as the pool (`list`).
+The number of operations never depends on the size. `indexed` and `random` grow only by the time of
+memory accesses, once the book-keeping is larger than the processor's caches. For comparison, `list`
+is the time of two random reads and writes of a plain list as long as the pool.
 """
 
 import time
@@ -73,7 +73,7 @@ def random_ns(num_blocks: int, num_operations: int) -> float:
 
 
 def list_ns(num_blocks: int, num_operations: int) -> float:
-    """Two random reads and writes of a list as long as the pool."""
+    """Return the nanoseconds of two random reads and writes of a list as long as the pool."""
     values = list(range(num_blocks))
     places = _places(num_blocks // 2, num_operations)
     half = num_blocks // 2
@@ -91,7 +91,7 @@ def _places(num: int, num_operations: int) -> list[int]:
 
 
 def _best_ns(work: Callable[[], None], num_operations: int) -> float:
-    """Nanoseconds per operation, the best of some rounds after one that does not count."""
+    """Return nanoseconds per operation, the best of some rounds after one that does not count."""
     best = float("inf")
     for round_ in range(ROUNDS + 1):
         began = time.perf_counter_ns()

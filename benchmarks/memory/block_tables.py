@@ -1,14 +1,18 @@
-"""Time of what decoding methods do with block tables: fork, append, truncate, free (P 5.2).
+"""Measure the operations of decoding methods on block tables: fork, append, truncate, free (P 5.2).
 
     python -m benchmarks.memory.block_tables
 
-Nanoseconds per block, for tables of 16 to 4,096 blocks: it must not grow with the table.
-`append`: one more block at a time. `fork`: a second table over the same blocks. `release`: free
-that one again; the blocks stay with the first. `truncate`: the first table down to nothing. `free`:
-all at once. `copy`: the first write into a forked table's last block, filled by half, per write: a
-new block in the old one's place, whatever the table's length; what makes it slower after a longer
-fork is that the pool's book-keeping has left the processor's caches. A pool of 65,536 blocks, half
-of it held by others; the best of some rounds, without Python's garbage collector.
+The unit is nanoseconds per block, for tables of 16 to 4,096 blocks: it must not grow with the
+table. `append`: one more block at a time. `fork`: a second table over the same blocks. `release`:
+free the second table; the blocks stay with the first. `truncate`: shorten the first table to
+nothing. `free`: free the whole table.
+
+`copy`: the first write into a forked table's last block, which is half full, per write. A new block
+replaces the old one, whatever the table's length. It is slower after a longer fork only because the
+pool's book-keeping has left the processor's caches.
+
+The pool has 65,536 blocks, half of them in other use. The best of some rounds counts, without
+Python's garbage collector.
 """
 
 import gc
@@ -25,8 +29,8 @@ SIZES = (16, 64, 256, 1024, 4096)
 BLOCK_SIZE = 16
 POOL_BLOCKS = 65_536
 PARTS = ("append", "fork", "release", "truncate", "free", "copy")
-LEAST_COPIES = 200
-MOST_GROWTH = 1.5  # from the smallest table to the largest, per block
+MIN_COPIES = 200
+MAX_GROWTH = 1.5  # from the smallest table to the largest, per block
 
 
 def timed(work: Callable[[], object]) -> int:
@@ -36,12 +40,12 @@ def timed(work: Callable[[], object]) -> int:
 
 
 def one_round(num_blocks: int, num_tables: int) -> dict[str, float]:
-    """Nanoseconds per block of each part; of `copy`, per write."""
+    """Return nanoseconds per block of each part; of `copy`, per write."""
     pool = BlockPool(POOL_BLOCKS)
     for _ in range(POOL_BLOCKS // 2):
         pool.allocate()
     spent = dict.fromkeys(PARTS, 0.0)
-    num_copies = -(-LEAST_COPIES // num_tables)
+    num_copies = -(-MIN_COPIES // num_tables)
 
     def append(table: BlockTable) -> None:
         for _ in range(num_blocks):
@@ -66,7 +70,7 @@ def one_round(num_blocks: int, num_tables: int) -> dict[str, float]:
 
 
 def measure(num_blocks: int, num_operations: int, num_rounds: int) -> dict[str, float]:
-    """The best of the rounds, part by part."""
+    """Return the best of the rounds, part by part."""
     num_tables = max(1, num_operations // num_blocks)
     gc.collect()
     gc.disable()
@@ -92,8 +96,8 @@ def main() -> None:
     growth = {part: results[-1]["ns"][part] / results[0]["ns"][part] for part in PARTS}
     for part, times in growth.items():
         print(f"{part}: {times:.2f} x from {SIZES[0]} to {SIZES[-1]:,} blocks (flat is 1)")
-    most = max(times for part, times in growth.items() if part != "copy")
-    print(f"most, per block: {most:.2f} x (aim at most {MOST_GROWTH:g})")
+    largest = max(times for part, times in growth.items() if part != "copy")
+    print(f"most, per block: {largest:.2f} x (aim at most {MAX_GROWTH:g})")
     write(
         options.output_json,
         "memory.block_tables",

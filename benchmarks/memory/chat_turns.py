@@ -2,18 +2,18 @@
 
     python benchmarks/memory/chat_turns.py [--cut half] [--virtual]
 
-Each prompt is what was said in its conversation so far and a new message; prompt and answer have at
-most 1,024 tokens each, as in P. Lengths are ShareGPT-like (tools/workloads.py), tokens random,
-answers of the lengths that were drawn. A few requests run at once; when one ends, the next turn of
-another conversation comes, in an order that is shuffled for each round of turns. So before a
-conversation goes on, others push some or all of its blocks out of the pool.
+Each prompt is its conversation so far and a new message; prompt and answer have at most 1,024
+tokens each, as in P. Lengths are ShareGPT-like (tools/workloads.py), tokens random, answers of the
+lengths that were drawn. A few requests run at once. When one ends, the next turn of another
+conversation arrives, in an order that is shuffled for each round of turns. So before a conversation
+continues, others evict some or all of its blocks.
 
-Scaled: all lengths (messages, answers, the limit on prompts) are divided by --scale; the block size
+Scaled: all lengths (messages, answers, the limit on prompts) are divided by --scale. The block size
 is not, so less of a prompt is in full blocks. The model is small, with random weights, where P has
 OPT-13B; turns follow each other without pauses, where P has Poisson arrivals.
 
 P cuts a prompt to its last 1,024 tokens. Then it begins anywhere, and nothing of it is in any cache
-from this turn on (P keeps no cache between turns). Here the oldest turns are left out, whole ones:
+from this turn on (P keeps no cache between turns). Here the oldest turns are dropped, whole ones:
 
     turns   as few as possible: what is left out changes with almost every turn from then on, so
             these turns find nothing either
@@ -21,21 +21,21 @@ from this turn on (P keeps no cache between turns). Here the oldest turns are le
     tokens  as in P
 
 Engines, one after the other with the same work: no prefix caching; on the device only; with host
-memory (--host-gb, which the system hands out slowly when it is first used); with a directory, whose
-files stay in the page cache, and as much host memory as the pool has, and a new engine after half
-of the turns. All of them wait there until nobody runs; closing and opening is not part of the
-seconds. `first token`: from when a turn comes; `could hit`: of the turns that go on with at least a
-full block of what their conversation computed last. `cached`: of all prompt tokens; `directory`: in
+memory; with a directory. Host memory has --host-gb; the system is slow to provide it at first use.
+The directory's files stay in the page cache, with as much host memory as the pool has. That engine
+is replaced by a new one after half of the turns, when no request runs; closing and opening do not
+count. `first token`: from the arrival of a turn. `could hit`: the turns that continue at least a
+full block of their conversation's last computation. `cached`: of all prompt tokens; `directory`: in
 blocks that were fetched from it, which pass through host memory.
 
-The limit: the answers take the time that they would take with all rows in use and no prompt at all;
-beside that, each turn computes only what is new of its prompt, as far as blocks are full, and each
-of these tokens costs what it adds to a step. A first token comes after one step with those tokens.
-Both costs are measured before and after the engines; the lower ones count.
-`nothing cached` is the same formula with whole prompts, to be compared with the first engine.
+The limit: the answers take their time with all rows in use and no prompt at all. In addition, each
+turn computes only the new tokens of its prompt, as far as blocks are full. Each of these tokens
+costs its addition to a step. A first token comes after one step with those tokens. Both costs are
+measured before and after the engines; the lower ones count. `nothing cached` is the same formula
+with whole prompts, to be compared with the first engine.
 
---virtual: the same without scaling, in virtual time (tools/simulate): OPT-13B on an A100 and a
-pool of 15,700 tokens, as P has it; there is no directory.
+--virtual: the same without scaling, in virtual time (tools/simulate). As in P, it has OPT-13B on an
+A100 and a pool of 15,700 tokens; there is no directory.
 """
 
 import random
@@ -76,10 +76,10 @@ VIRTUAL_POOL = 15_700  # tokens
 
 @dataclass
 class Turn:
-    """A prompt and what became of it. Times in seconds.
+    """A prompt and its outcome. Times in seconds.
 
-    best_cached: tokens of full blocks that the conversation's last turn has computed already;
-    is_cut: something that was said was left out for the first time.
+    best_cached: tokens of full blocks that the conversation's last turn has computed already.
+    is_cut: a turn was dropped for the first time.
     """
 
     talk: int
@@ -105,15 +105,15 @@ class Talk:
     def __init__(self, index: int, messages: list[list[int]], answer_lens: list[int]) -> None:
         self.index = index
         self.messages, self.answer_lens = messages, answer_lens
-        self.said: list[list[int]] = []  # messages and answers of the turns that are kept
+        self.history: list[list[int]] = []  # messages and answers of the turns that are kept
         self.computed: list[int] = []
         self.is_busy = False
 
     def begin(self, number: int, limit: int, cut: str) -> Turn:
-        """The next turn; its prompt has at most `limit` tokens."""
+        """Begin the next turn; its prompt has at most `limit` tokens."""
         self.is_busy = True
         message = self.messages[number]
-        prompt = [token for turn in self.said for token in turn] + message
+        prompt = [token for turn in self.history for token in turn] + message
         is_cut = len(prompt) > limit
         if is_cut:
             prompt = self._cut(prompt, message, limit, cut)
@@ -123,15 +123,15 @@ class Talk:
 
     def _cut(self, prompt: list[int], message: list[int], limit: int, cut: str) -> list[int]:
         if cut == "tokens":
-            self.said = [prompt[-limit : -len(message)]]
+            self.history = [prompt[-limit : -len(message)]]
         most = limit // 2 if cut == "half" else limit
-        while self.said and len(message) + sum(map(len, self.said)) > most:
-            del self.said[0]
-        return [token for turn in self.said for token in turn] + message
+        while self.history and len(message) + sum(map(len, self.history)) > most:
+            del self.history[0]
+        return [token for turn in self.history for token in turn] + message
 
     def end(self, turn: Turn) -> None:
-        """The answer is there. Its last token was sampled and not computed."""
-        self.said.append(self.messages[turn.number] + turn.answer)
+        """Take the answer. Its last token was sampled and not computed."""
+        self.history.append(self.messages[turn.number] + turn.answer)
         self.computed = turn.prompt + turn.answer[:-1]
         self.is_busy = False
 
@@ -142,7 +142,7 @@ def _num_common(tokens: list[int], others: list[int]) -> int:
 
 
 def scaled_limit(scale: float) -> int:
-    """Most tokens of a prompt, and of an answer."""
+    """Return the maximum number of tokens of a prompt, and of an answer."""
     return max(1, round(LIMIT / scale))
 
 
@@ -161,7 +161,7 @@ class Work:
             self._order += [(number, talk) for talk in talks]
 
     def next(self, end: int) -> Turn | None:
-        """The first turn with a number below `end` whose conversation waits for nothing."""
+        """Return the first turn with a number below `end` whose conversation waits for nothing."""
         for i, (number, talk) in enumerate(self._order):
             if number < end and not self.talks[talk].is_busy:
                 del self._order[i]
@@ -194,7 +194,7 @@ def work_of(options: Any) -> Work:
 
 
 def lengths_of(options: Any) -> Work:
-    """All turns with answers that mean nothing: lengths, cuts and what is common are the same."""
+    """Return all turns with dummy answers: lengths, cuts and common parts are the same."""
     work = work_of(options)
     while (turn := work.next(options.turns)) is not None:
         work.end(turn, [0] * turn.num_output)
@@ -226,7 +226,7 @@ class Measured:
         return [turn.first_s for turn in self.turns if turn.best_cached or not could_hit]
 
     def summary(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the figures of the report."""
         of = self.num_prompt
         near = self.num_cached - self.from_host - self.from_disk
         shares = {"device": near, "host": self.from_host, "directory": self.from_disk}
@@ -265,7 +265,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def open_engine(options: Any, settings: dict[str, Any]) -> LLM:
-    """With a pool of --pool-tokens, and warmed up."""
+    """Return a warm engine with a pool of --pool-tokens."""
     spec = load_spec(resolve_model(options.model).directory)
     block_bytes = sum(group.block_bytes(BLOCK_SIZE, 2) for group in spec.cache_groups)
     llm = LLM(
@@ -283,12 +283,12 @@ def open_engine(options: Any, settings: dict[str, Any]) -> LLM:
 
 
 def longest(options: Any) -> int:
-    """Tokens of a prompt and an answer."""
+    """Return the number of tokens of a prompt and an answer."""
     return 2 * scaled_limit(options.scale)
 
 
 def pool_tokens(options: Any) -> int:
-    """All that run fit at their longest."""
+    """Return the size of the pool. By default all running requests fit at their maximum length."""
     blocks = options.users * -(-longest(options) // BLOCK_SIZE)
     return int(options.pool_tokens or blocks * BLOCK_SIZE)
 
@@ -323,8 +323,8 @@ def answer_turns(llm: LLM, work: Work, users: int, end: int, measured: Measured)
 
 
 def count_tiers(scheduler: Scheduler, measured: Measured) -> None:
-    """Where the cached tokens of an engine came from. Nobody was preempted, or what they found when
-    they came back counts too."""
+    """Count the sources of an engine's cached tokens. If a request was preempted, its hits on
+    resumption count too."""
     tier, stores = scheduler.memory.kv.tier, scheduler.stores
     if tier is None:
         return
@@ -334,7 +334,7 @@ def count_tiers(scheduler: Scheduler, measured: Measured) -> None:
 
 
 def measure(options: Any, name: str, settings: dict[str, Any], restarts: bool = False) -> Measured:
-    """One kind of engine."""
+    """Measure one kind of engine."""
     work = work_of(options)
     measured = Measured(name, work.turns)
     llm = open_engine(options, settings)
@@ -365,8 +365,12 @@ def measure_all(options: Any) -> Iterator[Measured]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured. alone_s: of a prompt token, in steps of prompts alone; token_s: what it adds to a
-    step; step_s: of a step without prompts, all rows in use."""
+    """Measured costs.
+
+    alone_s: of a prompt token, in steps of prompts alone.
+    token_s: its addition to a step.
+    step_s: of a step without prompts, all rows in use.
+    """
 
     alone_s: float
     token_s: float
@@ -379,7 +383,7 @@ class Costs:
         return num_prompt * self.token_s + self.step_s
 
     def better(self, other: "Costs") -> "Costs":
-        """The lower of each: what else the machine did made the other one higher."""
+        """Return the lower of each cost; other load made the higher one."""
         return Costs(
             min(self.alone_s, other.alone_s),
             min(self.token_s, other.token_s),
@@ -388,7 +392,8 @@ class Costs:
 
 
 def measure_costs(options: Any, turns: list[Turn]) -> Costs:
-    """With prompts of the mean length, and contexts of the mean length of those that decode."""
+    """Measure costs with prompts of the mean length, and contexts of the mean length of decoding
+    rows."""
     prompt_len = round(np.mean([len(turn.prompt) for turn in turns]))
     weights = [turn.num_output for turn in turns]
     contexts = [len(turn.prompt) + turn.num_output / 2 for turn in turns]
@@ -412,7 +417,7 @@ def measure_costs(options: Any, turns: list[Turn]) -> Costs:
 
 
 def limit_of(costs: Costs, turns: list[Turn], users: int) -> dict[str, Any]:
-    """The docstring's formula, with what is new of each turn and with all of it."""
+    """Return the docstring's formula, with the new tokens of each turn and with all of them."""
     num_decoded = sum(turn.num_output - 1 for turn in turns)
     num_prompt = sum(len(turn.prompt) for turn in turns)
     num_new = sum(turn.num_new for turn in turns)
@@ -433,7 +438,8 @@ def limit_of(costs: Costs, turns: list[Turn], users: int) -> dict[str, Any]:
 
 
 def measure_virtual(options: Any, name: str, cached: bool, num_host: int | None) -> Measured:
-    """num_host: blocks of host memory for evicted blocks; None is no such tier."""
+    """Measure in virtual time. num_host: blocks of host memory for evicted blocks; None is no such
+    tier."""
     work = Work(options.virtual_talks, options.turns, 1.0, options.cut)
     users = options.virtual_users
     config = SchedulerConfig(max_num_seqs=users, max_num_batched_tokens=2048)
@@ -470,7 +476,7 @@ def measure_virtual(options: Any, name: str, cached: bool, num_host: int | None)
 
 
 def virtual(options: Any) -> list[dict[str, Any]]:
-    """The paper's lengths, model and pool."""
+    """Measure the paper's lengths, model and pool."""
     print(
         f"virtual time: OPT-13B on an A100, {options.virtual_talks} conversations,"
         f" {options.virtual_users} at once, {options.turns} turns each, a pool of {VIRTUAL_POOL:,}"

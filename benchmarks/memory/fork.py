@@ -1,15 +1,16 @@
-"""A fork of a long held request: the time until the engine has it, and the blocks of its branches.
+"""Measure a fork of a long retained request: the time until the engine has it, and its branches'
+blocks.
 
     python -m benchmarks.memory.fork
 
-A request of 32,768 tokens is held; it is forked at its last token, into one branch and into
-several, again and again. The steps are not computed (random weights would take minutes for the
-prompt, and a fork computes one token of it), all else is the engine's own. Measured: the call that
-makes the branch (`add`), and that with the plan in which the branches begin (`add` + `schedule`);
-and the same without a branch, where index and names find the prompt.
+A retained request of 32,768 tokens is forked at its last token, into one branch and into several,
+repeatedly. The steps are not computed: random weights would take minutes for the prompt, and a fork
+computes one token of it. All else is the engine's own. Measured are the call that makes the branch
+(`add`), and that call with the plan that begins the branches (`add` + `schedule`). The same is
+measured without a branch, where the index finds the prompt.
 
-The limit of `add`: its tokens have to be copied and compared, and each block of the request gets a
-reference: what these take alone is measured beside it. Blocks: one for each branch.
+The limit of `add`: its tokens must be copied and compared, and each block of the request gets a
+reference. Their time alone is measured as well. Blocks: one for each branch.
 """
 
 import statistics
@@ -87,12 +88,12 @@ def finish(core: EngineCore) -> None:
         core.step()
 
 
-def measured(core: EngineCore, asked: Request) -> tuple[float, float, int]:
+def measured(core: EngineCore, forked: Request) -> tuple[float, float, int]:
     """Return the milliseconds of `add`, those with the first plan, and the blocks that the branches
     took, when each has written behind what they share."""
     free = core.view().num_free_blocks
     start = time.perf_counter()
-    core.add(asked)
+    core.add(forked)
     added = time.perf_counter()
     core.plan()
     planned = time.perf_counter()
@@ -142,8 +143,8 @@ def main() -> None:
     runs: dict[str, list[tuple[float, float, int]]] = {}
     for round_ in range(options.rounds):
         for name, of, num in sides:
-            asked = request(f"{name} {num} {round_}", tokens, num, fork=of)
-            runs.setdefault(f"{name}, {num}", []).append(measured(core, asked))
+            forked = request(f"{name} {num} {round_}", tokens, num, fork=of)
+            runs.setdefault(f"{name}, {num}", []).append(measured(core, forked))
     print_head("A fork of a long held request")
     limit = limit_ms(core, tokens, options.rounds)
     report: dict[str, Any] = {}

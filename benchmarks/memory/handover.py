@@ -1,16 +1,18 @@
-"""The first token of an engine that goes on with another engine's prompt, relative to computing it.
+"""Measure the first token of an engine that continues another engine's prompt, relative to
+computing it.
 
     python -m benchmarks.memory.handover --model shape:qwen3-0.6b --load-format dummy \
         --prompt 2048 --store shm:bench --runs 5
 
-Two engines in this process, one after the other on the same cores. For each run a new prompt:
+Two engines run in this process, one after the other on the same cores. Each run has a new prompt.
 `cold` is the second engine's time to its first token without the first engine's blocks (another
-salt), `warm` with them, from the request on: look-up, fetch, loading, the tail of the prompt.
-`kept` is how much later than the first engine's answer its last block is in the store. Moved bytes
-are compared with those of the blocks that the second engine lacks. Run it on a quiet machine.
-`CPU` is the time of all threads of this process during `warm`. --second-store: of the second
-engine, if it is another one, as with `serve://127.0.0.1:7400` and `peer://127.0.0.1:7400`,
-which need `QUIRE_KV_SECRET` in the environment.
+salt). `warm` is the same with them, from the request on: look-up, fetch, loading, the tail of the
+prompt. `kept` is the delay from the first engine's answer until its last block is in the store.
+Moved bytes are compared with the size of the blocks that the second engine lacks. Run it on a quiet
+machine. `CPU` is the time of all threads of this process during `warm`.
+
+--second-store: the second engine's store, if it is another one, as with `serve://127.0.0.1:7400`
+and `peer://127.0.0.1:7400`. These need `QUIRE_KV_SECRET` in the environment.
 """
 
 import os
@@ -75,10 +77,10 @@ def main() -> None:
             tokens = numbers.integers(10, 1000, options.prompt).tolist()
             prompt: dict[str, Any] = {"prompt_token_ids": tokens}
             cold, _ = first_token_s(second, prompt | {"cache_salt": f"cold {run}"}, None)
-            _, told = first_token_s(first, prompt, FIRST_LEG)
+            _, first_output = first_token_s(first, prompt, FIRST_LEG)
             kept = wait_until_kept(first)
             before, cpu_s = scheduler.stores.view(), time.process_time()
-            warm, output = first_token_s(second, prompt, told.kv_transfer_params)
+            warm, output = first_token_s(second, prompt, first_output.kv_transfer_params)
             after, cpu_s = scheduler.stores.view(), time.process_time() - cpu_s
             moved = after.num_fetched_bytes - before.num_fetched_bytes
             missing = (options.prompt - 1) // scheduler.memory.block_size * block_bytes

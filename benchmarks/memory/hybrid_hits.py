@@ -1,19 +1,19 @@
-"""What prompts find in the cache where layers remember a state, beside what they find without.
+"""Measure the prefix hits of models with states, compared with the hits of full attention alone.
 
     python -m benchmarks.memory.hybrid_hits
 
-A scheduler without a model, in virtual time (tools/simulate), over pools of --gb as the engine
-would cut them (kv/sizing.py) for a hybrid model of the 0.6B kind: 6 layers of full attention, 0.2
-MB for 16 tokens, and 18 with states, 20 MB for each. `full` has the 6 layers only and all of the
-memory for them: what can be found at all in it. Shares are of all prompt tokens.
+A scheduler without a model runs in virtual time (tools/simulate), over pools of --gb as the engine
+would divide them (kv/sizing.py). The hybrid model is of the 0.6B kind. It has 6 layers of full
+attention, 0.2 MB for 16 tokens, and 18 with states, 20 MB for each. `full` has the 6 layers only
+and all of the memory for them: the upper bound of hits. Shares are of all prompt tokens.
 
-    chat      conversations; each prompt is all that was said and a new message
-    thinking  the same, but of each answer the first half is left out afterwards, and the last four
-              tokens of the prompt before it (what a template begins an answer with)
-    agents    sessions that begin with one of four long prompts and a task, call tools eight times,
-              and let three others go on from the middle of them with tasks of their own
+    chat      conversations; each prompt is the conversation so far and a new message
+    thinking  the same, but the first half of each answer is dropped afterwards, and so are the
+              last four tokens of the prompt before it (the template's beginning of an answer)
+    agents    sessions that begin with one of four long prompts and a task, and call tools eight
+              times; three others with their own tasks continue from the middle of each
 
-Requests come as others end, --users at once, each turn in a new order.
+Requests arrive as others end, --users at once, each turn in a new order.
 """
 
 import random
@@ -40,7 +40,7 @@ from quire.tools.workloads import SHAREGPT
 BLOCK_SIZE, MAX_LEN, CHUNK = 16, 32768, 2048
 FULL = CacheGroup("full", tuple(range(6)), num_kv_heads=2, head_dim=256)
 STATES = CacheGroup("state", tuple(range(6, 24)), state_size=16 * 128 * 128 + 3 * 6144)
-MOST_OUTPUT = 400  # tokens of an answer, here
+MAX_OUTPUT = 400  # tokens of an answer, here
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Talk:
 
 
 def answer_of(length: int) -> list[int]:
-    """What the simulation answers."""
+    """Return the simulated answer."""
     return [OTHER] * (length - 1) + [STOP]
 
 
@@ -62,14 +62,14 @@ def chat(num_talks: int, num_turns: int, thinks: bool) -> Iterator[Talk]:
     lengths = zip(np.minimum(inputs, 1000).tolist(), outputs.tolist(), strict=True)
     system = rng.integers(10, VOCAB_SIZE, 120).tolist()
     for _ in range(num_talks):
-        talk, said = Talk(), list(system)
+        talk, history = Talk(), list(system)
         for _ in range(num_turns):
             num_input, num_output = next(lengths)
-            num_output = min(max(2, num_output), MOST_OUTPUT)
-            said = said + rng.integers(10, VOCAB_SIZE, num_input + 4).tolist()
-            talk.turns.append((said, num_output))
+            num_output = min(max(2, num_output), MAX_OUTPUT)
+            history = history + rng.integers(10, VOCAB_SIZE, num_input + 4).tolist()
+            talk.turns.append((history, num_output))
             answer = answer_of(num_output)
-            said = said[:-4] + answer[num_output // 2 :] if thinks else said + answer
+            history = history[:-4] + answer[num_output // 2 :] if thinks else history + answer
         yield talk
 
 
@@ -77,13 +77,13 @@ def agents(num_talks: int, num_turns: int) -> Iterator[Talk]:
     rng = np.random.default_rng(0)
     systems = [rng.integers(10, VOCAB_SIZE, 3000).tolist() for _ in range(4)]
 
-    def session(said: list[int], begins: int) -> Talk:
+    def session(history: list[int], begins: int) -> Talk:
         talk = Talk(begins)
         for _ in range(begins, num_turns):
-            said = said + rng.integers(10, VOCAB_SIZE, int(rng.integers(50, 700))).tolist()
+            history = history + rng.integers(10, VOCAB_SIZE, int(rng.integers(50, 700))).tolist()
             num_output = int(rng.integers(20, 150))
-            talk.turns.append((said, num_output))
-            said = said + answer_of(num_output)
+            talk.turns.append((history, num_output))
+            history = history + answer_of(num_output)
         return talk
 
     for i in range(num_talks):

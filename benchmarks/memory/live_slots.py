@@ -1,10 +1,11 @@
-"""Which share of the slots in held blocks holds live tokens (P fig. 2: 96.3 % on ShareGPT).
+"""Measure the share of the slots in blocks in use that hold live tokens (P fig. 2: 96.3 % on
+ShareGPT).
 
     python -m benchmarks.memory.live_slots
 
 Requests with lengths as in P fig. 11 wait at all times, and the pool is full, so that sequences are
-preempted now and then. A slot is live if its token's keys and values are in it after the step; held
-are all slots of blocks that running sequences hold. No model and no prefix caching.
+preempted now and then. A slot is live if its token's keys and values are in it after the step. The
+total is all slots of blocks that running sequences use. No model and no prefix caching.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,28 +1,26 @@
-"""How much KV memory requests save that share a prefix, against the formula of text H.
+"""Measure the KV memory that requests with a shared prefix save, against the formula of text H.
 
     python -m benchmarks.memory.prefix_savings
 
-Text H ("Memory savings in production"), for N requests of `total` tokens, of which `own` are not
-shared:
+Text H ("Memory savings in production"), for N requests of `total` tokens, `own` of them not shared:
 
     savings = 1 - (1 + (N - 1) * own / total) / N = (N - 1) / N * shared / total
 
-Here: 1 - the distinct blocks that N requests hold, over the sum of what each alone would hold, at
-the moment when all of them run at full length. A scheduler without a model, requests that come at
-once, and a pool in which nobody is preempted. The first 20 of a request's own tokens are its
-question, the others its answer; all are random. Text H's responses count as what is not shared.
+Here: 1 - the distinct blocks of N requests, over the sum of the blocks that each would use alone.
+It is measured when all of them run at full length. A scheduler without a model, simultaneous
+requests, and a pool large enough to avoid preemption. The first 20 of a request's own tokens are
+its question, the others its answer; all are random. Text H's responses count as not shared.
 
 Where the block size divides all lengths, this is the formula's value exactly. Otherwise
 
     savings = (N - 1) / N * floor(shared / block) / ceil(total / block)
 
-which is less for two reasons, each with its column: a block is shared if it is full, so that what
-the prefix has beyond whole blocks is held N times (`prefix`); and the last block of each request
-has slots without tokens, which it would have alone as well (`end`). Each of the two is less than
-block / total.
+which is less for two reasons, each with its column. Only full blocks are shared, so the prefix's
+tokens beyond whole blocks are stored N times (`prefix`). The last block of each request has empty
+slots, which it would have alone as well (`end`). Each of the two is less than block / total.
 
-Text H's own column is not made by its formula: 40 % of `code assistant` is about what is left
-(39.7 %), and what is saved is 60 %. RAG's 80 % is 4 points low; the other rows are rounded.
+Text H's own column does not follow its formula: 40 % of `code assistant` is about the remaining
+part (39.7 %), and 60 % is saved. RAG's 80 % is 4 points low; the other rows are rounded.
 """
 
 import math
@@ -39,12 +37,13 @@ from quire.tools.workloads import shared_prefix_prompts
 
 BLOCK_SIZE = 16
 QUESTION = 20  # own tokens that a request brings; the others are generated
-FAR = 0.1  # text H's figure is told to be wrong from this distance on; its rows are rounded
+FAR = 0.1  # from this distance on text H's figure is reported as wrong; its rows are rounded
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A row of text H's table. shared, own: tokens of a request; told: savings in the table."""
+    """A row of text H's table. shared, own: tokens of a request. The field `told` holds the savings
+    in the table."""
 
     name: str
     shared: int
@@ -63,16 +62,16 @@ class Scenario:
         return 1 - (1 + (num - 1) * Fraction(self.own, self.total)) / num
 
     def prompts(self) -> list[list[int]]:
-        """The shared tokens, then a question of each request's own."""
+        """Return the shared tokens, then a question of each request's own."""
         return shared_prefix_prompts(self.num_requests, self.shared, QUESTION, VOCAB_SIZE, seed=0)
 
     def lost_prefix(self, block_size: int) -> Fraction:
-        """What is not saved because the prefix's last block is not full."""
+        """Return the loss by the prefix's last block, if it is not full."""
         others = Fraction(self.num_requests - 1, self.num_requests)
         return others * Fraction(self.shared % block_size, self.total)
 
     def lost_end(self, block_size: int) -> Fraction:
-        """What is not saved because each request's last block is not full."""
+        """Return the loss by each request's last block, if it is not full."""
         others = Fraction(self.num_requests - 1, self.num_requests)
         in_blocks = self.shared - self.shared % block_size
         slots = -(-self.total // block_size) * block_size
@@ -134,12 +133,12 @@ def measure(
 
 
 def dividing_size() -> int:
-    """The largest block size that divides the lengths of all scenarios."""
+    """Return the largest block size that divides the lengths of all scenarios."""
     return math.gcd(*(length for s in SCENARIOS for length in (s.shared, s.total)))
 
 
 def run(scenario: Scenario) -> dict[str, Any]:
-    """A line of the table; savings as shares."""
+    """Measure a line of the table; savings as shares."""
     fine, whole = measure(scenario, BLOCK_SIZE), measure(scenario, dividing_size())
     return {
         "scenario": scenario.name,

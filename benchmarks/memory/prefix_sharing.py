@@ -1,12 +1,14 @@
-"""Requests that arrive together and share a prefix: how much time it saves to compute it once.
+"""Measure the time saved by computing a shared prefix once, for requests that arrive together.
 
     python -m benchmarks.memory.prefix_sharing
 
-16 requests of 512 shared and 32 own prompt tokens, 32 tokens out, at once, with a cold cache;
-against the same engine without prefix caching, and against one that has the shared tokens pinned
-(P 4.4, fig. 16: 1-shot is --shared 80, 5-shot --shared 341). Alternating rounds in one process;
-medians. The limit: each distinct prompt token is computed once, at the cost that a prompt token has
-without sharing, and the decode steps take as long as without it; of a pinned prefix, never.
+16 requests of 512 shared and 32 own prompt tokens, 32 tokens out, at once, with a cold cache. They
+run against the same engine without prefix caching, and against one that has the shared tokens
+pinned (P 4.4, fig. 16: 1-shot is --shared 80, 5-shot --shared 341). Alternating rounds in one
+process; medians.
+
+The limit: each distinct prompt token is computed once, at the cost of a prompt token without
+sharing, and decode steps take equally long. Pinned tokens are not computed.
 """
 
 import statistics
@@ -40,7 +42,7 @@ class Side:
         return sum(step.num_tokens for step in self.runs[0].steps)
 
     def prompt_seconds(self) -> float:
-        """Time of the steps that computed prompts, in the median run."""
+        """Return the time of the steps that computed prompts, in the median run."""
         totals = [sum(s.duration_s for s in run.steps if not s.is_decode) for run in self.runs]
         return statistics.median(totals)
 
@@ -68,7 +70,7 @@ def open_side(options: Any, sharing: bool, pinned: list[int] | None = None) -> S
 
 
 def best_ratio(off: Side, num_distinct: int) -> float:
-    """The limit of the docstring. num_distinct: prompt tokens that must be computed."""
+    """Return the limit of the docstring. num_distinct: prompt tokens that must be computed."""
     num_all = off.runs[0].num_prompt_tokens
     prompt_s = off.prompt_seconds()
     return off.seconds / (off.seconds - prompt_s + prompt_s * num_distinct / num_all)

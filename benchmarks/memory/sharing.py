@@ -1,28 +1,28 @@
-"""How many KV blocks parallel samples and beams save by sharing them (P fig. 15).
+"""Measure the KV blocks that parallel samples and beams save by sharing them (P fig. 15).
 
     python -m benchmarks.memory.sharing [--model ""]
 
-The paper's figure: blocks saved by sharing, over the blocks that there would be if every sequence
-held its own; both added up over the steps, which is their mean with many requests at once. Lengths
-as in P fig. 11, blocks of 16, and a pool in which nobody is preempted. A scheduler without a model;
-all sequences of a request get the length that was drawn for it.
+The paper's figure divides the blocks saved by sharing by the blocks without sharing. Both are
+summed over the steps, which is their mean with many requests at once. Lengths are as in P fig. 11,
+blocks have 16 tokens, and the pool is large enough to avoid preemption. The scheduler has no model;
+all sequences of a request get the length drawn for it.
 
-Samples share the full blocks of the prompt and nothing else, so their figure follows from the
-lengths. A request is there for o steps, with o / 2 output tokens on average, so that long outputs
-weigh more:
+Samples share only the full blocks of the prompt, so their figure follows from the lengths. A
+request runs for o steps, with o / 2 output tokens on average, so that long outputs weigh more:
 
     saved = (n - 1) / n * p / (p + r)    p: mean prompt length; r = E[o ** 2] / (2 E[o])
 
-`means` is this; `blocks` is the same sum over whole blocks: the last block of a prompt is shared
-only if it is full, or until somebody writes into it. So is P's range: ours differs as far as the
-spread of the lengths does, which makes r and is ours (tools/workloads.py), as P gives means only.
+`means` is this; `blocks` is the same sum over whole blocks. The last block of a prompt is shared
+only if it is full, or until a sequence writes into it. P's range is computed in the same way. Ours
+differs by the spread of the lengths, which determines r. The spread is our choice
+(tools/workloads.py), as P gives means only.
 
-Beams share whatever they have in common, and what that is depends on the model. `sure`: the chance
-that two draws from its distribution agree; `alike`: the share of the positions in which all beams
-of a request have the same candidates (virtual/branching.py). `depth`: how many tokens ago all beams
-were one; the prompt and all tokens before that are held once. Where beams choose independently of
-each other, one soon wins, and the depth is small; where they go on alike, those that live on differ
-anywhere in the output. A text has both, so P's figure lies between the columns.
+Beams share their common tokens, which depend on the model. `sure`: the chance that two draws from
+its distribution agree. `alike`: the share of positions in which all beams of a request have the
+same candidates (virtual/branching.py). `depth`: the number of tokens since the beams split; the
+prompt and all earlier tokens are stored once. If beams choose independently of each other, one soon
+wins, and the depth is small. If they continue in the same way, the surviving beams differ anywhere
+in the output. A text has both, so P's figure lies between the columns.
 
 Then the demo model, on held-out questions, copies and lists of its curriculum: each search until it
 ends, and for 128 tokens. Its `sure` is measured along greedy answers.
@@ -54,7 +54,7 @@ from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 MAX_LEN = 2048
 BLOCK_SIZE = 16
 NUMS = (2, 4, 6)
-MODELS = ((0.4, 0.0), (0.8, 0.0), (0.9, 0.0), (0.8, 0.9), (0.8, 0.98), (0.8, 1.0))  # sure, alike
+MODELS = ((0.4, 0.0), (0.8, 0.0), (0.9, 0.0), (0.8, 0.9), (0.8, 0.98), (0.8, 1.0))  # sure, `alike`
 PAPER = {  # at 2 and at 6, as in the text; what its bars show at 4 is not said there
     ("samples", ALPACA.name): (0.061, 0.098),
     ("samples", SHAREGPT.name): (0.162, 0.305),
@@ -119,7 +119,7 @@ class Measured:
 def dry_meter(
     workload: Workload, num: int, options: Any, num_requests: int, model: tuple[float, float] | None
 ) -> Meter:
-    """Run requests to their ends. model: how sure and how alike; None for samples."""
+    """Run requests to their ends. model: `sure` and `alike`; None for samples."""
     num_groups = min(num_requests, options.groups)
     rows = num_groups * num
     config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=num_groups * MAX_LEN)
@@ -143,13 +143,14 @@ def dry_meter(
 
 
 def share_from_means(inputs: Any, outputs: Any, num: int) -> float:
-    """The docstring's formula, with the moments of these lengths."""
+    """Return the docstring's formula, with the moments of these lengths [requests]."""
     weighted = np.square(outputs, dtype=np.float64).mean() / (2 * outputs.mean())
     return float((num - 1) / num * inputs.mean() / (inputs.mean() + weighted))
 
 
 def share_from_blocks(inputs: Any, outputs: Any, num: int) -> float:
-    """Blocks saved, over blocks without sharing, both summed over the steps of these requests."""
+    """Return blocks saved, over blocks without sharing, both summed over the steps of these
+    requests."""
     saved = held = 0
     for p, o in zip(inputs.tolist(), outputs.tolist(), strict=True):
         blocks = -(-(p + np.arange(1, o)) // BLOCK_SIZE)
@@ -168,7 +169,7 @@ def percent(share: float | None) -> str:
 
 
 def samples(options: Any) -> list[Measured]:
-    """Parallel samples, on both workloads."""
+    """Measure parallel samples, on both workloads."""
     print("samples         n   saved   means  blocks       P")
     results = []
     for workload in (ALPACA, SHAREGPT):
@@ -189,7 +190,7 @@ def samples(options: Any) -> list[Measured]:
 
 
 def print_arithmetic(inputs: Any, outputs: Any) -> None:
-    """The formula with its numbers."""
+    """Print the formula with its numbers."""
     p, half = inputs.mean(), outputs.mean() / 2
     r = np.square(outputs, dtype=np.float64).mean() / (2 * outputs.mean())
     print(
@@ -201,7 +202,7 @@ def print_arithmetic(inputs: Any, outputs: Any) -> None:
 
 
 def beams(options: Any) -> list[Measured]:
-    """Beam search, on both workloads, for several kinds of model."""
+    """Measure beam search, on both workloads, for several kinds of model."""
     heads = " ".join(f"{f'{sure:g} {alike:g}':>14}" for sure, alike in MODELS)
     print("beams             how sure and how alike; saved, and depth in tokens")
     print(f"                w {heads}       P")
@@ -223,14 +224,14 @@ def beams(options: Any) -> list[Measured]:
 
 
 def demo_prompts(num_prompts: int) -> list[list[dict[str, str]]]:
-    """Held-out conversations without their answers."""
+    """Return held-out conversations without their answers."""
     rng = random.Random(0)
     kinds = [DEMO_KINDS[i % len(DEMO_KINDS)] for i in range(num_prompts)]
     return [curriculum.one(kind, rng, test=True).messages[:-1] for kind in kinds]
 
 
 def search_all(llm: LLM, chats: list[Any], params: SamplingParams, num_groups: int) -> Meter:
-    """All searches, `num_groups` at a time."""
+    """Run all searches, `num_groups` at a time."""
     core, renderer, meter = llm.engine.client.core, llm.engine.renderer, Meter()
     waiting = [llm.engine.requests.make(renderer.render(chat), params) for chat in chats]
     while waiting or core.has_work:
@@ -257,7 +258,7 @@ def measured_sureness(llm: LLM, chats: list[Any], ignore_eos: bool, max_tokens: 
 
 
 def demo(options: Any) -> list[Measured]:
-    """Beam search with a real model."""
+    """Measure beam search with a real model."""
     chats = demo_prompts(options.prompts)
     results = []
     rows = options.demo_groups * max(NUMS)

@@ -1,24 +1,24 @@
-"""Swapping a sequence out and back, against computing it again, over block sizes (P fig. 19).
+"""Measure swapping a sequence out and back, against recomputing it, over block sizes (P fig. 19).
 
     python benchmarks/memory/swap.py [--plot swap.svg]
 
-Measured on this machine: the copies of a sequence's blocks to host memory and back, as the runner
-carries them out for a plan, from random blocks of a pool to random others; and a prefill of the
-same sequence by the engine, in chunks of its token budget. Qwen3-0.6B's shape in bf16. Pool and
-mirror were written before. Each time is the shortest of some rounds, after one that does not count:
-what others do on the machine only adds to it. The limit of a swap: each byte read once and written
-once, each way, at the measured speed of a long read; `of limit` is how much of that the copies
-reach. `ratio`: recomputation over swapping. `auto`: what the engine would do with this sequence, by
-the rates that it has measured itself (scheduler/core/preemption.py).
+Measured on this machine: the runner's copies of a sequence's blocks to host memory and back, from
+random blocks of a pool to random others. Also a prefill of the same sequence by the engine, in
+chunks of its token budget. The model has Qwen3-0.6B's shape in bf16. Pool and mirror were written
+before. Each time is the shortest of some rounds, after one that does not count: other load only
+adds to it. The limit of a swap reads and writes each byte once, each way, at the measured speed of
+a long read. `of limit` is the achieved share. `ratio`: recomputation over swapping. `auto`: the
+engine's choice for this sequence, by the rates that it has measured itself
+(scheduler/core/preemption.py).
 
 By formula (virtual/swap_costs.py): OPT-13B in fp16, as in the paper: 40 layers of 40 heads of 128,
-26 GB of weights. An A100 reaches half of its 312 TFLOP/s in a prefill; PCIe 4 x16 gives 25 GB/s and
+26 GB of weights. An A100 reaches half of its 312 TFLOP/s in a prefill. PCIe 4 x16 gives 25 GB/s and
 PCIe 5 x16 55 GB/s; submitting a transfer takes 10 us. An A100 has no PCIe 5: there the link alone
-is changed; the H100 reaches half of 989 TFLOP/s. Once with a transfer for each block, layer, and K
-or V, as in the paper's engine; once with one transfer for all, as in ours, whose blocks are
-gathered at 1.3 TB/s (H100: 2.7) and scattered over the host's memory at 100 GB/s, each reading and
-writing. `auto`: what our scheduler would do with the rates that it would measure there. These
-numbers are assumptions; nothing here was measured on a GPU.
+is changed; the H100 reaches half of 989 TFLOP/s. The paper's engine makes a transfer for each
+block, layer, and K or V. Ours makes one transfer for all. It gathers blocks at 1.3 TB/s (H100: 2.7)
+and scatters them over the host's memory at 100 GB/s, each reading and writing. `auto`: our
+scheduler's choice with the rates that it would measure there. These numbers are assumptions;
+nothing here was measured on a GPU.
 """
 
 import gc
@@ -159,7 +159,8 @@ class Bench:
 
     @torch.inference_mode()
     def swap(self, num_tokens: int) -> tuple[float, float]:
-        """Seconds of one swap out and of its swap in, with random blocks at all three places."""
+        """Return the seconds of a swap out and of its swap in, with random blocks at all three
+        places."""
         num = -(-num_tokens // self.block_size)
         here, host, back = (
             self._rng.permutation(self.num_blocks)[:num].astype(np.int32) for _ in range(3)
@@ -169,7 +170,7 @@ class Bench:
         return out_s, timed(lambda: backend.load(0, host, back))
 
     def recompute(self, num_tokens: int) -> tuple[float, bool]:
-        """Seconds of a prefill, and whether the engine would now swap the sequence."""
+        """Return the seconds of a prefill, and whether the engine would now swap the sequence."""
         core, name = self.core, str(self._num_requests)
         self._num_requests += 1
         tokens = self._rng.integers(0, self.built.spec.vocab_size, num_tokens).tolist()
@@ -186,7 +187,8 @@ class Bench:
         return spent, swaps
 
     def measure(self, num_tokens: int, rounds: int) -> Measured:
-        """The shortest of the rounds, after one more; the engine's choice is the last one."""
+        """Return the shortest of the rounds, after one more; the engine's choice is the last
+        one."""
         swaps, prefills = [], []
         for _ in range(rounds + 1):
             swaps.append(self.swap(num_tokens))
@@ -206,7 +208,7 @@ class Bench:
 
 
 def measure_block_size(block_size: int, options: Any) -> tuple[list[Measured], StepCost, int]:
-    """All lengths; also what a step needs at least, and the tokens of a chunk."""
+    """Measure all lengths; return also a step's minimum cost, and the tokens of a chunk."""
     bench = Bench(block_size, options)
     try:
         bench.touch()
@@ -218,7 +220,7 @@ def measure_block_size(block_size: int, options: Any) -> tuple[list[Measured], S
 
 
 def measure_all(options: Any) -> tuple[list[Measured], Limits, StepCost, int]:
-    """All block sizes, and the best of the limits before and after each."""
+    """Measure all block sizes, and the best of the limits before and after each."""
     dtype, device = getattr(torch, options.dtype), torch.device("cpu")
     limits = measure_limits(dtype, device)
     results: list[Measured] = []
@@ -231,22 +233,22 @@ def measure_all(options: Any) -> tuple[list[Measured], Limits, StepCost, int]:
 
 
 def choice(swaps: bool, is_right: bool) -> str:
-    """What `auto` takes, in a column."""
+    """Return the choice of `auto`, for a column."""
     return f"{'swap' if swaps else 'recompute'}{'' if is_right else ' (wrong)'}"
 
 
 def print_measured(results: list[Measured], limits: Limits, cost: StepCost, chunk: int) -> None:
-    """A table for each length."""
+    """Print a table for each length."""
     for num_tokens in sorted({got.num_tokens for got in results}):
         rows = [got for got in results if got.num_tokens == num_tokens]
-        least = sum(
+        min_s = sum(
             cost.least_s(min(chunk, num_tokens - at), 1, limits)
             for at in range(0, num_tokens, chunk)
         )
         floor = rows[0].floor_s(limits)
         print(
             f"{num_tokens:,} tokens, measured; ms. Limits: swap {floor * MS:.1f} at"
-            f" {limits.bytes_per_s / GB:.0f} GB/s, recomputation {least * MS:.0f} in chunks of"
+            f" {limits.bytes_per_s / GB:.0f} GB/s, recomputation {min_s * MS:.0f} in chunks of"
             f" {chunk} at {limits.flops_per_s / GB:,.0f} GFLOP/s"
         )
         print("block     out      in    both  of limit  recompute  of limit   ratio  auto")
@@ -254,13 +256,13 @@ def print_measured(results: list[Measured], limits: Limits, cost: StepCost, chun
             print(
                 f"{got.block_size:5} {got.out_s * MS:7.1f} {got.in_s * MS:7.1f}"
                 f" {got.swap_s * MS:7.1f} {got.floor_s(limits) / got.swap_s:9.0%}"
-                f" {got.recompute_s * MS:10.0f} {least / got.recompute_s:9.0%}"
+                f" {got.recompute_s * MS:10.0f} {min_s / got.recompute_s:9.0%}"
                 f" {got.recompute_s / got.swap_s:7.1f}  {choice(got.auto_swaps, got.is_right)}"
             )
 
 
 def by_formula(num_tokens: int, block_sizes: list[int]) -> list[dict[str, Any]]:
-    """Each device, block size and way of copying."""
+    """Compute each device, block size and way of copying."""
     rows = []
     for device in DEVICES:
         for block_size in block_sizes:
@@ -278,7 +280,7 @@ def by_formula(num_tokens: int, block_sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def print_formula(rows: list[dict[str, Any]]) -> None:
-    """A table for each device, and where the ways cross."""
+    """Print a table for each device, and the crossing of the ways."""
     for device in DEVICES:
         mine = [row for row in rows if row["device"] == device.name]
         victim = replace(OPT_13B, num_tokens=mine[0]["num_tokens"])
@@ -302,7 +304,8 @@ def print_formula(rows: list[dict[str, Any]]) -> None:
 
 
 def print_paper(num_tokens: int, block_size: int) -> float:
-    """The link with which P's limit on recomputation holds up to these blocks; bytes per second."""
+    """Print and return the link, in bytes per second, with which P's limit on recomputation holds
+    up to these blocks."""
     victim = replace(OPT_13B, num_tokens=num_tokens, block_size=block_size)
     link = link_for_ratio(victim, A100, PAPER_RATIO)
     crossing = crossing_block_size(victim, replace(A100, link=link))
@@ -315,7 +318,7 @@ def print_paper(num_tokens: int, block_size: int) -> float:
 
 
 def load_matplotlib() -> Any:
-    """matplotlib's pyplot, without a window. Raises ConfigError if it is not installed."""
+    """Return matplotlib's pyplot, without a window. Raises ConfigError if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -331,7 +334,7 @@ def load_matplotlib() -> Any:
 
 
 def draw(path: Path, results: list[Measured], rows: list[dict[str, Any]], model: str) -> None:
-    """Two log-log plots beside each other: what was measured, and the formulas on an A100."""
+    """Draw two log-log plots next to each other: the measurements, and the formulas on an A100."""
     pyplot = load_matplotlib()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     draw_measured(left, results)
@@ -346,7 +349,7 @@ def draw(path: Path, results: list[Measured], rows: list[dict[str, Any]], model:
 
 
 def draw_measured(axes: Any, results: list[Measured]) -> None:
-    """Two lines for each length."""
+    """Draw two lines for each length."""
     for num, style in zip(sorted({got.num_tokens for got in results}), STYLES, strict=False):
         mine = [got for got in results if got.num_tokens == num]
         sizes = [got.block_size for got in mine]
@@ -357,7 +360,7 @@ def draw_measured(axes: Any, results: list[Measured]) -> None:
 
 
 def draw_formula(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Recomputation on an A100, and both ways of copying over both links."""
+    """Draw recomputation on an A100, and both ways of copying over both links."""
     for device, style in zip(DEVICES[:2], STYLES, strict=True):
         mine = [row for row in rows if row["device"] == device.name]
         sizes, link = [row["block_size"] for row in mine], device.name.split(", ")[1]
@@ -382,7 +385,7 @@ def line(
 
 
 def finish_axes(axes: Any, sizes: list[int]) -> None:
-    """Logarithmic scales, each block size a tick, room for the legend."""
+    """Set logarithmic scales, each block size a tick, room for the legend."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes])

@@ -1,23 +1,24 @@
-"""What number formats cost in accuracy on a CPU, measured with the demo model on held-out items.
+"""Measure the accuracy that number formats cost on a CPU, with the demo model on held-out items.
 
     python -m benchmarks.models.accuracy [--items 2000] [--formats int8 "int8 rows"] [--shape]
 
-Every format runs in the engine as a user would run it, one after the other, and is compared with
-the formats that it comes from: bfloat16 with float32, and quantised weights with those of the same
-dtype and with float32. Three things are measured.
+Every format runs in the engine as a user would run it, one after the other. It is compared with its
+source formats: bfloat16 with float32, and quantised weights with plain ones of the same dtype and
+with float32. Three things are measured.
 
-Logits: those of all tokens at the same positions of held-out text, without their mean, which says
-nothing. `relative` is the norm of the error over the reference's; KL is the divergence of the
-next-token distributions, in nats; `same best` how often the most probable token is the same.
+Logits: of all tokens at the same positions of held-out text, without their mean, which has no
+meaning. `relative` is the norm of the error over the reference's. KL is the divergence of the
+next-token distributions, in nats. `same best` is the share of positions with the same most probable
+token.
 
-Text: perplexity of held-out conversations, and of the assistant's words alone: the user's were
-hardly trained on. The difference is that of the mean cost of a token, in nats, paired by token; its
-standard error takes conversations, not tokens, as independent.
+Text: perplexity of held-out conversations, and of the assistant's words alone, because training
+hardly included the user's. The difference is of the mean cost of a token, in nats, paired by token.
+Its standard error assumes that conversations, not tokens, are independent.
 
-Tasks: greedy answers to items that are held out by what they ask, right only to the letter as in
+Tasks: greedy answers to items held out by their question, right only to the letter as in
 demo_model/evaluation.py. Differences are paired by item, in percentage points with an interval of
-95 %. Where several items ask the same in other words, the things asked count as independent, not
-the items.
+95 %. If several items ask the same in other words, the questions count as independent, not the
+items.
 
 --shape adds the logits of Qwen3-0.6B's shape with random weights: no redundancy, no training.
 
@@ -49,7 +50,7 @@ from quire.tools.workloads import random_prompts
 
 SHAPE = "shape:qwen3-0.6b"
 SHAPE_PROMPTS, SHAPE_TOKENS = 4, 9
-MOST_POINTS_LOST = 0.5  # what int8 may cost
+MAX_POINTS_LOST = 0.5  # what int8 may cost
 ALL = "all"
 SETTINGS = {
     "device": "cpu",
@@ -121,8 +122,12 @@ MORE = [
 
 @dataclass
 class Measured:
-    """What one format gave. costs: per text [tokens - 1], in nats; logprobs: per text [P, V];
-    right: per kind of task [I]."""
+    """The results of one format.
+
+    costs: per text [tokens - 1], in nats.
+    logprobs: per text [P, V].
+    right: per kind of task [I].
+    """
 
     format: Format
     costs: list[Float32s] = field(default_factory=list)
@@ -132,7 +137,7 @@ class Measured:
 
 
 def full_logprobs(llm: LLM, token_ids: list[int]) -> Float32s:
-    """Next-token log-probabilities [len(token_ids) - 1, V] after each token but the last."""
+    """Return next-token log-probabilities [len(token_ids) - 1, V] after each token but the last."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=-1, detokenize=False)
     output = llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)[0]
     assert output.prompt_logprobs is not None
@@ -144,7 +149,7 @@ def full_logprobs(llm: LLM, token_ids: list[int]) -> Float32s:
 
 
 def token_costs(llm: LLM, texts: Sequence[Text]) -> list[Float32s]:
-    """Minus the log-probability of each token but the first, text by text."""
+    """Return minus the log-probability of each token but the first, text by text."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": text.token_ids} for text in texts]
     costs = []
@@ -157,7 +162,7 @@ def token_costs(llm: LLM, texts: Sequence[Text]) -> list[Float32s]:
 
 
 def answers_right(llm: LLM, tasks: Sequence[Task]) -> Bools:
-    """Whether the greedy answers are right [I]."""
+    """Return whether the greedy answers are right [I]."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=task.max_tokens, skip_special_tokens=False)
         for task in tasks
@@ -168,7 +173,7 @@ def answers_right(llm: LLM, tasks: Sequence[Task]) -> Bools:
 
 
 def first_texts(texts: Sequence[Text], num_positions: int) -> Iterator[Text]:
-    """As many as hold so many positions."""
+    """Yield the first texts that together hold num_positions positions."""
     for text in texts:
         if num_positions <= 0:
             return
@@ -179,7 +184,7 @@ def first_texts(texts: Sequence[Text], num_positions: int) -> Iterator[Text]:
 def measure(
     format: Format, tasks: dict[str, list[Task]], texts: list[Text], num_positions: int
 ) -> Measured:
-    """Everything with the demo model; prints as it goes."""
+    """Measure everything with the demo model; prints as it goes."""
     began, measured = time.perf_counter(), Measured(format)
     with LLM("demo", **SETTINGS, **format.settings) as llm:
         for text in first_texts(texts, num_positions):
@@ -193,7 +198,7 @@ def measure(
 
 
 def measure_shape(format: Format, model: str) -> Measured:
-    """Logits alone, with random weights and tokens."""
+    """Measure logits alone, with random weights and tokens."""
     began, measured = time.perf_counter(), Measured(format)
     sizes = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20, "load_format": "dummy"}
     with LLM(model, **{**SETTINGS, **sizes, **format.settings}) as llm:
@@ -215,7 +220,7 @@ def logit_figures(measured: Measured, base: Measured) -> dict[str, Any]:
 def text_figures(
     measured: Measured, base: Measured, texts: Sequence[Text]
 ) -> dict[str, dict[str, float]]:
-    """Perplexity of all tokens and of answers, and the paired difference to the base."""
+    """Return the perplexity of all tokens and of answers, and the paired difference to the base."""
     found = {}
     masks = {ALL: [np.ones(len(t.token_ids) - 1, bool) for t in texts]}
     masks["answers"] = [text.is_answer[1:] for text in texts]
@@ -237,7 +242,7 @@ def text_figures(
 def task_figures(
     measured: Measured, base: Measured, keys: dict[str, list[str]]
 ) -> dict[str, dict[str, Any]]:
-    """By kind, and of all items together. keys: what the items ask."""
+    """Return the figures by kind, and of all items together. keys: the items' questions."""
     pairs = {kind: (base.right[kind], right, keys[kind]) for kind, right in measured.right.items()}
     if pairs:
         before, after, _ = zip(*pairs.values(), strict=True)
@@ -252,7 +257,8 @@ def compare(
     texts: Sequence[Text],
     keys: dict[str, list[str]],
 ) -> list[dict[str, Any]]:
-    """One entry per base. A format without one is compared with itself, for its own figures."""
+    """Return one entry per base. A format without one is compared with itself, for its own
+    figures."""
     return [
         {
             "format": measured.format.name,
@@ -322,43 +328,44 @@ def _points(found: dict[str, Any]) -> str:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Whether a format is shown to lose less than MOST_POINTS_LOST, over all items and by kind."""
+    """Return whether a format is shown to lose less than MAX_POINTS_LOST, over all items and by
+    kind."""
     kinds: dict[str, list[str]] = {"shown": [], "open": [], "false": []}
     for kind, figures in result["tasks"].items():
         kinds[_state(*figures["interval"])].append(kind)
     found = result["tasks"][ALL]
     low, high = found["interval"]
-    said = f"{_state(low, high)} over all items"
+    words = f"{_state(low, high)} over all items"
     for state in ("open", "false"):
         if listed := [kind for kind in kinds[state] if kind != ALL]:
-            said += f"; {state} for {', '.join(listed)}"
+            words += f"; {state} for {', '.join(listed)}"
     return (
         f"{result['format']} against {result['against']}: {found['points']:+.3f} points"
         f" [{low:+.3f}, {high:+.3f}] of {found['items']:,} items, {found['lost']} lost and"
         f" {found['gained']} gained, p = {found['p_value']:.2f}."
-        f" Less than {MOST_POINTS_LOST:g} lost: {said}."
+        f" Less than {MAX_POINTS_LOST:g} lost: {words}."
     )
 
 
 def _state(low: float, high: float) -> str:
-    """What an interval says of the claim."""
-    if low > -MOST_POINTS_LOST:
+    """Return the verdict of an interval about the claim."""
+    if low > -MAX_POINTS_LOST:
         return "shown"
-    return "false" if high <= -MOST_POINTS_LOST else "open"
+    return "false" if high <= -MAX_POINTS_LOST else "open"
 
 
 def study(options: argparse.Namespace) -> dict[str, Any]:
-    """All chosen formats; the report is written after each."""
+    """Measure all chosen formats; the report is written after each."""
     with LLM("demo", **SETTINGS) as llm:
         tokenizer = llm.get_tokenizer()
     texts = held_out_texts(options.text_tokens, tokenizer)
     tasks = {kind: held_out_tasks(kind, options.items, tokenizer) for kind in options.kinds}
     keys = {kind: [task.item.key for task in listed] for kind, listed in tasks.items()}
-    asked = {kind: len(set(listed)) for kind, listed in keys.items()}
+    distinct = {kind: len(set(listed)) for kind, listed in keys.items()}
     for kind, listed in tasks.items():
-        print(f"# {kind}: {len(listed):,} items, asking {asked[kind]:,} things")
+        print(f"# {kind}: {len(listed):,} items, asking {distinct[kind]:,} things")
     bases: dict[str, Measured] = {}
-    report: dict[str, Any] = {"distinct": asked, "results": [], "shape": []}
+    report: dict[str, Any] = {"distinct": distinct, "results": [], "shape": []}
     for format in chosen(options.formats):
         measured = measure(format, tasks, texts, options.positions)
         if format.is_plain:
@@ -372,7 +379,7 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def save(report: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write the rows so far: those of the demo model, then those of the shape."""
+    """Write the rows so far: first the demo model's, then the shape's."""
     rows = [{"model": "demo", **row} for row in report["results"]]
     rows += [{"model": options.shape, **row} for row in report["shape"]]
     settings = options_of(options) | {"distinct": report["distinct"]}
@@ -394,7 +401,8 @@ def shape_study(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def chosen(names: Sequence[str]) -> list[Format]:
-    """The unquantised formats, with which the others are compared, and those with these names."""
+    """Return the unquantised formats, which are the base of the others, and the formats with these
+    names."""
     return UNQUANTISED + [format for format in QUANTISED + MORE if format.name in names]
 
 

@@ -1,7 +1,7 @@
-"""What is measured on: held-out items and texts of the demo model's curriculum.
+"""The items and texts for measuring: held-out ones of the demo model's curriculum.
 
-Items are held out by a hash of what they ask (demo_model/item.py): none of them was trained on,
-whatever the seed. Text is made of such items in the mixture of the training.
+Items are held out by a hash of their question (demo_model/item.py). So the model was not trained on
+any of them, whatever the seed. Text is made of such items in the mixture of the training.
 """
 
 import random
@@ -17,7 +17,7 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 ITEM_SEED = 2024  # demo_model/evaluation.py's, so that both measure the same items
 TEXT_SEED = 2026
-TRIES_PER_ITEM = 5
+DRAWS_PER_ITEM = 5
 EXTRA_TOKENS = 40  # an answer that is longer than the wanted one by more is wrong
 FREE_TOKENS = 400  # where several answers are right
 OPENING_TOKENS = 3  # <|im_start|>, the role, a line end
@@ -45,10 +45,10 @@ class Text:
 
 
 def held_out_tasks(kind: str, count: int, tokenizer: Tokenizer) -> list[Task]:
-    """Up to `count` tasks of a kind, no prompt twice."""
+    """Return up to `count` tasks of a kind, without repeated prompts."""
     rng = random.Random(f"{ITEM_SEED} {kind}")
     items: dict[str, Item] = {}
-    for _ in range(count * TRIES_PER_ITEM):
+    for _ in range(count * DRAWS_PER_ITEM):
         item = curriculum.one(kind, rng, test=True)
         items.setdefault(chat.render_prompt(item), item)
         if len(items) == count:
@@ -63,7 +63,7 @@ def _limit(item: Item, tokenizer: Tokenizer) -> int:
 
 
 def held_out_texts(num_tokens: int, tokenizer: Tokenizer) -> list[Text]:
-    """Conversations of one item each, until there are as many tokens."""
+    """Return conversations of one item each, until there are as many tokens."""
     rng, kinds = random.Random(TEXT_SEED), curriculum.KINDS
     texts: list[Text] = []
     while sum(len(text.token_ids) for text in texts) < num_tokens:
@@ -76,7 +76,7 @@ def held_out_texts(num_tokens: int, tokenizer: Tokenizer) -> list[Text]:
 
 
 def _marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """The tokens that open a turn, name the assistant, and end a turn."""
+    """Return the tokens that open a turn, name the assistant, and end a turn."""
     start, speaker, end = tokenizer.encode(f"{chat.START}assistant{chat.END}")
     return start, speaker, end
 
@@ -84,7 +84,7 @@ def _marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
 def answer_mask(
     token_ids: Sequence[int], start: int, speaker: int, end: int
 ) -> npt.NDArray[np.bool_]:
-    """Which tokens are content of the assistant's turns, or end them; bool [T]."""
+    """Return which tokens are content of the assistant's turns, or end them; bool [T]."""
     mask = np.zeros(len(token_ids), dtype=np.bool_)
     opened: int | None = None
     for index, token in enumerate(token_ids):

@@ -33,7 +33,8 @@ class PairedAccuracy:
 
     @classmethod
     def of(cls, before_I: Bools, after_I: Bools, keys: Sequence[str]) -> "PairedAccuracy":
-        """keys: what each item asks. Raises ValueError if the lengths differ."""
+        """Count the pairs of two results [I]. keys: each item's question. Raises ValueError if the
+        lengths differ."""
         if not len(before_I) == len(after_I) == len(keys):
             raise ValueError(f"{len(before_I)} and {len(after_I)} items are no pairs.")
         lost, gained = (before_I & ~after_I).sum(), (after_I & ~before_I).sum()
@@ -50,9 +51,12 @@ class PairedAccuracy:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of `points`, 95 %: Wald's with half an item more in each of the four cells (Agresti and
-        Min, 2005), which keeps a width where no item differs; wider if items that ask the same
-        differ together."""
+        """Return the 95 % interval of `points`.
+
+        It is Wald's with half an item more in each of the four cells (Agresti and Min, 2005). So it
+        keeps a width if no item differs. It is wider if items with the same question differ
+        together.
+        """
         count = self.num_items + 2
         mean = (self.gained - self.lost) / count
         variance = (self.gained + self.lost + 1) / count - mean**2
@@ -94,7 +98,7 @@ def mean_and_error(texts: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
 
 
 def centred(logprobs_PV: Floats) -> npt.NDArray[np.float64]:
-    """Logits, of which log-probabilities keep all but a constant: those with mean 0."""
+    """Return logits with mean 0 from log-probabilities [P, V], which differ by a constant."""
     wide_PV = logprobs_PV.astype(np.float64)
     centred_PV: npt.NDArray[np.float64] = wide_PV - wide_PV.mean(-1, keepdims=True)
     return centred_PV
@@ -102,7 +106,7 @@ def centred(logprobs_PV: Floats) -> npt.NDArray[np.float64]:
 
 @dataclass
 class LogitError:
-    """How far next-token distributions are from those of a reference, text by text."""
+    """The distance of next-token distributions from a reference's, text by text."""
 
     num_positions: int = 0
     num_logits: int = 0
@@ -114,7 +118,7 @@ class LogitError:
     divergences: list[Floats] = field(default_factory=list)
 
     def add(self, reference_PV: Floats, other_PV: Floats) -> None:
-        """Log-probabilities at the same positions of a text."""
+        """Add log-probabilities [P, V] at the same positions of a text."""
         reference_logits_PV = centred(reference_PV)
         error_PV = np.abs(centred(other_PV) - reference_logits_PV)
         self.num_positions += len(error_PV)
@@ -128,7 +132,7 @@ class LogitError:
         self.divergences.append((np.exp(wide_PV) * (wide_PV - other_PV)).sum(-1))
 
     def figures(self) -> dict[str, Any]:
-        """divergence: Kullback-Leibler's, from the reference, in nats."""
+        """Return the figures. divergence: Kullback-Leibler's, from the reference, in nats."""
         divergence, error = mean_and_error(self.divergences)
         return {
             "positions": self.num_positions,

@@ -1,13 +1,13 @@
-"""The same 16 requests of 128 + 64 tokens, by transformers' `generate` and by quire.
+"""Measure the same 16 requests of 128 + 64 tokens, by transformers' `generate` and by quire.
 
     python -m benchmarks.models.against_transformers --dtype bfloat16
 
 One process, alternating rounds, medians. Both load one checkpoint of random weights, made for this
-in a temporary directory. transformers gets its best case: one static batch of equal lengths, so no
-token is padding, greedy, with scaled dot product attention; both with its dynamic cache, which is
-the default, and with its static one. Beside the times: the limit that arithmetic and memory set,
-and how many tokens agree. With random weights the best logits are almost equal, so rounding makes
-some sequences part, after which everything differs.
+in a temporary directory. transformers gets its best case: one static batch of equal lengths,
+without padding, greedy, with scaled dot product attention. It runs with its dynamic cache, which is
+the default, and with its static one. The report shows times, the limit by arithmetic and memory,
+and the number of equal tokens. With random weights the best logits are almost equal. So rounding
+makes some sequences diverge, and then all later tokens differ.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Generate = Callable[[], Tokens]
 
 
 def write_checkpoint(model: str, dtype: torch.dtype, directory: Path) -> None:
-    """Random weights, seeded, in the architecture's own format."""
+    """Write random weights, seeded, in the architecture's own format."""
     config = transformers.AutoConfig.from_pretrained(resolve_model(model).directory)
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -50,7 +50,7 @@ def write_checkpoint(model: str, dtype: torch.dtype, directory: Path) -> None:
 def transformers_generate(
     directory: Path, dtype: torch.dtype, prompts: Tokens, output_len: int
 ) -> dict[str, Generate]:
-    """One function for each kind of cache."""
+    """Return one function for each kind of cache."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="sdpa"
     ).eval()
@@ -84,7 +84,7 @@ def timed(generate: Generate) -> tuple[float, Tokens]:
 
 
 def working(kinds: dict[str, Generate]) -> dict[str, Generate]:
-    """Warm each up; one that fails is left out."""
+    """Warm each function up, and return the working ones."""
     found = {}
     for name, generate in kinds.items():
         try:
@@ -96,7 +96,7 @@ def working(kinds: dict[str, Generate]) -> dict[str, Generate]:
 
 
 def agreement(ours: Tokens, theirs: Tokens) -> float:
-    """Share of output tokens before the first difference of each sequence."""
+    """Return the share of output tokens before the first difference of each sequence."""
     equal = 0
     for a, b in zip(ours, theirs, strict=True):
         differing = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
@@ -105,7 +105,7 @@ def agreement(ours: Tokens, theirs: Tokens) -> float:
 
 
 def compare(options: Any, directory: Path) -> dict[str, Any]:
-    """All rounds; prints as it goes."""
+    """Run all rounds; prints as it goes."""
     dtype = getattr(torch, options.dtype)
     write_checkpoint(options.model, dtype, directory)
     llm = LLM(

@@ -1,4 +1,4 @@
-"""Beam search by transformers' `generate(num_beams=...)` and by quire, on the same checkpoint.
+"""Compare beam search by transformers' `generate(num_beams=...)` and by quire, on one checkpoint.
 
     python -m benchmarks.models.beam_search [--models demo shape:qwen3-0.6b]
 
@@ -7,13 +7,14 @@ are all returned; batches of one prompt and of four. transformers has its defaul
 and equal lengths, so that no token is padding. Output tokens per second count one sequence per
 prompt, as a user does.
 
-Sequences are compared, and their scores. In float32 two candidates whose probabilities are almost
-equal can change places, after which the beams differ; in bf16 with random weights that is the rule.
-A sequence that only one of the two found counts as different: how far its score is from that of the
-other's sequence at the same rank tells a near tie from a mistake.
+Sequences are compared, and their scores. In float32 two candidates with almost equal probabilities
+can change places, and then the beams differ. In bf16 with random weights that is the rule. A
+sequence that only one of the two found counts as different. The other's score at the same rank
+distinguishes a near tie from a mistake.
 
-KV memory: ours, the most blocks in use at any time; theirs, computed: each beam holds its own keys
-and values of prompt and output (and as much again while the beams are reordered, left out here).
+KV memory: ours is the peak number of blocks in use. Theirs is computed: each beam holds its own
+keys and values of prompt and output. (Reordering the beams takes as much again, which is not
+counted.)
 """
 
 import statistics
@@ -58,7 +59,7 @@ Search = Callable[[Prompts], list[Found]]
 
 
 def checkpoint(model: str, dtype: torch.dtype, folder: Path) -> Path:
-    """What both load: the model as it is, or random weights of its shape, written to folder."""
+    """Return the model as it is, or random weights of its shape, written to folder."""
     found = resolve_model(model).directory
     if not model.startswith("shape:"):
         return Path(found)
@@ -113,8 +114,8 @@ def our_search(llm: LLM, width: int, output_len: int) -> Search:
 
 
 def peak_blocks(llm: LLM, params: BeamSearchParams, prompts: Prompts) -> int:
-    """The most blocks in use while a step is computed; a run of its own."""
-    engine, most = llm.engine, 0
+    """Return the peak number of blocks in use while a step is computed, in a run of its own."""
+    engine, max_blocks = llm.engine, 0
     core = engine.client.core
     llm.reset_prefix_cache()
     for prompt in prompts:
@@ -122,10 +123,12 @@ def peak_blocks(llm: LLM, params: BeamSearchParams, prompts: Prompts) -> int:
         core.add(engine.requests.make(rendered, params.sampling_params()))
     while core.has_work:
         while core.plan() is not None:
-            most = max(most, sum(pool.num_used for pool in core.scheduler.memory.kv.pools))
+            max_blocks = max(
+                max_blocks, sum(pool.num_used for pool in core.scheduler.memory.kv.pools)
+            )
         core.take()
         core.publish()
-    return most
+    return max_blocks
 
 
 def timed(search: Search, prompts: Prompts) -> tuple[float, list[Found]]:
@@ -135,7 +138,7 @@ def timed(search: Search, prompts: Prompts) -> tuple[float, list[Found]]:
 
 
 def difference(ours: list[Found], theirs: list[Found]) -> dict[str, Any]:
-    """How many sequences only we found, in how many prompts the best one differs, and the largest
+    """Return how many sequences only we found, how many best ones differ, and the largest
     difference of scores at the same rank."""
     pairs = list(zip(ours, theirs, strict=True))
     return {
@@ -152,7 +155,7 @@ def difference(ours: list[Found], theirs: list[Found]) -> dict[str, Any]:
 def measure_batch(
     llm: LLM, ours: Search, theirs: Search, prompts: Prompts, options: Any
 ) -> dict[str, Any]:
-    """Both searches on one batch, in turn."""
+    """Measure both searches on one batch, in turn."""
     seconds: dict[str, list[float]] = {"transformers": [], "quire": []}
     for _ in range(options.rounds):
         spent, their_beams = timed(theirs, prompts)
@@ -181,22 +184,22 @@ def measure_batch(
 
 
 def compare(model: str, options: Any, folder: Path) -> dict[str, Any]:
-    """All batches of one model."""
+    """Measure all batches of one model."""
     name = DTYPES.get(model, "bfloat16")
     dtype = getattr(torch, name)
     directory = checkpoint(model, dtype, folder)
-    most = max(options.batches)
+    max_blocks = max(options.batches)
     with LLM(
         str(directory),
         dtype=name,
         device="cpu",
         max_model_len=options.input_len + options.output_len,
-        max_num_seqs=most * options.width,
+        max_num_seqs=max_blocks * options.width,
         disable_log_stats=True,
     ) as llm:
         theirs = their_search(directory, dtype, options.width, options.output_len)
         ours = our_search(llm, options.width, options.output_len)
-        prompts = random_prompts(most, options.input_len, llm.engine.spec.vocab_size, seed=0)
+        prompts = random_prompts(max_blocks, options.input_len, llm.engine.spec.vocab_size, seed=0)
         for search in (theirs, ours):
             search(prompts[:1])
         results = []

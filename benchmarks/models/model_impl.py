@@ -1,12 +1,12 @@
-"""One model by quire's class and by transformers', in each way that this can run.
+"""Measure one model by quire's class and by transformers', in each way that this can run.
 
     python -m benchmarks.models.model_impl --model shape:qwen3-0.6b
 
-All with the same seeded random weights, scheduler, packed products and paged attention. In one
-process, in alternating rounds; medians, and of each round the share of quire's own speed.
-Translated: what `--model-impl transformers` does where transformers' code computes nothing that
-quire has no operation for. Its own code: what it does elsewhere. Compiled: with `--torch-compile`;
-the rounds that compile do not count.
+All have the same seeded random weights, scheduler, packed products and paged attention. They run in
+one process, in alternating rounds. Medians count, and each round's share of quire's own speed.
+Translated: `--model-impl transformers`, if quire has an operation for everything in transformers'
+code. Its own code: the same in other cases. Compiled: with `--torch-compile`; the rounds that
+compile do not count.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "transformers', compiled": {"model_impl": "transformers", "torch_compile": True},
 }
 VOCAB = 1000  # of the tokens that prompts are made of
-MOST_ROWS, PROMPT_LEN, OUTPUT_LEN = 16, 32, 32
+MAX_ROWS, PROMPT_LEN, OUTPUT_LEN = 16, 32, 32
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Those that its figure counts."""
+        """Return the number of tokens that the workload's figure counts."""
         return self.num_requests * (self.output_len if self.output_len > 1 else self.prompt_len)
 
 
 WORKLOADS = (
     Workload("decode, 1 row", 1, PROMPT_LEN, OUTPUT_LEN),
-    Workload("decode, 16 rows", MOST_ROWS, PROMPT_LEN, OUTPUT_LEN),
+    Workload("decode, 16 rows", MAX_ROWS, PROMPT_LEN, OUTPUT_LEN),
     Workload("prefill, 1 x 512", 1, 512, 1),
 )
 
@@ -72,12 +72,12 @@ def untranslated() -> Iterator[None]:
 def opened(options: argparse.Namespace, name: str) -> LLM:
     return LLM(
         options.model, load_format="dummy", seed=0, dtype=options.dtype, max_model_len=1024,
-        max_num_seqs=MOST_ROWS, enable_prefix_caching=False, disable_log_stats=True, **WAYS[name],
+        max_num_seqs=MAX_ROWS, enable_prefix_caching=False, disable_log_stats=True, **WAYS[name],
     )  # fmt: skip
 
 
 def measured(llm: LLM, workload: Workload) -> float:
-    """Tokens per second; of decoding, without the time that the prompts take."""
+    """Return tokens per second; of decoding, without the time that the prompts take."""
 
     def seconds(output_len: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)

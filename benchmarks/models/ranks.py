@@ -1,12 +1,13 @@
-"""What ranks cost on this machine: one model by one process, by a rank of its own, by several.
+"""Measure the cost of ranks on this machine: one model by one process, by a separate rank, by
+several.
 
     python -m benchmarks.models.ranks [--model shape:qwen3-0.6b] [--dtype bfloat16] [--rounds 3]
 
-Each way is a fresh interpreter, in turn: the time from `LLM(...)` until it is there, output tokens
-per second with 1 and with 16 rows, prompt tokens per second of one prompt. The ways share the same
-processor cores, so several ranks can gain nothing but what two processes overlap; what is shown is
-what ranks cost: messages, sums, and waiting for each other. Tokens are compared with those of one
-process: they may differ in 16 bits, where sums of parts round otherwise.
+Each way is a fresh interpreter, in turn. Measured are the time until `LLM(...)` returns, output
+tokens per second with 1 and with 16 rows, and prompt tokens per second of one prompt. The ways
+share the same processor cores, so several ranks can gain only by overlap. The difference is the
+cost of ranks: messages, sums, and waiting for each other. Tokens are compared with one process's.
+They may differ in 16 bits, where sums of parts round otherwise.
 """
 
 import argparse

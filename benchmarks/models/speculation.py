@@ -1,4 +1,4 @@
-r"""What guessing ahead brings: the same requests by an engine with it and one without, in turns.
+r"""Measure the gain of draft tokens: the same requests by an engine with and one without, in turns.
 
     python -m benchmarks.models.speculation --model demo --dtype float32
     python -m benchmarks.models.speculation --model shape:qwen3-0.6b --workloads loop --batches 1 4
@@ -10,9 +10,9 @@ r"""What guessing ahead brings: the same requests by an engine with it and one w
     copy      the model is asked to say again what stands in the prompt, greedy
     random    temperature 1: hardly anything comes twice, so there is nothing to gain
 
-There are some requests for each row, so that one which ends early makes room for the next. Both
-engines' answers are compared, token by token. The limit: with k guesses that are all right a
-step brings 1 + k tokens, and takes at least what a step of one token does.
+There are some requests for each row, so that a request which ends early makes room for the next.
+Both engines' answers are compared, token by token. The limit: with k accepted draft tokens a step
+yields 1 + k tokens, and takes at least as long as a step of one token.
 """
 
 import argparse
@@ -36,7 +36,7 @@ AIMS = {"loop": 2.0, "copy": 2.0, "random": 0.98}
 def requests_of(
     workload: str, batch: int, num_tokens: int, is_demo: bool
 ) -> tuple[list[Any], list[SamplingParams]]:
-    """Prompts are texts, or token ids for a model without a tokenizer."""
+    """Return prompts as texts, or as token ids for a model without a tokenizer."""
     params = []
     for i in range(batch):
         own: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
@@ -73,7 +73,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
-    """The same, with so many rows, each of which serves some requests one after the other."""
+    """Compare with so many rows, each of which serves some requests one after the other."""
     shared = {
         "model": options.model, "dtype": options.dtype, "quantization": options.quantization,
         "max_model_len": 512, "disable_log_stats": True, "max_num_seqs": batch,
@@ -89,8 +89,8 @@ def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]
         core = guessing.engine.client.core
         core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
         for workload in options.workloads:
-            asked = workload, batch * options.per_row, options.tokens, options.model == "demo"
-            prompts, params = requests_of(*asked)
+            arguments = workload, batch * options.per_row, options.tokens, options.model == "demo"
+            prompts, params = requests_of(*arguments)
             ones, others = list[float](), list[float]()
             for number in range(-1, options.rounds):
                 steps.clear()
@@ -100,17 +100,17 @@ def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]
                 if number >= 0:
                     ones.append(one)
                     others.append(other)
-            tried = sum(step.num_guessed for step in steps)
+            drafted = sum(step.num_guessed for step in steps)
             right = sum(step.num_accepted for step in steps)
             ratio = statistics.median(b / a for a, b in zip(ones, others, strict=True))
             print(
                 f"{workload:10} {batch:4} {statistics.median(ones):8.1f}"
                 f" {statistics.median(others):10.1f} {'':8} {ratio:5.2f} ({AIMS[workload]})"
-                f"  {tried:6} {right:7}", flush=True,
+                f"  {drafted:6} {right:7}", flush=True,
             )  # fmt: skip
             found.append({"workload": workload, "rows": batch, "ratio": ratio,
                           "rates": {"plain": ones, "guessing": others},
-                          "tried": tried, "right": right})  # fmt: skip
+                          "tried": drafted, "right": right})  # fmt: skip
     return found
 
 

@@ -44,8 +44,8 @@ MEASURING = (
 class Table:
     """The rows of one result file that `where` chooses: a value, or several, for each field.
 
-    With `by` the table is turned: rows with the same first cells share a line, and each value of
-    that field is a column with `cell` in it. headings: of these columns, in their order.
+    With `by` the table is turned: rows with the same first cells share a line. Each value of that
+    field is a column with `cell` in it. headings: the titles of these columns, in order.
     """
 
     file: str  # below benchmarks/results
@@ -129,9 +129,9 @@ def filled(template: str, row: Mapping[str, Any]) -> str:
 
 def chosen(result: Result, where: Mapping[str, Any]) -> list[Row]:
     """Return the rows with these values."""
-    wanted = {name: v if isinstance(v, tuple) else (v,) for name, v in where.items()}
+    selected = {name: v if isinstance(v, tuple) else (v,) for name, v in where.items()}
     settings = {f"settings.{name}": value for name, value in result.settings.items()}
-    rows = [row for row in result.rows if all(row.get(n) in v for n, v in wanted.items())]
+    rows = [row for row in result.rows if all(row.get(n) in v for n, v in selected.items())]
     return [settings | row for row in rows]
 
 

@@ -3,7 +3,7 @@ benchmarks/results/virtual-time/paper.json.
 
     python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--reduced --output DIR]
 
-With --only the other figures are those of the last time.
+With --only the other figures stay as they are.
 """
 
 import argparse
@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class CountedRuns:
-    """Runs in processes; tells how many there were and are."""
+    """Runs in processes, with counts of ended and running ones."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
-        self.num_asked = self.num_done = 0
+        self.num_submitted = self.num_done = 0
 
     def submit(self, function: Any, *arguments: Any) -> "Future[Any]":
-        self.num_asked += 1
+        self.num_submitted += 1
         future = self._pool.submit(function, *arguments)
         future.add_done_callback(self._count)
         return future

@@ -1,4 +1,4 @@
-"""What a figure of the evaluation is: curves, the paper's values beside them, what must hold."""
+"""Parts of a figure of the evaluation: curves, the paper's values, conditions that must hold."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -10,10 +10,11 @@ LINES, BARS = "lines", "bars"
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is run.
+    """The amount of work.
 
-    seconds: of arrivals in a trace; halvings: of the interval in which a rate is sought; is_full:
-    False leaves out panels that show the same again.
+    seconds: of arrivals in a trace.
+    halvings: of the interval in which a rate is sought.
+    is_full: False skips panels that repeat others.
     """
 
     seconds: float

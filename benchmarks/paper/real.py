@@ -2,10 +2,11 @@
 
     python -m benchmarks.paper.real [--rounds 3] [--output-json benchmarks/results/paper_real.json]
 
-The demo model, and the shape of Qwen3-0.6B with random weights. The pool is as small, against the
-longest sequence, as that of OPT-13B on an A100 (P table 1: 7.7 sequences of 2,048 tokens), and
-lengths are ShareGPT's, divided with it by 4. All requests are there from the start. Rounds
-alternate; medians count. Tokens are the same in all four, since batches change no bit of them.
+The models are the demo model, and the shape of Qwen3-0.6B with random weights. The pool is as
+small, against the longest sequence, as OPT-13B's on an A100 (P table 1: 7.7 sequences of 2,048
+tokens). Lengths are ShareGPT's; both are divided by 4. All requests are there from the start.
+Rounds alternate; medians count. Tokens are the same in all four, since batches change no bit of
+them.
 """
 
 import statistics

@@ -1,9 +1,9 @@
-"""Orca's reservations as scheduling policies of quire's own engine: everything else is as it is.
+"""Orca's reservations as scheduling policies of quire's own engine, with no other change.
 
-A policy holds the next request back until a chunk of a buddy allocator as large as the engine's
-pool can be had for it, and gives the chunk back when its sequence has ended. Memory itself stays in
-blocks; since nobody is admitted without a chunk for all that will be needed, the pool is never
-short. So a real engine runs with the batches that reserving would let it have.
+A policy holds the next request back until a buddy allocator as large as the engine's pool has a
+chunk for it. It frees the chunk when its sequence has ended. Memory itself stays in blocks. Since
+each admitted request has a chunk for all its tokens, the pool is never short. So a real engine runs
+with the batches that reserving would allow.
 """
 
 from pathlib import Path
@@ -55,7 +55,7 @@ class Reserving(Fifo):
             self._head = None
 
     def _give_back(self) -> None:
-        """Free the chunks of those that have ended."""
+        """Free the chunks of ended sequences."""
         kept = []
         for sequence, offset in self._holders:
             if sequence.state is not State.ENDED:
@@ -84,7 +84,8 @@ class Max(Reserving):
 
 
 def install(folder: Path) -> None:
-    """Write what an installed package tells of its policies, into a folder of the import path."""
+    """Write the metadata of an installed package with these policies, into a folder of the import
+    path."""
     about = folder / "quire_paper-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quire-paper\nVersion: 1\n")

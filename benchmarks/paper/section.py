@@ -83,7 +83,7 @@ def figures_of(rows: list[Row]) -> dict[str, list[Figure]]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinite numbers: they are text."""
+    """Return a value for JSON, which has no infinite numbers: they become text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,12 +1,12 @@
 """The paper's models and machines (P table 1), and its workloads.
 
-Memory for keys and values is the paper's, so that all systems have the same and the paper's room.
-Step times come from the models' shapes and the A100's data sheet (`quire simulate`), and something
-that engines of 2023 took for each step besides, the same for all systems. The paper gives no step
-times, but what they were follows from it: 30.4 requests at once where 2 a second come, whose
-answers have 338 tokens on the mean (P fig. 13 a, fig. 11), are 45 ms for each token; the formula
-has 26 to 27 ms for such a step. Attention through block tables takes as much longer for quire as
-the paper measured for its kernels (20 to 26 %, P 7.1), although ours was not measured to.
+Memory for keys and values is the paper's, so all systems have the same. Step times come from the
+models' shapes and the A100's data sheet (`quire simulate`). All systems add the same overhead per
+step, as engines of 2023 had it. The paper gives no step times, but they follow from its figures.
+With 2 arrivals a second and 30.4 requests at once, answers have 338 tokens on average (P fig. 13 a,
+fig. 11). That is 45 ms per token; the formula has 26 to 27 ms for such a step. Attention through
+block tables is slowed down for quire as the paper measured it for its kernels (20 to 26 %, P 7.1).
+quire's own kernels were not measured to be slower.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ MAX_LEN = 2048
 BLOCK_SIZE = 16
 MAX_SEQS = 1024
 MAX_STEP_TOKENS = 2048
-ENGINE_S = 0.018  # of each step, beside the formula: see above
+ENGINE_S = 0.018  # of each step, in addition to the formula: see above
 PAGED_ATTENTION = 1.23  # times as long as over contiguous memory: the middle of 20 to 26 %
 PREFIX_NAME, OWN_NAME = 1, 1 << 20  # of parts of prompts
 
@@ -103,9 +103,9 @@ def paper_request(
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked: a workload's lengths at a rate of Poisson arrivals, for so many seconds.
+    """A workload's lengths at a rate of Poisson arrivals, for so many seconds.
 
-    prefix: tokens with which all prompts begin; they are beside the workload's own.
+    prefix: tokens with which all prompts begin, in addition to the workload's own.
     """
 
     workload: Workload

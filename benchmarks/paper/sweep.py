@@ -13,8 +13,8 @@ from benchmarks.paper.systems import PLAIN, Options, Served, serve
 
 LIMIT_S = 0.5  # per output token, where the paper's curves have turned upwards
 OTHER_LIMITS_S = (0.25, 1.0)
-MOST_DOUBLINGS = 12
-FEWEST_REQUESTS = 40
+MAX_DOUBLINGS = 12
+MIN_REQUESTS = 40
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def sweep(
     found: dict[float, Served] = {}
 
     def is_sustained(rate: float) -> bool:
-        seconds = max(effort.seconds, FEWEST_REQUESTS / rate)
-        asked = replace(load, rate_per_s=rate, seconds=seconds)
-        found[rate] = serve(system, setting, asked, options)
+        seconds = max(effort.seconds, MIN_REQUESTS / rate)
+        offered = replace(load, rate_per_s=rate, seconds=seconds)
+        found[rate] = serve(system, setting, offered, options)
         return found[rate].latency_s < LIMIT_S
 
     low = high = load.rate_per_s
-    for _ in range(MOST_DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         if is_sustained(high):
             low, high = high, 2 * high
         elif high <= low:

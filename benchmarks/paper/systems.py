@@ -39,11 +39,13 @@ SURENESS, ALIKE = 0.8, 0.9  # of the candidates of beams: benchmarks/memory/shar
 
 @dataclass(frozen=True)
 class Served:
-    """What a run gave.
+    """The results of a run.
 
-    latency_s: normalized, the mean over requests of seconds per output token; batched: requests in
-    a step, on the mean over time; memory: shares of what it was used for while somebody waited;
-    saved: of the blocks that there would be without sharing; hits: of the prompts' tokens.
+    latency_s: normalized, the mean over requests of seconds per output token.
+    batched: requests in a step, the mean over time.
+    memory: shares of its uses while a request waited.
+    saved: share of the blocks without sharing.
+    hits: share of the prompts' tokens.
     """
 
     system: str
@@ -80,7 +82,7 @@ class PagedMeter:
         self._scheduler, self._block_size = scheduler, block_size
         self._since_s = 0.0
         self._num_requests = self._live = self._used = 0
-        self._is_short = False  # somebody waited
+        self._is_short = False  # a request waited
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Planned):

@@ -1,20 +1,19 @@
-"""How long a device waits for the host while all rows decode: by pipeline depth and step time.
+"""Measure how long a device waits for the host while all rows decode, by pipeline depth and step
+time.
 
     python -m benchmarks.scheduler.async_scheduling
 
-The device is virtual (virtual/virtual_device.py): a step starts at the end of the one before it, or
-when it is handed over, if that is later, and takes 1 or 5 ms. Everything else is the engine's own.
+The device is virtual (virtual/virtual_device.py). A step starts at the end of the one before it, or
+when it is submitted, if that is later. It takes 1 or 5 ms. Everything else is the engine's own.
 
-`server`: the core's process as `quire serve` has it (engine/wire/core_server.py), with a client in
-a process of its own, on another processor core, that takes in and decodes all messages. `client`: a
-core and its client in one thread, as `LLM` has them, up to the `RequestOutput`s; without a
-tokenizer. Depth 1 hands over a step when the one before it has come back; from depth 2 on the next
-one is already there.
+`server`: the core's process as in `quire serve` (engine/wire/core_server.py). A client in a process
+of its own, on another processor core, receives and decodes all messages. `client`: a core and its
+client in one thread, as in `LLM`, up to the `RequestOutput`s; without a tokenizer. Depth 1 submits
+a step when the one before it has come back; from depth 2 on the next one is already there.
 
 Host time per step, by part: schedule, update, send (encoding and the socket) or client
 (`OutputProcessor`); medians, in milliseconds. CPU is all of the thread's time in a step. Of several
-rounds the one counts in which the device waited least: whatever else runs on the machine can only
-add to it.
+rounds the one with the shortest wait of the device counts: other load can only add to it.
 """
 
 import gc
@@ -70,13 +69,14 @@ class Parts:
         return call
 
     def medians(self) -> dict[str, float]:
-        """Of the calls that did something: planning is tried once more than it succeeds."""
+        """Return medians of the calls that did something: planning is called once more than it
+        succeeds."""
         return {part: statistics.median(spans) for part, spans in self.ms.items() if spans}
 
 
 @contextmanager
 def timing(core: EngineCore, parts: Parts) -> Iterator[None]:
-    """Times the core's parts as long as the block runs."""
+    """Time the core's parts for the duration of the block."""
     scheduler = core.scheduler
     schedule = scheduler.schedule
 
@@ -96,7 +96,7 @@ def timing(core: EngineCore, parts: Parts) -> Iterator[None]:
 
 
 def make_core(num_rows: int, depth: int, step_s: float, num_steps: int) -> EngineCore:
-    """All rows free, blocks enough for all of them."""
+    """Return a core with all rows free, and blocks enough for all of them."""
     max_len = PROMPT_LEN + num_steps + NUM_WARM + 64
     config = SchedulerConfig(
         max_num_seqs=num_rows, max_num_batched_tokens=num_rows * PROMPT_LEN, pipeline_depth=depth
@@ -108,7 +108,8 @@ def make_core(num_rows: int, depth: int, step_s: float, num_steps: int) -> Engin
 
 
 def make_requests(num_rows: int, max_len: int) -> list[Request]:
-    """Prompts of 113 to 128 tokens, so that a sixteenth of the rows enters a block in each step."""
+    """Make prompts of 113 to 128 tokens, so that a sixteenth of the rows enters a block in each
+    step."""
     prompts = random_prompts(num_rows, PROMPT_LEN, VOCAB_SIZE, seed=1)
     return [
         dry_request(f"chatcmpl-{i:032x}", prompt[i % BLOCK_SIZE :], max_len)
@@ -148,8 +149,8 @@ class Counted:
 
 @contextmanager
 def on_core(which: int) -> Iterator[None]:
-    """Keeps this thread on one of the machine's cores: a message must not put its reader in the
-    place of its sender."""
+    """Keep this thread on one of the machine's cores, so that a message's reader does not displace
+    its sender."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(cores)[which]})
     try:
@@ -210,7 +211,7 @@ def run_server(num_rows: int, depth: int, step_s: float, num_steps: int) -> Coun
 
 
 def be_client(path: Path, num_rows: int, max_len: int) -> None:
-    """Send the requests, then take in what comes, until the core is gone."""
+    """Send the requests, then read messages until the core ends."""
     codec, frames, reader = client_codec(), Frames(), StepReader()
     with on_core(-1), socket.socket(socket.AF_UNIX) as core:
         core.connect(str(path))

@@ -4,9 +4,9 @@
 
 Each pair of lengths, prompt and answer, is served at rising rates by three pairs of engines on two
 GPUs: `1 + 1` (prompts by one, answers by the other, blocks over a link of --link-gb-per-s), `2
-mixed` with the engine's own settings, and `2 mixed, small chunks`, whose steps take --small-chunk
-tokens at most, so that answers wait less for prompts. The goodput is the best, over the rates, of
-the requests per second that keep both limits: --ttft-ms to the first token, --tpot-ms for each
+mixed` and `2 mixed, small chunks`. The second has the engine's own settings. Steps of the third
+take --small-chunk tokens at most, so that answers wait less for prompts. The goodput is the best
+rate of requests per second that keep both limits: --ttft-ms to the first token, --tpot-ms for each
 token after it. Schedulers, stores and memory are production's; step times come from the data sheet.
 The numbers are the same on any machine, however busy.
 """
@@ -71,7 +71,7 @@ class Limits:
 
 
 def goodput(run: Run, limits: Limits) -> float:
-    """Requests per second that keep both limits, while requests come."""
+    """Return the requests per second that keep both limits, while requests arrive."""
     done = served_well(run)
     good = sum(
         each.wait_s * MS <= limits.ttft_ms and each.tpot_s * MS <= limits.tpot_ms for each in done
@@ -88,7 +88,7 @@ def serve(config: EngineConfig, roles: Roles | None, work: Drawn, device: str) -
 
 
 def compare(options: argparse.Namespace, lengths: str) -> dict[str, Any]:
-    """The results of one line: for each system its goodput by rate."""
+    """Return the results of one line: for each system its goodput by rate."""
     num_prompt, num_output = map(int, lengths.split("x"))
     plain = {"model": options.model}
     small = {**plain, "max_num_batched_tokens": options.small_chunk}

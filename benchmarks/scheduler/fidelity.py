@@ -1,12 +1,12 @@
-"""What a simulation says, beside what the engine then does: three workloads it has not seen.
+"""Compare a simulation with the engine, by three workloads that the calibration did not use.
 
     python -m benchmarks.scheduler.fidelity [--models demo] [--seconds 20] [--rounds 3]
 
-An engine with the model is calibrated (`quire bench calibrate`: random batches). Then requests come
-to a real engine when they are due: evenly (Poisson), in bursts (gamma, shape 0.2), and with shared
-prefixes; the same requests come to the simulated core with the fitted step times. Real runs are
-repeated with the same requests; their medians count, and their spread is shown. Times run from when
-a request is due, so that what waits for the step under way counts in both.
+An engine with the model is calibrated (`quire bench calibrate`: random batches). Then requests
+arrive at a real engine: evenly (Poisson), in bursts (gamma, shape 0.2), and with shared prefixes.
+The same requests arrive at the simulated core with the fitted step times. Real runs are repeated
+with the same requests; their medians count, and their spread is shown. Times run from a request's
+due time, so that waiting for the step in progress counts in both.
 
 Aims: throughput within 10 %, mean and median time to the first token within 15 %, the 99th
 percentile within the spread of the real runs.
@@ -50,7 +50,8 @@ AIMS = {"tokens/s": 0.10, "TTFT mean": 0.15, "TTFT median": 0.15}
 
 @dataclass(frozen=True)
 class Size:
-    """What is asked of a model: requests per second, and the most tokens of parts of a request."""
+    """The load of a model: requests per second, and the maximum number of tokens of a request's
+    parts."""
 
     rate_per_s: float
     prompt: int

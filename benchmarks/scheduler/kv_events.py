@@ -1,15 +1,16 @@
-"""What KV events cost the core's thread: schedule() + update() with and without, in turn.
+"""Measure the cost of KV events in the core's thread: schedule() + update() with and without, in
+turn.
 
     python -m benchmarks.scheduler.kv_events
 
 One scheduler over one prefix cache, in turn watched for a few steps and not. `steady`: all rows
 decode, so a sixteenth of them fills a block in every step. `churn`: in every step some requests end
 and as many arrive, with prefix hits, in a pool so small that blocks are evicted. The device is a
-pause of --device-ms after each plan, in which the publisher's thread can encode and send, as it can
+pause of --device-ms after each plan. The publisher's thread can encode and send in it, as it can
 while a model runs. A subscriber in another process takes everything.
 
-`median`, `mean`: how much more the core's thread pays, of schedule + update; `of step`: the mean,
-as a share of the whole step with the device's pause.
+`median`, `mean`: the added time of the core's thread, of schedule + update. `of step`: the mean, as
+a share of the whole step with the device's pause.
 """
 
 import gc
@@ -100,7 +101,7 @@ def listen(endpoint: str) -> None:
 def compare(
     num_rows: int, churns: bool, keeps_tokens: bool, num_steps: int, device_s: float
 ) -> dict[str, Any]:
-    """The results of one line."""
+    """Return the results of one line."""
     max_len = 2 * PROMPT_LEN + 2 * num_steps + 64
     longest = 2 * PROMPT_LEN + 96 if churns else max_len
     num_blocks = num_rows * (-(-longest // BLOCK_SIZE) + 1)
@@ -129,15 +130,15 @@ def compare(
     events.close()
     listener.terminate()
     listener.join()
-    plain, told = times_of(load.plain_ms), times_of(load.told_ms)
+    plain, published = times_of(load.plain_ms), times_of(load.told_ms)
     return {
         "rows": num_rows,
         "load": "churn" if churns else "steady",
         "tokens": keeps_tokens,
         "device_ms": device_s * 1e3,
         "plain_ms": plain,
-        "told_ms": told,
-        "of_step": (told["mean"] - plain["mean"]) / (plain["mean"] + device_s * 1e3),
+        "told_ms": published,
+        "of_step": (published["mean"] - plain["mean"]) / (plain["mean"] + device_s * 1e3),
     }
 
 

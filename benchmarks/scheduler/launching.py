@@ -1,12 +1,16 @@
-"""Host time of a decoding step on a GPU, without a GPU: planning, packing, taking the result.
+"""Measure the host time of a decoding step on a GPU, without a GPU: planning, packing, taking the
+result.
 
     python -m benchmarks.scheduler.launching
 
-The device takes what it is told and does nothing, so what is timed is all of the host's work but
-the calls into CUDA: some ten for a recorded step (a kernel that takes the slot, the graph, events,
-a copy), about 5 us each. All rows decode, and a sixteenth of them enters a new block in every step.
+The device accepts all calls and does nothing. So the time includes all of the host's work except
+the calls into CUDA. A recorded step makes some ten of them (a kernel that takes the slot, the
+graph, events, a copy), about 5 us each. All rows decode, and a sixteenth of them enters a new block
+in every step.
+
 `limit`: the shortest step that can hide this, since planning and launching one step must fit into
-the one before it: the floor of Qwen3-0.6B on an H200 with as many rows (context 512).
+the one before it. For comparison: the floor of Qwen3-0.6B on an H200 with as many rows (context
+512).
 """
 
 import gc
@@ -33,7 +37,7 @@ STEPS = 400
 
 
 class _Answer:
-    """The tokens 1, for whoever asks."""
+    """A result whose tokens are all 1."""
 
     def __init__(self, num_rows: int) -> None:
         self._tokens = torch.ones(num_rows, dtype=torch.int32)
@@ -49,7 +53,7 @@ class _Answer:
 
 
 class Nothing:
-    """A device that is told everything and does nothing."""
+    """A device that accepts all calls and does nothing."""
 
     is_async = True
     can_capture = True
@@ -87,7 +91,7 @@ def make_runner(num_rows: int) -> ModelRunner:
 
 
 def measure(num_rows: int) -> dict[str, float]:
-    """Medians in microseconds, and the 99th part of the sum."""
+    """Return medians in microseconds, and the 99th percentile of the sum."""
     config = SchedulerConfig(num_rows, 8192, pipeline_depth=1)
     blocks = num_rows * (MAX_LEN // BLOCK_SIZE // 8)
     scheduler, _ = dry_run(blocks, BLOCK_SIZE, config, MAX_LEN, True)

@@ -1,10 +1,10 @@
-"""What one watcher of `/v1/engine/live` costs the core: the share of its time.
+"""Measure the share of the core's time that one watcher of `/v1/engine/live` costs.
 
     python -m benchmarks.scheduler.live_watcher
 
-The core's loop over a scheduler without a model, which ends no request; the pool has --blocks
-blocks, and a share of it is in use. Steps are taken in turn with and without somebody who listens,
-so that both meet the same machine. What a watcher costs is then
+The core's loop runs over a scheduler without a model, which ends no request. The pool has --blocks
+blocks, and a share of it is in use. Steps are taken in turn with and without a watcher, so that
+both run under the same load. A watcher then costs
 
     step      what the core's thread pays more for each step, to note it: medians
     frame     making one frame and encoding it for the socket, at most five a second and at most a
@@ -90,7 +90,7 @@ def compare(num_rows: int, num_blocks: int, num_steps: int, step_ms: list[float]
 
 
 def _frame_ms(core: EngineCore, encode: Any) -> float:
-    """Time a whole frame that is made anew."""
+    """Time the making and encoding of a whole frame."""
     frames = LiveFrames(core, MonotonicClock())
     began = time.perf_counter()
     encode(Live(0, frames.frame()))

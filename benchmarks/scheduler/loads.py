@@ -1,6 +1,6 @@
-"""What arrives when in steps.py: the same requests for every scheduler that it measures.
+"""Arrivals of requests in steps.py, the same for every measured scheduler.
 
-Needs only numpy, so that it also runs where quire is not installed (steps_vllm.py).
+Needs only numpy, so that it also runs without quire (steps_vllm.py).
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,14 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Load:
-    """rows: requests that run, all rows taken. num_ends: so many end in every step, and as many
-    arrive before the next. num_waiting: behind those that run. spread: prompts of 113 to 128
-    tokens, so that a sixteenth of the rows enters a new block in every step; otherwise all have
-    128 and enter one together. num_steps: that are timed, after `warm_up` others.
+    """A load of a scheduler.
+
+    rows: running requests; they take all rows.
+    num_ends: requests that end in every step; as many arrive before the next.
+    num_waiting: requests in the queue.
+    spread: prompts of 113 to 128 tokens, so that a sixteenth of the rows enters a new block in
+    every step. Otherwise all have 128 and enter one together.
+    num_steps: timed steps, after `warm_up` others.
     """
 
     rows: int
@@ -47,7 +51,7 @@ class Load:
 
     @property
     def warm_up(self) -> int:
-        """Steps until nobody runs who came with the first."""
+        """Return the number of steps until all of the first requests have ended."""
         return WARM_UP + (self.lifetime if self.num_ends else 0)
 
     @property
@@ -56,8 +60,8 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
-        """What the rows need and a little more, so that with ends the oldest blocks in the prefix
-        cache are evicted all the time."""
+        """Return the rows' need and a little more, so that with ends the prefix cache always evicts
+        its oldest blocks."""
         return self.rows * (-(-(PROMPT_LEN + self.lifetime) // BLOCK_SIZE) + 2)
 
     @property
@@ -66,20 +70,20 @@ class Load:
         return self.rows * PROMPT_LEN
 
     def arrivals(self, step: int) -> list[Arrival]:
-        """Requests that arrive before this step: at first all that run and wait."""
+        """Return the requests that arrive before this step; at first all that run and wait."""
         if step:
             first = self.rows + self.num_waiting + (step - 1) * self.num_ends
             return [self._arrival(i) for i in range(first, first + self.num_ends)]
         return [self._arrival(i) for i in range(self.rows + self.num_waiting)]
 
     def steps(self) -> Iterator[tuple[bool, list[Arrival]]]:
-        """For each step whether it is timed, and who arrives before it."""
+        """Yield for each step whether it is timed, and the requests that arrive before it."""
         for step in range(self.warm_up + self.num_steps):
             yield step >= self.warm_up, self.arrivals(step)
 
     def _arrival(self, i: int) -> Arrival:
-        """The first that run end one group after the other, as they will when all are replaced;
-        those that are left over by the division stay."""
+        """Make a request. The first running requests end one group after the other, as later ones
+        do. The remainder of the division stays."""
         prompt = np.random.default_rng(i).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
         max_tokens = self.lifetime
         if i < self.rows and self.num_ends:

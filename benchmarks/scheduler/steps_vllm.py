@@ -1,10 +1,10 @@
 """vLLM's scheduler under the loads of steps.py, in an environment that has vLLM.
 
-steps.py --vllm starts it. It reads a load per line (JSON, the fields of Load) and answers
-with the milliseconds per step: `add` makes the requests, which hashes their blocks, and queues
-them; `schedule` is Scheduler.schedule, `update` is Scheduler.update_from_output, which makes the
-messages too. The first line is vLLM's version. For vLLM 0.32, without asynchronous scheduling and
-without statistics. As in its engine's core, the heap of the start is frozen and hashes are SHA-256.
+steps.py --vllm starts it. It reads a load per line (JSON, the fields of Load) and answers with the
+milliseconds per step. `add` makes the requests, which hashes their blocks, and queues them.
+`schedule` is Scheduler.schedule, `update` is Scheduler.update_from_output, which makes the messages
+too. The first line is vLLM's version. For vLLM 0.32, without asynchronous scheduling and without
+statistics. As in its engine's core, the heap of the start is frozen and hashes are SHA-256.
 """
 
 import gc
@@ -61,7 +61,7 @@ def model_config() -> ModelConfig:
 
 
 def make_scheduler(model: ModelConfig, load: Load) -> tuple[Scheduler, Any]:
-    """The scheduler, and what hashes the blocks of a request (None without prefix caching)."""
+    """Return the scheduler, and the hasher of a request's blocks (None without prefix caching)."""
     config = VllmConfig(
         model_config=model,
         scheduler_config=SchedulerConfig(
@@ -89,7 +89,7 @@ def make_scheduler(model: ModelConfig, load: Load) -> tuple[Scheduler, Any]:
 
 
 def run(model: ModelConfig, load: Load) -> dict[str, list[float]]:
-    """Milliseconds of each timed step, by part."""
+    """Return the milliseconds of each timed step, by part."""
     scheduler, hasher = make_scheduler(model, load)
     gc.unfreeze()  # the scheduler of the last load
     gc.collect()
@@ -129,14 +129,14 @@ def params_of(arrival: Arrival) -> SamplingParams:
 
 
 def answer(plan: Any, rng: np.random.Generator) -> ModelRunnerOutput:
-    """A random token for each request of the plan."""
+    """Return a random token for each request of the plan."""
     names = list(plan.num_scheduled_tokens)
     token_ids = rng.integers(0, VOCAB_SIZE, (len(names), 1)).tolist()
     return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, token_ids)
 
 
 def check(scheduler: Scheduler, load: Load, plan: Any, outputs: Any) -> None:
-    """All rows ran, nothing else, and as many ended as should."""
+    """Check that all rows ran, nothing else, and that the right number ended."""
     ended = sum(output.finish_reason is not None for output in outputs[0].outputs)
     assert len(plan.num_scheduled_tokens) == len(outputs[0].outputs) == load.rows, "not all ran"
     assert plan.total_num_scheduled_tokens >= load.rows, "not all ran"

@@ -1,9 +1,9 @@
-"""Measure how much code one must read to follow a step, a forward pass or an HTTP chat.
+"""Measure the code to read, in order to follow a step, a forward pass or an HTTP chat.
 
     python -m benchmarks.scheduler.trips [--files]
 
 A trip is the set of quire's Python files whose functions run for one action, found with
-`sys.setprofile`. A second, equal action is measured, so that what runs only once is left out:
+`sys.setprofile`. A second, equal action is measured, so that code that runs only once is ignored:
 
 step      the core plans one step and takes its result: one row decodes, a prompt is admitted, and
           a row ends. The executor has no model.
@@ -13,7 +13,7 @@ chat      one POST to /v1/chat/completions that streams, from ASGI through the s
 front     the part of that chat which an API process runs: without the core's thread, whose files
           the other trips count.
 
-Lines are those of whole files, as `wc -l` counts them.
+Lines are counted in whole files, as `wc -l` counts them.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Trip:
         self.is_on = False
 
     def install(self) -> None:
-        """Hear of every call in this thread and in those to come."""
+        """Receive every call in this thread and in later threads."""
         threading.setprofile(self._see)
         sys.setprofile(self._see)
 
@@ -136,7 +136,7 @@ def forward_trip(trip: Trip, engine: Engine) -> None:
 
 
 async def ask(app: Any, body: dict[str, Any]) -> bytes:
-    """POST a chat to an ASGI application in this process and return the answer."""
+    """Send a chat to an ASGI application in this process by POST and return the answer."""
     data, parts = msgspec.json.encode(body), list[bytes]()
     scope = {
         "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",

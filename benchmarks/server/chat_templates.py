@@ -1,14 +1,12 @@
-"""Conversations as clients send them, rendered by quire and by transformers, for every template of
-a directory.
+"""Render clients' conversations by quire and by transformers, for every template of a directory.
 
     python -m benchmarks.server.chat_templates DIRECTORY
 
-The directory holds chat templates, one a file (*.jinja). transformers renders each conversation in
-every form that says the same: contents as text or as parts, arguments of calls as an object or
-as text, the developer as itself or as the system. A rendering is good if all that was said stands
-in it, and not as Python or JSON writes a list or an object. quire must give one of the good ones;
-where there is none, the template cannot show the conversation. The exit status is 1 if quire
-differs.
+The directory holds chat templates, one per file (*.jinja). transformers renders each conversation
+in every equivalent form. Contents are text or parts, arguments of calls an object or text, and the
+developer itself or the system. A good rendering contains all texts, and no list or object as Python
+or JSON writes it. quire must give one of the good ones. If none is good, the template cannot show
+the conversation. The exit status is 1 if quire differs.
 """
 
 import argparse
@@ -43,8 +41,8 @@ TOOLS: list[Json] = [
         },
     }
 ]
-# What a good rendering never holds: a list of parts, an object as Python writes it, or the text of
-# an object once more as JSON.
+# Marks of a bad rendering: a list of parts, an object as Python writes it, or an object's text
+# encoded again as JSON.
 BAD = ("'type': 'text'", '"type": "text"', "'city'", '\\"city\\"', "'text': ")
 USER: Json = {"role": "user", "content": "Question one?"}
 
@@ -79,11 +77,11 @@ OBJECT = {"city": "Cologne"}
 CUT = '{"city": "Colog'
 NULLS = dict.fromkeys(("refusal", "audio", "function_call", "annotations", "reasoning_content"))
 DONE = ("weather", "Cologne", "7 degrees")
-SAID: Json = {"role": "assistant", "content": "Answer one."}
+ANSWER: Json = {"role": "assistant", "content": "Answer one."}
 SYSTEM: Json = {"role": "system", "content": "Be brief."}
 DEVELOPER: Json = {"role": "developer", "content": "Be kind."}
 SHAPES: dict[str, Shape] = {
-    "texts": Shape([USER, SAID, USER], ("Question one?", "Answer one.")),
+    "texts": Shape([USER, ANSWER, USER], ("Question one?", "Answer one.")),
     "system": Shape([SYSTEM, USER], ("Be brief.", "Question one?")),
     "parts of the user": Shape(
         [{"role": "user", "content": parts("Part one.", "Part two.")}], ("Part one.", "Part two.")
@@ -123,18 +121,18 @@ SHAPES: dict[str, Shape] = {
         [[{"role": "system", "content": "Be brief.\n\nBe kind."}, USER]],
     ),
     "developer later": Shape(
-        [SYSTEM, USER, SAID, DEVELOPER, USER], ("Be brief.", "Be kind.", "Answer one.")
+        [SYSTEM, USER, ANSWER, DEVELOPER, USER], ("Be brief.", "Be kind.", "Answer one.")
     ),
     "reasoning": Shape(
-        [USER, SAID | {"reasoning": "Thought one."}, USER],
+        [USER, ANSWER | {"reasoning": "Thought one."}, USER],
         ("Question one?", "Answer one."),
-        [[USER, SAID | dict.fromkeys(("reasoning", *names), "Thought one."), USER]
+        [[USER, ANSWER | dict.fromkeys(("reasoning", *names), "Thought one."), USER]
          for names in ((), ("reasoning_content",), ("reasoning_content", "thinking"))],
     ),
     "arguments as text": Shape([USER, calling(TEXT), result("7 degrees")], DONE, tools=TOOLS),
     "arguments as object": Shape([USER, calling(OBJECT), result("7 degrees")], DONE, tools=TOOLS),
     "call without content": Shape(
-        [USER, calling(TEXT, None), result("7 degrees"), SAID, USER],
+        [USER, calling(TEXT, None), result("7 degrees"), ANSWER, USER],
         (*DONE, "Answer one."),
         tools=TOOLS,
     ),
@@ -154,10 +152,10 @@ SHAPES: dict[str, Shape] = {
         TOOLS,
     ),
     "fields of OpenAI's client": Shape(
-        [USER, SAID | NULLS | {"tool_calls": None}, USER, calling(TEXT, None, index=0) | NULLS,
+        [USER, ANSWER | NULLS | {"tool_calls": None}, USER, calling(TEXT, None, index=0) | NULLS,
          result("7 degrees")],
         (*DONE, "Answer one."),
-        [[USER, SAID, USER, calling(TEXT, None, index=0), result("7 degrees")]],
+        [[USER, ANSWER, USER, calling(TEXT, None, index=0), result("7 degrees")]],
         TOOLS,
     ),
     "two calls": Shape(
@@ -219,8 +217,8 @@ def is_good(text: str, shape: Shape) -> bool:
 
 def renderings(source: str, shape: Shape) -> Iterator[str]:
     """Yield what transformers makes of each form of a conversation."""
-    said = shape.meant or [shape.messages]
-    for messages in itertools.chain.from_iterable(map(forms, said)):
+    conversations = shape.meant or [shape.messages]
+    for messages in itertools.chain.from_iterable(map(forms, conversations)):
         try:
             [text], _ = render_jinja_template(
                 [messages],

@@ -1,20 +1,21 @@
-"""What the HTTP front end adds to a request and to a token, at 1 and at 64 open streams.
+"""Measure the time that the HTTP front end adds to a request and to a token, at 1 and at 64 open
+streams.
 
     python -m benchmarks.server.front_end
 
-A client's times alone cannot tell: most of them is the model's. Nor can a second run without HTTP,
-because gaps between tokens hide a delay that is the same for all, and two runs never meet the same
-steps. So one run is timed at both ends, on the one monotonic clock of the machine: a relay on the
-Unix socket between core and API process notes when each request passes on its way in and each
-token on its way out, and the client notes when it sent the request and when each token reached it.
-What lies between belongs to the front end: HTTP, validation, tokens and text, JSON, both sockets,
-waiting for a processor, and also this client's own reading, which cannot be told apart.
+A client's times alone do not show it: most of their time is the model's. Nor does a second run
+without HTTP. Gaps between tokens hide a constant delay, and two runs never have the same steps. So
+one run is timed at both ends, on the machine's monotonic clock. A relay on the Unix socket between
+core and API process notes when each request and each token passes. The client notes when it sent
+the request and when each token arrived. The time between belongs to the front end: HTTP,
+validation, tokens and text, JSON, both sockets, and waiting for a processor. It includes this
+client's own reading, which cannot be separated.
 
 Per request: from sending until the core has it, and the first token's way back. Per token: the way
-back. The supervisor, the API process and the core are those of `quire serve`; the relay is a thread
-of the supervisor's process, which sleeps otherwise. All streams of a load are opened at the same
-moment, which is the worst case for a request. A chunk that holds several tokens (text is held back
-until it is whole, or a slow reader got them together) counts for each of them.
+back. The supervisor, the API process and the core run as in `quire serve`; the relay is a thread of
+the supervisor's process, which sleeps otherwise. All streams of a load are opened at the same
+moment, which is the worst case for a request. A chunk may hold several tokens, if text was
+incomplete before or the reader is slow; it counts for each of them.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from quire.tools.bench.serve import wait_until_ready
 from quire.tools.http_client import HttpClient
 from quire.tools.report import benchmark_parser, plain_facts
 
-NUM_IDS = 1000  # token ids in prompts; the first two tell requests apart
+NUM_IDS = 1000  # token ids in prompts; the first two identify a request
 READY_S = 120.0
 BYTES = 1 << 18
 
@@ -91,7 +92,7 @@ class Relay(CoreSocket):
                 passed.append((now_s, data))
 
     def requests(self) -> dict[str, Passed]:
-        """What passed, by the first two ids of the prompt."""
+        """Return the observed messages by the first two ids of the prompt."""
         codec, frames, found = core_codec(), Frames(), {}
         names: dict[str, str] = {}
         for at_s, data in self._passed[0]:
@@ -113,7 +114,8 @@ class Relay(CoreSocket):
 
 
 def serve(options: argparse.Namespace) -> int:
-    """The server's process: as `quire serve`, with the relay. Writes what passed when it ends."""
+    """Run the server's process: `quire serve` with the relay. Writes the observed messages when it
+    ends."""
     settings = {"model": options.model, "disable_log_stats": True}
     server = ServerConfig(port=options.port)
     with bind(server.host, server.port) as tcp, closing(Relay()) as relay:
@@ -157,17 +159,17 @@ async def ask(client: HttpClient, model: str, number: int, options: argparse.Nam
 async def run_load(
     client: HttpClient, model: str, num_streams: int, first: int, options: argparse.Namespace
 ) -> list[Met]:
-    """As many streams at once, again and again until there were enough requests."""
+    """Run this many streams at once, repeatedly, until there were enough requests."""
     met: list[Met] = []
     while len(met) < max(num_streams, options.num_requests):
         start = first + len(met)
-        asked = [ask(client, model, start + i, options) for i in range(num_streams)]
-        met += await asyncio.gather(*asked)
+        requests_made = [ask(client, model, start + i, options) for i in range(num_streams)]
+        met += await asyncio.gather(*requests_made)
     return met
 
 
 async def measure(url: str, options: argparse.Namespace) -> dict[int, list[Met]]:
-    """By number of streams, after requests that do not count."""
+    """Return the results by number of streams, after requests that do not count."""
     client = HttpClient(url)
     await wait_until_ready(client, READY_S)
     model = (await client.request("/v1/models")).json()["data"][0]["id"]
@@ -180,7 +182,7 @@ async def measure(url: str, options: argparse.Namespace) -> dict[int, list[Met]]
 
 
 def added(met: list[Met], passed: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds, p50 and p99."""
+    """Return the added milliseconds, p50 and p99."""
     requests, tokens, steps = [], [], []
     for one in met:
         in_s, out_s = passed[one.name]

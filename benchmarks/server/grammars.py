@@ -1,15 +1,15 @@
-"""What grammars cost a step: rows with one, against the same rows without.
+"""Measure the cost of grammars in a step: rows with a grammar, against the same rows without.
 
     python -m benchmarks.server.grammars
 
-A vocabulary of 151,936 byte-level tokens (the demo model's, and words put together of its words),
-64 rows that write JSON of ten fields by eight schemas, each another text. The device is a stub: a
-step takes 20 ms, then it waits for its masks, and each row's next token is that of its text, which
-the mask must allow. All else is the engine's own, llguidance included. Runs with and without
-grammars take turns; the first masks of all rows, which have found out nothing yet, count.
+The vocabulary has 151,936 byte-level tokens: the demo model's, and words composed of its words. 64
+rows write JSON of ten fields by eight schemas, each a different text. The device is a stub. A step
+takes 20 ms, then it waits for its masks. Each row's next token is its text's, and the mask must
+allow it. All else is the engine's own, llguidance included. Runs with and without grammars take
+turns. The first masks of all rows count too, although no cache helps them.
 
-The limit is a step that takes nothing but the stub's time. Aims: with grammars less than 5 % slower
-than without; requests without a grammar less than 1 % slower where others could have one.
+The limit is a step that takes only the stub's time. Aims: less than 5 % slower with grammars than
+without. Requests without a grammar are less than 1 % slower if others may have one.
 """
 
 import json
@@ -52,7 +52,7 @@ COLOURS = ["red", "green", "blue", "yellow"]
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """The demo model's tokenizer with words put together of its words, up to this size."""
+    """Return the demo model's tokenizer, extended to this size with words composed of its words."""
     demo = Path(quire.__file__).parent / "demo"
     state = json.loads((demo / "tokenizer.json").read_text("utf-8"))
     vocab, merges = state["model"]["vocab"], state["model"]["merges"]
@@ -71,7 +71,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def schema_of(number: int) -> dict[str, object]:
-    """Ten fields, in another order and under other names for each number."""
+    """Return a schema of ten fields, with another order and other names for each number."""
     types: dict[str, dict[str, object]] = {
         "string": {"type": "string", "maxLength": 60},
         "integer": {"type": "integer"},
@@ -90,7 +90,7 @@ def schema_of(number: int) -> dict[str, object]:
 
 
 def answer_of(schema: dict[str, object], rng: random.Random) -> str:
-    """A text that the schema describes."""
+    """Return a text that the schema describes."""
     sentence = " ".join(rng.choice(["the", "cat", "was", "happy", "and", "ran"]) for _ in range(9))
     made: dict[str, Callable[[], object]] = {
         "string": lambda: sentence,
@@ -170,9 +170,12 @@ class Load:
 
 @dataclass
 class Measured:
-    """Of one run, in milliseconds. step: from the begin of one step to that of the next, mean over
-    all; waited: of a step for its masks, the longest; first: from the requests to the first
-    token."""
+    """The times of one run, in milliseconds.
+
+    step: from the beginning of one step to the next, the mean.
+    waited: the longest wait of a step for its masks.
+    first: from the requests to the first token.
+    """
 
     step: float
     waited: float
@@ -253,12 +256,12 @@ def main() -> None:
         print(f"  limit        {arguments.step_ms:7.3f} ms a step")
         for kind, aim in (("without", 0.0), ("plain", PLAIN_AIM), ("grammars", AIM)):
             slower = steps[kind] / steps["without"] - 1
-            told = f"  {slower:+.2%} (aim: below {aim:.0%})" if aim else ""
+            change = f"  {slower:+.2%} (aim: below {aim:.0%})" if aim else ""
             waited = statistics.median(each.waited for each in runs[kind])
             first = statistics.median(each.first for each in runs[kind])
             print(
                 f"  {kind:12} {steps[kind]:7.3f} ms a step; longest wait for masks {waited:6.2f}"
-                f" ms, first token after {first:6.1f} ms{told}"
+                f" ms, first token after {first:6.1f} ms{change}"
             )
             rows.append(
                 {"depth": depth, "kind": kind, "step_ms": steps[kind], "slower": slower,

@@ -25,14 +25,15 @@ with LLM("demo", disable_log_stats=True) as llm:
 
 
 def run_ms(code: str) -> float:
-    """Milliseconds that a fresh interpreter takes for this code."""
+    """Return the milliseconds that a fresh interpreter takes for this code."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
     return (time.perf_counter() - began) * 1e3
 
 
 def medians_ms(codes: list[str], rounds: int) -> list[float]:
-    """Of each code, in alternating rounds after one that does not count (it fills file caches)."""
+    """Return the median of each code, in alternating rounds. A first round fills the file caches
+    and does not count."""
     times = [[run_ms(code) for code in codes] for _ in range(rounds + 1)][1:]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 

@@ -1,13 +1,14 @@
-"""How fast a checkpoint of random weights is loaded for a CPU, and how much memory that takes.
+"""Measure the time and the memory of loading a checkpoint of random weights for a CPU.
 
     python -m benchmarks.server.loading --model shape:qwen3-1.7b
 
-The files are in the page cache. Each round, in fresh processes: all bytes are read into fresh
-memory, by one thread and by two, which is the limit; and the model is loaded, packed for products.
-Right before each, as much memory is written and given back: a virtual machine may have to ask its
-host for memory, which takes several times as long as reading, and returns it within seconds.
-Peak: of memory that is no page of a file, beyond what the process had before; what is above the
-weights' own size, loading takes for itself.
+The files are in the page cache. Each round runs fresh processes. The limit reads all bytes into
+fresh memory, by one thread and by two. The other one loads the model and packs it for products.
+Right before each, as much memory is written and freed. A virtual machine may have to request memory
+from its host, which takes several times as long as reading. The host takes it back within seconds.
+
+Peak: the peak of memory that is not a page of a file, above the process's earlier memory. Loading
+itself uses the part above the weights' own size.
 """
 
 import argparse
@@ -103,7 +104,7 @@ print(json.dumps({"seconds": seconds, "peak": peak, "weights": weights, "reports
 
 
 def write_checkpoint(model: str, folder: Path) -> int:
-    """Of random bfloat16, in files of at most 2 GiB. Returns their bytes."""
+    """Write random bfloat16 weights in files of at most 2 GiB. Returns their bytes."""
     config = resolve_model(model).directory / "config.json"
     (folder / "config.json").write_bytes(config.read_bytes())
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the benchmarks of a running server share: a free port, and the server's end."""
+"""Shared code of the benchmarks of a running server: a free port, and the server's end."""
 
 import signal
 import socket
@@ -10,7 +10,7 @@ END_S = 60.0
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """Return a TCP port without a listener at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
     return port
@@ -18,7 +18,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that is asked to end (SIGTERM) when the block ends, and awaited."""
+    """Run a process that gets SIGTERM when the block ends, and is awaited."""
     process = subprocess.Popen(command)
     try:
         yield process

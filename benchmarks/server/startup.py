@@ -1,15 +1,20 @@
-"""From `quire serve` to the first token of a chat; idle processor time; wheel and dependencies.
+"""Measure the start of `quire serve` up to a chat's first token; idle processor time; wheel and
+dependencies.
 
     python -m benchmarks.server.startup
 
 Start-up: from starting the command in a fresh interpreter, until the first text of a streamed chat
-has arrived; the client asks again every 10 ms until the server listens. The first round, which
-fills the file caches, does not count. Idle: processor time of all processes of a server that has
-answered once, over some time in which nobody asks. Weights: `LLM` with --weights-model in a fresh
-process, importing torch, until one token after a prompt of 16 is there: without a cache of packed
-weights, then with one, which the first of these starts fills; and the peak of resident memory,
-mapped weights included. Wheel: built from this checkout, with the C++
-core. Dependencies: what the package names, and all that these bring along on this machine.
+has arrived. The client retries every 10 ms until the server listens. The first round, which fills
+the file caches, does not count.
+
+Idle: processor time of all processes of a server that has answered once, while no request arrives.
+
+Weights: `LLM` with --weights-model in a fresh process, from importing torch to one token after a
+prompt of 16. The starts run first without a cache of packed weights, then with one, which the first
+of them fills. The peak of resident memory includes mapped weights.
+
+Wheel: built from this checkout, with the C++ core. Dependencies: the packages that the distribution
+names, and all that these need on this machine.
 """
 
 import argparse
@@ -83,7 +88,8 @@ def start_times_s(options: argparse.Namespace) -> list[float]:
 
 
 def start_with_weights(options: argparse.Namespace) -> dict[str, list[tuple[float, int]]]:
-    """(seconds, most bytes of memory) of each start, by format: without a cache, then with one."""
+    """Return (seconds, peak bytes of memory) of each start, by format: without a cache, then with
+    one."""
     found: dict[str, list[tuple[float, int]]] = {}
     for quantization in options.weights_formats:
         with tempfile.TemporaryDirectory() as directory:
@@ -110,7 +116,7 @@ def print_weights(found: dict[str, list[tuple[float, int]]]) -> None:
 
 
 def tree(root: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -126,7 +132,7 @@ def tree(root: int) -> list[int]:
 
 
 def cpu_s(processes: list[int]) -> dict[int, float]:
-    """User and system time that each has used."""
+    """Return the user and system seconds of each process."""
     used = {}
     for process in processes:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -135,7 +141,7 @@ def cpu_s(processes: list[int]) -> dict[int, float]:
 
 
 def idle_share(options: argparse.Namespace) -> dict[str, Any]:
-    """Of one core, of all processes together."""
+    """Return the share of one core that all processes use together while idle."""
     port = free_port()
     with running(command(options.model, port)) as process:
         asyncio.run(first_text(port, process))
@@ -153,7 +159,7 @@ def idle_share(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def wheel_bytes() -> int:
-    """Of a wheel built in a directory of its own."""
+    """Return the size of a wheel built in a directory of its own."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
         places = [f"--config-settings=build-dir={directory}/build", "-w", directory, str(ROOT)]
@@ -163,7 +169,7 @@ def wheel_bytes() -> int:
 
 
 def dependencies(package: str) -> set[str]:
-    """What a distribution needs without extras, on this machine."""
+    """Return the names that a distribution requires without extras, on this machine."""
     names = set()
     for line in metadata.requires(package) or []:
         requirement, _, marker = line.partition(";")
@@ -174,8 +180,8 @@ def dependencies(package: str) -> set[str]:
 
 
 def installed_closure(package: str) -> set[str]:
-    """All distributions that a package brings along; those of markers that do not hold are not
-    installed, and so not counted."""
+    """Return all distributions that a package needs. Those with markers that do not hold are not
+    installed, and not counted."""
     found, open_names = set(), dependencies(package)
     while open_names:
         name = open_names.pop()

@@ -1,13 +1,14 @@
-"""What the worst bodies of the largest permitted size cost an API process: CPU time and memory.
+"""Measure the cost of the worst bodies of the largest permitted size in an API process: CPU time
+and memory.
 
     python -m benchmarks.server.worst_bodies
 
-Each body is sent to the app as a server does it, in pieces of 64 KiB, in a process of its own, with
-the demo model's tokenizer and no engine: what is fine is refused where the engine would begin, or
-where its length is judged; templates run in their processes, which are not counted. CPU
-is the process's, all threads together. Memory is what the process's peak is above what it held
-before, in multiples of the body; the pieces and the body that is joined from them are two of them
-already. Held is the longest time for which the event loop answered nobody else.
+Each body is sent to the app as a server does it, in pieces of 64 KiB. Each has a process of its
+own, with the demo model's tokenizer and no engine. Valid bodies are refused where the engine would
+begin, or at the check of their length. Templates run in other processes, which are not counted. CPU
+is the process's time, all threads together. Memory is the process's peak above its earlier memory,
+in multiples of the body. The pieces, and the body joined from them, are already two of these. Held
+is the longest time for which the event loop was blocked.
 """
 
 import argparse
@@ -69,7 +70,7 @@ class Cost:
 def many(
     item: str, field: str, rest: str = "", ends: Sequence[str] = "[]", most: int = 1 << 30
 ) -> Build:
-    """A body with one field that holds an item as often as it fits."""
+    """Return a builder of bodies with one field that holds an item as often as it fits."""
 
     def build(size: int) -> bytes:
         head, tail = f'{{"{field}":{ends[0]}', f"{ends[1]}{rest}}}"
@@ -80,7 +81,8 @@ def many(
 
 
 def numbered(value: str, field: str | None, rest: str = "", most: int = 1 << 30) -> Build:
-    """A body with an object of as many different names as fit; without a field it is the body."""
+    """Return a builder of bodies with an object of as many different names as fit. Without a field
+    the object is the body."""
 
     def build(size: int) -> bytes:
         head, tail = ("{", "}") if field is None else (f'{{"{field}":{{', f"}}{rest}}}")
@@ -94,7 +96,7 @@ def numbered(value: str, field: str | None, rest: str = "", most: int = 1 << 30)
 def text(
     unit: str, field: str = "prompt", last: str = "", rest: str = "", name: bool = False
 ) -> Build:
-    """A body that is one long text, as a field's value or as the name of a field."""
+    """Return a builder of bodies with one long text, as a field's value or name."""
 
     def build(size: int) -> bytes:
         head, tail = ('{"', '":1}') if name else (f'{{"{field}":"', f'"{rest}}}')
@@ -105,7 +107,7 @@ def text(
 
 
 def started(build: Build) -> Build:
-    """The same as a message that begins a request on /v1/stream."""
+    """Return a builder of the same body as a message that begins a request on /v1/stream."""
     return lambda size: b'{"type":"start",' + build(size - 16)[1:]
 
 
@@ -327,7 +329,7 @@ class NoEngine:
 
 
 def app_of(max_body_bytes: int, max_model_len: int) -> Any:
-    """As in an API process."""
+    """Make the app as in an API process."""
     sys.set_int_max_str_digits(MAX_DIGITS)
     config = config_from_flat(model="demo")
     side = build_text_side(config.model, resolve_model("demo", None, progress=False))
@@ -337,7 +339,7 @@ def app_of(max_body_bytes: int, max_model_len: int) -> Any:
 
 
 def cost_of(app: Any, body: Body, size: int) -> Cost:
-    """In a child process: what it has used before is its parent's."""
+    """Measure the cost in a child process. Its earlier use is its parent's."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -364,7 +366,7 @@ def measured(app: Any, body: Body, size: int) -> dict[str, float]:
 
 
 def memory(name: str) -> int:
-    """Bytes of this process, by the kernel's count."""
+    """Return the bytes of this process, by the kernel's count."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -372,7 +374,8 @@ def memory(name: str) -> int:
 
 
 async def _sent(app: Any, path: str, data: bytes) -> tuple[int, float]:
-    """Status of the answer, and for how long the loop was held at most."""
+    """Send a body; return the status of the answer, and the longest time for which the loop was
+    blocked."""
     gaps = [0.0]
 
     async def watch() -> None:
@@ -414,7 +417,8 @@ async def _post(app: Any, path: str, data: bytes) -> int:
 
 
 async def _message(app: Any, data: bytes) -> int:
-    """The code that the connection is closed with; 1000 if the client had to do it."""
+    """Send a message; return the code that closed the connection, or 1000 if the client had to
+    close it."""
     incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     incoming.put_nowait({"type": "websocket.connect"})
     incoming.put_nowait({"type": "websocket.receive", "text": data.decode()})

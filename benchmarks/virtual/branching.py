@@ -1,17 +1,18 @@
 """Beam search without a model: an executor whose candidates make the beams branch.
 
-How beams branch depends on two things, which a number each describes.
+The branching of beams depends on two things, each described by a number.
 
-How probabilities fall from the best token to the next ones: a Poisson-Dirichlet distribution. The
-k-th best token has p_k proportional to g_k ** -a, where g_k is a sum of k exponentials; so some
-positions are sure and others open, as in text. `sureness` is the mean over positions of the sum of
-p_k ** 2, the chance that two draws give the same token. It is 1 - 1 / a; the mean entropy is
-digamma(1) - digamma(sureness) nats: 2.0 at 0.4, 1.0 at 0.6, 0.4 at 0.8, 0.2 at 0.9.
+The first is the fall of probabilities from the best token to the next ones: a Poisson-Dirichlet
+distribution. The k-th best token has p_k proportional to g_k ** -a, where g_k is a sum of k
+exponentials. So some positions are sure and others open, as in text. `sureness` is the mean over
+positions of the sum of p_k ** 2, the chance that two draws give the same token. It is 1 - 1 / a;
+the mean entropy is digamma(1) - digamma(sureness) nats: 2.0 at 0.4, 1.0 at 0.6, 0.4 at 0.8, 0.2 at
+0.9.
 
-How much the beams of a request are alike: beams that differ in a word long ago go on in the same
-way. At a share `alike` of the positions all beams of a request have the same candidates with the
-same probabilities, at the others each has its own. What all have alike changes nothing in their
-order, so that beams live side by side for longer.
+The second is the similarity of a request's beams: beams that differ in an early word continue in
+the same way. At a share `alike` of the positions all beams of a request have the same candidates
+with the same probabilities. At the others each has its own. Common candidates do not change the
+order of beams, so that several survive for longer.
 """
 
 from collections import deque
@@ -33,7 +34,8 @@ Float64 = npt.NDArray[np.float64]
 
 
 def random_logprobs(num: int, sureness: float, rng: np.random.Generator) -> Float64:
-    """Log-probabilities of the most probable tokens of `num` positions, falling. [num, NUM_DRAWN]
+    """Return log-probabilities of the most probable tokens of `num` positions, falling. [num,
+    NUM_DRAWN]
 
     sureness: in (0, 1).
     """
@@ -82,24 +84,27 @@ class BranchingExecutor:
         self._executor.close()
 
     def _candidates(self, plan: Plan) -> dict[int, Candidates]:
-        """By row. The chosen token, which comes first, is the most probable one."""
+        """Return candidates by row. The chosen token, which comes first, is the most probable
+        one."""
         self._follow(plan)
-        most = int(plan.num_candidates.max(initial=0))
-        assert most <= NUM_DRAWN, f"{most} candidates are more than are drawn"
-        asking = np.flatnonzero(plan.num_candidates > 0)
-        rows = plan.sample_rows[asking].tolist()
+        max_candidates = int(plan.num_candidates.max(initial=0))
+        assert max_candidates <= NUM_DRAWN, f"{max_candidates} candidates are more than are drawn"
+        with_candidates = np.flatnonzero(plan.num_candidates > 0)
+        rows = plan.sample_rows[with_candidates].tolist()
         logprobs = random_logprobs(len(rows), self._sureness, self._rng).astype(np.float32)
         first = self._rng.integers(0, VOCAB_SIZE, (len(rows), 1))
         token_ids = ((first + np.arange(NUM_DRAWN)) % VOCAB_SIZE).astype(np.int32)
         source = self._sources(rows)
         found = {}
-        for i, row, num in zip(source, rows, plan.num_candidates[asking].tolist(), strict=True):
+        for i, row, num in zip(
+            source, rows, plan.num_candidates[with_candidates].tolist(), strict=True
+        ):
             columns = [0, *range(num)]
             found[row] = Candidates(token_ids[i, columns], logprobs[i, columns], 1)
         return found
 
     def _follow(self, plan: Plan) -> None:
-        """Which rows belong together."""
+        """Note which rows belong together."""
         for start in plan.started:
             self._group_of[start.row] = self._num_groups
             self._num_groups += 1
@@ -107,7 +112,7 @@ class BranchingExecutor:
             self._group_of[fork.child] = self._group_of[fork.parent]
 
     def _sources(self, rows: list[int]) -> list[int]:
-        """Which of the draws each row gets: its own, or that of the first row of its group."""
+        """Return the draw of each row: its own, or its group's first row's."""
         first: dict[int, int] = {}
         shares: dict[int, bool] = {}
         source = []
@@ -123,7 +128,8 @@ class BranchingExecutor:
 def group_request(
     request_id: str, prompt_token_ids: list[int], max_tokens: int, num: int, beams: bool
 ) -> Request:
-    """A request for `num` samples, or for a beam search of this width; length alone ends it."""
+    """Make a request for `num` samples, or for a beam search of this width; length alone ends
+    it."""
     params = SamplingParams(
         n=num,
         use_beam_search=beams,

@@ -56,7 +56,8 @@ def dry_run(
     seed: int = 0,
     make_policy: MakePolicy = Fifo,
 ) -> tuple[Scheduler, RandomExecutor]:
-    """A scheduler over one pool of a group of full attention, and an executor for its plans."""
+    """Return a scheduler over one pool of a group of full attention, and an executor for its
+    plans."""
     group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
     kv = KVManager((group,), (num_blocks,), block_size, enable_prefix_caching)
     memory = Memory(kv, config.max_num_batched_tokens or 0)
@@ -65,7 +66,7 @@ def dry_run(
 
 
 def dry_request(request_id: str, prompt_token_ids: list[int], max_tokens: int) -> Request:
-    """A request that nothing but its length ends."""
+    """Make a request that only its length ends."""
     params = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
     )

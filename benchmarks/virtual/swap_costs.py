@@ -1,15 +1,15 @@
-"""What it costs to swap a sequence out and back, or to compute it again, by a formula (P 7.3).
+"""The cost of swapping a sequence out and back, or of recomputing it, by a formula (P 7.3).
 
     one transfer per block     2 x (2 x layers x blocks x latency + bytes / link)
     one batched transfer       2 x (latency + bytes / link + 2 x bytes / device memory
                                     + 2 x bytes / host memory)
     recomputation              2 x parameters x tokens / FLOP/s
 
-The first is what the paper's engine did: each layer's K and V of each block are a transfer of their
-own. The second is what ours does: the blocks of a plan are gathered in the device's memory, sent at
-once and scattered over the host's memory (ops/blocks/host_blocks.py), so that each byte is read
-and written once more on both sides. A swap is out and in again, hence the factor of 2 in front.
-bytes: whole blocks. Times in seconds, rates per second.
+The first is the paper's engine: each layer's K and V of each block are a transfer of their own. The
+second is ours. It gathers a plan's blocks in the device's memory, sends them at once and scatters
+them over the host's memory (ops/blocks/host_blocks.py). So each byte is read and written once more
+on both sides. A swap is out and in again, hence the factor of 2 in front. bytes: whole blocks.
+Times in seconds, rates per second.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from quire.spec.cache_group import CacheGroup
 
 @dataclass(frozen=True)
 class Victim:
-    """A sequence that must give way: all its tokens are computed."""
+    """A sequence to preempt: all its tokens are computed."""
 
     group: CacheGroup
     num_parameters: float
@@ -68,32 +68,34 @@ Way = Callable[[Victim, Device], float]
 
 
 def per_block_s(victim: Victim, device: Device) -> float:
-    """Out and in, one transfer per block, layer, and K or V."""
+    """Return the seconds out and in, one transfer per block, layer, and K or V."""
     return 2 * (victim.num_transfers * device.transfer_s + victim.num_bytes / device.link)
 
 
 def batched_s(victim: Victim, device: Device) -> float:
-    """Out and in, one transfer each way, gathered and scattered on either side."""
+    """Return the seconds out and in, one transfer each way, gathered and scattered on either
+    side."""
     staging = 2 * victim.num_bytes * (1 / device.memory + 1 / device.host)
     return 2 * (device.transfer_s + victim.num_bytes / device.link + staging)
 
 
 def recompute_s(victim: Victim, device: Device) -> float:
-    """One prefill over the tokens; attention left out."""
+    """Return the seconds of one prefill over the tokens, without attention."""
     return 2 * victim.num_parameters * victim.num_tokens / device.flops_per_s
 
 
 def crossing_block_size(victim: Victim, device: Device) -> float | None:
-    """Tokens per block from which on one transfer per block is cheaper than recomputation; None if
-    the link is too slow for any. The victim's own block size does not matter."""
+    """Return the tokens per block from which on one transfer per block is cheaper than
+    recomputation; None if the link is too slow for any. The victim's own block size does not
+    matter."""
     one = replace(victim, block_size=1)
     left = recompute_s(one, device) - 2 * one.num_bytes / device.link
     return 2 * one.num_transfers * device.transfer_s / left if left > 0 else None
 
 
 def link_for_ratio(victim: Victim, device: Device, ratio: float) -> float:
-    """Bytes per second of a link over which recomputation takes `ratio` times as long as one
-    transfer per block. Raises ValueError if the latencies alone take longer than that."""
+    """Return the bytes per second of a link over which recomputation takes `ratio` times as long as
+    one transfer per block. Raises ValueError if the latencies alone take longer."""
     left = recompute_s(victim, device) / ratio - 2 * victim.num_transfers * device.transfer_s
     if left <= 0:
         raise ValueError(f"no link gives a ratio of {ratio:g} with blocks of {victim.block_size}")
@@ -101,7 +103,8 @@ def link_for_ratio(victim: Victim, device: Device, ratio: float) -> float:
 
 
 def engine_rates(victim: Victim, device: Device, swap: Way) -> MeasuredRates:
-    """What an engine on this device would measure: a prefill, and a copy of some blocks out."""
+    """Return the rates that an engine on this device would measure: a prefill, and a copy of some
+    blocks out."""
     some = replace(victim, num_tokens=MEASURED_BLOCKS * victim.block_size)
     return MeasuredRates(
         prefill_tokens_per_s=victim.num_tokens / recompute_s(victim, device),
@@ -110,7 +113,7 @@ def engine_rates(victim: Victim, device: Device, swap: Way) -> MeasuredRates:
 
 
 def chooses_swap(victim: Victim, rates: MeasuredRates) -> bool:
-    """What a scheduler with these rates does with the victim, which it has running."""
+    """Return whether a scheduler with these rates swaps the victim, which it has running."""
     group, size = victim.group, victim.block_size
     block_bytes = group.block_bytes(size, victim.dtype_bytes)
     kv = KVManager((group,), (victim.num_blocks + 1,), size, False, block_bytes=(block_bytes,))

@@ -1,8 +1,8 @@
 """A device without arithmetic, in real time: each step takes a fixed time and gives random tokens.
 
-A step starts at the end of the one before it or when it is handed over, whichever is later; its
-result is ready at its end. What lies between the end of a step and the start of the next one is
-time in which the device waited for the host.
+A step starts at the end of the step before it or when it is submitted, whichever is later. Its
+result is ready at its end. Between the end of a step and the start of the next one the device waits
+for the host.
 """
 
 import threading
@@ -33,7 +33,7 @@ class VirtualDevice:
         self._thread: threading.Thread | None = None
 
     def start(self, on_result: Callable[[], None]) -> None:
-        """A thread rings at the end of each step."""
+        """Start a thread that rings at the end of each step."""
         alarms = self._alarms
 
         def ring() -> None:
@@ -80,7 +80,7 @@ class VirtualDevice:
 
 
 def sleep_until(end_s: float) -> None:
-    """Of the monotonic clock; wakes up some 0.06 ms late."""
+    """Sleep until a time of the monotonic clock; wakes up some 0.06 ms late."""
     left_s = end_s - time.monotonic()
     if left_s > 0:
         time.sleep(left_s)

@@ -1,4 +1,4 @@
-"""Configuration: flat names find their dataclass, wrong ones are told."""
+"""Configuration: flat names find their dataclass; unknown names are reported."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What `kv_events_config` may say."""
+"""The accepted values of `kv_events_config`."""
 
 import json
 

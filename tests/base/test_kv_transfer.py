@@ -1,4 +1,4 @@
-"""What requests and settings say of handing prompts over, in vLLM's words."""
+"""Prompt handover in requests and settings, with vLLM's names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Secrets are masked wherever a text is made of them, and whole for those that ask."""
+"""Secrets are masked in every text, and whole for code that requests their value."""
 
 import copy
 import dataclasses

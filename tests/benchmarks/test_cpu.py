@@ -1,5 +1,5 @@
-"""The benchmark beside other engines: its limits, what counts of its runs, its checkpoints, and a
-run with a fake engine from its driver's lines to the table."""
+"""The benchmark that compares engines on a CPU: its limits, valid runs and checkpoints. A run with
+a fake engine goes from its driver's lines to the table."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The race of guesses: a small one with quire, what counts, who is faster."""
+"""The benchmark of draft tokens: a small run with quire, valid runs, and the fastest engine."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step's operations must read and compute, counted as the docstring says."""
+"""The least reads and arithmetic of a step's operations, counted as the docstring says."""
 
 import pytest
 import torch

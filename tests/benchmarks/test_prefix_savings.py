@@ -1,4 +1,4 @@
-"""What a shared prefix saves is text H's formula, exactly, where no block is partly filled."""
+"""A shared prefix saves exactly what text H's formula says, if no block is partly filled."""
 
 from fractions import Fraction
 

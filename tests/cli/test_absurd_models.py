@@ -1,4 +1,4 @@
-"""A model that cannot be is told in one line by every command, without a traceback."""
+"""Every command reports an impossible model in one line, without a traceback."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The models that `quire serve` is asked for: `cli/served_models.py`."""
+"""The models that `quire serve` is given: `cli/served_models.py`."""
 
 import argparse
 from pathlib import Path

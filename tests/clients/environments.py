@@ -1,4 +1,4 @@
-"""An environment of its own for each client: requirements/NAME.txt, anew when that changes."""
+"""An environment for each client, made from requirements/NAME.txt and made again when it changes."""
 
 import os
 import subprocess

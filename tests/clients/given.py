@@ -1,7 +1,7 @@
-"""What all clients are given: where the servers are, the forms that they ask for, and tools.
+"""Inputs of all clients: the servers' addresses, the requested formats, and tools.
 
-All texts and lists have bounds, so that any model that is held to a form comes to an end: the
-weak one that comes with quire, and one of random numbers.
+All texts and lists have bounds, so that every model that is held to a format ends. The models are
+the weak one that comes with quire, and one of random numbers.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Models of random numbers: a small vocabulary, tools and reasoning as Qwen 3 writes them; and one
-that reads images, as Qwen 2.5 VL does.
+"""Models of random numbers. One has a small vocabulary, tools and reasoning as Qwen 3 writes them;
+one reads images, as Qwen 2.5 VL does.
 
-It says nothing that makes sense, so an answer that has a form has it by the server's doing. It
-reasons only if `enable_thinking` asks for it: then the template opens the reasoning.
+Their text is noise, so a formatted answer owes its format to the server. They reason only if
+`enable_thinking` is set: then the template opens the reasoning.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The figures of the demo model's card are those of demo_model/accuracy.json and of its weights."""
+"""The figures of the demo model's card equal demo_model/accuracy.json and its weights."""
 
 import json
 import math

@@ -1,8 +1,7 @@
-"""Records the golden runs anew: python -m tests.golden.make [NAME ...]
+"""Records the golden runs again: python -m tests.golden.make [NAME ...]
 
-Only where a change of the plans is meant: the commit says which, and why. The runs are those of a
-tiny model with everything in them that a plan can say, without tokens
-(tests/support/engine/recorded_runs.py).
+Only for a change that is meant to change plans; the commit says which, and why. The runs use a tiny
+model and every field of a plan, without tokens (tests/support/engine/recorded_runs.py).
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Runs recorded in the past give the same plans today.
 
-If this fails after a change that was not to change any plan, the change is wrong: `quire replay
-tests/golden/NAME.rec` shows the first plan that differs. If plans were to change, record anew:
-python -m tests.golden.make
+If this fails after a change that should not change plans, the change is wrong. Then `quire replay
+tests/golden/NAME.rec` shows the first different plan. If plans should change, record again: python
+-m tests.golden.make
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers that remember a state at a real layer's size: compiled kernels beside torch's operations.
+"""Layers with states at a real layer's size: compiled kernels compared with torch's operations.
 
 `make gpu-check PART=models` runs these; elsewhere they are not collected.
 """

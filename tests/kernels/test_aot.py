@@ -1,4 +1,4 @@
-"""What production launches compiles for Hopper: no spills, within the shared memory, with wgmma."""
+"""All kernels of production compile for Hopper: no spills, within shared memory, with wgmma."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""The same bits for a token in any batch, in any chunks of its prompt, decoded, recomputed.
+"""A token has the same bits in any batch, in any chunks of its prompt, decoded or recomputed.
 
-Under the interpreter products are numpy's, whose rows have other bits in other places of a matrix;
-here they are sums made one after the other, so that what differs is the kernels' doing.
+The interpreter's products are numpy's, whose rows have other bits in other places of a matrix. Here
+products are sums in order, so that any difference comes from the kernels.
 """
 
 import functools

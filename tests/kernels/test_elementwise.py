@@ -1,4 +1,4 @@
-"""Planned operators of Triton's interpreter give the bits and types of those that they replace."""
+"""Planned operators of Triton's interpreter give the same bits and types as the originals."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""fp8 keys and values with a checkpoint's scales: a model's logits against the reference backend,
-whose keys and values torch has put into float8_e4m3fn and out of it again."""
+"""fp8 keys and values with a checkpoint's scales. A model's logits are compared with the reference
+backend, whose keys and values torch converts to float8_e4m3fn and back."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Guesses made on a device, by the kernel and by torch's operations, against the host's own."""
+"""Draft tokens made on a device, by the kernel and by torch's operations, equal the host's."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """Whole models through the kernels, as a GPU runs them: the same tokens as through torch.
 
-Without a GPU the tensors stay on the CPU, where Triton's interpreter runs the kernels; operations
-are told that they are on a GPU, and the C++ core is left out.
+Without a GPU the tensors stay on the CPU, where Triton's interpreter runs the kernels. Operations
+believe that they are on a GPU, and the C++ core is disabled.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a slot changes of the rows' state, against plain loops."""
+"""A slot's changes of the rows' state, against plain loops."""
 
 import random
 

@@ -1,11 +1,11 @@
-"""What a decode step moves, byte by byte, against what it must: weights, keys and values once, and
+"""The bytes that a decode step moves, compared with the minimum: weights, keys and values once, and
 the activations between the launches.
 
 Under Triton's interpreter every load and store of a launch is seen with its addresses; of torch's
-operations the sizes of their tensors are. What a launch reads twice counts once, as a cache would
-have it. Two models that differ in layers alone tell what a layer takes, and what is left is what
-comes once a step. A weight that is cast, an activation that is written and read once more, or a
-second copy of the logits shows, whoever makes it.
+operations the sizes of their tensors are. Repeated reads of a launch count once, as with a cache.
+Two models that differ in layers alone show the bytes of a layer; the rest are the bytes per step.
+So the test detects a cast weight, an extra write and read of an activation, or a second copy of the
+logits.
 
 Shape legend: D model dim, F feed-forward dim, N query heads, K KV heads, H head dim, V vocabulary.
 """

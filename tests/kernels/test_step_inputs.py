@@ -1,5 +1,5 @@
-"""The rows' state on a GPU against the torch reference and plain loops; sizes are those of the
-largest step."""
+"""The rows' state on a GPU against the torch reference and plain loops, at the sizes of the largest
+step."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,9 @@
-"""What every architecture is tried with, and the page that says so (docs/use/model-table.md).
+"""The features tested with every architecture, and their page (docs/use/model-table.md).
 
     python -m tests.models.matrix [TYPE ...]     # all, or these; writes docs/use/model-table.md
 
-Each feature is a function of a tiny random checkpoint. It returns where all is as it should be,
-raises Refused where quire says by name that it does not do that, and fails otherwise.
+Each feature is a function of a tiny random checkpoint. It returns if the feature works. It raises
+Refused if quire names the feature as unsupported, and fails otherwise.
 """
 
 import argparse

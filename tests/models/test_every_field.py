@@ -1,9 +1,9 @@
-"""Every field of every architecture's config has the effect here that it has in transformers, or is
+"""Every field of every architecture's config has the same effect here as in transformers, or is
 refused by its name.
 
 Each case changes one field of a tiny checkpoint's config to another value of its type, and runs
-both in float64. A change that has no effect in either is right, too. What transformers refuses
-itself is left out.
+both in float64. A change without effect in both is right, too. Changes that transformers refuses
+are skipped.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Layers with experts: their two forms, which layers have them, and what is told of bad numbers."""
+"""Layers with experts: their two forms, the layers that have them, and errors about bad numbers."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Weights that differ are told apart, also where a file's size and time are the same."""
+"""Different weights have different identities, even if a file's size and time are the same."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of each family's checkpoints is the same model.
+"""llama.cpp's conversion of each family's checkpoints gives the same model.
 
 Covers `spec/gguf/families.py` and `models/gguf/names.py`.
 """

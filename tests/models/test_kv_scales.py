@@ -1,4 +1,4 @@
-"""Scales of fp8 keys and values: which tensors are read, and that models load beside them."""
+"""Scales of fp8 keys and values: the tensors that are read, and models that load with them."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The states that a model shows a head are those that transformers calls `hidden_states`."""
+"""The states that a model passes to a head equal transformers' `hidden_states`."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Rotary embeddings that pair neighbours or turn a part of each head, by an order of rows; and
-those that have factors of their own for long lengths.
+"""Rotary embeddings that pair neighbours or turn a part of each head, by an order of rows. Also
+rotary embeddings with separate factors for long lengths.
 
 Covers `spec/rope_options.py`.
 """

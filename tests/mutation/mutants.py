@@ -1,8 +1,8 @@
 """Mutants of a source file: each is one small mistake that a programmer could have made.
 
-A comparison at its boundary or turned round, + for -, `and` for `or`, min for max, a number off by
-one, a condition turned round, a statement left out. Assertions are left alone, since what guards
-against our own bugs is not what the tests are to find, and so are annotations and texts.
+A shifted or inverted comparison, + for -, `and` for `or`, min for max, an off-by-one number, an
+inverted condition, a missing statement. Assertions, annotations and texts are not changed:
+assertions guard against our own bugs, and tests need not find those.
 """
 
 import ast

@@ -2,14 +2,14 @@
 
     python -m tests.mutation.run [--num 300] [--seed 0] [--only TEXT] [--output-json FILE]
 
-The tests are collected once, and run once to see which of them call which functions. Then for each
-mutant of a sample a fork of this process puts the changed function in place of the right one, and
-runs tests that call it until one fails: the mutant is killed; also if a test does not end. What has
-killed most in the least time comes first. A mutant that lives for --budget seconds of processor
-time has survived. The sample depends on nothing but the seed and the code. Mutants that change
-nothing that matters are listed with the reason in equivalent.txt; they do not count.
+The tests are collected once, and run once to see which of them call which functions. Then each
+mutant of a sample runs in a fork of this process, which replaces the right function. The fork runs
+tests that call it until one fails or does not end: the mutant is killed. Tests that have killed
+many mutants in little time run first. A mutant that lives for --budget seconds of processor time
+has survived. The sample depends on nothing but the seed and the code. Equivalent mutants are listed
+with the reason in equivalent.txt; they do not count.
 
-Of our own, since those that are to be had take no sample, and a process with torch for each mutant.
+The published tools do not sample, and start a process with torch for each mutant.
 """
 
 import argparse

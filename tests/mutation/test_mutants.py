@@ -1,5 +1,5 @@
-"""Mutants: which there are of a piece of code, that they are what they say, and that a sample of
-them stays as it is when others come."""
+"""The mutants of a piece of code: all are found and differ as they say. A sample stays the same
+when mutants are added."""
 
 import ast
 import gc

@@ -1,4 +1,4 @@
-"""What ranks exchange, by each kind of group that runs here, beside the same computed by hand."""
+"""Exchanges of ranks, by each kind of group that runs here, compared with results computed by hand."""
 
 import threading
 import time

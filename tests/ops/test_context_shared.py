@@ -1,4 +1,4 @@
-"""Attention by ranks that share sequences, token by token, beside a plain softmax over all."""
+"""Attention by ranks that share sequences, token by token, compared with a plain softmax."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What packed weights take, computed without the core, is what the core says."""
+"""The sizes of packed weights, computed without the core, equal the core's."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The operations beside attention and sampling, against their formulas in float64."""
+"""The operations other than attention and sampling, against their formulas in float64."""
 
 import math
 

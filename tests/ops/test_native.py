@@ -1,4 +1,4 @@
-"""The C++ core and what type checkers are told of it."""
+"""The C++ core and its type stubs."""
 
 import ast
 import inspect

@@ -1,5 +1,5 @@
-"""Weights that a checkpoint quantised, in the core's order: their numbers stay what they are, and
-products are those of the numbers with activations rounded to int8 (beside fp8: not rounded)."""
+"""Quantised weights of checkpoints, in the core's layout. Their numbers stay the same. Products
+equal the numbers times activations rounded to int8 (not rounded for fp8)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Weights that are rounded by torch are those that the C++ core rounds, number by number."""
+"""Weights rounded by torch equal the C++ core's, number by number."""
 
 import pytest
 import torch

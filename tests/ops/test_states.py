@@ -1,5 +1,7 @@
-"""Layers that remember a state, in backends, beside loops over whole sequences in float64. Covers
-`ops/attention/core_states.py`, `ops/attention/states.py`, `ops/attention/states.py`."""
+"""Layers with states, in all backends, compared with loops over whole sequences in float64.
+
+Covers `ops/attention/core_states.py` and `ops/attention/states.py`.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The core's threads: how many there are, and that they work for whoever calls."""
+"""The core's threads: their number, and that they work for every calling thread."""
 
 import os
 import shutil

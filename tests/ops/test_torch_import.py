@@ -1,4 +1,4 @@
-"""Torch without what only tracing needs: it is there as soon as somebody asks for it."""
+"""Torch without its tracing modules: they are imported on first use."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Attention within a step: what each token sees, by plain loops; and the C++ core beside that."""
+"""Attention within a step: the tokens that each token sees, by plain loops and by the C++ core."""
 
 from collections.abc import Sequence
 

@@ -1,10 +1,10 @@
-"""Every pair of what a request may ask for: side by side, and together in one request.
+"""Every pair of a request's features: in two requests in one batch, and together in one request.
 
-Side by side neither may change what the other gets. Together the answer is the same in an engine
-with room and one step at a time, and in one that is always short of memory, cuts prompts into
-chunks and is a step ahead.
+In two requests, neither may change the other's answer. Together, the answer is the same in two
+engines. One has room and takes one step at a time. The other is always short of memory, cuts
+prompts into chunks and is a step ahead.
 
-The same for prompts with images, on a tiny checkpoint.
+The same holds for prompts with images, on a tiny checkpoint.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """The thesis's table 4.1 on a real engine: its eight rows, alone, in pairs and all at once.
 
-In each run one request is all that its rows say, and gets the tokens that a plain engine gives it.
-Two things need another one beside it: a whole prompt in one step, where the request's is cut; and a
-prompt in pieces, where the request is handed over, as nobody has computed what has not come. What
-each row is told by is seen in counters and events of the run, so that no pair passes without both.
-The hand-over is between two engines over shared memory: the first one keeps the prompt's blocks as
-soon as they are computed, and its answer's params go to the second.
+In each run one request does everything that its rows say, and gets the tokens of a plain engine.
+Two pairs need a second request. One joins a whole prompt in one step with a chunked one. The other
+joins a prompt in pieces with a handover. Counters and events of the run show that every row
+occurred, so that no pair passes without both. The handover is between two engines over shared
+memory. The first one keeps the prompt's blocks as soon as they are computed, and its answer's
+params go to the second.
 """
 
 from collections.abc import Iterator

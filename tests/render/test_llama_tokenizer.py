@@ -1,7 +1,7 @@
-"""Llama tokenizers give the ids of transformers' class, whatever the files beside them say.
+"""Llama tokenizers give the ids of transformers' class, whatever their other files say.
 
-Compared with transformers 5: it builds the class's rule for words anew from tokenizer_config.json,
-and does not read add_bos_token and add_eos_token where there is a tokenizer.json.
+Compared with transformers 5. It builds the class's rule for words from tokenizer_config.json. With
+a tokenizer.json it does not read add_bos_token and add_eos_token.
 """
 
 import json

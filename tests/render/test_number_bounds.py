@@ -1,4 +1,4 @@
-"""Bounds of numbers, beside the jsonschema package: a grammar takes nothing outside its schema."""
+"""Bounds of numbers: whatever a grammar accepts, the jsonschema package accepts, too."""
 
 import json
 import random

@@ -1,7 +1,8 @@
 """Messages in the forms that a template takes: content, arguments of calls, the developer's role.
 
-The templates below are short versions of what published ones do. Covers
-`render/templates/conversation.py`.
+The templates below are short versions of published ones.
+
+Covers `render/templates/conversation.py`.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
-"""Templates that loop for ever or fill the memory end with an error, and others go on.
+"""Templates that loop for ever or fill the memory end with an error, and others continue.
 
-The processes are real, and so are their limits; nothing here depends on how fast they are. The
-pool is that of all jobs: this covers `render/jobs/job_pool.py`.
+The processes and their limits are real; nothing here depends on speed. All jobs share the pool.
+
+Covers `render/jobs/job_pool.py`.
 """
 
 import asyncio

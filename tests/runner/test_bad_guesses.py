@@ -1,5 +1,5 @@
-"""Guessers that mean it ill: what a request forbids, what would end it, what is no token at all.
-Whatever they say, answers are those without guesses, bit for bit."""
+"""Drafters that propose bad tokens: forbidden tokens, tokens that would end the answer, invalid
+ids. Answers equal those without drafts, bit for bit."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,5 +1,5 @@
-"""DRY, XTC and logits processors through the whole engine: rows get the same beside any others, and
-what goes wrong with one ends its own request."""
+"""DRY, XTC and logits processors through the whole engine. A row's result does not depend on other
+rows, and an error ends only its own request."""
 
 import re
 import threading

@@ -1,5 +1,5 @@
-"""Steps with guesses give the very tokens and log-probabilities of plain steps, bit for bit,
-whatever is guessed."""
+"""Steps with draft tokens give exactly the tokens and log-probabilities of plain steps, for any
+draft tokens."""
 
 import random
 from typing import Any

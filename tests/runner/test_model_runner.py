@@ -1,5 +1,5 @@
-"""A runner on a CPU whose plans have masked rows: it waits for their masks between logits and
-sampling, and rows without one have the same bits beside them."""
+"""A runner on a CPU whose plans have masked rows. It waits for masks between logits and sampling.
+Rows without a mask have the same bits in that batch."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""What a plan changes of the rows, before it is sent."""
+"""A plan's changes of the rows, before it is sent."""
 
 import numpy as np
 

@@ -1,5 +1,7 @@
-"""The sampler: what each parameter does to a row, alone and beside rows that ask for others. Covers
-`runner/sampling/edits.py`."""
+"""The sampler: the effect of each parameter on a row, alone and together with other rows.
+
+Covers `runner/sampling/edits.py`.
+"""
 
 from dataclasses import dataclass
 

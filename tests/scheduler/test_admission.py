@@ -1,4 +1,4 @@
-"""Who comes in and who has to go: watermark, headroom after preemptions, priorities."""
+"""Admission and preemption: watermark, headroom after preemptions, priorities."""
 
 import numpy as np
 import pytest

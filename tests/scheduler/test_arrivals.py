@@ -1,4 +1,4 @@
-"""Prompts that come in pieces: what waits, who gives way, what is refused."""
+"""Prompts that arrive in pieces: waiting, preemption, and refused pieces."""
 
 import msgspec
 import pytest

@@ -1,5 +1,4 @@
-"""What the scheduler lets sequences try: what budget, blocks and length leave, and nothing that is
-out of date."""
+"""Draft tokens in the scheduler: limits by budget, blocks and length, and no outdated drafts."""
 
 import numpy as np
 

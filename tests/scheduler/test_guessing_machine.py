@@ -1,4 +1,4 @@
-"""The scheduler's state machine where guesses are made before every plan, for all that run."""
+"""The scheduler's state machine with drafts for all running rows before every plan."""
 
 import pytest
 from hypothesis import strategies as st

@@ -1,5 +1,5 @@
-"""Held requests, block number for block number: who shares, who copies, what gives way, what is
-left; windows, states, time, failures. The device checks that each token sees what it should."""
+"""Retained requests, block number for block number: sharing, copying, eviction, the remaining
+blocks; windows, states, time, failures. The device checks that each token sees the right keys."""
 
 from typing import Any
 

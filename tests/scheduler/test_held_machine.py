@@ -1,8 +1,9 @@
-"""Held requests under random programs: forks of what runs and of what is held, at any token, with
-more input behind or none, rewinds, letting go, time; beside all that other requests do.
+"""Retained requests under random programs: forks of running and of retained requests at any token,
+with or without more input, rewinds, releases and expiry. Other requests do everything else
+meanwhile.
 
-Each fork must get what a request with its tokens gets, whatever it shares; what is held must be
-what its request had; and no block is left when all is let go.
+Each fork must get the answer of a request with its tokens, whatever it shares. A retained request
+must keep its tokens. No block may remain when all are released.
 
 Covers `scheduler/reuse/held.py`.
 """

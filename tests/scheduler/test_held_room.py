@@ -1,5 +1,5 @@
-"""Held requests: the room that there is for them, what an engine before this one held, and what is
-told of changes."""
+"""Retained requests: their memory limit, requests retained by an earlier engine, and reported
+changes."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What must hold between two calls: that a lost block is noticed, whoever should hold it."""
+"""Invariants between two calls: a lost block is noticed, whatever should own it."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""What a plan does beside its rows is done, also if the plan fails or loses all its rows; and the
-core never rests while something can be planned (`scheduler/core/planning.py`)."""
+"""A plan's work besides its rows is done, even if the plan fails or loses all its rows. The core
+never rests while it can plan something (`scheduler/core/planning.py`)."""
 
 from typing import Any
 

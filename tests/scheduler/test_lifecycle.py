@@ -1,4 +1,4 @@
-"""What events tell of a request that comes in, and of one that gives way."""
+"""Events of an admitted request, and of a preempted one."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,5 @@
-"""What watchers are told of the scheduler: of each block, of who runs, and of who waits why.
+"""The scheduler's reports to watchers: each block, running sequences, and waiting sequences with
+the reason.
 
 Covers `base/live.py`.
 """

@@ -1,4 +1,4 @@
-"""Why a prompt was not found: what is told of its hit, its tier and its first block that missed."""
+"""Reasons for prefix misses: the reported hit, its tier and its first missing block."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Blocks that stores get as soon as they are computed: when they are copied, what is not copied
-twice, and what becomes of them when a copy fails. And the other side: whose look-up waits."""
+"""Blocks offered to stores as soon as they are computed: when they are copied, that none is copied
+twice, and failed copies. On the other engine: requests that wait for the look-up."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a tenant may pin of all that may be pinned: its share, which its requests bring."""
+"""A tenant's share of the pinned blocks, which its requests bring."""
 
 from typing import Any
 

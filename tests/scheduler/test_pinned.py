@@ -1,5 +1,5 @@
-"""Pinned prefixes beside what may undo them: blocks of the same tokens, errors in a prefix of a
-prefix, resets, time, and whom their hits tell of whom."""
+"""Pinned prefixes with everything that may undo them: blocks of the same tokens, errors in a
+shorter prefix, resets and expiry. Hits report only the tenant's own requests."""
 
 import msgspec
 import pytest

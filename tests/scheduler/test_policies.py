@@ -1,4 +1,4 @@
-"""Who is served first, by policy."""
+"""The order of service, by policy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a reset makes of the names of a request (`scheduler/core/names.py`)."""
+"""A reset's effect on the names of a request's blocks (`scheduler/core/names.py`)."""
 
 import pytest
 

@@ -1,9 +1,9 @@
-"""The scheduler under random programs, against a plain model of what each request's tokens must be.
+"""The scheduler under random programs, against a plain model of each request's tokens.
 
 Depth 1, 2 and 3; full, window and state groups, alone and mixed; pools so small that preemption is
-common; aborts anywhere; requests that make their step raise, or whose rows compute garbage, at any
-point. Plans are carried out when they are made or when they are asked for. Invariants are checked
-after every operation.
+common; aborts anywhere. Some requests make their step raise, or their rows compute garbage, at any
+point. Plans run when they are made or when their result is requested. Invariants are checked after
+every operation.
 
 Covers `base/plan.py`, `scheduler/core/arrivals.py`, `scheduler/core/lifecycle.py`,
 `scheduler/core/planning.py`, `scheduler/core/queue.py`, `scheduler/core/rows.py`,

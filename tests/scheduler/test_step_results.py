@@ -1,4 +1,4 @@
-"""When and how requests end, and what they are told with their tokens."""
+"""The end of requests, and the outputs that come with their tokens."""
 
 from types import SimpleNamespace
 from typing import Any

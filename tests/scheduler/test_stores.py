@@ -1,5 +1,5 @@
-"""What the scheduler orders of stores, and which answers it takes in: after a reset, after an
-error, and when a request's id is used again."""
+"""The scheduler's orders to stores, and the results that it accepts: after a reset, after an error,
+and when a request's id is used again."""
 
 import numpy as np
 import pytest

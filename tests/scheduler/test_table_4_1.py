@@ -1,7 +1,7 @@
-"""Every row of T table 4.1 is an update of two counters: what the scheduler's are, step by step.
+"""Every row of T table 4.1 is an update of two counters, checked step by step.
 
-Written `computed/total`. A token counts as soon as a plan will sample it, so after the
-plan that completes a prompt of L tokens its total is L + 1.
+Written `computed/total`. A token counts as soon as a plan will sample it. So after the plan that
+completes a prompt of L tokens its total is L + 1.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""What a failed row taints, over host memory and over forks: on plans made by hand.
+"""The requests that a failed row taints, over host memory and over forks: on plans made by hand.
 
 Covers `scheduler/core/failures.py`.
 """

@@ -1,10 +1,11 @@
 """Everything at once, while processes are killed: python -m tests.serve.chaos --minutes 20.
 
-A server with two API processes, a pool so small that requests lose their rows, host memory and a
-directory for cached blocks; clients of every kind, some of which leave; prefixes that are pinned
-and removed; and in turn kill -9 of the core, an API process and the supervisor, and a core that
-hangs. Each answer must be that of a quiet server; at rest nothing may be held, and in the end
-nothing may be left. Prints a summary as JSON; exit status 1 if something was wrong.
+The server has two API processes, host memory and a directory for cached blocks. Its pool is so
+small that requests lose their rows. Clients of every kind send requests, and some disconnect.
+Prefixes are pinned and removed. In turn the core, an API process and the supervisor are killed
+(kill -9), and a core hangs. Each answer must equal a quiet server's. At rest no block may be held,
+and at the end no process or file may remain. Prints a summary as JSON; exit status 1 if something
+was wrong.
 """
 
 import argparse

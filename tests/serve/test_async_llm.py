@@ -1,4 +1,4 @@
-"""`AsyncLLM` in asyncio programs: what `LLM` gives, beside each other, and how it all ends.
+"""`AsyncLLM` in asyncio programs: the answers of `LLM`, concurrent requests, and every kind of end.
 
 Covers `serve/processes/managed_core.py`.
 """

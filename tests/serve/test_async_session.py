@@ -1,5 +1,4 @@
-"""Sessions of `AsyncLLM`: those of `LLM`, for asyncio programs; leaving early, two at once, and
-what is held in between.
+"""Sessions of `AsyncLLM`, which work as in `LLM`: early exits, two at once, and retained tokens.
 
 Covers `serve/python/session_tokens.py`.
 """

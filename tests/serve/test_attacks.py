@@ -1,4 +1,4 @@
-"""What a hostile client sends to the real processes: others must not notice."""
+"""A hostile client's requests to the real processes: other clients must not notice."""
 
 import http.client
 import json

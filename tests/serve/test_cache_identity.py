@@ -1,5 +1,5 @@
-"""Keys and values are found by an engine of the same model only: whatever its config says that a
-model reads, and whatever else changes what is stored, leads to a miss."""
+"""Only an engine of the same model finds cached keys and values. Any change of the model's config,
+or of the stored format, leads to a miss."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What each of several cores gets of a machine."""
+"""The share of a machine that each of several cores gets."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Blocks in a directory come back as prefix hits, also after a restart, and nothing that may happen
-to the files changes a request's bits."""
+"""Blocks in a directory come back as prefix hits, also after a restart. Damage to the files never
+changes a request's bits."""
 
 import random
 import re

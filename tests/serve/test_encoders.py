@@ -1,7 +1,8 @@
-"""Encoders by `LLM`, beside transformers: hidden states, embeddings, classes, scores of pairs.
+"""Encoders by `LLM`, compared with transformers: hidden states, embeddings, classes, scores of
+pairs.
 
-Covers `models/families/bert.py`, `models/families/bert.py`, `models/families/modernbert.py`,
-`spec/encoders.py`, `ops/attention/within_step.py`, `ops/elementwise.py`.
+Covers `models/families/bert.py`, `models/families/modernbert.py`, `spec/encoders.py`,
+`ops/attention/within_step.py` and `ops/elementwise.py`.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Greedy tokens of the whole engine against transformers, in float64: a request gets the tokens
-that it gives alone, whatever else runs, however it is cut, cached, preempted or pipelined."""
+"""Greedy tokens of the whole engine against transformers, in float64. A request gets the tokens
+that it gets alone, however it is batched, chunked, cached, preempted or pipelined."""
 
 import random
 from dataclasses import dataclass, field

@@ -1,5 +1,5 @@
-"""Guesses for models whose layers remember a state, by the whole engine: the bits of an engine that
-guesses nothing, whatever is guessed, where prompts are cut, found, forked, and rows give way."""
+"""Draft tokens for models with states, by the whole engine. An engine without drafts gives the same
+bits, also with chunked prompts, prefix hits, forks and preemption."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""Second opinions on guessing: tokens drawn with guesses have the distribution that transformers
-computes, and greedy ones are those of transformers' own assisted generation."""
+"""Draft tokens against transformers. Sampled tokens have the distribution that transformers
+computes, and greedy ones equal its own assisted generation."""
 
 import itertools
 import random

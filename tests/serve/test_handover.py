@@ -1,5 +1,5 @@
-"""A prompt computed in one engine, and its answer in another one: the same tokens over every store,
-only what is missing moves, and whatever is lost on the way is computed again.
+"""A prompt computed in one engine, and its answer in another one: the same tokens over every store.
+Only missing blocks move, and lost blocks are recomputed.
 
 Covers `base/settings/cache_config.py`, `base/kv_orders.py`, `base/settings/kv_transfer.py` and
 `scheduler/reuse/offers.py`.

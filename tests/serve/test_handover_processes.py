@@ -1,5 +1,5 @@
-"""Servers that hand prompts over, and are killed while they do: the other one answers all the same,
-with the tokens that one server alone gives."""
+"""Servers that hand prompts over, and are killed meanwhile. The other server still answers, with
+the tokens of a single server."""
 
 import http.client
 import json

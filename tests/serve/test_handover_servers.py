@@ -1,6 +1,6 @@
-"""Prompts that are handed over through servers of others, Redis and S3: a server that goes away or
-hangs is a miss within seconds, and so is a value that it has damaged or that is another model's.
-And blocks that one engine reads from another's memory directly."""
+"""Prompts handed over through Redis and S3. A server that disappears or hangs is a miss within
+seconds. So is a value that is damaged or belongs to another model. Also: blocks that one engine
+reads directly from another's memory."""
 
 import time
 from collections.abc import Callable

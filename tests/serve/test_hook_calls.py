@@ -1,4 +1,4 @@
-"""Foreign code that raises, hangs and blocks: whoever awaits it gets on, and so do the others."""
+"""Hooks that raise, hang and block: the calling request continues, and so do the others."""
 
 import asyncio
 import threading

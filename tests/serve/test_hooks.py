@@ -1,5 +1,4 @@
-"""Hooks in their order: what each is shown, what counts of what it returns, and what clients are
-told of what it raises."""
+"""Hooks in their order: their inputs, the accepted parts of their results, and clients' errors."""
 
 import asyncio
 import dataclasses

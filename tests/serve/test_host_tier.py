@@ -1,5 +1,5 @@
-"""Blocks that the pool has no room for wait in host memory and come back as prefix hits, with which
-every request gets the same bits as without.
+"""Evicted blocks wait in host memory and come back as prefix hits. Every request gets the same bits
+as without them.
 
 Covers `kv/host_tier.py`.
 """

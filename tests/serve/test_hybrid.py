@@ -1,6 +1,6 @@
-"""Models whose layers remember a state by the whole engine: the tokens of transformers in float64,
-and the same bits, however a request is cut, cached, forked, preempted, moved to other memory, or
-begun again."""
+"""Models with states by the whole engine: the tokens of transformers in float64, and the same bits
+in every case. Requests are chunked, cached, forked, preempted, moved to other memory, or restarted.
+"""
 
 from functools import cache
 from pathlib import Path

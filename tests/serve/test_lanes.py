@@ -1,4 +1,4 @@
-"""Long texts beside an event loop: who waits for whom, and who is sent away."""
+"""Long texts next to an event loop: the order of the queues, and refused texts."""
 
 import asyncio
 import threading

@@ -1,6 +1,6 @@
-"""`LLM` with models that pool, beside transformers: embeddings, classes and scores.
+"""`LLM` with pooling models, compared with transformers: embeddings, classes and scores.
 
-Covers `runner/pooler.py`, `base/requests/pooling_params.py`, `render/pooling_prompts.py`.
+Covers `runner/pooler.py`, `base/requests/pooling_params.py` and `render/pooling_prompts.py`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Reasoning in answers, end to end: bounded, followed by a form, told apart."""
+"""Reasoning in answers, end to end: bounded, followed by structured output, kept separate."""
 
 import json
 from collections.abc import Iterator

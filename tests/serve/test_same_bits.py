@@ -1,5 +1,5 @@
-"""A request's tokens and log-probabilities have the same bits whatever happens around it: alone, in
-a batch, in chunks, preempted, found in the prefix cache; for every format of weights, on a CPU."""
+"""A request's tokens and log-probabilities have the same bits alone, in a batch, in chunks,
+preempted, or found in the prefix cache. This holds for every format of weights, on a CPU."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A marker in every setting that can hold a secret is in nothing that a running server shows."""
+"""A marker in every setting that can hold a secret appears in no output of a running server."""
 
 import http.client
 import json

@@ -1,5 +1,5 @@
-"""Answers with a form through the whole engine: a model of random weights at temperature 1.5 writes
-what its grammar says, whatever it would have liked to write."""
+"""Structured output through the whole engine: a model of random weights at temperature 1.5 obeys
+its grammar."""
 
 import asyncio
 import json

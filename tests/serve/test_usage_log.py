@@ -1,4 +1,4 @@
-"""The ledger: whole lines in order, whoever renames, removes or fills the file."""
+"""The ledger: whole lines in order, even if its file is renamed, removed or full."""
 
 import json
 import logging

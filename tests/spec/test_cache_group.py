@@ -1,4 +1,5 @@
-"""What must be there of a sequence, by kind, against which tokens attention really reads."""
+"""The blocks that a sequence needs, by kind of cache group, against the tokens that attention
+reads."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What is taken for absent fields is what transformers' classes take."""
+"""Absent fields have the defaults of transformers' classes."""
 
 from typing import Any
 

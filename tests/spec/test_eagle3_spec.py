@@ -1,4 +1,4 @@
-"""What configs of EAGLE-3 heads mean, and which are refused."""
+"""Configs of EAGLE-3 heads: their meaning, and the refused ones."""
 
 import json
 from pathlib import Path

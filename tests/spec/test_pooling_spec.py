@@ -1,4 +1,4 @@
-"""Whether and how a model pools, told from its files and the settings."""
+"""Whether and how a model pools, according to its files and the settings."""
 
 import json
 from pathlib import Path

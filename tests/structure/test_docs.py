@@ -1,7 +1,8 @@
-"""The documents: what they name and link to exists, and pages that are to be short are short.
+"""The documents: the files, names and links in them exist, and short pages stay short.
 
-Checked are README.md, docs/**/*.md, tests/README.md and the README.md beside code: paths of files
-and folders, dotted names of the package, `Class.attribute`, and links with their anchors.
+The pages are README.md, CONTRIBUTING.md, SECURITY.md, docs/**/*.md, tests/README.md and each
+README.md in src. Checked are paths of files and folders, dotted names of the package,
+`Class.attribute`, and links with their anchors.
 """
 
 import ast
@@ -23,6 +24,7 @@ Node = TypeVar("Node", bound=ast.AST)
 CONTRACTS = sorted(PACKAGE.rglob("README.md"))
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),

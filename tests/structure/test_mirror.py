@@ -1,5 +1,5 @@
-"""For any file of src one finds the tests to run: tests/ROOM/test_NAME.py; or else those in
-tests/ROOM that import it; or else the one that says in its docstring what it covers."""
+"""Every file of src has tests: tests/ROOM/test_NAME.py, or tests in tests/ROOM that import it, or a
+test whose docstring says that it covers the file."""
 
 import ast
 import functools

@@ -1,4 +1,5 @@
-"""Who may write what, read from the source: no state has two owners, no file waits for itself."""
+"""The writers of each state, read from the source: no state has two owners, and no file imports
+itself in a circle."""
 
 import ast
 from collections.abc import Iterator

@@ -1,14 +1,17 @@
-"""The word test: banned words, long sentences and wide lines in all that users read.
+"""The word test: banned words, long sentences and wide lines in texts, docstrings and comments.
 
     python -m tests.structure.words [--only KIND] [PATH...]
 
 prints `file:line: what is wrong: the sentence`, for the whole repository or the paths given, and
 exits with 1 if there is anything. The kinds of texts:
 
-pages     Markdown of ours, without code blocks and without blocks that a program writes
-help      help of the command line and of settings, in src
-messages  errors, logs and all other prose in strings of src; a placeholder counts as one word
-web       strings of the web page
+pages       Markdown of ours, without code blocks and without blocks that a program writes
+help        help of the command line and of settings, in src
+messages    errors, logs and all other prose in strings of src; a placeholder counts as one word
+web         strings of the web page
+docstrings  in src, benchmarks and demo_model, and at the head of the files of tests
+comments    in src, benchmarks, demo_model, csrc and web
+names       names that the same folders define
 
 How words are counted: a sentence ends with `.`, `!` or `?`, or with its paragraph, list item,
 table cell or heading. A code span is one word, and a link counts its text.
@@ -25,7 +28,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.structure.banned import SIDE_BY_SIDE, banned_words
+from tests.structure.banned import (
+    BANNED_MODULES,
+    SIDE_BY_SIDE,
+    banned_words,
+    begins_with_verb,
+    name_faults,
+)
 from tests.structure.test_house import ROOT, tree_of
 
 MAX_WORDS, MAX_COLUMNS = 25, 120
@@ -259,6 +268,159 @@ def html_texts(text: str) -> Iterator[Text]:
             yield Text(number, html.unescape(shown))
 
 
+# Docstrings, comments and names
+
+LEGEND = "Shape legend:"
+FIELD = re.compile(rf"(?:\w+(?:, \w+)*|\*{{0,2}}\w+ \([^)]*\)): |{LEGEND}")
+SECTION = re.compile(r"(?:Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
+DIRECTIVE = re.compile(r"#|!|(?:noqa|type|fmt|mypy|pragma|ruff|clang-format|NOLINT|IWYU)\b")
+ARRAY = re.compile(r"(?:torch\.)?Tensor$|(?:np|npt|numpy)\.(?:nd|ND)[aA]rray\b")
+DIMENSION = r"(?:\d+ )?[\w.*+/-]+(?: ?[*+/-] ?[\w.]+)*(?: [A-Z])*"
+SHAPE = re.compile(
+    rf"\[{DIMENSION}(?:, ?{DIMENSION})*\]|\({DIMENSION},(?: ?{DIMENSION},?)*\)|\bscalar"
+)
+PYTHON_TOKEN = re.compile(
+    r"(?:\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}"
+    r"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')|#(?P<line>[^\n]*)",
+    re.DOTALL,
+)
+CPP_TOKEN = re.compile(
+    r"R\"\((?:.*?)\)\"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'"
+    r"|//+(?P<line>[^\n]*)|/\*(?P<block>.*?)\*/",
+    re.DOTALL,
+)
+WEB_TOKEN = re.compile(
+    TOKEN.pattern.replace(r"//[^\n]*|/\*.*?\*/", r"//(?P<line>[^\n]*)|/\*(?P<block>.*?)\*/", 1),
+    re.DOTALL,
+)
+CSS_TOKEN = re.compile(r"/\*(?P<block>.*?)\*/", re.DOTALL)
+LANGUAGES = {".py": PYTHON_TOKEN, ".ts": WEB_TOKEN, ".mjs": WEB_TOKEN, ".css": CSS_TOKEN}
+IDENTIFIER = re.compile(r"\b[A-Za-z_]\w*")
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def prose_texts(text: str, first: int) -> Iterator[Text]:
+    """Yield the paragraphs, items, fields and table cells of a docstring or comment.
+
+    Indented lines after an empty line are code or a drawing, unless they are fields.
+    """
+    begin, kept = first, list[str]()
+    for number, line in enumerate((*text.splitlines(), ""), start=first):
+        bare = line.strip()
+        starts = ITEM.match(line) or FIELD.match(bare) or SECTION.match(bare)
+        is_drawn = not kept and not starts and line.startswith("  ")
+        *cells, rest = re.split(r"\s{2,}", bare)
+        if kept and (starts or cells or not bare):
+            if not kept[0].startswith(LEGEND):
+                yield Text(begin, SPAN.sub(lambda span: f"`{_hidden(span[2])}`", " ".join(kept)))
+            kept = []
+        if bare and not is_drawn and not bare.startswith((">>>", "$ ")):
+            yield from (Text(number, cell) for cell in cells)
+            begin = begin if kept else number
+            kept.append(rest)
+
+
+def docstring_nodes(tree: ast.Module, *, of_head: bool) -> Iterator[tuple[DOCUMENTED, str, int]]:
+    """Yield what has a docstring, the docstring, and its line; or only the module itself."""
+    for node in [tree] if of_head else ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield node, text, node.body[0].lineno
+
+
+def check_docstrings(path: Path) -> Iterator[Problem]:
+    """Check the docstrings of a Python file: words, sentences, first verbs and shapes of arrays."""
+    tree, is_test = tree_of(path), path.is_relative_to(ROOT / "tests")
+    public = set(_public_functions(tree))
+    for node, text, line in docstring_nodes(tree, of_head=is_test):
+        yield from _check(path, prose_texts(text, line))
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        begin = text.splitlines()[0]
+        decorators = " ".join(ast.unparse(each) for each in node.decorator_list)
+        if "property" not in decorators and not begins_with_verb(text):
+            yield Problem(path, line, "begin with an imperative verb", begin)
+        has_shape = SHAPE.search(" ".join(text.split())) or text.startswith("See ")
+        if node in public and _takes_arrays(node) and not has_shape:
+            yield Problem(path, line, "name the shapes of arrays, such as [num_tokens, 3]", begin)
+
+
+def _public_functions(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in tree.body:
+        members = node.body if isinstance(node, ast.ClassDef) else []
+        for each in (node, *members):
+            names = [node.name, each.name] if isinstance(each, DOCUMENTED) else ["_"]  # type: ignore[union-attr]
+            if not any(name.startswith("_") for name in names):
+                yield each
+
+
+def _takes_arrays(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    annotations = (ast.unparse(each.annotation).strip("'") for each in every if each.annotation)
+    return any(ARRAY.match(part) for each in annotations for part in each.split(" | "))
+
+
+def comment_texts(text: str, token: re.Pattern[str]) -> Iterator[Text]:
+    """Yield the comments of a source. Comments on lines of their own that follow each other are one
+    text; so are comments that continue one at the end of a line, in the same column."""
+    begin, column, kept, last = 0, -1, list[str](), -1
+    for found in token.finditer(text):
+        groups = found.groupdict()
+        line, block = groups.get("line"), groups.get("block")
+        if line is None and block is None:
+            continue
+        number = text.count("\n", 0, found.start()) + 1
+        line_begin = text.rfind("\n", 0, found.start()) + 1
+        start = found.start() - line_begin
+        is_alone = not text[line_begin : found.start()].strip()
+        if kept and (line is None or not is_alone or number != last + 1 or start != column):
+            yield from prose_texts("\n".join(kept), begin)
+            kept = []
+        if block is not None:
+            yield from prose_texts(re.sub(r"(?m)^\s*\*+ ?", "", block).strip(), number)
+        elif line is not None and not DIRECTIVE.match(line.strip(" !/")):
+            begin = begin if kept else number
+            column, last = start, number
+            kept.append(line.removeprefix(" "))
+    yield from prose_texts("\n".join(kept), begin)
+
+
+def check_comments(path: Path) -> Iterator[Problem]:
+    """Check the words and sentences of the comments of a source."""
+    token = LANGUAGES.get(path.suffix, CPP_TOKEN)
+    return _check(path, comment_texts(path.read_text("utf-8"), token))
+
+
+def check_names(path: Path) -> Iterator[Problem]:
+    """Check the names that a Python file defines, or all names of another source."""
+    if path.stem in BANNED_MODULES:
+        yield Problem(path, 1, "name the module with a noun of the field", path.stem)
+    names = dict[str, int]()
+    for name, line in _names_of(path):
+        names.setdefault(name, line)
+    for name, line in names.items():
+        yield from (Problem(path, line, fault, name) for fault in name_faults(name))
+
+
+def _names_of(path: Path) -> Iterator[tuple[str, int]]:
+    yield path.stem, 1
+    if path.suffix != ".py":
+        token = LANGUAGES.get(path.suffix, CPP_TOKEN)
+        text = token.sub(lambda found: "\n" * found[0].count("\n"), path.read_text("utf-8"))
+        for number, line in enumerate(text.splitlines(), start=1):
+            yield from ((found[0], number) for found in IDENTIFIER.finditer(line))
+        return
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node.lineno
+            case ast.arg():
+                yield node.arg, node.lineno
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node.lineno
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.attr, node.lineno
+
+
 # Files
 
 
@@ -297,11 +459,17 @@ class Kind:
     folders: tuple[str, ...]  # from the root
 
 
+CODE = ("src", "benchmarks", "demo_model")
+SOURCES = (*CODE, "csrc", "web")
+SUFFIXES = (".py", ".h", ".cpp", ".ts", ".mjs", ".css")
 KINDS = {
     "pages": Kind(check_page, (".md",), ("",)),
     "help": Kind(check_help, (".py",), ("src",)),
     "messages": Kind(check_messages, (".py",), ("src",)),
     "web": Kind(check_web, (".ts", ".html"), ("web/src",)),
+    "docstrings": Kind(check_docstrings, (".py",), (*CODE, "tests")),
+    "comments": Kind(check_comments, SUFFIXES, SOURCES),
+    "names": Kind(check_names, SUFFIXES[:-1], SOURCES),
 }
 
 

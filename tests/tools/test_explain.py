@@ -1,5 +1,5 @@
-"""`quire explain` of a beam search tells what its client was told: how the best result ended, how
-many results there are, how long they are together, and when they came."""
+"""`quire explain` of a beam search agrees with the client's view. It compares the end of the best
+result, the number of results, their total length, and their arrival."""
 
 from pathlib import Path
 

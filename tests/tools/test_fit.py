@@ -1,4 +1,4 @@
-"""What `quire fit` says is what the engine then takes."""
+"""The memory that `quire fit` reports is what the engine then uses."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is written beside the numbers."""
+"""The context that reports write next to the numbers."""
 
 import json
 from pathlib import Path

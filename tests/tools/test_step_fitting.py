@@ -1,4 +1,4 @@
-"""A fit finds the coefficients that made the durations, also beside disturbed steps."""
+"""A fit finds the coefficients that made the durations, also with disturbed steps."""
 
 from pathlib import Path
 

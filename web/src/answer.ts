@@ -23,7 +23,7 @@ interface Chunk {
   usage?: Usage;
 }
 
-/** Who shows an answer that grows. */
+/** The view of a growing answer. */
 export interface Shown {
   grow(content: string): void;
   think(reasoning: string): void;
@@ -33,7 +33,7 @@ export interface Shown {
 const LEAST_S = 0.05; // over which a rate says something
 const ENDS = ["stop", "tool_calls"]; // that need no remark
 
-/** Fill a message from the server's stream. shown: asked for anew each time, as it may be drawn anew. Never throws: the message notes how it ended. */
+/** Fill a message from the server's stream. shown: returns the current view, as it may be drawn again. Never throws: the message notes its end. */
 export async function follow(message: Message, body: object, signal: AbortSignal, shown: () => Shown | undefined): Promise<void> {
   const since = performance.now();
   let first = 0;

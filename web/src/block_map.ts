@@ -206,7 +206,7 @@ export class BlockMap {
   }
 }
 
-/** Draw a frame inside of a cell, so that nothing of it is left when the cell is drawn anew. */
+/** Draw a frame inside of a cell, so that drawing the cell again removes all of it. */
 function frame(context: CanvasRenderingContext2D, x: number, y: number, size: number, colour: string, width: number): void {
   const wide = Math.min(width, size / 2);
   context.strokeStyle = colour;

@@ -70,8 +70,7 @@ export class Lines extends Chart {
     super(title, lines);
   }
 
-  /** Add what holds at a time in seconds; NaN: nothing is known. A time before the last one is of
-   * another run: what was there goes. */
+  /** Add values at a time in seconds; NaN: unknown. A time before the last one belongs to another run, and clears the chart. */
   add(at: number, values: number[], isDrawn = true): void {
     if (at < (this.points.at(-1)?.at ?? at)) this.points.length = 0;
     this.points.push({ at, values });

@@ -64,7 +64,7 @@ export class ChatView {
     this.open_.focus();
   }
 
-  /** Show what the model takes where a request says nothing. */
+  /** Show the model's defaults for absent fields of a request. */
   showDefaults(defaults: Record<string, number>): void {
     this.settings.parameters.showDefaults(defaults);
   }
@@ -219,7 +219,7 @@ export class ChatView {
     this.draw();
   }
 
-  /** Go on from a message in a branch of its own; a question is answered at once. */
+  /** Continue from a message in a separate branch; a question is answered at once. */
   private fork(message: Message): void {
     this.active = this.now.branches.push(message.id) - 1;
     if (message.role !== "assistant") void this.answer(this.active, message.id);
@@ -232,7 +232,7 @@ export class ChatView {
 
   // ---- asking -------------------------------------------------------------------------------------------
 
-  /** Put a question otherwise; what was there stays as a version. */
+  /** Edit a question; the earlier one stays as a version. */
   private edit(message: Message, branch: number): void {
     const box = make("textarea", { rows: 3, "aria-label": "Edit your message", dir: "auto" });
     box.value = message.content;
@@ -284,7 +284,7 @@ export class ChatView {
     return this.toAll.checked && this.now.branches.length > 1 ? this.now.branches.map((_, i) => i) : [this.active];
   }
 
-  /** Let the model answer behind a message, in a branch that goes there. */
+  /** Request an answer to a message, in a branch that ends there. */
   private async answer(branch: number, parent: string | null): Promise<void> {
     say(this.settings.problem);
     const conversation = this.now;

@@ -1,4 +1,4 @@
-// What a chat's requests ask for beside messages: system prompt, parameters, tools, the answer's form.
+// A chat's settings: system prompt, parameters, tools, and structured output.
 
 import type { Conversation } from "./conversations";
 import { button, field, make } from "./dom";
@@ -86,7 +86,7 @@ export class ChatSettings {
     return problems.filter(([, problem]) => problem).map(([what, problem]) => `Correct ${what} in the settings: ${problem}.`).join(" ");
   }
 
-  /** Return what a request asks for beside its messages. */
+  /** Return the fields of a request other than its messages. */
   get asked(): object {
     this.keep();
     const tools = this.tools.value as unknown[] | undefined;

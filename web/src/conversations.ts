@@ -1,6 +1,6 @@
-// Conversations, kept in this browser alone. Each is a tree of messages: an answer that was made
-// again and a question that was put otherwise stand beside what was there before. Its branches are
-// the ways through the tree that are shown side by side, each told by its last message.
+// Conversations, kept in this browser alone. Each is a tree of messages: a new answer or an edited
+// question stands next to the earlier one. Its branches are paths through the tree, shown side by
+// side, each identified by its last message.
 
 export interface Call {
   id: string;
@@ -70,7 +70,7 @@ export function endOf(message: Message, of: Conversation): string {
   return next ? endOf(next, of) : message.id;
 }
 
-/** Tell how many messages all paths begin with. */
+/** Return the number of messages that all paths begin with. */
 export function numShared(paths: Message[][]): number {
   const [first = [], ...others] = paths;
   const differs = first.findIndex((message, i) => others.some((path) => path[i]?.id !== message.id));
@@ -94,7 +94,7 @@ export function load(): Conversation[] {
   }
 }
 
-/** Read what an earlier page, or this one, has kept; nothing of what is not a conversation. */
+/** Read the stored conversations of this or an earlier page, and drop all other values. */
 function read(value: unknown): Conversation[] {
   const one = value as Partial<Conversation> | null;
   if (typeof one?.id !== "string" || !Array.isArray(one.messages)) return [];

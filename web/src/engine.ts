@@ -234,7 +234,7 @@ export class EngineView {
     for (const step of steps) this.steps.push({ at: step.at_s, read: step.prefill_tokens, written: step.sampled_tokens });
   }
 
-  /** Add mean times; where none came for a short while there is no point, and the line goes on. */
+  /** Add mean times; without new values for a short while there is no point, and the line continues. */
   private addTimes(at: number, [first, next]: [first: number, next: number]): void {
     if (Number.isFinite(first)) this.firsts.add(at, [first]);
     if (Number.isFinite(next)) this.nexts.add(at, [next]);

@@ -5,7 +5,7 @@ import { button, make } from "./dom";
 import type { Row } from "./keyed_rows";
 import type { Held, Pinned, Running, Snapshot, Waiting } from "./live";
 
-/** What links of a request do. */
+/** The actions of a request's links. */
 export interface Links {
   tell(id: string): void;
   /** Let the blocks of a request stand out; -1 none. */

@@ -12,7 +12,7 @@ const HISTORY_S = 60; // that charts show
 /** Of a whole frame that another version of quire has written. */
 const ABSENT = { running: [], num_running: 0, waiting: [], num_waiting: 0, pinned: [], held: [], num_held: 0, host: { num_blocks: 0, num_swapped: 0, num_cached: 0 }, steps: [], reasons: {} };
 
-/** What charts show of the frames before one, and of itself. */
+/** The part of a frame, and of the frames before it, that charts show. */
 export type Before = { at_s: number; steps: Step[]; times: [first: number, next: number] }[];
 
 /** Read a file of JSON lines, packed with gzip or not. Throws Error if it is not one of ours. */

@@ -4,7 +4,7 @@ import { ask } from "./server";
 
 type Times = Record<"first" | "next", { sum: number; count: number }>;
 
-/** Reads /metrics again and again; means are of what came between two looks. */
+/** Reads /metrics repeatedly; means cover the time between two reads. */
 export class Latency {
   private times: Times | null = null;
 

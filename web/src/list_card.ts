@@ -9,7 +9,7 @@ export class ListCard {
   private readonly rows: KeyedRows;
   private readonly box: HTMLElement;
   private readonly more = make("p", { class: "quiet more", hidden: true });
-  private total = 0; // rows that there are, also those that are not listed
+  private total = 0; // number of rows, including unlisted ones
 
   /** wide: the cell, counted without the first, whose text may be long. */
   constructor(title: string, columns: string[], wide = -1) {
@@ -21,8 +21,7 @@ export class ListCard {
     new ResizeObserver(() => this.tell()).observe(this.box);
   }
 
-  /** Show rows. total: how many there are, of which these are the first; nobody: what to say if there
-   * are none. */
+  /** Show rows. total: number of all rows, of which these are the first. `nobody`: text for an empty list. */
   show(rows: Row[], total: number, nobody = ""): void {
     const unlisted = total - rows.length;
     this.rows.show(rows, unlisted > 0 ? `and ${unlisted} more` : total ? "" : nobody);

@@ -1,4 +1,4 @@
-// What the engine does, kept up to date from `v1/engine/live` while somebody looks.
+// The engine's state, updated from `v1/engine/live` while it is visible.
 
 import { ServerError, events, isAbort, messageOf } from "./server";
 
@@ -113,7 +113,7 @@ export interface Difference {
   next_ms?: number;
 }
 
-/** What changed with an event. blocks: by cache group; null: all. */
+/** The changes of an event. blocks: by cache group; null: all. */
 export interface Update {
   state: Snapshot;
   blocks: (number[] | null)[];
@@ -162,7 +162,7 @@ export class Live {
     this.again();
   }
 
-  /** Begin anew, if it is on. */
+  /** Restart, if it is on. */
   again(): void {
     if (!this.isOn) return;
     this.stop();
@@ -203,7 +203,7 @@ export class Live {
     }
   }
 
-  /** Wait for the server's next sign of life; it sends a comment where no frame comes for a second. */
+  /** Wait for the server's next message; it sends a comment if no frame was made for a second. */
   private listen(): void {
     clearTimeout(this.quiet);
     this.quiet = window.setTimeout(() => this.watcher.away(`no update from the engine for ${QUIET_MS / 1000} s`), QUIET_MS);

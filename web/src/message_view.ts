@@ -6,16 +6,16 @@ import { button, field, make } from "./dom";
 import { GrowingText } from "./growing";
 import { shownImages } from "./images";
 
-/** What can be done with a message; what cannot be done now is absent. */
+/** Actions on a message; unavailable ones are absent. */
 export interface Actions {
   edit?: () => void;
   regenerate?: () => void;
   fork?: () => void;
   /** The versions of it: which one is shown, how many there are, and how to see another. */
   version?: { at: number; num: number; show: (at: number) => void };
-  /** Give results of its calls, by their ids, and let the model go on. */
+  /** Submit results of its calls, by their ids, and let the model continue. */
   answer?: (results: Map<string, string>) => void;
-  title?: string; // of a result: the name of what was called
+  title?: string; // of a result: the name of the called tool
 }
 
 const NAMES = { user: "You", assistant: "Assistant", tool: "Result" };
@@ -26,7 +26,7 @@ export class MessageView implements Shown {
   private thought: GrowingText | null = null;
   private readonly calls = make("div", { class: "calls" });
 
-  /** grown: told after each frame in which it grew. */
+  /** grown: called after each frame in which the message grew. */
   constructor(private readonly message: Message, actions: Actions, isGrowing: boolean, private readonly grown: () => void = () => undefined) {
     const name = message.role === "tool" && actions.title ? `Result of ${actions.title}` : NAMES[message.role];
     const text = make("div", { class: "text", dir: "auto" });

@@ -14,7 +14,7 @@ const WORDS: Record<Health, string> = { ready: "engine ready", "engine away": "e
 byId("key").before(themeSwitch());
 const model = byId<HTMLSelectElement>("model");
 const status = byId("status");
-/** What requests call the model; before it is known they name none, and get the one that there is. */
+/** The model's name in requests. Until it is known they name none, and get the only model. */
 const modelName = (): string | undefined => model.value || undefined;
 const engine = new EngineView(modelName);
 const chat = new ChatView(modelName);
@@ -33,7 +33,7 @@ function show(name: string): void {
   look();
 }
 
-/** The engine tells what it does only while somebody looks. */
+/** Follow the engine's state only while it is visible. */
 function look(): void {
   engine.show(now === "engine" && !document.hidden);
 }
@@ -68,7 +68,7 @@ interface Card {
 
 let cards: Card[] = [];
 
-/** Show what the chosen model takes, and what counts where a request says nothing. */
+/** Show the chosen model's limits, and the defaults for absent fields of a request. */
 function showDefaults(): void {
   const card = cards.find(({ id }) => id === model.value);
   const defaults = card?.default_sampling_params ?? {};

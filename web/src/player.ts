@@ -5,7 +5,7 @@ import type { Before, FramesFile } from "./frames_file";
 import type { Update } from "./live";
 
 const SPEEDS = [0.25, 0.5, 1, 2, 5, 10, 50];
-const MOST_GAP_S = 1; // where nothing was going on, it goes on after this
+const MOST_GAP_S = 1; // maximum pause between frames; longer ones are shortened to this
 
 export interface Stage {
   /** Show what has changed. */

@@ -10,7 +10,7 @@ const SIGNS: Record<Choice, string> = { auto: "◐", light: "○", dark: "●" }
 const system = matchMedia("(prefers-color-scheme: dark)");
 const told: (() => void)[] = [];
 
-/** Call this whenever colours have changed: canvases must be drawn anew. */
+/** Register a function to call after every change of colours: it draws a canvas again. */
 export function onTheme(redraw: () => void): void {
   told.push(redraw);
 }

@@ -1,4 +1,4 @@
-// Tokens that a model writes, one run of it: asked for, forked from another run, and kept.
+// One run of tokens that a model writes: requested, forked from another run, and kept.
 //
 // A run is kept by the server for a while (keep_s), so that a fork of it shares its blocks. Where
 // nothing is kept any more, or the server cannot, a fork is a new request over the same token ids.
@@ -49,7 +49,7 @@ export class TokenRun {
   private id = "";
   private readonly control = new AbortController();
 
-  /** given: tokens of it that it shares with what it was forked from; told: whenever some have come. */
+  /** given: tokens shared with the source run. `told`: called whenever tokens arrive. */
   constructor(readonly prompt: string, private readonly asked: Asked, readonly given: Token[], readonly from: TokenRun | null, private readonly told: (tokens: Token[]) => void) {}
 
   get isOver(): boolean {

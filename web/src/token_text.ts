@@ -5,7 +5,7 @@ import type { Token, TokenRun } from "./token_run";
 
 const MOST_TOKENS = 4000; // that are shown
 
-/** What a card of tokens tells. */
+/** Callbacks of a card of tokens. */
 export interface Told {
   look(card: TokenCard, at: number): void;
   enter(): void;

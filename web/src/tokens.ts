@@ -48,7 +48,7 @@ export class TokensView {
     void this.run(this.prompt.value, [], null);
   }
 
-  /** Write on behind a prompt and given tokens, in a card of its own. */
+  /** Continue a prompt and given tokens, in a separate card. */
   private async run(prompt: string, given: Token[], from: TokenRun | null, origin = ""): Promise<void> {
     say("");
     const card = new TokenCard(`Branch ${++this.num}`, origin, {

@@ -1,4 +1,4 @@
-"""What the drivers share: the job they are given, how a workload is timed, what is printed.
+"""Shared code of the drivers: the job, the timing of a workload, the printed lines.
 
 A job is a JSON object on the command line: "model" (path), "workload" (name), "is_small",
 "threads", "seed" and "options" of the engine. Each printed line is one JSON object: {"workload",
@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """The work of one process."""
 
     model: Path
     workload: Workload
@@ -69,7 +69,7 @@ class Prompter:
 
 
 def token_times_s(model: Model, prompt: list[int], count: int) -> list[float]:
-    """Seconds from the call until each token is there."""
+    """Return the seconds from the call until each token arrived."""
     began = time.perf_counter()
     times = [time_s - began for time_s in model.times_s(prompt, count)]
     assert len(times) == count, f"{len(times)} tokens came, not {count}"
@@ -77,7 +77,7 @@ def token_times_s(model: Model, prompt: list[int], count: int) -> list[float]:
 
 
 def measure_alone(model: Model, workload: Workload, new: Prompter) -> dict[str, float]:
-    """One request at a time."""
+    """Measure one request at a time."""
     (prompt,) = new.prompts(1, workload.own)
     times = token_times_s(model, prompt, workload.output_len)
     if workload.name == "prefill":
@@ -115,7 +115,7 @@ def measure_shared(model: Model, workload: Workload, prompts: list[Any]) -> floa
 
 
 def run_shared(model: Model, workload: Workload, new: Prompter) -> None:
-    """The same prefix twice, with other endings; each is a run."""
+    """Run the same prefix twice, with other endings; each is a run."""
     (prefix,) = new.prompts(1, workload.shared)
     for metric in ("cold_rate", "warm_rate"):
         own, noise = new.prompts(workload.num_requests, workload.own), Noise()
@@ -124,7 +124,7 @@ def run_shared(model: Model, workload: Workload, new: Prompter) -> None:
 
 
 def warm_up(model: Model, workload: Workload, new: Prompter) -> None:
-    """Short, but with the same number of requests."""
+    """Warm up with short prompts, but the same number of requests."""
     if workload.num_requests == 1:
         model.times_s(new.prompts(1, WARM_UP_TOKENS)[0], 4)
     else:
@@ -145,7 +145,7 @@ def run_workload(model: Model, workload: Workload, new: Prompter) -> None:
 
 
 def run_start(import_engine: Callable[[], object], load: Callable[[Job], Model], job: Job) -> None:
-    """The parent measures the whole time, until it reads this line."""
+    """Run the start of an engine. The parent measures the whole time, until it reads this line."""
     noise, began = Noise(), time.perf_counter()
     import_engine()
     imported = time.perf_counter()
@@ -169,7 +169,7 @@ def peak_rss_bytes() -> int:
 
 
 def drive(import_engine: Callable[[], object], load: Callable[[Job], Model]) -> None:
-    """A driver's main function."""
+    """Run a driver's main function."""
     job = Job.of(sys.argv[1])
     if job.workload.name == "start":
         run_start(import_engine, load, job)

@@ -9,7 +9,7 @@ from benchmarks.cpu.drivers.guessing import PLAIN, Answer, Answerer, Job, Reques
 
 
 class Counted:
-    """A drafter, and what it was asked: once for each step behind the prompt's."""
+    """A drafter that counts its calls: one for each step after the prompt's."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -45,7 +45,7 @@ def answerer(llama: Any, drafter: Counted | None) -> Answerer:
 
 @contextmanager
 def answerers(job: Job) -> Iterator[dict[str, Answerer]]:
-    """Of the drafter's settings, the length of what it looks for is its default, 2 tokens."""
+    """Yield the variants. The drafter's look-up length has its default, 2 tokens."""
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 

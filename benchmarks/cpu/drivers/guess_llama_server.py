@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.cpu.drivers.guessing import PLAIN, Answer, Answerer, Job, Request, drive
 
-MOST_START_S = 120.0
+MAX_START_S = 120.0
 RUN = 3  # tokens that are looked for; by default 12, which are seldom found in short answers
 
 
@@ -35,7 +35,7 @@ def command(job: Job, port: int, own: list[str]) -> list[str]:
 
 
 def variants(guesses: list[int]) -> dict[str, list[str]]:
-    """What its authors recommend guesses from 48 to 64 tokens."""
+    """Return the server's flags by variant. Its authors recommend 48 to 64 draft tokens."""
     found: dict[str, list[str]] = {PLAIN: []}
     for num in guesses:
         sizes = ["--spec-ngram-simple-size-n", str(RUN), "--spec-ngram-simple-size-m", str(num)]
@@ -43,7 +43,7 @@ def variants(guesses: list[int]) -> dict[str, list[str]]:
     return found | {"spec-default 64": ["--spec-default"]}
 
 
-def asked(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+def call_server(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
@@ -52,16 +52,16 @@ def asked(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + MOST_START_S
+    until = time.monotonic() + MAX_START_S
     while time.monotonic() < until:
         if process.poll() is not None:
             raise SystemExit(f"llama-server ended with status {process.returncode}")
         try:
-            asked(port, "/health")
+            call_server(port, "/health")
             return
         except OSError:
             time.sleep(0.1)
-    raise SystemExit(f"llama-server was not ready after {MOST_START_S:.0f} s")
+    raise SystemExit(f"llama-server was not ready after {MAX_START_S:.0f} s")
 
 
 def answerer(port: int) -> Answerer:
@@ -70,12 +70,12 @@ def answerer(port: int) -> Answerer:
             "prompt": request.prompt, "n_predict": request.count, "temperature": 0.0,
             "cache_prompt": False, "return_tokens": True, "ignore_eos": request.stop is None,
         }  # fmt: skip
-        found = asked(port, "/completion", body)
+        found = call_server(port, "/completion", body)
         times = found["timings"]
         token_ids = [token for token in found["tokens"] if token != request.stop]
-        tried, right = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
+        drafted, right = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
         seconds = times["predicted_ms"] / 1e3
-        return Answer(token_ids, times["predicted_n"] - 1, seconds, tried, right)
+        return Answer(token_ids, times["predicted_n"] - 1, seconds, drafted, right)
 
     return answer
 

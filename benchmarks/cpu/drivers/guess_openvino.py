@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, with its `prompt_lookup`, which does not say how many guesses it tried.
+"""OpenVINO GenAI, with its `prompt_lookup`, which does not report the number of draft tokens.
 
 No options.
 """
@@ -14,7 +14,7 @@ CACHE_GB = 1
 NGRAM = 3  # the longest run of tokens that is looked for, as in its samples
 
 
-def answerer(pipeline: Any, num_guesses: int) -> Answerer:
+def answerer(pipeline: Any, num_drafts: int) -> Answerer:
     import numpy as np
     import openvino
     import openvino_genai
@@ -43,8 +43,8 @@ def answerer(pipeline: Any, num_guesses: int) -> Answerer:
             config.ignore_eos = True
         else:
             config.eos_token_id = request.stop
-        if num_guesses:
-            config.num_assistant_tokens, config.max_ngram_size = num_guesses, NGRAM
+        if num_drafts:
+            config.num_assistant_tokens, config.max_ngram_size = num_drafts, NGRAM
         ids = openvino.Tensor(np.array([request.prompt], np.int64))
         watch = Stopwatch()
         result = pipeline.generate(ids, config, watch)

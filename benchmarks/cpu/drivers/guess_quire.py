@@ -1,6 +1,6 @@
 """quire, through `LLM`, with the n-grams, suffixes and models of `speculative_config`.
 
-options: its settings, and "drafters": directories of models that guess, by their method.
+options: its settings, and "drafters": directories of draft models, by their method.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cpu.drivers.guessing import PLAIN, Answer, Answerer, Job, Request, drive
 
 KV_BYTES = 128 << 20
-SUFFIX = 24  # guesses, as by default
+SUFFIX = 24  # draft tokens, the default
 
 
 def answerer(llm: Any) -> Answerer:
@@ -33,14 +33,15 @@ def answerer(llm: Any) -> Answerer:
         for output in llm.stream({"prompt_token_ids": request.prompt}, params):
             times.append(time.perf_counter())
             token_ids += output.outputs[0].token_ids
-        tried, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
-        return Answer.of(request, token_ids, times[-1] - times[0], tried, right)
+        drafted, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
+        return Answer.of(request, token_ids, times[-1] - times[0], drafted, right)
 
     return answer
 
 
 def configs(guesses: list[int], drafters: dict[str, str]) -> dict[str, dict[str, Any] | None]:
-    """By the variant's name. drafters: directories of models that guess, by their method."""
+    """Return the speculative settings by the variant's name. drafters: directories of draft models,
+    by their method."""
     found: dict[str, dict[str, Any] | None] = {PLAIN: None}
     for num in guesses:
         count = {"num_speculative_tokens": num}

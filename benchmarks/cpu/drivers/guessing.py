@@ -1,10 +1,10 @@
-"""What the drivers of the race of guesses share: the same requests, without guesses and with, in
-turns in one process.
+"""Shared code of the drivers of the drafting benchmark: the same requests, with and without draft
+tokens, in turns in one process.
 
-A job is a JSON object on the command line: "model" (path), "requests" (a JSON file; the first one
-warms up), "guesses" (numbers of tokens), "threads", "round" and "options" of the engine. Each
-printed line is one answer: {"variant", "request", "metrics", "token_ids", "others"}. Standard
-library only.
+A job is a JSON object on the command line. Its fields are "model" (path), "requests" (a JSON file;
+the first one warms up), "threads", "round" and "options" of the engine. `"guesses"` holds the
+numbers of draft tokens. Each printed line is one answer: {"variant", "request", "metrics",
+"token_ids", "others"}. Standard library only.
 """
 
 import json
@@ -31,8 +31,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """token_ids: without the one that stopped it. num_timed: tokens behind the first, with the one
-    that stopped it; seconds: what they took. num_tried, num_right: guesses."""
+    """An answer and its time.
+
+    token_ids: the tokens without the stop token.
+    num_timed: the tokens after the first, with the stop token.
+    seconds: the time of the timed tokens.
+    num_tried, num_right: draft tokens verified, and accepted.
+    """
 
     token_ids: list[int]
     num_timed: int
@@ -44,7 +49,7 @@ class Answer:
     def of(
         cls, request: Request, token_ids: list[int], seconds: float, num_tried: int, num_right: int
     ) -> "Answer":
-        """token_ids: with the one that stopped it."""
+        """Return the answer from token ids that include the stop token."""
         kept = token_ids[:-1] if token_ids[-1] == request.stop else token_ids
         return cls(kept, len(token_ids) - 1, seconds, num_tried, num_right)
 
@@ -54,7 +59,7 @@ Answerer = Callable[[Request], Answer]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """The work of one process."""
 
     model: Path
     requests: list[Request]
@@ -74,7 +79,7 @@ class Job:
 
     @property
     def max_len(self) -> int:
-        """Of a prompt, its answer, and guesses that reach beyond it."""
+        """Return the maximum length of a prompt, its answer, and draft tokens beyond it."""
         return max(len(r.prompt) + r.count for r in self.requests) + max(self.guesses) + 1
 
 
@@ -84,7 +89,7 @@ def turns(names: list[str], first: int) -> Iterator[str]:
 
 
 def race(job: Job, answerers: dict[str, Answerer]) -> Iterator[dict[str, Any]]:
-    """Each variant answers each request; every request begins with another one."""
+    """Let each variant answer each request; the first variant changes with every request."""
     warm_up, *requests = job.requests
     for answerer in answerers.values():
         answerer(warm_up)
@@ -102,7 +107,8 @@ def race(job: Job, answerers: dict[str, Answerer]) -> Iterator[dict[str, Any]]:
 
 
 def drive(make: Callable[[Job], AbstractContextManager[dict[str, Answerer]]]) -> None:
-    """A driver's main function. make: the engine without guesses, by the name PLAIN, and with."""
+    """Run a driver's main function. make: returns the engine's variants by name; PLAIN has no
+    drafts."""
     job = Job.of(sys.argv[1])
     with make(job) as answerers:
         for line in race(job, answerers):

@@ -10,7 +10,7 @@ from benchmarks.cpu.drivers.common import Job, Prompts, drive
 
 
 class Stream:
-    """What `generate` puts tokens into, the prompt first: when each came."""
+    """The streamer of `generate`, which gets the prompt first: notes the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -19,7 +19,7 @@ class Stream:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: no tokens are buffered."""
 
 
 class TransformersModel:

@@ -1,9 +1,9 @@
-"""What the drivers of images share: their job, how calls are timed, what is printed.
+"""Shared code of the drivers of images: their job, the timing of calls, the printed lines.
 
-A job is a JSON object on the command line: "model" (path), "workload" (name), "is_small", "text"
-(of each prompt, after its image), "threads", "seed" and "options" of the engine. Each printed line
-is one JSON object: {"workload", "metrics", "others", "texts"}. texts: the first token of each
-answer, so that engines can be compared.
+A job is a JSON object on the command line. Its fields are "model" (path), "workload" (name),
+"is_small", "text" (of each prompt, after its image), "threads", "seed" and "options" of the engine.
+Each printed line is one JSON object: {"workload", "metrics", "others", "texts"}. texts: the first
+token of each answer, so that engines can be compared.
 """
 
 import json
@@ -23,7 +23,7 @@ VISION_START, VISION_END, IMAGE = "<|vision_start|>", "<|vision_end|>", "<|image
 
 @dataclass(frozen=True)
 class ImageJob:
-    """What one process does."""
+    """The work of one process."""
 
     model: Path
     workload: ImageWorkload

@@ -1,7 +1,7 @@
 """llama.cpp, through the C functions that llama-cpp-python exposes. No options.
 
-It gets its best case: contexts made for the workload, logits of the last tokens only, the greedy
-choice by numpy, and a shared prefix that is computed once and given to all sequences by hand.
+It gets its best case: contexts made for the workload, logits of the last tokens only, and the
+greedy choice by numpy. A shared prefix is computed once and copied to all sequences by hand.
 """
 
 import ctypes
@@ -35,7 +35,8 @@ class LlamaModel:
         self._prefix: list[int] = []
 
     def _make_context(self, job: Job) -> object:
-        """A shared prefix needs one cache for all sequences; the others are faster with several."""
+        """Make a context. A shared prefix needs one cache for all sequences; the others are faster
+        with several."""
         work = job.workload
         per_sequence = -(-(work.max_len + 1) // PADDING) * PADDING
         num_slots = work.num_requests * per_sequence
@@ -57,7 +58,10 @@ class LlamaModel:
         return context
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """rows: (token, position, sequence, wants logits). The most probable tokens of the last."""
+        """Compute rows and return the most probable next token of each row that wants logits.
+
+        rows: (token, position, sequence, wants logits).
+        """
         best = []
         for start in range(0, len(rows), self._batch_size):
             piece, batch = rows[start : start + self._batch_size], self._batch
@@ -81,7 +85,10 @@ class LlamaModel:
         return [(t, start + i, sequence, wants and i == last) for i, t in enumerate(prompt)]
 
     def _continue(self, tokens: list[int], length: int, first: int, count: int) -> int:
-        """tokens: one of each sequence, at position `length`; the first sequence is `first`."""
+        """Compute a step of the sequences from `first` on and return their next tokens.
+
+        tokens: one of each sequence, at position `length`.
+        """
         for step in range(count - 1):
             rows = [(t, length + step, first + i, True) for i, t in enumerate(tokens)]
             tokens = self._decode(rows)
@@ -103,7 +110,7 @@ class LlamaModel:
         return self._continue(self._decode(rows), len(prompts[0]), 0, count)
 
     def shared(self, prefix: list[int], own: Prompts, count: int) -> int:
-        """Sequence 0 keeps the prefix."""
+        """Run requests with a shared prefix, which sequence 0 keeps."""
         if prefix != self._prefix:
             self._c.llama_memory_clear(self._memory, True)
             self._decode(self._prompt_rows(prefix, 0, wants=False))

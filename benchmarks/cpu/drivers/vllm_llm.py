@@ -1,9 +1,9 @@
-"""vLLM's CPU build, step by step in this process. options: those of `LLM`.
+"""vLLM's CPU build, step by step in this process. options: passed to `LLM`.
 
-It wants Intel's OpenMP and TCMalloc loaded first, and its threads bound, which it does itself only
-for worker processes, beside which it keeps a core free for its scheduler: half of two cores. So
-this process starts itself again with what a worker would get, on all cores that are asked for.
-TCMalloc is left out where the system has none.
+It needs Intel's OpenMP and TCMalloc loaded first, and its threads bound. It does so itself only for
+worker processes, and then keeps a core free for its scheduler: half of two cores. So this process
+starts itself again with a worker's environment, on all requested cores. TCMalloc is skipped if the
+system has none.
 """
 
 import ctypes.util
@@ -21,7 +21,7 @@ PRELOAD = "LD_PRELOAD"
 
 
 def variables(threads: int) -> dict[str, str]:
-    """Of the process that runs the model."""
+    """Return the environment variables of the process that runs the model."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     preloaded = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp)]
@@ -55,7 +55,7 @@ class VLLMModel:
         self._num_requests = 0
 
     def _steps(self, prompts: Prompts, count: int) -> Iterator[int]:
-        """How many tokens there are after each step."""
+        """Yield the number of tokens after each step."""
         params = self._params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         for prompt in prompts:
             self._num_requests += 1

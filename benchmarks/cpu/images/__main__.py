@@ -11,10 +11,9 @@ are greedy.
 
 Each engine has an environment of its own. Environments and models are made on demand in the scratch
 directory. Each round runs each workload by each engine in turn, one process each. The first tokens
-are compared with those of transformers. The best and the median come from the runs during which
-other processes took at most 0.15 cores, or from all runs if there are no such runs. An engine that
-cannot be installed, fails or takes longer than --timeout-s is listed with the reason, and is not
-tried again.
+are compared with transformers'. The best and the median come from runs with at most 0.15 cores of
+other load. If there are none, all runs count. An engine that cannot be installed, fails or takes
+longer than --timeout-s is listed with the reason, and is not tried again.
 """
 
 from dataclasses import asdict, dataclass, field

@@ -180,14 +180,14 @@ def prompt_text(workload: ImageWorkload, directory: Path) -> str:
     The two tokens around the image are not in the text.
     """
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    wanted = workload.num_text - 2
+    target = workload.num_text - 2
     words = DOCUMENTS[0].read_text("utf-8").split()
     for start in range(len(words)):
-        for end in range(start + 1, start + wanted + 1):
+        for end in range(start + 1, start + target + 1):
             text = " ".join(words[start:end])
             num_tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
-            if num_tokens == wanted:
+            if num_tokens == target:
                 return text
-            if num_tokens > wanted:
+            if num_tokens > target:
                 break
-    raise AssertionError(f"no text of {wanted} tokens")
+    raise AssertionError(f"no text of {target} tokens")

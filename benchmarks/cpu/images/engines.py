@@ -9,8 +9,8 @@ from benchmarks.cpu.images.workload import ImageShape
 from benchmarks.cpu.preparation import Scratch
 
 TRANSFORMERS_IMAGES = Environment("transformers-images", (TORCH, "transformers", "pillow"))
-# The exporter of Qwen3-VL takes no later transformers. The index's torchvision does not work with a
-# torch for CPUs, and the exporter works without it.
+# The exporter of Qwen3-VL does not work with later transformers. The index's torchvision does not
+# work with a torch for CPUs, and the exporter works without it.
 OPENVINO_IMAGES_EXPORT = Environment(
     "openvino-images-export",
     ("optimum-intel[openvino]", "transformers>=4.57,<5.1", TORCH, "pillow"),

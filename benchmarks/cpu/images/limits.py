@@ -1,7 +1,7 @@
 """The least arithmetic of images, and from it the least time that each workload can take.
 
 A multiply-add counts as two operations. Norms, activations, rotations and the text model's sampling
-are left out. Both frames of a patch are equal, so one product of half the size suffices.
+are ignored. Both frames of a patch are equal, so one product of half the size suffices.
 """
 
 from dataclasses import dataclass

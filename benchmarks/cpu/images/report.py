@@ -60,7 +60,7 @@ def tower_lines(summaries: Summaries, ceilings: Ceilings, is_small: bool) -> lis
 
 
 def agreement(texts: Texts, engine: str) -> str:
-    """Return how many first tokens equal those of the reference, such as "3 of 4".
+    """Return how many first tokens equal the reference's, such as "3 of 4".
 
     Returns an empty text if nothing was compared.
     """

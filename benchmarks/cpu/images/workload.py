@@ -1,4 +1,4 @@
-"""What is measured with images: shapes of models, workloads, and pictures of random pixels.
+"""Inputs of the image benchmarks: shapes of models, workloads, and pictures of random pixels.
 
 Standard library only: the drivers import it in environments of their own.
 """

@@ -35,13 +35,13 @@ class BuddyAllocator:
 
     def allocate(self, num_slots: int) -> int | None:
         """Take a chunk and return its offset; None if none that is free is large enough."""
-        wanted = self.rounded(num_slots)
-        size = min((s for s, offsets in self._free.items() if offsets and s >= wanted), default=0)
+        chunk = self.rounded(num_slots)
+        size = min((s for s, offsets in self._free.items() if offsets and s >= chunk), default=0)
         if not size:
             return None
         offset = min(self._free[size])
         self._free[size].remove(offset)
-        while size > wanted:
+        while size > chunk:
             size //= 2
             self._free.setdefault(size, set()).add(offset + size)
         self._taken[offset] = size

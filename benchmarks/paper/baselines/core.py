@@ -1,4 +1,4 @@
-"""What the baselines have in common: a queue, a step under way, and the end of requests."""
+"""Shared code of the baselines: a queue, a step in progress, and the end of requests."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,10 +27,12 @@ class Job:
 
 @dataclass
 class Memory:
-    """Slots times seconds, while somebody waited: what memory was used for.
+    """Uses of memory, in slots times seconds, while a request waited.
 
-    live: keys and values; later: reserved for tokens that came; never: reserved for tokens that did
-    not come; other: everything else, also what is free.
+    live: keys and values.
+    later: reserved for tokens that came.
+    never: reserved for tokens that did not come.
+    other: everything else, also free slots.
     """
 
     live: float = 0.0
@@ -82,7 +84,7 @@ class BaselineCore:
         self.queue: deque[Job] = deque()
         self.times, self.clock = times, clock
         self.num_slots, self.max_model_len = num_slots, max_model_len
-        self.ends_s: float | None = None  # of what is under way
+        self.ends_s: float | None = None  # of the step in progress
 
     def add(self, request: Request, num_output: int, served: Served) -> None:
         params, num_prompt = request.params, len(request.prompt_token_ids)
@@ -96,7 +98,7 @@ class BaselineCore:
         self.queue.append(job)
 
     def problem(self, job: Job) -> str:
-        """Say why a request can never be served; empty if it can."""
+        """Return why a request can never be served; empty if it can."""
         if job.num_tokens > self.max_model_len:
             return f"{job.num_tokens} tokens are more than {self.max_model_len}"
         return ""

@@ -1,8 +1,8 @@
-"""FasterTransformer behind a dynamic batcher, as the paper has it (P 6.1): batches of requests.
+"""FasterTransformer with a dynamic batcher, as the paper has it (P 6.1): batches of requests.
 
-Up to B of the requests that came first are computed together, from their prompts, padded to the
-longest, to the end of the longest answer. Nobody joins meanwhile, and answers are given at the end
-of the batch. B is the largest that fits the memory if all sequences have the model's full length.
+Up to B of the oldest requests are computed together, from their prompts, padded to the longest, to
+the end of the longest answer. No request joins meanwhile, and answers are given at the end of the
+batch. B is the largest number that fits the memory if all sequences have the model's full length.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """Orca as the paper has it (P 6.1): iteration-level batches, contiguous memory reserved ahead.
 
-Requests are admitted in the order of their arrival, whenever memory for all sequences of the next
-one can be had: a chunk of a buddy allocator for each, for the prompt and as many output tokens as
-the variant believes in. Sequences of a request share nothing. A prompt is computed in one step,
-together with a token of each that runs (Orca's selective batching), and once for all samples.
-Nothing is ever preempted, since all memory is there from the start.
+Requests are admitted in order of arrival, as soon as memory for all sequences of the next one is
+available. Each sequence needs a chunk of a buddy allocator. The chunk has room for the prompt and
+as many output tokens as the variant expects. Sequences of a request share no memory. A prompt is
+computed in one step, together with a token of each running sequence (Orca's selective batching),
+and once for all samples. No sequence is ever preempted, since all memory is there from the start.
 """
 
 import heapq
@@ -49,8 +49,8 @@ class OrcaCore(BaselineCore):
         self._step = 0
         self._num_jobs = 0
         self._fresh: list[Job] = []  # whose prompt is in this step
-        # Sums over all sequences: of tokens that they have (with the one whose turn it is), will
-        # have, and have room for.
+        # Sums over all sequences: their tokens (with the one to compute next), their final tokens,
+        # and their reserved tokens.
         self._num_seqs = self._context = self._promised = self._reserved = 0
 
     def problem(self, job: Job) -> str:
@@ -69,7 +69,7 @@ class OrcaCore(BaselineCore):
             return None
         num_old = self._num_seqs - sum(job.num for job in self._fresh)
         fresh = sum(job.num * job.num_prompt for job in self._fresh)
-        context = self._context - fresh  # of those that were there before
+        context = self._context - fresh  # of the older sequences
         load = StepLoad(
             num_prompt + num_old,
             num_prompt + context,

@@ -1,1 +1,1 @@
-"""One module a figure, or for those that come of the same runs: `figures(effort, runs)`."""
+"""One module per figure, or per set of figures from the same runs: `figures(effort, runs)`."""

@@ -16,8 +16,8 @@ MILLISECONDS = 1e3
 
 
 def measure(budget: int, seconds: float) -> tuple[float, float]:
-    """Serve long prompts in chunks of what a step has left; returns the 99th percentile of the gaps
-    between two tokens, and the mean time to the first token, in ms."""
+    """Serve long prompts in chunks of a step's remaining budget. Returns the 99th percentile of the
+    gaps between two tokens, and the mean time to the first token, in ms."""
     rng = np.random.default_rng(0)
     times = np.sort(rng.uniform(0.0, seconds, max(8, int(RATE * seconds))))
     arrivals = []

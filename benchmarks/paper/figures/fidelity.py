@@ -12,7 +12,7 @@ KEYS = {
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
-    """Make a figure of what `benchmarks.scheduler.fidelity` measured last."""
+    """Make a figure of the last results of `benchmarks.scheduler.fidelity`."""
     found = newest("fidelity")
     measured, settings = found.rows, found.settings
     aims = {n.removeprefix("aims."): aim for n, aim in settings.items() if n.startswith("aims.")}

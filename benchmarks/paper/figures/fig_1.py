@@ -27,8 +27,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         Curve(name, [each.batched for each in mine], [each.tokens_per_s for each in mine])
         for name, mine in by_name.items()
     ]
-    most = {name: max(each.tokens_per_s for each in mine) for name, mine in by_name.items()}
-    ratio = most[QUIRE] / most[ORCA_MAX]
+    fastest = {name: max(each.tokens_per_s for each in mine) for name, mine in by_name.items()}
+    ratio = fastest[QUIRE] / fastest[ORCA_MAX]
     text = (
         "All systems lie on one curve. A step reads the weights once for all its requests, so"
         " tokens per second follow the batch. Memory ends the curves of the other systems early."

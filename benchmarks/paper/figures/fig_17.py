@@ -28,9 +28,9 @@ class Chat(Workload):
         rng = np.random.default_rng(seed)
         before = rng.geometric(1 / (1 + MEAN_TURNS), num) - 1
         total = int(before.sum())
-        said = self.inputs.sample(total, rng) + self.outputs.sample(total, rng)
+        lengths_said = self.inputs.sample(total, rng) + self.outputs.sample(total, rng)
         ends = np.cumsum(before)
-        sums = np.concatenate([[0], np.cumsum(said)])
+        sums = np.concatenate([[0], np.cumsum(lengths_said)])
         history = sums[ends] - sums[ends - before]
         prompts = np.minimum(history + self.inputs.sample(num, rng), MOST)
         return prompts, np.minimum(self.outputs.sample(num, rng), MOST)

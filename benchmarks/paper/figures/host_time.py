@@ -7,7 +7,7 @@ PATHS = {"server": "quire serve", "client": "LLM"}
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
-    """Make the figure of what `benchmarks.scheduler.async_scheduling` measured last."""
+    """Make the figure of the last results of `benchmarks.scheduler.async_scheduling`."""
     measured = newest("async_scheduling").rows
     num_rows = max(each["rows"] for each in measured)
     rows = [each for each in measured if each["rows"] == num_rows]

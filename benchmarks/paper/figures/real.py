@@ -7,7 +7,7 @@ SYSTEMS = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "quire")
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
-    """Make a figure of what `benchmarks.paper.real` measured last."""
+    """Make a figure of the last results of `benchmarks.paper.real`."""
     measured = newest("paper_real").rows
     models = list(dict.fromkeys(each["model"] for each in measured))
     rates = {(each["model"], each["system"]): each["tokens_per_s"] for each in measured}

@@ -7,7 +7,7 @@ from quire.tools.step_times import StepLoad
 
 NUM_GUESSES, CONTEXT = 4, 1000
 ROWS = (1, 4, 16, 64, 128, 256, 512)
-# Workload and drafter, as benchmarks.cpu.guesses names them.
+# Workload and drafter, with the names of `benchmarks.cpu.guesses`.
 MEASURED = (("copying", "ngram 4"), ("tools", "eagle3 4"), ("tools", "draft_model 4"))
 
 

@@ -1,4 +1,4 @@
-"""P table 1: how many tokens fit beside each model, by quire's own plan of the same memory."""
+"""P table 1: the number of tokens that fit next to each model, by quire's own memory plan."""
 
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
 from benchmarks.paper.settings import OPT_13B, OPT_66B, OPT_175B, Setting

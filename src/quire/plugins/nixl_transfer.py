@@ -1,5 +1,5 @@
-"""NIXL's transfers between engines (`?via=nixl`): over RDMA where its UCX finds it, else over
-shared memory or TCP."""
+"""Transfer KV blocks between engines with NIXL (`?via=nixl`): over RDMA if its UCX finds it, else
+over shared memory or TCP."""
 
 import contextlib
 import secrets
@@ -23,8 +23,8 @@ POLL_S = 0.0002
 
 
 class NixlTransfer:
-    """An agent of NIXL, with a name that no other has. It begins with what needs it first: from
-    then on a thread of NIXL's own looks for work without a pause, and takes a core."""
+    """A NIXL agent with a unique name, created on first use. From then on a thread of NIXL polls
+    for work without a pause, and occupies a core."""
 
     def __init__(self) -> None:
         self._registered: list[Any] = []
@@ -85,5 +85,5 @@ def _errors() -> Iterator[None]:
         yield
     except StoreError:
         raise
-    except Exception as error:  # of its bindings, which have no common class
+    except Exception as error:  # NIXL's bindings have no common error class
         raise StoreError(f"NIXL: {type(error).__name__}: {error}") from error

@@ -1,5 +1,5 @@
-"""Blocks in a Redis server, or one that speaks its protocol, which engines on several machines may
-share: `redis://HOST:PORT/DATABASE`, or `rediss://` over TLS."""
+"""Store KV blocks in a Redis server, or one that speaks its protocol. Engines on several machines
+may share it: `redis://HOST:PORT/DATABASE`, or `rediss://` over TLS."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ PREFIX = b"quire-kv-1:"
 
 
 class RedisStore:
-    """address: behind the scheme, `//[USER:PASSWORD@]HOST[:PORT][/DATABASE]`. The server limits
-    what it keeps: it should run with `--maxmemory ... --maxmemory-policy allkeys-lru`."""
+    """A store at `//[USER:PASSWORD@]HOST[:PORT][/DATABASE]`. The server limits its memory: run it
+    with `--maxmemory ... --maxmemory-policy allkeys-lru`."""
 
     scheme = "redis"
 
     def __init__(self, address: str, max_bytes: int) -> None:
         url = f"{self.scheme}:{address}"
-        # What is before the @ and in the query may be secret.
+        # The text before the @ and in the query may be secret.
         self._place = address.rpartition("@")[2].removeprefix("//").partition("?")[0]
         self._client = redis.Redis.from_url(url, socket_connect_timeout=0.5, socket_timeout=1.5)
 

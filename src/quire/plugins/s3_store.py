@@ -1,10 +1,10 @@
-"""Blocks in a bucket of S3, or of a server with its interface: `s3://BUCKET/PREFIX`.
+"""Store KV blocks in a bucket of S3, or of a server with its interface: `s3://BUCKET/PREFIX`.
 
     PREFIX/quire-kv-1/FINGERPRINT/GROUP/DI/DIGEST.kv      as in a directory (disk.py)
 
-Keys, region and another server's address come from where boto3 looks for them (AWS_ACCESS_KEY_ID,
-AWS_ENDPOINT_URL, ~/.aws, a role). A rule of the bucket should delete what is old: nothing here
-does. An object takes tens of milliseconds, whatever its size, so some are under way at once.
+boto3 finds keys, region and another server's address (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ~/.aws,
+a role). A rule of the bucket should delete old objects; this store deletes none. Reading an object
+takes tens of milliseconds, whatever its size, so several are read at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,12 @@ except ImportError as error:
     raise MissingDependency("blocks in S3 need boto3; pip install 'quire[s3]'.") from error
 
 NUM_AT_ONCE = 16
-MOST_DELETED = 1000  # by one call, as the interface says
+MAX_DELETED = 1000  # by one call, as the interface says
 ABSENT = ("404", "NoSuchKey", "NotFound")
 
 
 class S3Store:
-    """address: //BUCKET, or //BUCKET/PREFIX."""
+    """A store at //BUCKET, or //BUCKET/PREFIX."""
 
     def __init__(self, address: str, max_bytes: int) -> None:
         bucket, _, prefix = address.removeprefix("//").partition("/")
@@ -51,14 +51,14 @@ class S3Store:
             return list(self._threads.map(self._has, keys))
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        asked = [self._threads.submit(self._read, key) for key in keys]
+        reads = [self._threads.submit(self._read, key) for key in keys]
         try:
-            for each in asked:
+            for each in reads:
                 with self._errors():
                     value = each.result()
                 yield value
         finally:
-            for each in asked:
+            for each in reads:
                 each.cancel()
 
     def put(self, key: bytes, parts: Sequence[Buffer]) -> bool:
@@ -68,12 +68,12 @@ class S3Store:
 
     def remove(self, keys: Sequence[bytes]) -> None:
         names = [{"Key": self._name(key)} for key in keys]
-        for first in range(0, len(names), MOST_DELETED):
-            part = {"Objects": names[first : first + MOST_DELETED], "Quiet": True}
+        for first in range(0, len(names), MAX_DELETED):
+            part = {"Objects": names[first : first + MAX_DELETED], "Quiet": True}
             with self._errors():
-                told = self._client.delete_objects(Bucket=self._bucket, Delete=part)
-            if told.get("Errors"):
-                raise StoreError(f"S3 bucket {self._bucket}: not deleted: {told['Errors'][0]}.")
+                reply = self._client.delete_objects(Bucket=self._bucket, Delete=part)
+            if reply.get("Errors"):
+                raise StoreError(f"S3 bucket {self._bucket}: not deleted: {reply['Errors'][0]}.")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

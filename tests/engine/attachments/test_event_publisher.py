@@ -1,4 +1,4 @@
-"""Messages over real sockets on loopback: order, what is missed and asked for again, bounds."""
+"""Messages over real sockets on loopback: order, bounds, and replays of missed messages."""
 
 import threading
 from collections.abc import Iterator

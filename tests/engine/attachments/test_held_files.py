@@ -1,5 +1,5 @@
-"""What is held comes back with the next engine over the same directory: its tokens, whose it is,
-until when; and what is damaged, late, another server's or another model's does not."""
+"""Retained requests come back with the next engine over the same directory: tokens, owner and
+expiry. Damaged or expired files do not, nor files of other servers or models."""
 
 import logging
 import time

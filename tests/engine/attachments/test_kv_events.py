@@ -1,8 +1,10 @@
-"""What routers are told, read as vLLM's structs, against the indexes themselves.
+"""KV events for routers, read as vLLM's structs, compared with the indexes themselves.
 
-A router that hears every message knows after each call through a door exactly which blocks the
-device and host memory have, whatever random programs do; and it can make each name anew from what
-it was told of tokens, the block before and salts. Covers `scheduler/reuse/index_changes.py`.
+After each call of a door, a router that receives every message knows exactly the blocks of the
+device and of host memory. Random programs run meanwhile. The router can compute each name from the
+events' tokens, previous block and salts.
+
+Covers `scheduler/reuse/index_changes.py`.
 """
 
 import json

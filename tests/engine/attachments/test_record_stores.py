@@ -1,5 +1,5 @@
-"""Recordings of engines with stores: same plans and same orders, from the start and from the
-middle; what a store is called is not written, and a scheduler that asks otherwise is found."""
+"""Recordings of engines with stores replay to the same plans and orders, from the start and from
+the middle. They hold no names of stores. A scheduler with other look-ups is detected."""
 
 from collections import Counter
 from pathlib import Path

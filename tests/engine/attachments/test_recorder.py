@@ -1,6 +1,6 @@
-"""Recordings: what was recorded is replayed to the same plans, and holds nobody's text.
+"""Recordings replay to the same plans, and hold no user's text.
 
-The replays here are of runs of a real (tiny) model, with everything in them that a plan can say.
+The recorded runs use a real (tiny) model and every field of a plan.
 
 Covers `engine/recording/redact.py`.
 """

@@ -1,5 +1,5 @@
-"""Blocks that a peer reads from another engine's memory itself: by a transfer in memory, which can
-lose, be late, and damage, and by NIXL's over shared memory or TCP, where it is installed.
+"""Blocks that a peer reads directly from another engine's memory. One transfer works in memory, and
+can lose, delay and damage blocks. NIXL's uses shared memory or TCP, if NIXL is installed.
 
 Covers `engine/connectors/direct.py` and `plugins/nixl_transfer.py`.
 """

@@ -1,4 +1,4 @@
-"""Which stores are asked for a request that names a peer."""
+"""The stores that look up a request that names a peer."""
 
 import msgspec
 import pytest

@@ -1,5 +1,5 @@
-"""Blocks that one engine serves and another one reads over TCP: what comes is what was put, whoever
-does not know the secret gets nothing, and whatever is no request ends that connection alone.
+"""Blocks that one engine serves and another reads over TCP arrive unchanged. A peer without the
+secret gets nothing. A malformed request ends its own connection only.
 
 Covers `engine/connectors/host_index.py`, `engine/connectors/peer_wire.py` and
 `engine/connectors/served.py`.

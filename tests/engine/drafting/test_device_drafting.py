@@ -1,4 +1,4 @@
-"""The device guesses, and plans follow each other: the same answers in fewer steps, at any depth.
+"""Drafting on the device, with plans in flight: the same answers in fewer steps, at any depth.
 
 The whole engine on a CPU, by torch's operations and by the C++ core. `tests/runner/gpu` has the
 kernels.

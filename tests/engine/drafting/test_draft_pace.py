@@ -1,4 +1,4 @@
-"""How many guesses are worth their time."""
+"""The number of draft tokens that pays off."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The engine's side of guessing: who is guessed for, what becomes of it, and what is forgotten."""
+"""The engine's side of drafting: which sequences get draft tokens, their results, and the dropped
+state."""
 
 from types import SimpleNamespace
 

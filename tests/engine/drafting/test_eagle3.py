@@ -1,5 +1,5 @@
-"""An EAGLE-3 head beside the demo model: its guesses are those of its definition from the target's
-own states, whatever the scheduler does, and answers stay what they are."""
+"""An EAGLE-3 head for the demo model. Its draft tokens equal those computed from the head's
+definition and the target's states, whatever the scheduler does. Answers do not change."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a grammar forces is tried ahead: the very same answers, in fewer steps."""
+"""Tokens that a grammar forces are drafted: identical answers, in fewer steps."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A model that guesses, as an engine has it: what does not fit, what it takes, what is recorded."""
+"""A draft model in an engine: refused models, memory, and recordings."""
 
 import json
 import shutil

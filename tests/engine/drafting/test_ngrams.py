@@ -1,4 +1,4 @@
-"""Guesses from a sequence's own tokens, beside a search through all of it."""
+"""Draft tokens from a sequence's own tokens, compared with a full search."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Guesses by what most often followed, beside a search through everything."""
+"""Draft tokens that most often followed, compared with a full search."""
 
 from collections.abc import Iterator
 

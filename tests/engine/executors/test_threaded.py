@@ -1,4 +1,4 @@
-"""The model on a thread of its own: the same answers, failures, ends and signs of life."""
+"""The model on a separate thread: the same answers, failures, ends and heartbeats."""
 
 import _thread
 import gc

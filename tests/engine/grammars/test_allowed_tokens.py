@@ -1,8 +1,8 @@
-"""The tokens that a grammar allows, against two oracles without llguidance: derivatives of regular
-expressions, and all values of a small world that `jsonschema` finds valid.
+"""The tokens that a grammar allows, against two oracles without llguidance. These are derivatives
+of regular expressions, and all values of a small world that `jsonschema` finds valid.
 
-Where a grammar leaves one text only, masks hold its canonical token alone; elsewhere they are equal
-to the oracle's.
+Where a grammar allows a single text, masks hold only its canonical token; elsewhere they equal the
+oracle's.
 """
 
 import json

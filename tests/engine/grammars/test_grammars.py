@@ -1,7 +1,8 @@
-"""Requests with a grammar: each gets what a matcher of its own allows, whatever the engine does.
+"""Requests with a grammar: each answer is one that a separate matcher allows, whatever the engine
+does.
 
-The device chooses among what the masks allow by all that came before, so that a wrong mask, or one
-of another position or row, gives another answer.
+The fake device chooses among the allowed tokens by all earlier tokens. So a wrong mask, or one of
+another position or row, changes the answer.
 """
 
 import dataclasses

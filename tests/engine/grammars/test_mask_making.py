@@ -1,4 +1,4 @@
-"""Masks behind guesses: what a matcher of its own would say there, whatever was guessed before."""
+"""Masks after draft tokens equal a separate matcher's, whatever was drafted before."""
 
 import random
 import sys

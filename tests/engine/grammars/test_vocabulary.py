@@ -1,4 +1,4 @@
-"""What llguidance takes a tokenizer's tokens to be is what our own decoding makes of them."""
+"""llguidance and our own decoding agree on the text of every token."""
 
 import re
 import time

@@ -1,8 +1,8 @@
-"""A model that raises for one token id fails the requests with that token, and nobody else.
+"""A model that raises for one token id fails only the requests with that token.
 
-The whole engine over a tiny model whose forward pass raises; innocent requests must get the very
-tokens that transformers gives them, the engine must serve on and no block may be lost. At the end,
-the bisection by itself, on an executor that writes down what it is given.
+The whole engine runs over a tiny model whose forward pass raises. Other requests must get exactly
+the tokens of transformers. The engine must continue to serve, and no block may be lost. The last
+tests run the bisection alone, on an executor that notes its plans.
 """
 
 import dataclasses

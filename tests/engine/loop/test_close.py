@@ -1,4 +1,4 @@
-"""The end of an engine with stores: what is cached is kept, and it takes no longer than it may."""
+"""The end of an engine with stores: cached blocks are kept, within the time limit."""
 
 from pathlib import Path
 from queue import SimpleQueue

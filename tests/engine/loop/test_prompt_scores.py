@@ -1,8 +1,8 @@
-"""Log-probabilities of prompts whose rows are taken away while they are computed.
+"""Log-probabilities of prompts whose rows are preempted while they are computed.
 
-A prompt that is scored may come back to a cache that holds more of it than was scored: blocks of
-its own plans in flight, of another request, of host memory, of a pinned prefix. Whatever it meets,
-each position is scored once, in order, with what the model alone says of it.
+A resumed prompt may find more of itself in a cache than was scored. The blocks come from its own
+plans in flight, other requests, host memory or a pinned prefix. In every case each position is
+scored once, in order, with the score of the model alone.
 """
 
 import random

@@ -1,8 +1,9 @@
-"""Steps that fail, of every kind and at every place, in a small engine with a real model.
+"""Failing steps, of every kind and at every place, in a small engine with a real model.
 
-Random programs: requests of all kinds in a tight pool, on a host tier, with swaps in both
-directions. Faults come where the table of kinds and places has the fewest, and at the end no cell
-may be empty. A fault by chance costs nobody anything; one that a request brings costs that one.
+Random programs send requests of all kinds to a tight pool with a host tier and swaps in both
+directions. The next fault goes to the least covered cell of the table of kinds and places. At the
+end no cell may be empty. A random fault fails no request; a fault that a request causes fails that
+request.
 
 Covers `runner/steps.py`.
 """

@@ -1,5 +1,5 @@
-"""Held requests in a whole engine: the demo model's tokens to the bit, whatever a fork shares and
-whoever lacks memory meanwhile; and what the client in this process says of them.
+"""Retained requests in a whole engine: the demo model's tokens to the bit, whatever a fork shares
+and however short memory is. The client in this process reports them correctly.
 
 Covers `engine/client/client.py`.
 """

@@ -1,4 +1,4 @@
-"""Frames of what a core does: made while somebody asks alone, seldom enough, and complete."""
+"""Frames of a core's state: made only while a client watches, at a limited rate, and complete."""
 
 from typing import Any
 

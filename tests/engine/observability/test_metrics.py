@@ -1,4 +1,4 @@
-"""Metrics against numbers worked out by hand, and against notes of what a real scheduler did."""
+"""Metrics against numbers worked out by hand, and against notes of a real scheduler's events."""
 
 import gc
 import re

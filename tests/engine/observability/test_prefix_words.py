@@ -1,4 +1,4 @@
-"""What is told of a prompt's hit, and to whom."""
+"""The reports of a prompt's prefix hit, and their readers."""
 
 import pytest
 

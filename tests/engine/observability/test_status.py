@@ -1,4 +1,4 @@
-"""The status line: when there is one, and that its rates are those of the time just past."""
+"""The status line: when it is printed, and that its rates cover the time since the last one."""
 
 import numpy as np
 import pytest

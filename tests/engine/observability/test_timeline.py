@@ -1,4 +1,7 @@
-"""Time lines: made from events alone, told in plain words, bounded. Covers `base/events.py`."""
+"""Timelines: made from events alone, written in plain words, bounded.
+
+Covers `base/events.py`.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who may connect to a core over a network: those who know the secret of its start."""
+"""Only ranks that know the secret of a core's start may connect to it over a network."""
 
 import hashlib
 import logging

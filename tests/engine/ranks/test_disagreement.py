@@ -1,4 +1,4 @@
-"""What ranks must agree on: how many devices there are, and whether a step failed.
+"""Agreement of ranks: the number of devices, and whether a step failed.
 
 Covers `engine/ranks/executor.py` and `engine/ranks/launch.py`.
 """

@@ -1,4 +1,4 @@
-"""Ranks with whole experts of a mixture serve what one process does, and tell how much each has."""
+"""Ranks with whole experts of a mixture give the answers of one process, and report their load."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Plans, results, masks and orders to guess, as they were when they have crossed."""
+"""Plans, results, masks and drafting orders are equal after their transfer."""
 
 import dataclasses
 from typing import Any

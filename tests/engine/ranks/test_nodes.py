@@ -1,6 +1,6 @@
-"""Ranks on several machines without Ray: `quire serve --node-rank 1` beside an engine of its own.
+"""Ranks on several machines without Ray: `quire serve --node-rank 1` and an engine of its own.
 
-Covers `engine/ranks/node.py`, `engine/ranks/messages.py`, `engine/ranks/alike.py`.
+Covers `engine/ranks/node.py`, `engine/ranks/messages.py` and `engine/ranks/alike.py`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Ranks that die, stand still or spin: an error in time, and nobody stays behind.
+"""Ranks that die, hang or spin: an error in time, and no process is left.
 
 Covers `engine/ranks/processes.py`.
 """

@@ -1,7 +1,7 @@
-"""Ranks whose weights, keys and values are integers, of prompts in pieces, and recorded: the tokens
-of one process, and plans that replay.
+"""Ranks with integer weights, keys and values, with chunked prompts, and recorded. They give the
+tokens of one process, and plans that replay.
 
-Groups of 32 inputs are whole on each rank, so that all round alike.
+Each rank has whole groups of 32 inputs, so that all round equally.
 """
 
 from functools import cache

@@ -1,5 +1,5 @@
-"""A recording that was changed is never taken for a whole one, wherever the change is; one that was
-cut off is told apart from it."""
+"""A changed recording is never read as whole, wherever the change is. A truncated one is reported
+as truncated."""
 
 import random
 import zlib

@@ -1,4 +1,4 @@
-"""What makes cached blocks another engine's: its model and all that changes their bits."""
+"""The identity of cached blocks: the model and every setting that changes their bits."""
 
 import dataclasses
 from pathlib import Path

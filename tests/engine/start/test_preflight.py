@@ -1,4 +1,4 @@
-"""What is known from the settings and the config is told before weights are read.
+"""Errors that settings and config reveal are reported before weights are read.
 
 Covers `engine/start/preflight.py`.
 """

@@ -1,4 +1,4 @@
-"""What a step gave, as messages over connections: every token reaches its owner under its name.
+"""A step's results as messages over connections: every token reaches its owner under its name.
 
 Covers `base/step_outputs.py`.
 """

@@ -1,6 +1,6 @@
-"""What all towers keep to: bits, dtypes, names of tensors, fields of configs.
+"""Properties of all towers: bits, dtypes, names of tensors, fields of configs.
 
-Covers `models/vision/tower.py`, `models/vision/layers.py`, `models/vision/fields.py`.
+Covers `models/vision/tower.py`, `models/vision/layers.py` and `models/vision/fields.py`.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Formats told from chat templates (excerpts with the marks of real ones), and by name."""
+"""Formats detected from chat templates (excerpts with the marks of real ones), and by name."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""What grammars of answers let a model write; the parser reads it as it was asked for.
+"""Answers that grammars allow; the parser reads them in the requested format.
 
-Covers `render/answers/table.py` and `render/answers/schema_types.py` with them.
+Covers `render/answers/table.py` and `render/answers/schema_types.py`.
 """
 
 import pytest

@@ -1,7 +1,6 @@
-"""Answers cut anywhere give the parts of the whole; nothing that a model wrote is lost.
+"""Answers cut anywhere give the parts of the whole, and no text of the model is lost.
 
-With the parser it covers `render/answers/calls.py`, `render/answers/feed.py` and
-`render/answers/json_reader.py`.
+Covers `render/answers/calls.py`, `render/answers/feed.py` and `render/answers/json_reader.py`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Preprocessed images equal those of transformers' PIL processors, bit for bit."""
+"""Images are preprocessed exactly as by transformers' PIL processors, bit for bit."""
 
 import io
 from typing import Any

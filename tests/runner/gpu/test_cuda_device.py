@@ -1,4 +1,4 @@
-"""What runs only on CUDA, on a fake of it: what is asked, in which order, and what errors leave."""
+"""Code that runs only on CUDA, on a fake: the calls, their order, and the state after errors."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""A draft model beside a model whose steps are kernels' work."""
+"""A draft model next to a target model whose steps run as kernels."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Steps with guesses by kernels: more masks than rows, and penalties counted in parts."""
+"""Steps with draft tokens by kernels: more masks than rows, and penalties counted in parts."""
 
 import functools
 from typing import Any

@@ -1,7 +1,7 @@
-"""A runner whose device is told everything long before it does it; against one on the host.
+"""A runner whose device runs everything long after the launch, against one on the host.
 
-Plans are launched as far ahead as the scheduler allows, and nothing is done before a result is
-asked for: pinned slots, rows and results are reused while all of that is still to come.
+Plans are launched as far ahead as the scheduler allows. Nothing runs before a result is requested.
+So pinned slots, rows and results are reused while all launches are pending.
 """
 
 from collections import Counter, deque

@@ -1,6 +1,6 @@
-"""Steps that fail in a GPU's runner, whose launches are done as they are told, as CUDA takes them.
+"""Failing steps in a GPU's runner, whose launches run at once, as CUDA takes them.
 
-The programs, places and claims are those of `tests/engine/loop/test_recovery.py`.
+The programs, places and claims are the same as in `tests/engine/loop/test_recovery.py`.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a plan changes of the rows, at once and late, by torch's operations and by kernels."""
+"""A plan's changes of the rows, at once and late, by torch's operations and by kernels."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models with towers of their own, in the whole runner: the answers are those of transformers."""
+"""Models with vision towers, in the whole runner: the answers equal transformers'."""
 
 import dataclasses
 from functools import cache

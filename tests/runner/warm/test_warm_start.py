@@ -1,6 +1,6 @@
-"""Starts without torch: the same tokens and blocks, to the bit, as starts with it; and torch as
-soon as somebody asks for what needs it. Covers `runner/warm/keep.py`, `runner/warm/start_file.py`,
-`runner/warm/array_ops.py` and the rest of the folder."""
+"""Starts without torch: the same tokens and blocks, to the bit, as starts with it. Torch is
+imported on the first call that needs it. Covers the whole folder, with `runner/warm/keep.py`,
+`runner/warm/start_file.py` and `runner/warm/array_ops.py`."""
 
 import dataclasses
 import random

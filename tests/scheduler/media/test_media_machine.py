@@ -1,7 +1,8 @@
-"""The scheduler's machine with images in prompts, a small encoder cache, and a device with slots.
+"""The scheduler's state machine with images in prompts, a small encoder cache, and a device with
+slots.
 
-The device checks that each token of an item is read exactly when it is computed, from a slot that
-holds its output then, and that no block holds tokens of another image.
+The device checks that each token of an item is read exactly when it is computed. It checks that the
+slot holds the item's output then, and that no block holds tokens of another image.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What stands around all routes: ids, CORS, and what the API process does not load."""
+"""The frame of all routes: ids, CORS, and modules that the API process does not load."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Who gets in. The decision hangs on the matched route, whatever a client writes around it."""
+"""Access depends on the matched route, whatever else a client's request contains."""
 
 import http.client
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""The server keeps to its own document: thousands of requests made from it, and from what it does
-not allow, get answers that it allows, and none a 5xx."""
+"""The server obeys its own OpenAPI document. Thousands of requests, valid and invalid ones, get
+responses that the document allows, and never a 5xx."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: one shape, and never a 500 of its own making."""
+"""Errors for clients: one shape, and never an accidental 500."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Other engines' fields: those that change the text are taken or refused, never left out
+"""Other engines' fields: a field that changes the text is accepted or refused, never ignored
 (`serve/api/bodies/foreign_fields.py`)."""
 
 from typing import Any

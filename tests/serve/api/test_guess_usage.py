@@ -1,4 +1,4 @@
-"""What usage tells of guesses, against what the core's steps told (`completion_tokens_details`)."""
+"""Draft tokens in usage (`completion_tokens_details`), compared with the core's steps."""
 
 import json
 from collections.abc import Iterator

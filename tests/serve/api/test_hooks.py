@@ -1,4 +1,4 @@
-"""Hooks of a server, through HTTP and WebSocket: what clients are told, and what the engine does.
+"""Hooks of a server, through HTTP and WebSocket: the responses of clients, and the engine's work.
 
 Covers `serve/api/openai/hooked_prompt.py`.
 """

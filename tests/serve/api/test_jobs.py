@@ -1,6 +1,6 @@
-"""What clients are told when a step fails on their request: a 500 with a code and the request id.
+"""Responses when a step fails on a request: a 500 with a code and the request id.
 
-The engine is a real one, whose runner raises where a prompt holds one token.
+The engine is a real one, whose runner raises if a prompt holds one token.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""/v1/messages and /v1/messages/count_tokens over HTTP, against the engine itself and against chat
-completions. What Anthropic's own client makes of them, `make test-clients` asks."""
+"""/v1/messages and /v1/messages/count_tokens over HTTP, compared with the engine and with chat
+completions. `make test-clients` checks them with Anthropic's own client."""
 
 import json
 from collections.abc import Iterator

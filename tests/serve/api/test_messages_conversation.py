@@ -1,4 +1,4 @@
-"""Messages made of blocks become those of a chat (`serve/api/messages/conversation.py`)."""
+"""Messages made of blocks become a chat's messages (`serve/api/messages/conversation.py`)."""
 
 from typing import Any
 

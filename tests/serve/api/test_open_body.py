@@ -1,4 +1,4 @@
-"""Fields of a body that do not exist: left out and named in a header, or refused if asked to."""
+"""Unknown fields of a body: ignored and named in a header, or refused in strict mode."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""What the page tells in a real browser where it could do something silently: a message that is not
-sent, defaults that are the model's, moments without data, rows out of sight.
+"""Hints of the page in a real browser, instead of silence: an unsent message, the model's defaults,
+moments without data, rows out of sight.
 
-Covers `web/src`, as `test_page_in_browser.py` does, and is skipped where that is.
+Covers `web/src`, as `test_page_in_browser.py` does, and is skipped under the same conditions.
 """
 
 import json

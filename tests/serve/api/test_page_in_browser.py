@@ -1,8 +1,9 @@
-"""The page in a real browser, headless: chats and forks, the map while requests run, a recording
-that is played, hostile text, a dead engine, keyboard alone, small screens, contrast.
+"""The page in a real browser, headless. It covers chats and forks, the map while requests run, a
+played recording, and hostile text. It covers a dead engine, keyboard alone, small screens and
+contrast.
 
 Needs playwright and a Chromium: `pip install playwright && playwright install chromium`, or a
-`chromium` of the system's; skipped where they are not. Without `-m slow` a short form runs.
+`chromium` of the system; skipped if they are absent. Without `-m slow` a short form runs.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""What a body may cost is bounded before anything is made of it: counts, not times."""
+"""The cost of a body is bounded before it is parsed: counts, not times."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What the server's settings change in its answers, and where it listens."""
+"""The effects of the server's settings on its responses, and its listening address."""
 
 import socket
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Sessions through HTTP: what is kept is forked, gone on with, rewound and let go; errors; whose it
-is. The answers are those of requests with the same tokens."""
+"""Sessions through HTTP: retained requests are forked, continued, rewound and released; errors;
+ownership. Requests with the same tokens get the same answers."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Streams beside each other, clients that leave, and what goes wrong in the middle of a stream."""
+"""Concurrent streams, clients that disconnect, and errors in the middle of a stream."""
 
 import http.client
 import json

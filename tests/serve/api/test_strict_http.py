@@ -1,4 +1,4 @@
-"""What may be read as two different requests is refused, and its connection closed."""
+"""Input that could be read as two different requests is refused, and its connection closed."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What the supervisor does about models that do not load; no process is started."""
+"""The supervisor's handling of models that do not load; no process is started."""
 
 import socket
 from pathlib import Path

@@ -1,6 +1,6 @@
 """`python -m tests.serve.vllm_cases.table`: writes the cases into docs/results/vllm-cases.md.
 
-The page counts the cases of each file and lists those that differ. A case's text is its docstring.
+The page counts the cases of each file and lists the different ones. A case's text is its docstring.
 The text between the two marks is made again; the rest of the page stays.
 """
 

@@ -1,4 +1,4 @@
-"""A core over a tiny model, for tests of what happens when a step raises."""
+"""A core over a tiny model, for tests of steps that raise."""
 
 import dataclasses
 from collections.abc import Callable

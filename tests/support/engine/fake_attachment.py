@@ -1,4 +1,4 @@
-"""An attachment for tests: it notes every call, and does what it is told."""
+"""An attachment for tests: it notes every call and returns the results that a test sets."""
 
 from collections.abc import Sequence
 

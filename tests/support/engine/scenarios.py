@@ -1,4 +1,4 @@
-"""What an engine is asked for, whatever computes its model: everything that it can do."""
+"""Requests that use every feature of an engine, for any executor."""
 
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """The stages of a tiny model in one process, and a bench whose core drives them.
 
-The stages before the last carry out a plan as soon as it is there, so that they are ahead as far as
-plans are in flight; the last one does when its result is asked for.
+The first stages run a plan as soon as it arrives, so they are ahead by up to the depth. The last
+stage runs it when its result is requested.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""Servers on this machine in which stores keep blocks: a real Redis where one is installed, else a
-few commands of its protocol; and moto's, with S3's interface."""
+"""Local servers for stores: a real Redis if one is installed, else a few commands of its protocol;
+and moto's server, with S3's interface."""
 
 import contextlib
 import shutil

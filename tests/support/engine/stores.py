@@ -1,4 +1,4 @@
-"""What the tests of stores share: blocks, host memory of Python's own, stores that misbehave."""
+"""Helpers of the tests of stores: blocks, host memory in Python, stores that fail."""
 
 import hashlib
 import queue

@@ -1,4 +1,4 @@
-"""What a core's steps gave, sequence by sequence."""
+"""The outputs of a core's steps, sequence by sequence."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -1,11 +1,11 @@
 """Compiles kernels for sm_90 without a device: python -m tests.support.kernels.aot STEP MODULE ...
 
-Prints JSON, one entry for each of the modules' CONFIGS (of a kernel with more than STEP of them for
-each STEPth, from the first): registers, spilled bytes, shared memory, whether its PTX has Hopper's
-matrix instructions (with STEP 1 also its machine code, which takes longer to read), how many
-products are fused with sums where the compiler may not choose to, and how many times what is under
-a condition reads a buffer that a loop's next loads go to: Triton (3.6) lets these begin before it.
-A process of its own, since kernels that are interpreted cannot be compiled.
+Prints JSON with one entry for each of the modules' CONFIGS. If a kernel has more than STEP of them,
+each STEPth from the first gets one. An entry holds registers, spilled bytes, shared memory, and
+whether the PTX has Hopper's matrix instructions. With STEP 1 it also checks the machine code, which
+takes longer to read. It counts products that are fused with sums although the source forbids it. It
+also counts conditional reads of a buffer that a loop's next loads write: Triton (3.6) lets these
+loads begin first. A process of its own, since kernels that are interpreted cannot be compiled.
 """
 
 import importlib

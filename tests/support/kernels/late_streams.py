@@ -1,5 +1,5 @@
-"""Streams that do their work as late as they may, or at random times: whatever is not ordered by a
-mark may happen in any order, as on a GPU, and repeatably. And streams that are threads."""
+"""Streams that run their work as late as possible, or at random times. Work that no event orders
+may run in any order, as on a GPU, but repeatably. Also streams that are threads."""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What llama.cpp's converter calls things, by the model_type of the checkpoint: tensors, metadata,
-and the order of rows. Read from it, not from our reader."""
+"""Names in GGUF files, by the model_type of the checkpoint: tensors, metadata, and the order of
+rows. They come from llama.cpp's converter, not from our reader."""
 
 import math
 import re

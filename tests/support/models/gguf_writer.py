@@ -1,5 +1,6 @@
-"""Writes GGUF files: any metadata and tensors, and a Hugging Face checkpoint as llama.cpp's
-converter would write it (its names, its order of Llama's rows, its way to scale frequencies)."""
+"""Writes GGUF files: any metadata and tensors, or a Hugging Face checkpoint as llama.cpp's
+converter would write it. That includes its names, its order of Llama's rows and its scaling of
+frequencies."""
 
 import json
 import struct

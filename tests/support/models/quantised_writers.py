@@ -1,5 +1,5 @@
-"""Writes tiny checkpoints in the formats of quantisers, number by number as each format is defined,
-and beside them the same model with the weights that the numbers stand for.
+"""Writes tiny checkpoints in the formats of quantisers, number by number as each format is defined.
+Also writes the same model with the dequantised weights.
 
 Shape legend: N outputs, K inputs, G groups of inputs.
 """

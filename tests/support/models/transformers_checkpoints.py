@@ -1,7 +1,7 @@
 """Tiny checkpoints of models that run by transformers' classes, and transformers' exact logits.
 
-transformers' own attention makes its softmax in float32 whatever the dtype; so the reference
-attends by plain float64 arithmetic here, over the masks that transformers makes.
+transformers' own attention computes its softmax in float32 for every dtype. So the reference here
+attends in plain float64 arithmetic, over transformers' masks.
 """
 
 import functools

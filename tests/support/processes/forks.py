@@ -1,19 +1,19 @@
-"""Start quire's processes as forks of a process that has imported torch: most of what a server or a
-core costs in a test is its imports.
+"""Start quire's processes as forks of a process that has imported torch. Imports take most of the
+time of a server or a core in a test.
 
     with forked_children():             # start_child of this process forks, as AsyncLLM's
         ...
     process = ForkedPopen([sys.executable, "-c", "...", "serve"])   # so do its own children
     done = run_forked([sys.executable, "-m", "quire.cli.main", "serve", "--port", "1"])
 
-A test sees what it would see of a new process: a child of the process that started it, with its own
-descriptors, signal handlers and exit status. /proc shows the command line and the environment as
-soon as the child has an id, because tests find ranks by their command line. But modules are
+To a test, the fork looks like a new process. It is a child of the process that started it, with its
+own descriptors, signal handlers and exit status. /proc shows the command line and the environment
+as soon as the child has an id, because tests find ranks by their command line. But modules are
 imported already, and the interpreter does not shut down at the end. Tests of these two things use
 `subprocess`.
 
-The template process has no threads, so its forks are safe. It forks twice: the first fork ends at
-once, and the second becomes a child of the test process, which is a "subreaper" for that moment.
+The template process has no threads, so its forks are safe. It forks twice, and the first fork ends
+at once. So the second becomes a child of the test process, which is a "subreaper" for that moment.
 A forked server forks its own children, as long as it has one thread; so does a forked core.
 """
 

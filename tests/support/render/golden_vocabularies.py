@@ -1,7 +1,7 @@
-"""The tokenizers of the golden files: small vocabularies, each in its family's construction.
+"""The tokenizers of the golden files: small vocabularies, each built as in its family.
 
-The special tokens are the real ones, in the real order where it fits; the words are learned from a
-few sentences, so the ids are not those of the real models. Training is deterministic.
+The special tokens are the real ones, in the real order where it fits. The words are learned from a
+few sentences, so the ids differ from the real models'. Training is deterministic.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""torch.cuda on a CPU: streams, events and graphs that note what was asked of them, in `log`.
+"""torch.cuda on a CPU: streams, events and graphs that note their calls in `log`.
 
-Work is done at once; what is late is its end. An event is done when somebody waits for it, or for
-something behind it: in its stream, or in one that waits for its stream. What CUDA refuses is
-refused here: recording on the default stream or twice at a time, waiting while recording, times
-between events that are not done. Graphs are those of `late_device.py`.
+Work is done at once; only its end is late. An event is done when a caller waits for it or for later
+work: in its stream, or in one that waits for its stream. Like CUDA, the fake refuses to record on
+the default stream or twice at a time, and to wait while recording. It has no times between events
+that are not done. Graphs come from `late_device.py`.
 """
 
 import threading

@@ -1,12 +1,13 @@
-"""A CPU that behaves as a GPU does: it works when it must, long after it was told, and replays.
+"""A CPU that behaves as a GPU does: it works as late as possible, long after the launch, and
+replays.
 
-Work is kept until somebody waits for it, or for something behind it. So a slot that is written
-again too early, or a launch that reads the host as it is when the work is done, gives
-wrong tokens here. Recorded work is what torch and Triton's interpreter were called with: a replay
-calls them again with the same arguments, on the same memory.
+Work is kept until a caller waits for it or for later work. So tokens are wrong here if a slot is
+overwritten too early, or if a launch reads the host when it runs. Recorded work is a list of calls
+of torch and Triton's interpreter. A replay repeats them with the same arguments, on the same
+memory.
 
-`stand_in` puts it, or another, into a GPU's place: operations believe that they are on a GPU. What
-is compared with it runs `on_the_host`, by torch's operations.
+`stand_in` puts it, or another, into a GPU's place: operations believe that they are on a GPU.
+Reference computations run `on_the_host`, by torch's operations.
 """
 
 import threading

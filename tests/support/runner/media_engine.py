@@ -1,6 +1,5 @@
-"""Media without a vision model: a text model with a tower that looks numbers up, plans with encoder
-inputs and reads, and a scheduler and a runner with pictures in prompts.
-"""
+"""Media without a vision model: a text model with a tower that looks numbers up. Plans have encoder
+inputs and reads. A scheduler and a runner handle pictures in prompts."""
 
 import dataclasses
 import hashlib

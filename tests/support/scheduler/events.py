@@ -1,4 +1,4 @@
-"""What the doors of a scheduler tell, for tests that call them without a core."""
+"""A listener for the events of a scheduler's doors, for tests without a core."""
 
 from collections.abc import Callable
 

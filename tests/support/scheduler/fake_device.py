@@ -1,16 +1,16 @@
 """A plain device for scheduler tests: rows and blocks that hold tokens instead of keys and values.
 
 Every scheduled token is written, as a checksum of its prefix, into the slot that the block table
-names; the first and the last token of each row then read their whole visible context back through
-the table. So a block that was freed, shared or overwritten wrongly is noticed, and
-`expected_tokens`, which knows no blocks, says what the text must be.
+names. The first and the last token of each row then read their whole visible context back through
+the table. So a block that was freed, shared or overwritten wrongly is noticed. `expected_tokens`,
+which knows no blocks, computes the right text.
 
-Requests can be cursed: a step raises that computes their token at a position, or one after it; or,
-if it samples, all that it computes is garbage, as is what is computed from that (as with NaN).
-Sampling from garbage is an error of the row. Rows are told apart by their request's seed.
+Requests can be cursed. Then a step raises if it computes their token at a position, or one after
+it. Or, if the step samples, its results are garbage, and so are results computed from them (as with
+NaN). Sampling from garbage is an error of the row. The request's seed identifies a row.
 
-What a row with a grammar may choose is a function of the grammar's text and the output so far
-(`allowed_tokens`); a stand-in (`FakeGrammars`) makes the masks, and so compiles nothing.
+The allowed tokens of a row with a grammar are a function of the grammar's text and the output so
+far (`allowed_tokens`). A stand-in (`FakeGrammars`) makes the masks, and so compiles nothing.
 """
 
 import zlib

@@ -1,4 +1,5 @@
-"""Stores of a scheduler's tests: what they were told to keep, and answers when a test says so."""
+"""Stores of a scheduler's tests: the blocks they were ordered to keep, and answers when a test says
+so."""
 
 import zlib
 from collections.abc import Iterable

@@ -1,9 +1,8 @@
-"""A device of several stages for scheduler tests: each is a `FakeDevice` with blocks of its own;
-only the last one samples. What a stage takes a row's tokens to be is handed to the next one, where
-it must be the same.
+"""A device of several stages for scheduler tests. Each is a `FakeDevice` with its own blocks; only
+the last one samples. Each stage hands its view of a row's tokens to the next one, which must agree.
 
-Stages are ahead of each other: the first ones carry out a plan when they get it, the last one when
-its result is asked for, or all then.
+The first stages run a plan when they get it. The last one runs it when its result is requested, or
+all stages do then.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""Requests whose answers are known, of every kind, and clients that ask them.
+"""Requests with known answers, of every kind, and clients that send them.
 
 A greedy or seeded request has one answer, whatever else the server does and however often it was
-killed. What was cut off must say so: an error, or a connection that breaks; never another text.
+killed. A truncated answer must be marked: by an error, or by a connection that breaks; never by
+another text.
 """
 
 import asyncio

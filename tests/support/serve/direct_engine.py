@@ -1,6 +1,6 @@
-"""What the engine gives without a server, to compare with.
+"""The engine's answers without a server, to compare with.
 
-Answers come from a twin of the server's engine: that one is stepped by the server's thread.
+Answers come from a twin of the server's engine, because the server's thread steps the original.
 """
 
 from functools import cache

@@ -1,8 +1,8 @@
 """The AsyncClient of the API, over an engine in this process: no sockets, the same answers.
 
 Steps are taken on the event loop that serves the requests. Tests stop and start them with `hold`
-and `release`, end the engine with `kill`, and let a request fail with `fail`; these may be called
-from any thread.
+and `release`, end the engine with `kill`, and let a request fail with `fail`. Any thread may call
+these.
 """
 
 import asyncio

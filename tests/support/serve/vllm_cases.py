@@ -1,4 +1,4 @@
-"""What the cases ask with: a client of the server, and the mark of a case that differs."""
+"""The client that the cases use, and the mark of a case that differs."""
 
 import json
 from collections.abc import Callable

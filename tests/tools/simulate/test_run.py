@@ -1,4 +1,4 @@
-"""Virtual runs: times, tokens and preemptions are told as they happen."""
+"""Virtual runs: times, tokens and preemptions are reported as they happen."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is said where Ray is not, or does not answer. A cluster is tried in test_ray.py."""
+"""Errors if Ray is not installed or does not answer. test_ray.py runs a cluster."""
 
 import importlib.util
 from typing import Any

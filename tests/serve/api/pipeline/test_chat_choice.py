@@ -1,4 +1,4 @@
-"""What clients get of reasoning, content and calls, whole and piece by piece."""
+"""Reasoning, content and calls in responses, whole and in chunks."""
 
 from typing import Any
 

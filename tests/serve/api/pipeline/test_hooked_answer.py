@@ -1,4 +1,4 @@
-"""An answer's JSON through hooks: what is changed, kept back, and told at an end."""
+"""An answer's JSON through hooks: changed parts, withheld parts, and the last report."""
 
 import asyncio
 import json

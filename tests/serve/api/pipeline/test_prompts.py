@@ -1,4 +1,4 @@
-"""Long texts hold up nobody: others are answered while one is worked on."""
+"""Long texts delay no other request: others are answered while one is rendered."""
 
 import asyncio
 import threading

@@ -1,5 +1,5 @@
-"""Responses that go on from tokens that are held: the same answers, and nothing is rendered or
-computed that was before; where they are not held, or do not fit, all is rendered as ever."""
+"""Responses that continue retained tokens: the same answers, without rendering or computing the
+earlier turns again. If the tokens are not retained, or do not fit, all turns are rendered."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,5 @@
-"""Custom tools, which take a text of any form: the model calls a function with one parameter, the
-client sees the call of a custom tool."""
+"""Custom tools, whose input is free text. The model calls a function with one parameter; the client
+sees the call of a custom tool."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is kept of responses: within its bytes, each owner apart, whole conversations."""
+"""Stored responses: a limit of bytes, separate owners, whole conversations."""
 
 from random import Random
 from typing import Any
