@@ -18,18 +18,18 @@ QuireError
 Every message says what was wrong, the value, and what to do.
 """
 
-# How programs tell why a request failed (`Failure.code`).
-STEP_FAILED = "step_failed"  # a step of the engine failed on it
-REQUEST_FAILED = "request_failed"  # what it asks for cannot be done
-GRAMMAR_FAILED = "grammar_failed"  # its grammar meets a limit, or cannot go on
-GRAMMAR_FAULT = "the grammar of this request cannot be followed"  # the message begins so
-TIMED_OUT = "timed_out"  # it took longer than its timeout_s
-# What went wrong with a hook (`HookFailed.code`, also of a `Failure`).
-HOOK_FAILED = "hook_failed"  # it raised, or returned what makes no sense
+# Codes that tell programs why a request failed (`Failure.code`).
+STEP_FAILED = "step_failed"  # a step of the engine failed on the request
+REQUEST_FAILED = "request_failed"  # the request cannot be satisfied
+GRAMMAR_FAILED = "grammar_failed"  # the grammar met a limit or a dead end
+GRAMMAR_FAULT = "the grammar of this request cannot be followed"  # start of the message
+TIMED_OUT = "timed_out"  # the request took longer than its timeout_s
+# Codes of hooks' failures (`HookFailed.code`, also `Failure.code`).
+HOOK_FAILED = "hook_failed"  # the hook raised, or returned an invalid value
 HOOK_TIMED_OUT = "hook_timed_out"
-HOOK_UNAVAILABLE = "hook_unavailable"  # too many of its calls hang
-# Why a request was not taken (`RequestError.code`).
-WRONG_RUNNER = "wrong_runner"  # the engine pools, and it asks for text; or the other way round
+HOOK_UNAVAILABLE = "hook_unavailable"  # too many calls of the hook hang
+# Codes that tell why a request was rejected (`RequestError.code`).
+WRONG_RUNNER = "wrong_runner"  # generation requested from a pooling engine, or the reverse
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the prompt leaves no room for an answer
 
 
@@ -42,9 +42,9 @@ class ConfigError(QuireError, ValueError):
 
 
 class RequestError(QuireError, ValueError):
-    """A request that is malformed or can never be served by this engine.
+    """A request that is malformed or that this engine can never serve.
 
-    field: what of the request is wrong, by its name there. code: for programs.
+    field: name of the invalid field in the request. code: code for programs.
     """
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
@@ -54,7 +54,7 @@ class RequestError(QuireError, ValueError):
 
 
 class EngineBusy(RequestError):
-    """A request beyond max_num_queued_reqs. It is not wrong, only too many: try again later."""
+    """A valid request beyond max_num_queued_reqs; the client may try again later."""
 
 
 class ModelError(QuireError):
@@ -62,7 +62,7 @@ class ModelError(QuireError):
 
 
 class ModelNotFound(ModelError):
-    """The model is neither a directory nor to be had from the hub."""
+    """The model is neither a directory nor available from the hub."""
 
 
 class OutOfMemory(QuireError):
@@ -74,7 +74,7 @@ class MissingDependency(QuireError, ImportError):
 
 
 class HookFailed(QuireError):
-    """A hook failed on a request. The message is for clients: the log has what was raised."""
+    """A hook failed on a request. The message is for clients; the log holds the exception."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -86,17 +86,17 @@ class EngineError(QuireError):
 
 
 class StepFailed(EngineError):
-    """A step failed on one request, which is not to blame as far as anybody knows. Others go on."""
+    """A step failed on one request, for an unknown cause. Other requests continue."""
 
 
 class EngineDead(EngineError):
-    """The process of the core has ended, or it does not answer any more."""
+    """The core's process has ended or does not respond."""
 
 
 class RankLost(EngineError):
-    """Another rank that computes the model, too, is gone, has given up or does not answer: what
-    ranks exchange cannot be exchanged any more."""
+    """Another rank of the model is gone, has given up or does not respond, so that ranks can no
+    longer exchange data."""
 
 
 class RecordingDamaged(EngineError):
-    """What a recording holds makes no sense."""
+    """The contents of a recording are invalid."""

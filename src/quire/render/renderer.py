@@ -55,8 +55,7 @@ class Renderer:
     templates: runs templates; by default in this process without limits, for trusted ones only.
     parsers: names of the parsers of tool calls and of reasoning (`detect_format`).
     template_kwargs: default variables of templates; a conversation's variables replace them.
-    media: prepares images and videos; None for a model without them.
-    """
+    media: prepares images and videos; None for a model without them."""
 
     def __init__(
         self,
@@ -119,8 +118,7 @@ class Renderer:
         """Return the unchecked grammar of a request's answer; empty if it is unconstrained.
 
         form: format that belongs to the prompt's template. Without it, the model's own format
-        applies if the prompt ends within reasoning. Raises RequestError.
-        """
+        applies if the prompt ends within reasoning. Raises RequestError."""
         wanted, budget = params.structured_outputs, params.thinking_token_budget
         if wanted is None and budget is None:
             return ""
@@ -164,8 +162,7 @@ class Renderer:
         options, template: only for conversations.
         add_special_tokens: only for texts; a chat template writes the special tokens itself.
         media: images and videos in the prompt's order. Messages have a part for each
-        (`parts.take_media`); texts and token ids have a mark (`Placeholders.mark`).
-        """
+        (`parts.take_media`); texts and token ids have a mark (`Placeholders.mark`)."""
         if isinstance(prompt, str):
             return self._render_text(prompt, add_special_tokens, media)
         if isinstance(prompt, Mapping):

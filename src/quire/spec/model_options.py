@@ -88,8 +88,7 @@ class ExpertOptions:
     num_chosen: experts that a token is sent to. inner_size: of one expert's feed-forward layer.
     normalises: whether the weights of the chosen add up to 1. step, dense_layers: every step-th
     layer has experts, but for these. shared_size: of an expert that all tokens are sent to; 0
-    where there is none.
-    """
+    where there is none."""
 
     num_experts: int
     num_chosen: int
@@ -187,8 +186,7 @@ def opt_options(fields: Fields, hidden_size: int) -> OPTOptions:
 def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOptions | None:
     """Read the experts; None if no layer has any.
 
-    Checkpoints on the hub say num_experts, those that transformers 5 writes num_local_experts.
-    """
+    Checkpoints on the hub say num_experts, those that transformers 5 writes num_local_experts."""
     if model_type not in EXPERTS:
         return None
     count, num_chosen, inner = EXPERTS[model_type]

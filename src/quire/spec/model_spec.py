@@ -73,8 +73,7 @@ def text_part(raw: dict[str, Any], *, has_class: bool = False) -> dict[str, Any]
 
     Models that read images may have text parts that quire has no class for; their configs stay as
     they are. has_class: raise ModelError for them. Raises ModelError for another type of text part
-    than the model's.
-    """
+    than the model's."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in (*NESTED, *FAMILIES):
         return raw
@@ -138,8 +137,7 @@ class ModelSpec:
     caches are meant; numbers of layers stay those of the whole model. num_ranks: that share each
     layer; of several (`of_ranks`) the numbers are those of each. has_whole_experts: some of a
     mixture's are a rank's, instead of a part of each. pooling: how a model pools that does not
-    generate (pooling_spec.py). encoder: of a model with a vision tower on this rank.
-    """
+    generate (pooling_spec.py). encoder: of a model with a vision tower on this rank."""
 
     model_type: str
     num_layers: int
@@ -235,8 +233,7 @@ class ModelSpec:
 
         Where the config has a rotary embedding for long lengths besides (longrope), it is taken if
         sequences may be that long. transformers chooses for each forward pass; keys that stay in a
-        cache must all be turned alike.
-        """
+        cache must all be turned alike."""
         length = length if length is not None and length > 0 else self.max_position
         most = longest_short(self.fields, self.max_position)
         drafter = None if self.drafter is None else self.drafter.served_up_to(length)

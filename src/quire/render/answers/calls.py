@@ -46,8 +46,7 @@ class CallReader:
         """Consume the calls of one section, whose opening word `opened` is already consumed.
 
         Return False if the section holds no call; the caller then rewinds the feed. On return the
-        text after the last valid call is held.
-        """
+        text after the last valid call is held."""
         feed = self._feed
         head = syntax.begin + syntax.open
         rest = head[head.index(opened) + len(opened) :]
@@ -193,8 +192,7 @@ class _ObjectReader:
 
     names: tool names to accept; None accepts every name.
     is_open: whether the arguments have begun and not yet ended.
-    has_ended: whether the arguments have ended; the text after them is held.
-    """
+    has_ended: whether the arguments have ended; the text after them is held."""
 
     def __init__(
         self, feed: Feed, writer: Writer, body: ObjectBody, names: Collection[str] | None
@@ -258,7 +256,7 @@ class _ObjectReader:
         return is_json
 
     def _call_at_once(self) -> bool:
-        """Emit a call whose arguments were read completely before its name, or not at all."""
+        """Emit a complete call whose arguments were not streamed; return False if it is invalid."""
         arguments = _object_text(self._arguments or NONE)
         if not self._name or arguments is None:
             return False

@@ -70,8 +70,7 @@ def detect_format(
     """Return the format of a model's answers, from its chat template or from parser names.
 
     The names are vLLM's parser names, a plug-in's name, or `none` to read nothing of that kind.
-    Raises ConfigError for unknown names.
-    """
+    Raises ConfigError for unknown names."""
     template = template or ""
     tokens = () if tokenizer is None else tokenizer.added_tokens.values()
     found = AnswerFormat(
@@ -141,8 +140,7 @@ class AskedAnswer:
     def grammar(self, added_tokens: Mapping[str, int]) -> str:
         """Return the Lark grammar of the whole answer; an empty string if it is unconstrained.
 
-        added_tokens: the tokenizer's added tokens, from text to id. Raises RequestError.
-        """
+        added_tokens: the tokenizer's added tokens, from text to id. Raises RequestError."""
         if not self.is_constrained:
             return ""
         lark = Lark(added_tokens)

@@ -61,8 +61,7 @@ def free_rule(
     """Add rules for free text that calls may follow; return the first rule's name.
 
     In the text, an opening mark always begins calls. Formats without an opening mark, or with a
-    mark before the content, allow either text or calls.
-    """
+    mark before the content, allow either text or calls."""
     syntax = form.syntaxes[0]
     text = text_without(lark, content_marks(form, reasoning), may_be_object=not syntax.is_bare)
     content_open = reasoning.content_open if reasoning is not None else ""
@@ -93,8 +92,7 @@ def reasoning_rule(lark: Lark, form: ReasoningFormat, begun: bool, budget: int |
     """Add rules for the reasoning and the text after it; return the first rule's name.
 
     begun: the prompt opens the reasoning; otherwise the rule makes all reasoning optional.
-    budget: maximum number of tokens. If no token closes the reasoning, characters are counted.
-    """
+    budget: maximum number of tokens. If no token closes the reasoning, characters are counted."""
     if budget is not None and lark.is_token(form.close):
         body = f"{lark.tokens(at_most=budget)} {lark.literal(form.close)}"
     else:

@@ -49,8 +49,7 @@ class ParametersReader:
         """Consume all arguments; `key`, the first argument's name, is already consumed.
 
         Return False if the text ends within an argument. Otherwise text after the arguments is
-        held.
-        """
+        held."""
         feed, writer = self._feed, self._writer
         before = "{"
         while key is not None:

@@ -91,8 +91,7 @@ def type_of(value: object) -> str:
 def typed(text: str, types: frozenset[str] | None) -> str:
     """Return an unquoted value as JSON text of one of the allowed types.
 
-    A value of no allowed type becomes a JSON string, so that no text is lost.
-    """
+    A value of no allowed type becomes a JSON string, so that no text is lost."""
     solid = text.strip()
     word = solid.lower()
     if types is not None:

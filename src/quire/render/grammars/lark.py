@@ -26,8 +26,7 @@ MAX_CHARS = 1 << 20  # length of a whole grammar
 _UNSAFE = re.compile(r"\\.|/|\n|\\\Z", re.DOTALL)
 ANY_TEXT = "/(?s:.*)/"  # matches no added token
 OPTIONS = "x-guidance"  # key of llguidance's options within a schema
-# White space between JSON tokens: one line break and at most 16 characters of indentation. A model
-# that may repeat white space for ever sometimes does.
+# White space allowed between JSON tokens. A model that may repeat it for ever sometimes does.
 WHITESPACE = r"(\r?\n)?[ \t]{0,16}"
 _DECODER = json.JSONDecoder()
 GBNF = "gbnf_grammar"  # key of a nested grammar that `grammar_worker.py` must convert to Lark
@@ -47,8 +46,7 @@ class Lark:
     """Collects rules and terminals. Raises RequestError beyond MAX_CHARS characters.
 
     added_tokens: from text to token id, for tokens that the tokenizer never produces from ordinary
-    text, special or not.
-    """
+    text, special or not."""
 
     def __init__(self, added_tokens: Mapping[str, int] | None = None) -> None:
         self._ids = dict(added_tokens or {})
@@ -105,8 +103,7 @@ class Lark:
         """Return the expression for any number of tokens.
 
         but: added tokens to exclude; None excludes all added tokens.
-        at_most: maximum number of tokens; None for no limit.
-        """
+        at_most: maximum number of tokens; None for no limit."""
         if at_most == 0:
             return '""'
         names = self._ids if but is None else [name for name in but if name in self._ids]

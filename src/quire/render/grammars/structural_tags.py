@@ -60,8 +60,7 @@ class _Formats:
         return RequestError(f"{self._field}: {what} {rule}.", self._field)
 
     def get(self, node: Node, name: str, kind: type, where: str, default: Any = None) -> Any:
-        """Return a field after a check of its type. Raises RequestError if a mandatory field (one
-        without default) is missing."""
+        """Return a field, checked for its type. A field without a default must be there."""
         value = node.get(name)
         if value is None and default is not None:
             return default

@@ -193,10 +193,9 @@ class JobPool:
         return self._refused(end.text)
 
     def _leave(self, process: JobProcess, heavy: bool) -> None:
-        """Release the process of a cancelled job.
+        """Release the process of a cancelled job. A process that is still starting stays usable.
 
-        A process that has the job is killed, because its answer would come too late. A process that
-        is still starting can take another job."""
+        A process that has the job is killed, because its answer would come too late."""
         if process.is_at_rest:
             self._give_back(process, heavy)
         else:

@@ -33,8 +33,7 @@ class JobKind:
     """One kind of worker: its program, its limits, and the words of its error messages.
 
     `cpu_s` and `memory_bytes` limit a job. The other limits are wall time. They guard against a
-    machine that gives the process no processor time, and exceeding them is not the job's fault.
-    """
+    machine that gives the process no processor time, and exceeding them is not the job's fault."""
 
     module: str  # the worker's program
     cpu_s: float
@@ -60,8 +59,7 @@ class JobProcess:
     """One worker process, for one job at a time.
 
     The process starts in the background. The first job waits until the process is ready; only then
-    does the job's time limit begin.
-    """
+    does the job's time limit begin."""
 
     def __init__(self, kind: JobKind) -> None:
         ours, theirs = socket.socketpair()
