@@ -3,22 +3,22 @@
 QuireError
  +-- ConfigError          a setting or a combination of settings is wrong (also a ValueError)
  +-- RequestError         a request is wrong or cannot be served (also a ValueError)
- |    +-- EngineBusy      too many requests wait already; the same one may be served later
+ |    +-- EngineBusy      too many requests wait; the same request may be served later
  +-- ModelError           a model's files are missing, unreadable or of an unknown architecture
  |    +-- ModelNotFound   no such directory, and the hub did not answer or has no such model
  +-- OutOfMemory          weights, workspace or KV pool do not fit
  +-- MissingDependency    an optional package is needed; the message holds the pip command
- +-- HookFailed           a hook of the operator's failed on a request; others go on
+ +-- HookFailed           an operator's hook failed on a request; other requests continue
  +-- EngineError          the engine failed while it worked on requests
-      +-- StepFailed      a step failed on one request; others go on
+      +-- StepFailed      a step failed on one request; other requests continue
       +-- EngineDead      the core's process has ended or does not answer
-      +-- RankLost        another rank of the model is gone, or has given up
-      +-- RecordingDamaged  what a recording holds makes no sense
+      +-- RankLost        another rank of the model has ended or given up
+      +-- RecordingDamaged  the contents of a recording are invalid
 
 Every message says what was wrong, the value, and what to do.
 """
 
-# Codes that tell programs why a request failed (`Failure.code`).
+# Codes of failed requests, for programs (`Failure.code`).
 STEP_FAILED = "step_failed"  # a step of the engine failed on the request
 REQUEST_FAILED = "request_failed"  # the request cannot be satisfied
 GRAMMAR_FAILED = "grammar_failed"  # the grammar met a limit or a dead end
@@ -28,7 +28,7 @@ TIMED_OUT = "timed_out"  # the request took longer than its timeout_s
 HOOK_FAILED = "hook_failed"  # the hook raised, or returned an invalid value
 HOOK_TIMED_OUT = "hook_timed_out"
 HOOK_UNAVAILABLE = "hook_unavailable"  # too many calls of the hook hang
-# Codes that tell why a request was rejected (`RequestError.code`).
+# Codes of rejected requests, for programs (`RequestError.code`).
 WRONG_RUNNER = "wrong_runner"  # generation requested from a pooling engine, or the reverse
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the prompt leaves no room for an answer
 
@@ -94,7 +94,7 @@ class EngineDead(EngineError):
 
 
 class RankLost(EngineError):
-    """Another rank of the model is gone, has given up or does not respond, so that ranks can no
+    """Another rank of the model has ended, has given up or does not respond, so ranks can no
     longer exchange data."""
 
 

@@ -84,7 +84,7 @@ class Preempted(Event):
 class Finished(Event):
     """A request ended, with the last of its sequences.
 
-    For a beam search, the numbers and the reason are those of the returned beams.
+    For a beam search, the numbers and the reason cover the returned beams only.
     """
 
     request_id: str

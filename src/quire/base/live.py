@@ -19,8 +19,8 @@ class BlockMap(msgspec.Struct, frozen=True):
     kind: str
     owners: Int32  # [B] number of the oldest request that holds the block, or NOBODY
     sharers: Int32  # [B] number of requests that hold the block
-    # [B] FREE; CACHED: only the prefix cache knows it; USED: a request holds it; PINNED: a pinned
-    # prefix holds it, perhaps with requests; HELD: a retained request or a waiting fork holds it
+    # [B] FREE; CACHED: only the prefix cache knows it; USED: a request holds it. PINNED: a pinned
+    # prefix holds it, perhaps with requests. HELD: a retained request or a waiting fork holds it.
     states: Int32
 
 

@@ -14,9 +14,9 @@ class TokenMasks:
     """The masks of one plan, by row and position.
 
     Position 0 follows a row's last known token; position i follows its i-th draft token. The number
-    of positions is that of the row with the most draft tokens. A row's mask is zero at a position
-    if the row has no such draft token, if the grammar rejects the draft token before it, or if the
-    grammar is at a dead end. Acceptance of draft tokens ends there, without an error.
+    of positions is that of the row with the most draft tokens. A mask without any allowed token
+    ends the acceptance of draft tokens, without an error. A row has such a mask at positions after
+    its draft tokens, after a draft token that the grammar rejects, and after a dead end.
     """
 
     rows: Int32  # [M] the plan's masked_rows

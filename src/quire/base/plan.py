@@ -1,15 +1,15 @@
 """A step as data: `Plan` goes to the executor, `StepResult` comes back. Both are frozen.
 
 Shapes: S scheduled rows, N sampling rows, M rows with a mask, W block-table writes, C candidates, k
-the maximum number of draft tokens per row. Arrays are never changed after they are handed over.
+maximum draft tokens per row. Arrays are never changed after they are handed over.
 
-An executor applies a plan in this order: released, started, forked, truncated, host tokens, block
-writes, moves (swap out, load, copy), encoder, forward pass, sampling, counters. The device derives
+Order of execution: released, started, forked, truncated, host tokens, block writes, moves (swap
+out, load, copy), encoder, forward pass, sampling, counters. The device derives
 input ids, positions, lengths and slots from the rows.
 
-In a pipeline only the last stage samples. So a plan for several stages contains what the other
-stages need: `computed_bound` is exact, and `last_ids` holds the last known token that each row
-computes. Only draft tokens follow this token; earlier plans brought the tokens before it.
+In a pipeline only the last stage samples. So a plan for several stages contains the data that the
+other stages need. `computed_bound` is exact, and `last_ids` holds the last known token that each
+row computes. Only draft tokens follow this token; earlier plans brought the tokens before it.
 
 Between two steps a draft model gets a `DraftOrder` and returns a `DraftAnswer`.
 """

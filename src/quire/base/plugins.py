@@ -66,7 +66,7 @@ KINDS = (
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:
-    """Return the names for messages: built-in names, then those of installed packages."""
+    """Return the names for messages: built-in names, then the names of installed packages."""
     ours = tuple(built_in)
     found = [f"{point.name} (of {_package(point)})" for point in _entry_points(kind, ours)]
     return ", ".join([*ours, *found])

@@ -15,7 +15,7 @@ A block of a `state` group covers P tokens like other blocks, but holds a single
 block is not full, the state is the one after the sequence's last token, and is updated in place.
 Afterwards it stays the state at the block's end. So a sequence holds few of these blocks, and a
 prefix hit needs one. In a `step` group tokens attend in both directions. Its blocks only count
-tokens and take no memory: a step computes the whole prompt, and then the sequence ends.
+tokens and have no memory: a step computes the whole prompt, and then the sequence ends.
 """
 
 from dataclasses import dataclass, replace

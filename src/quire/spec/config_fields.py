@@ -49,7 +49,7 @@ class Fields:
     ) -> int:
         """Return the value of the first name that is present.
 
-        Raises ModelError if the value is no whole number or out of range, or if no name is present
+        Raises ModelError if the value is not a whole number in the range, or if no name is present
         and there is no default. The other readers do likewise."""
         name = self._present(names, default is not None)
         if name is None:

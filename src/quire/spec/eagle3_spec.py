@@ -126,7 +126,7 @@ def _reads(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
 
 
 def _check_target(directory: Path, target: ModelSpec, **sizes: int) -> None:
-    """Raise ModelError if the head expects other sizes; the names are those of ModelSpec."""
+    """Raise ModelError if the head expects other sizes, named as in ModelSpec."""
     for name, size in sizes.items():
         if size != getattr(target, name):
             raise ModelError(

@@ -293,13 +293,13 @@ def _packing(device: Device, config: EngineConfig) -> Packing:
 
 
 def _has_int8(device: Device, config: EngineConfig) -> bool:
-    """Tell whether weights, keys and values can be integers there."""
+    """Return whether weights, keys and values can be integers there."""
     how = _packing(device, config)
     return how.is_gpu or how.panel > 0
 
 
 def _is_reordered(dtype: str) -> bool:
-    """Tell whether oneDNN, which multiplies where the core is not, has an order of its own; as
+    """Return whether oneDNN, which multiplies where the core is not, has an order of its own; as
     ops/linear.can_pack finds out from torch."""
     fast = bool(cpu_flags() & {"avx512bw", "avx512_bf16", "amx_bf16", "bf16"})
     return dtype == "float32" or (dtype == "bfloat16" and fast)

@@ -100,7 +100,7 @@ class Fitted:
 
 
 def is_cold(plan: Plan, idle_s: float) -> bool:
-    """Tell whether a step came after the device had nothing to do, rather than waited for the
+    """Return whether a step came after the device had nothing to do, rather than waited for the
     host."""
     return idle_s >= IDLE_S and len(plan.started) == len(plan.rows)
 

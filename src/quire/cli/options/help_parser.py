@@ -157,7 +157,7 @@ def topic_of(group: argparse._ArgumentGroup) -> str | None:
 
 
 def is_settings(group: argparse._ArgumentGroup) -> bool:
-    """Tell whether a group holds settings."""
+    """Return whether a group holds settings."""
     return (group.title or "").endswith(SETTINGS)
 
 

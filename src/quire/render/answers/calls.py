@@ -2,8 +2,8 @@
 
 The reader emits a call only once the call is certain. By then the name is complete and the text the
 syntax demands follows, up to the start of the arguments. An emitted call cannot be taken back. If
-its arguments turn out not to be JSON, the model's text is still emitted as arguments, up to the
-closing mark or the end of the answer.
+its arguments turn out not to be JSON, the text up to the closing mark still counts as arguments.
+Without a closing mark they end with the answer.
 """
 
 import json
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[\w.\-:/]*")
 
 
 def can_read_name(name: str) -> bool:
-    """Tell whether the parser can read this tool name when it stands unquoted in the text."""
+    """Return whether the parser can read this tool name when it stands unquoted in the text."""
     return _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
 
 
@@ -268,7 +268,7 @@ class _ObjectReader:
 
 
 def _object_text(value: str) -> str | None:
-    """Return arguments as the text of a JSON object, or None if they are no object.
+    """Return arguments as the text of a JSON object, or None for other values.
 
     The arguments may be wrapped in a JSON string. null becomes an empty object."""
     try:

@@ -34,11 +34,11 @@ class AnswerFormat:
     shown_special_token_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def begins_in_reasoning(self, prompt: str) -> bool:
-        """Tell whether the prompt ends with the mark that opens reasoning."""
+        """Return whether the prompt ends with the mark that opens reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open.rstrip())
 
     def has_reasoned(self, prompt: str) -> bool:
-        """Tell whether the prompt ends with the mark that closes reasoning.
+        """Return whether the prompt ends with the mark that closes reasoning.
 
         Templates write this mark when thinking is off. Always False for formats whose content has
         an opening mark of its own."""

@@ -4,7 +4,7 @@
     reasoning?  text  calls?             optional calls, some of them strict
 
 A format's words are mandatory; the white space in its marks is optional. Free text contains no
-added tokens except those of the format.
+added tokens except the format's.
 """
 
 import json

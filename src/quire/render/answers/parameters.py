@@ -28,7 +28,7 @@ _KEY = re.compile(r'[^<>"\n]*')
 
 
 def can_read_key(key: str) -> bool:
-    """Tell whether the parser can read an argument with this name."""
+    """Return whether the parser can read an argument with this name."""
     return _KEY.fullmatch(key) is not None and len(key) <= MAX_KEY and key == key.strip()
 
 

@@ -128,7 +128,7 @@ def _close(schema: Schema) -> None:
 
 
 def _with_inner_bounds(schema: Schema) -> Schema:
-    """Work around a bug of llguidance 1.9: for 3 < x < 3.75 it accepts 3.
+    """Replace bounds that llguidance 1.9 gets wrong: for 3 < x < 3.75 it accepts 3.
 
     The bug concerns a whole exclusive bound with an opposite bound less than 1 away. Such a bound
     moves inwards by STEP and becomes inclusive, so values within STEP of it are lost. The function

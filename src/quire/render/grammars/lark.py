@@ -121,7 +121,7 @@ class Lark:
         return f"@{name}"
 
     def is_token(self, text: str) -> bool:
-        """Tell whether this text is one added token."""
+        """Return whether this text is one added token."""
         return text in self._ids
 
     def text(self, start: str) -> str:
@@ -197,7 +197,7 @@ def _whitespace_of(text: str, begin: int) -> str | None:
 
 
 def is_gbnf(text: str) -> bool:
-    """Tell whether a grammar is in llama.cpp's notation (GBNF) instead of Lark's."""
+    """Return whether a grammar is in llama.cpp's notation (GBNF) instead of Lark's."""
     return "::=" in text and not re.search(r"(?m)^[^\S\n]*(%llguidance\b|[?!]?start\s*:[^:])", text)
 
 

@@ -195,7 +195,7 @@ class JobPool:
     def _leave(self, process: JobProcess, heavy: bool) -> None:
         """Release the process of a cancelled job. A process that is still starting stays usable.
 
-        A process that has the job is killed, because its answer would come too late."""
+        A process that has the job is killed, because no one waits for its answer any more."""
         if process.is_at_rest:
             self._give_back(process, heavy)
         else:

@@ -1,8 +1,8 @@
 """Operations on pixels [H, W, C] in uint8, and the table that turns uint8 into model input.
 
 Resizing is Pillow's. Rescaling and normalising map each of the 256 values of a channel to one
-float32, so they are a table [C, 256]: pixels stay uint8 until the vision tower looks them up. The
-table holds the bits that transformers' PIL processors compute.
+float32. So they are a table [C, 256], and pixels stay uint8 until the vision tower looks them up.
+The table's values equal transformers' PIL processors bit for bit.
 """
 
 import numpy as np

@@ -4,8 +4,8 @@
     arguments    of calls: an object, or its JSON text
     developer    a role of its own, or the role `system`
 
-The template takes a form if its output contains the text, and contains it outside of a list or an
-object written by Python or JSON. Each test runs once, when a conversation needs its result, because
+The template takes a form if its output contains the text. The text must not be within a list or an
+object as Python or JSON writes it. Each test runs once, when a conversation needs its result, because
 a template is untrusted code that may be slow.
 """
 

@@ -87,7 +87,7 @@ class IncrementalDetokenizer:
         params: SamplingParams | None = None,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """Open the stream. The text continues `prompt_token_ids`; without them it begins anew."""
+        """Open the stream. The text continues `prompt_token_ids`; without them it starts a text."""
         params = params or SamplingParams()
         self.stream = open_stream(
             tokenizer,

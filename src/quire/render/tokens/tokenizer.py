@@ -1,7 +1,7 @@
 """`Tokenizer`: converts text to token ids and back, from a model directory or a GGUF file.
 
 A thin layer over the `tokenizers` library. It adds the settings of the files next to
-tokenizer.json: special tokens, begin and end tokens, chat templates. Its ids equal those of
+tokenizer.json: special tokens, begin and end tokens, chat templates. Its ids equal the ids of
 transformers' fast tokenizer. `tokenizers` is imported when the first tokenizer is loaded.
 
 The class `LlamaTokenizer` of transformers 5 keeps only parts of tokenizer.json: vocabulary, merges,

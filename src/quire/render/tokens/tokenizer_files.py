@@ -36,7 +36,7 @@ class TokenizerFiles:
     directory: Path
     config: dict[str, Any] = field(default_factory=dict)  # tokenizer_config.json
     named_tokens: dict[str, str] = field(default_factory=dict)  # by name, such as eos_token
-    special_tokens: tuple[str, ...] = ()  # special in addition to those of tokenizer.json
+    special_tokens: tuple[str, ...] = ()  # special texts besides tokenizer.json's
     chat_templates: dict[str, str] = field(default_factory=dict)  # by name, such as `default`
 
     @property

@@ -107,7 +107,7 @@ class Recorded:
 
 
 def is_recording(path: Path) -> bool:
-    """Tell whether a path is a recording's directory, or one segment of it."""
+    """Return whether a path is a recording's directory, or one segment of it."""
     if path.is_dir():
         return True
     try:
@@ -225,7 +225,7 @@ class RecordedWork:
 
 
 def _is_usable(each: RecordedRequest) -> bool:
-    """Tell whether a request can be asked again: it was answered, and all it needs is known."""
+    """Return whether a request can be asked again: it was answered, and all it needs is known."""
     request = each.request
     is_plain = not (request.is_open or request.params.use_beam_search) and request.pin_s is None
     return is_plain and each.num_output > 0

@@ -57,7 +57,7 @@ class TokensChosen:
 
     @property
     def is_tie(self) -> bool:
-        """Tell whether the first that differs was so near that the error explains it."""
+        """Return whether the first that differs was so near that the error explains it."""
         return self.position is not None and self.margin <= 2 * self.error
 
 

@@ -78,7 +78,7 @@ def trace(model: Any, spec: ModelSpec, asked: Way, paging: Paging) -> Trace:
 
 
 def runs_in_one_call(model: Any) -> bool:
-    """Tell whether the C++ core runs the whole model in one call."""
+    """Return whether the C++ core runs the whole model in one call."""
     try:
         trace_operations(model)
     except Untraceable:

@@ -50,14 +50,14 @@ class Run:
 
     @property
     def is_within(self) -> bool:
-        """Tell whether rounding explains what differs."""
+        """Return whether rounding explains what differs."""
         tokens = self.tokens
         is_explained = tokens is None or tokens.position is None or tokens.is_tie
         return self.first is None and is_explained
 
     @property
     def is_rerouted(self) -> bool:
-        """Tell whether only some tokens are beyond the bound."""
+        """Return whether only some tokens are beyond the bound."""
         return self.first is None and any(d.relative > self.bound for d in self.differences)
 
     def _error(self, difference: Difference) -> float:

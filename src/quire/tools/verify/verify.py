@@ -190,7 +190,7 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
 
 
 def _is_given(asked: Asked, source: ModelSource, spec: ModelSpec) -> bool:
-    """Tell whether transformers must be given our numbers, because it cannot read the files."""
+    """Return whether transformers must be given our numbers, because it cannot read the files."""
     is_dummy = load_format_of(asked.config, source) == "dummy"
     is_quantised = spec.raw.get("quantization_config") is not None
     return asked.against is None and (is_gguf(source.directory) or is_dummy or is_quantised)
@@ -326,7 +326,7 @@ class Runs:
         return tokens_chosen(got, reference.trace, reference.tokens, reference.num_prompt)
 
     def _reroutes(self, bound: float) -> bool:
-        """Tell whether rounding of this size may change which experts a token is sent to."""
+        """Return whether rounding of this size may change which experts a token is sent to."""
         return self._reference.has_experts and bound > BOUNDS[torch.float32]
 
     # ---- formats that round ----------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Runs:
                 yield name, weight_formats(dataclasses.replace(model, quantization=name))
 
     def _keeps_stored(self, dtype: torch.dtype) -> bool:
-        """Tell whether weights stay quantised as the file holds them."""
+        """Return whether weights stay quantised as the file holds them."""
         model, formats = self._model, weight_formats(self._config.model)
         if formats != AS_THEY_ARE or load_format_of(self._config, model.source) == "dummy":
             return False
