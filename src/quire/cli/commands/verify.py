@@ -1,7 +1,7 @@
-"""`quire verify MODEL`: compares a model with the same weights in the transformers package.
+"""`quire verify MODEL`: compare a model with the same weights in the transformers package.
 
-Exit status 0 if all is equal within rounding, 1 if something differs, 2 if it could not be
-compared.
+The exit status is 0 if all is equal within rounding, 1 if something differs, and 2 if the
+comparison failed.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     try:
         return _verify(arguments)
     except QuireError as error:

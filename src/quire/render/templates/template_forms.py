@@ -5,8 +5,8 @@
     developer    a role of its own, or the role `system`
 
 The template takes a form if its output contains the text. The text must not be within a list or an
-object as Python or JSON writes it. Each test runs once, when a conversation needs its result, because
-a template is untrusted code that may be slow.
+object as Python or JSON writes it. Each test runs once, when a conversation needs its result,
+because a template is untrusted code that may be slow.
 """
 
 from collections.abc import Callable, Mapping
