@@ -1,14 +1,14 @@
-"""A recording as the frames that `GET /v1/engine/live` would have sent, for the page to play.
+"""Convert a recording to the frames that `GET /v1/engine/live` would have sent, for the web page.
 
     {"type": "snapshot", ...}      a whole frame: first, after a gap, and each KEY_FRAMES frames, so
-                                   that a player finds its place without reading from the start
-    {"type": "difference", ...}    what changed since the frame before
+                                   that a player can seek without reading from the start
+    {"type": "difference", ...}    changes since the frame before
                                    both may have "first_ms" and "next_ms": mean times to first
-                                   tokens and between tokens, of those that came since then
-    {"type": "stories", "requests": {id: lines}}     the last line: what happened to each request
+                                   tokens and between tokens, since the frame before
+    {"type": "stories", "requests": {id: lines}}     last line: a description of each request
 
-One line of JSON each. The recording is replayed: the production scheduler makes the same plans once
-more, so the frames are what was, to the block. Times are the core's clock, in seconds.
+Each is one line of JSON. The replayed production scheduler makes the same plans again, so the
+frames are exact to the block. Times are on the core's clock, in seconds.
 """
 
 import contextlib
@@ -35,18 +35,18 @@ KEY_FRAMES = 200
 MOST_FRAMES = 200_000
 MOST_STORIES = 10_000
 TIMES = {"first_ms": "time_to_first_token_seconds", "next_ms": "inter_token_latency_seconds"}
-SINCE = ("steps", "events", "counts")  # what an event tells of the time since the one before
+SINCE = ("steps", "events", "counts")  # fields that cover the time since the event before
 
 
 class Times:
-    """Mean times to first tokens and between tokens, since one has asked last."""
+    """Mean times to first tokens and between tokens, since the last call of `since`."""
 
     def __init__(self, num_rows: int) -> None:
         self.metrics = EngineMetrics(num_rows, 1, False)
         self._told = dict.fromkeys(TIMES, (0.0, 0))
 
     def since(self) -> dict[str, float]:
-        """Return the means in milliseconds of what came; what did not come is absent."""
+        """Return the new means in milliseconds; means without new values are absent."""
         found = {}
         for name, histogram_name in TIMES.items():
             histogram = self.metrics.histograms[histogram_name]
@@ -59,8 +59,9 @@ class Times:
 
 
 class Playback:
-    """Hears a replay (`replay_all`'s show) and writes its frames. every_s: of recorded time, at
-    most one frame in this; 0: one for each step."""
+    """Writes frames during a replay (`replay_all`'s show).
+
+    every_s: minimum recorded time between frames; 0 for a frame per step."""
 
     def __init__(self, file: IO[bytes], every_s: float) -> None:
         self.num_frames = 0
@@ -70,7 +71,7 @@ class Playback:
         self._times: Times | None = None
         self._told: LiveFrame | None = None
         self._segment: Segment | None = None
-        self._last: tuple[float, Scheduler] | None = None  # that no frame was made of
+        self._last: tuple[float, Scheduler] | None = None  # last call, if it got no frame
 
     def __call__(self, segment: Segment, step: Step, scheduler: Scheduler) -> None:
         self._listener(segment, step, scheduler)
@@ -90,7 +91,7 @@ class Playback:
             self._last = now, scheduler
 
     def _begin(self, segment: Segment) -> None:
-        """Begin anew behind a gap, and with another engine's run."""
+        """Start a new sequence of frames after a gap, or with another engine's run."""
         if not segment.follows:
             self._end_run()
             self._tally.begin()
@@ -98,7 +99,7 @@ class Playback:
         self._segment = segment
 
     def end(self) -> None:
-        """Write the last moment, and the stories."""
+        """Write the last frame and the stories."""
         self._end_run()
         if self._listener.timelines is not None:
             self._write({"type": "stories", "requests": _stories(self._listener.timelines)})
@@ -147,8 +148,9 @@ def _lines(timelines: Timelines) -> Iterator[Timeline]:
 
 
 def write_playback(recording: Path, output: Path, every_s: float, outcome: Outcome) -> int:
-    """Write the file, packed if its name ends in .gz; return the number of frames. outcome: of the
-    replay, to be filled. Raises ConfigError."""
+    """Write the file, compressed if its name ends in .gz; return the number of frames.
+
+    outcome: filled with the replay's outcome. Raises ConfigError."""
     playback: Playback | None = None
     try:
         with _opened(output) as file:

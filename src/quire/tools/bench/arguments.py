@@ -30,7 +30,7 @@ SAMPLERS: dict[str, tuple[type, str]] = {
 def add_dataset_arguments(
     parser: argparse.ArgumentParser, num_prompts: int | None, input_len: int, output_len: int
 ) -> None:
-    """Add the options of the requests. The numbers are the defaults of a benchmark."""
+    """Add the options of the requests. The numbers are the benchmark's defaults."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--dataset-name", choices=DATASETS, default="random",
@@ -76,8 +76,8 @@ def add_dataset_arguments(
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `bench throughput`, without the settings of the engine (which bring
-    --model and --seed)."""
+    """Add the options of `bench throughput`, without the engine's settings, which include --model
+    and --seed."""
     add_dataset_arguments(parser, num_prompts=16, input_len=128, output_len=64)
     group = parser.add_argument_group("measurement")
     add_count(group, ("--num-warmups",), 1, "short runs before the measurement", least=0)
@@ -119,7 +119,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of the results; returns the group."""
+    """Add the options of the results and return the group."""
     group = parser.add_argument_group("results")
     group.add_argument(
         "--percentile-metrics", default="ttft,tpot,itl", metavar="LIST",
@@ -171,7 +171,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of the arrivals; returns the group."""
+    """Add the options of the arrivals and return the group."""
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate", type=positive, default=math.inf, metavar="PER_SECOND",

@@ -1,4 +1,4 @@
-"""What `quire simulate` does: device, step times, workload, run, report."""
+"""The steps of `quire simulate`: device, step times, workload, run, report."""
 
 import argparse
 import math
@@ -33,18 +33,18 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """What is simulated."""
+    """The engine to simulate."""
 
     config: EngineConfig
     source: ModelSource
     device: Device
     num_replicas: int
-    roles: Roles | None = None  # which of them compute prompts and which answers
+    roles: Roles | None = None  # division into prefill and decode replicas
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run, with all that it was made of. wall_s: that it took."""
+    """A run with its inputs. `wall_s` is the real time that it took."""
 
     found: Fit
     times: StepTimes
@@ -54,7 +54,7 @@ class Simulated:
 
 
 def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
-    """Simulate and report. Returns the exit status: 1 if no request was answered."""
+    """Simulate and report. Return the exit status: 1 if no request got an answer."""
     wanted = Wanted.from_options(options)
     found = fit(asked.config, asked.source, asked.device)
     engines = Engines.of(found, asked.config)
@@ -75,7 +75,7 @@ def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
 
 @dataclass(frozen=True)
 class Done:
-    """A run and the seconds that it took."""
+    """A run and the real time that it took, in seconds."""
 
     run: Run
     wall_s: float
@@ -89,7 +89,7 @@ def simulate_work(
     bar: Bar,
     roles: Roles | None = None,
 ) -> Done:
-    """Serve a workload by so many replicas. roles: if some compute prompts and others answers."""
+    """Serve a workload with `num_replicas` replicas. roles: division into prefill and decode."""
     clock, run = FakeClock(), Run()
     if roles is None:
         cores, cores_of = engines.replicas(num_replicas, times, clock, run), None
@@ -116,7 +116,7 @@ def simulate_work(
 
 
 def step_times(options: argparse.Namespace, found: Fit) -> StepTimes:
-    """Return the step times that the options ask for. Raises ConfigError."""
+    """Return the step times for the options. Raises ConfigError."""
     times: Roofline | Fitted
     if options.fit is None:
         times = roofline_of(found)
@@ -147,7 +147,7 @@ def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
 
 
 def _what(asked: Asked, found: Fit) -> str:
-    """Say which model runs on what."""
+    """Return a description of model, device and replicas."""
     num_ranks = asked.config.parallel.tensor_parallel_size
     ranks = f", {num_ranks} devices share each layer" if num_ranks > 1 else ""
     copies = f", {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
@@ -157,7 +157,7 @@ def _what(asked: Asked, found: Fit) -> str:
 
 
 def _facts(simulated: Simulated) -> list[str]:
-    """Return what stands above the charts."""
+    """Return the lines above the charts."""
     serving, engine = simulated.results.serving, simulated.results.engine
     return [
         f"{serving.completed:,} requests in {serving.duration_s:,.1f} s,"
