@@ -47,10 +47,10 @@ def duration_rule(otherwise: str) -> str:
     return f"a number of seconds from 0 ({otherwise}) to {MAX_DURATION_S:.0f}, a year"
 
 
-def bounded_wait_s(seconds: float | None, most_s: float = MAX_WAIT_S) -> float:
+def bounded_wait_s(seconds: float | None, limit_s: float = MAX_WAIT_S) -> float:
     """Return the length of the next wait for an event `seconds` away; None is unknown.
 
     The result is from 0 to `most_s`."""
     if seconds is None or math.isnan(seconds):
-        return most_s
-    return max(0.0, min(seconds, most_s))
+        return limit_s
+    return max(0.0, min(seconds, limit_s))

@@ -103,19 +103,19 @@ def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[An
         packages = " and ".join(_package(point) for point in found)
         raise kind.error(f"{packages} both provide a {kind.noun} {name!r}; uninstall one of them.")
     [point] = found
-    whose = f"the {kind.noun} {name!r} of the package {_package(point)}, {point.value},"
+    plugin = f"the {kind.noun} {name!r} of the package {_package(point)}, {point.value},"
     try:
         loaded = point.load()
     except MissingDependency:
         raise
     except Exception as error:
         raise kind.error(
-            f"{whose} cannot be imported: {type(error).__name__}: {error}. Repair the package, or"
+            f"{plugin} cannot be imported: {type(error).__name__}: {error}. Repair the package, or"
             " use another."
         ) from error
     reason = _why_not(kind, loaded)
     if reason is not None:
-        raise kind.error(f"{whose} cannot be used: {reason}.")
+        raise kind.error(f"{plugin} cannot be used: {reason}.")
     found_class: type[Any] = loaded
     return found_class
 

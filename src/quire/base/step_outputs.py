@@ -105,7 +105,7 @@ class StepOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     @property
     def finished(self) -> list[tuple[SequenceUpdate, Finish]]:
         """The updates of sequences that ended, each with its end."""
-        return [(told, told.finish) for told in self.details if told.finish is not None]
+        return [(update, update.finish) for update in self.details if update.finish is not None]
 
 
 class StepReader:

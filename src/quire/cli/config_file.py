@@ -225,14 +225,14 @@ def _checked(path: Path, key: str, value: Any, option: Option) -> Any:
 
 def _single(path: Path, key: str, value: Any, option: Option) -> Any:
     """Return one value, converted to the type of its setting. Raises ConfigError."""
-    wanted = KINDS[option.kind]
+    rule = KINDS[option.kind]
     choices = () if option.is_open else option.choices
     if choices:
-        wanted = f"one of {', '.join(option.shown_choices)}"
+        rule = f"one of {', '.join(option.shown_choices)}"
     elif option.words:
-        wanted += f" or {', '.join(option.words)}"
+        rule += f" or {', '.join(option.words)}"
     shown = "something else" if option.secrecy is not None else repr(value)
-    wrong = ConfigError(f"{path}: {key} must be {wanted}, got {shown}.")
+    wrong = ConfigError(f"{path}: {key} must be {rule}, got {shown}.")
     is_text, is_bool = isinstance(value, str), isinstance(value, bool)
     if option.kind is bool or option.kind is str:
         if not isinstance(value, option.kind) or (choices and value not in choices):

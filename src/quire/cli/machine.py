@@ -68,10 +68,10 @@ def gpus() -> list[dict[str, str]]:
 def dependencies() -> dict[str, str | None]:
     """Return the version of each required package; None for a package that is not installed."""
     try:
-        wanted = metadata.requires("quire") or []
+        requirements = metadata.requires("quire") or []
     except metadata.PackageNotFoundError:  # quire runs from its sources
-        wanted = []
-    found = [NAME.match(line) for line in wanted if "extra ==" not in line]
+        requirements = []
+    found = [NAME.match(line) for line in requirements if "extra ==" not in line]
     return {match[0]: _version(match[0]) for match in found if match}
 
 

@@ -119,21 +119,21 @@ class Renderer:
 
         form: format that belongs to the prompt's template. Without it, the model's own format
         applies if the prompt ends within reasoning. Raises RequestError."""
-        wanted, budget = params.structured_outputs, params.thinking_token_budget
-        if wanted is None and budget is None:
+        constraint, budget = params.structured_outputs, params.thinking_token_budget
+        if constraint is None and budget is None:
             return ""
         text = prompt.text or ""
         if form is None:
             own = self.answer_format() if self.has_template else AnswerFormat()
             form = own if own.begins_in_reasoning(text) else AnswerFormat()
-        asked = AskedAnswer(
+        requested = AskedAnswer(
             form,
-            content=wanted,
+            content=constraint,
             begins_in_reasoning=form.begins_in_reasoning(text),
             has_reasoned=form.has_reasoned(text),
             thinking_token_budget=budget,
         )
-        return asked.grammar(self._added_ids(FIELD))
+        return requested.grammar(self._added_ids(FIELD))
 
     @property
     def has_template(self) -> bool:

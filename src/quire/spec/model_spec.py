@@ -109,7 +109,7 @@ def _present(raw: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 QUIRE, TRANSFORMERS, COMPILED = "quire", "transformers", "transformers, compiled"
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-# Files of old quantizers next to a config, and the method that each implies.
+# Files that older quantizers write next to a config, and the method that each implies.
 QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -122,14 +122,14 @@ UNGROUPED_TYPES = ("gpt2", "opt", "gpt_neox", *ENCODER_TYPES)
 # Limits of config values: far beyond every model, and small enough for arithmetic.
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
 POSITIONS = ("max_position_embeddings", "n_positions")
-LEAST_POSITIONS = 4  # tracing a model takes three tokens
+MIN_POSITIONS = 4  # tracing a model takes three tokens
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The numbers of one model. Sizes are counts of elements.
 
-    If ranks share the layers (`of_ranks`), the numbers are those of one rank. If a pipeline has
+    If ranks share the layers (`of_ranks`), the numbers describe one rank. If a pipeline has
     stages (`of_stage`), `cache_groups` covers one stage, with the whole model's layer numbers.
     """
 
@@ -171,8 +171,8 @@ class ModelSpec:
         The drafter's groups come last."""
         if self.drafter is None:
             return self.own_groups
-        behind = (each.behind(self.num_layers) for each in self.drafter.own_groups)
-        return (*self.own_groups, *behind)
+        drafted = (each.behind(self.num_layers) for each in self.drafter.own_groups)
+        return (*self.own_groups, *drafted)
 
     @property
     def own_groups(self) -> tuple[CacheGroup, ...]:
@@ -229,12 +229,13 @@ class ModelSpec:
 
         None and numbers below 1 stand for `max_position`. A rotary embedding of type longrope uses
         its divisors for long lengths if sequences may be that long. transformers chooses for
-        each forward pass; here all cached keys must be rotated alike.
+        each forward pass; here all cached keys need one rotation.
         """
         length = length if length is not None and length > 0 else self.max_position
-        most = longest_short(self.fields, self.max_position)
+        short_limit = longest_short(self.fields, self.max_position)
         drafter = None if self.drafter is None else self.drafter.served_up_to(length)
-        return replace(self, is_long=most is not None and length > most, drafter=drafter)
+        is_long = short_limit is not None and length > short_limit
+        return replace(self, is_long=is_long, drafter=drafter)
 
     def check_length(self, length: int | None) -> None:
         """Raise ConfigError for a max_model_len beyond what the model was made for."""
@@ -360,10 +361,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         raw: dict[str, Any] = with_floats(read_object(directory / "config.json"))
     except FileNotFoundError as error:
         raise ModelError(_no_config(directory)) from error
-    return raw | _quantization_beside(directory, raw)
+    return raw | _separate_quantization(directory, raw)
 
 
-def _quantization_beside(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
+def _separate_quantization(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Return the quantization_config from an old quantizer's separate file, if there is one."""
     if raw.get("quantization_config") or raw.get("compression_config"):
         return {}
@@ -422,8 +423,8 @@ def _windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | No
 def _max_position(fields: Fields, model_type: str) -> int:
     """Return the maximum number of tokens in a sequence."""
     before = padding_rows(fields, model_type)
-    least = before + LEAST_POSITIONS
-    return fields.integer(*POSITIONS, least=least, most=MAX_COUNT) - before
+    minimum = before + MIN_POSITIONS
+    return fields.integer(*POSITIONS, least=minimum, most=MAX_COUNT) - before
 
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:

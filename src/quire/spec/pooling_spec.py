@@ -70,7 +70,7 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
             " directory with safetensors."
         )
     fields = Fields(read_config(directory))
-    asked = json_object("pooler_config", model.pooler_config)
+    settings = json_object("pooler_config", model.pooler_config)
     kind = encoder_pooling(fields, task) or LAST
     if task == CLASSIFY:
         found = _classifier(fields, directory, kind)
@@ -81,7 +81,7 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
         found = msgspec.structs.replace(
             found, tells_texts=tells_segments(fields), longest=_longest(directory)
         )
-    return _as_asked(found, asked)
+    return _with_settings(found, settings)
 
 
 def _task(directory: Path, model: ModelConfig) -> str | None:
@@ -132,17 +132,17 @@ def _refuse_for_generating(model: ModelConfig) -> None:
         )
 
 
-def _as_asked(found: PoolingSpec, asked: Mapping[str, Any]) -> PoolingSpec:
+def _with_settings(found: PoolingSpec, settings: Mapping[str, Any]) -> PoolingSpec:
     """Return a spec in which the fields of `pooler_config` replace the files' values."""
-    unknown = sorted(asked.keys() - set(POOLER_FIELDS))
+    unknown = sorted(settings.keys() - set(POOLER_FIELDS))
     if unknown:
         raise ConfigError(
             f"pooler_config has no {unknown[0]!r}; it may have {', '.join(POOLER_FIELDS)}."
         )
-    kind = asked.get("seq_pooling_type") or asked.get("pooling_type") or found.kind
+    kind = settings.get("seq_pooling_type") or settings.get("pooling_type") or found.kind
     if not isinstance(kind, str) or kind.lower() not in (LAST, MEAN, CLS):
         raise ConfigError(f"pooler_config: seq_pooling_type must be LAST, MEAN or CLS, got {kind}.")
-    is_active = asked.get("use_activation", asked.get("normalize"))
+    is_active = settings.get("use_activation", settings.get("normalize"))
     found = msgspec.structs.replace(found, kind=kind.lower())
     if is_active is None:
         return found
@@ -190,13 +190,13 @@ def _activation(fields: Fields, directory: Path, count: int) -> str:
 
     sentence-transformers' fields take precedence over the problem type."""
     inner = fields.inner("sentence_transformers")
-    said = fields.text("sbert_ce_default_activation_function", "")
+    name = fields.text("sbert_ce_default_activation_function", "")
     if inner is not None:
-        said = inner.text("activation_fn", said)
+        name = inner.text("activation_fn", name)
     if count == 1:  # with several classes the file omits an absent activation
-        said = _of_cross_encoder(directory) or said
-    if said:
-        return _named_activation(said)
+        name = _of_cross_encoder(directory) or name
+    if name:
+        return _named_activation(name)
     problem = fields.text("problem_type", "")
     if problem == "regression":
         return NONE
@@ -250,12 +250,12 @@ def _embedder(directory: Path, kind: str) -> PoolingSpec:
     for each in _modules(path):
         name, place = each.text("type", "").rpartition(".")[2], each.text("path", "")
         if name == "Pooling":
-            kind = _st_kind(_beside(directory, place))
+            kind = _st_kind(_module_config(directory, place))
         elif name == "Normalize":
             normalize = True
         elif name == "Dense":
-            said = _beside(directory, place).text("activation_function", "")
-            dense.append((place, _dense_activation(said)))
+            activation = _module_config(directory, place).text("activation_function", "")
+            dense.append((place, _dense_activation(activation)))
         elif name != "Transformer":
             raise ModelError(
                 f"{path} has a module of type {name!r}, which is not supported; supported are"
@@ -293,7 +293,7 @@ def _modules(path: Path) -> list[Fields]:
     return [Fields(each) for each in found]
 
 
-def _beside(directory: Path, place: str) -> Fields:
+def _module_config(directory: Path, place: str) -> Fields:
     """Read the config of a module. Its path must not leave the model's directory."""
     parts = Path(place).parts
     if not parts or ".." in parts or Path(place).is_absolute():
@@ -307,9 +307,9 @@ def _beside(directory: Path, place: str) -> Fields:
 
 def _st_kind(fields: Fields) -> str:
     """Return the kind of pooling of a Pooling module."""
-    said = fields.text("pooling_mode", "")
+    mode = fields.text("pooling_mode", "")
     flags = [name for name in fields.names() if name.startswith("pooling_mode_")]
-    chosen = [said] if said else [n.removeprefix("pooling_mode_") for n in flags if fields.flag(n)]
+    chosen = [mode] if mode else [n.removeprefix("pooling_mode_") for n in flags if fields.flag(n)]
     if len(chosen) != 1 or chosen[0] not in ST_KINDS:
         raise ModelError(
             f"the Pooling module needs {' and '.join(chosen) or 'nothing'}; quire pools the last"
@@ -319,9 +319,9 @@ def _st_kind(fields: Fields) -> str:
     return ST_KINDS[chosen[0]]
 
 
-def _dense_activation(said: str) -> str:
-    name = (said.rpartition(".")[2] or "Identity").lower()
+def _dense_activation(given: str) -> str:
+    name = (given.rpartition(".")[2] or "Identity").lower()
     if name not in DENSE_ACTIVATIONS:
         known = ", ".join(DENSE_ACTIVATIONS)
-        raise ModelError(f"the Dense module's activation {said!r} is not supported: only {known}.")
+        raise ModelError(f"the Dense module's activation {given!r} is not supported: only {known}.")
     return name

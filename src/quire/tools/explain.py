@@ -10,7 +10,7 @@ from quire.scheduler.core.names import Digester
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
-MOST_REQUESTS = 1_000_000  # limit of a recording's requests
+MAX_REQUESTS = 1_000_000  # limit of a recording's requests
 
 
 class Listener:
@@ -24,7 +24,7 @@ class Listener:
         if self._last is not segment:
             if self.timelines is None or not segment.follows:
                 scheduler = restored(segment, Digester())
-                begun = Timelines.of(scheduler.view(), scheduler.requests(), MOST_REQUESTS)
+                begun = Timelines.of(scheduler.view(), scheduler.requests(), MAX_REQUESTS)
                 if self.timelines is not None:  # after a gap: keep requests that ended before it
                     begun.ended = self.timelines.ended
                 self.timelines = begun

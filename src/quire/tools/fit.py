@@ -141,20 +141,22 @@ class _Question:
     def weights(self, config: EngineConfig) -> list[FormatBytes]:
         """Return the packed weights by format; the draft model's come last."""
         drafted = [] if self.drafter is None else self.drafter.weights(config)
-        behind = [FormatBytes(f"draft model {each.name}", each.num_bytes) for each in drafted]
-        return [*self._own_weights(config), *behind]
+        draft_weights = [
+            FormatBytes(f"draft model {each.name}", each.num_bytes) for each in drafted
+        ]
+        return [*self._own_weights(config), *draft_weights]
 
     def _own_weights(self, config: EngineConfig) -> list[FormatBytes]:
         formats = weight_formats(config.model)
-        how = _packing(self.device, config)
+        packing = _packing(self.device, config)
         stored: Stored = {}
-        in_core = self.device.kind == CPU and how.panel
+        in_core = self.device.kind == CPU and packing.panel
         is_dummy = config.model.load_format == "dummy"
         if self.file is not None and formats == AS_THEY_ARE and in_core and not is_dummy:
             stored = stored_formats_of_parts(self.file, self.spec, self.outline.parts)
         elif formats == AS_THEY_ARE and not is_dummy and config.model.dtype != "float64":
-            stored = quantised_parts(self.spec, self.outline.parts, is_gpu=how.is_gpu)
-        return planned_weights(self.outline.parts, how, formats, stored)
+            stored = quantised_parts(self.spec, self.outline.parts, is_gpu=packing.is_gpu)
+        return planned_weights(self.outline.parts, packing, formats, stored)
 
     def weights_bytes(self, config: EngineConfig) -> int:
         return sum(each.num_bytes for each in self.weights(config))
@@ -287,8 +289,8 @@ def _packing(device: Device, config: EngineConfig) -> Packing:
 
 def _has_int8(device: Device, config: EngineConfig) -> bool:
     """Return whether the device supports integers for weights, keys and values."""
-    how = _packing(device, config)
-    return how.is_gpu or how.panel > 0
+    packing = _packing(device, config)
+    return packing.is_gpu or packing.panel > 0
 
 
 def _is_reordered(dtype: str) -> bool:
@@ -319,8 +321,8 @@ def _groups(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[
 
 
 def _requests(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[Requests, ...]:
-    most = memory.max_model_len
-    lengths = [*(length for length in LENGTHS if length < most), most]
+    max_length = memory.max_model_len
+    lengths = [*(length for length in LENGTHS if length < max_length), max_length]
     return tuple(_requests_of(length, config, spec, memory) for length in lengths)
 
 
@@ -359,13 +361,13 @@ def _quantizations(question: _Question, config: EngineConfig) -> list[str | None
 def _alternative(
     question: _Question, config: EngineConfig, quantization: str | None, kv: str, note: str
 ) -> Alternative:
-    asked = config.model.quantization
-    if asked is None and None not in _quantizations(question, config):
-        asked = "none"
-    if (asked, config.cache.kv_cache_dtype) == (quantization, kv):
+    requested = config.model.quantization
+    if requested is None and None not in _quantizations(question, config):
+        requested = "none"
+    if (requested, config.cache.kv_cache_dtype) == (quantization, kv):
         note, other = "; ".join(each for each in ("as asked", note) if each), config
     else:
-        same = quantization == asked
+        same = quantization == requested
         group = config.model.quantization_group_size if same else None
         other = _replaced(
             config,
@@ -474,21 +476,21 @@ def _smaller(
     sizes = {"quantization_group_size": None, "quantized_head": "auto"}
     for name in ("int8", "int4"):
         yield f"--quantization {name}", _replaced(config, quantization=name, **sizes)
-    least = sizes | {"quantization": "int4", "kv_cache_dtype": "int8"}
-    yield "--quantization int4 --kv-cache-dtype int8", _replaced(config, **least)
+    smallest = sizes | {"quantization": "int4", "kv_cache_dtype": "int8"}
+    yield "--quantization int4 --kv-cache-dtype int8", _replaced(config, **smallest)
     words = "--quantization int4 --kv-cache-dtype int8 --max-model-len auto"
-    yield words, _replaced(config, **least, **auto)
+    yield words, _replaced(config, **smallest, **auto)
 
 
 def _smaller_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
-    most = max(TIGHT_UTILIZATION, config.cache.gpu_memory_utilization)
-    share = {"gpu_memory_utilization": most}
+    tight = max(TIGHT_UTILIZATION, config.cache.gpu_memory_utilization)
+    share = {"gpu_memory_utilization": tight}
     fewer = {"max_num_batched_tokens": FEW_TOKENS}
     eager = dataclasses.replace(config, enforce_eager=True)
     yield "--enforce-eager", eager
-    yield f"--gpu-memory-utilization {most}", _replaced(config, **share)
+    yield f"--gpu-memory-utilization {tight}", _replaced(config, **share)
     yield f"--max-num-batched-tokens {FEW_TOKENS}", _replaced(config, **fewer)
-    words = f"--gpu-memory-utilization {most} --max-num-batched-tokens {FEW_TOKENS}"
+    words = f"--gpu-memory-utilization {tight} --max-num-batched-tokens {FEW_TOKENS}"
     yield words, _replaced(config, **share, **fewer)
     yield f"{words} --enforce-eager", _replaced(eager, **share, **fewer)
     all_of_it = share | fewer | {"max_model_len": AUTO_LENGTH}
@@ -536,22 +538,24 @@ def _differences(question: _Question, source: ModelSource) -> list[str]:
         return [question.tensors.problem] if question.tensors.problem else []
     if question.spec.quantization is not None:
         return _first_difference(question, source)
-    wanted = {name: shape for part in made.parts for name, shape in part.tensors.items()}
+    expected = {name: shape for part in made.parts for name, shape in part.tensors.items()}
     known = {own: shape for name, shape in found.items() for own in made.names_of(name)}
     known |= found
     problems = {
-        "lack": [name for name in wanted if name not in known],
+        "lack": [name for name in expected if name not in known],
         "have other shapes than the config requires:": [
-            name for name, shape in wanted.items() if known.get(name, ANY) not in (ANY, shape)
+            name for name, shape in expected.items() if known.get(name, ANY) not in (ANY, shape)
         ],
         "hold tensors that no layer uses:": [
             name
             for name in found
-            if not (made.ignores(name) or any(own in wanted for own in made.names_of(name)))
+            if not (made.ignores(name) or any(own in expected for own in made.names_of(name)))
         ],
     }
-    told = [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
-    return told if told or question.file is not None else _first_difference(question, source)
+    lines = [
+        f"the weight files {what} {listed(names)}" for what, names in problems.items() if names
+    ]
+    return lines if lines or question.file is not None else _first_difference(question, source)
 
 
 def _first_difference(question: _Question, source: ModelSource) -> list[str]:

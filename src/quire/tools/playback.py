@@ -32,8 +32,8 @@ from quire.tools.explain import Listener
 from quire.tools.replay import Outcome, Step, replay_all
 
 KEY_FRAMES = 200
-MOST_FRAMES = 200_000
-MOST_STORIES = 10_000
+MAX_FRAMES = 200_000
+MAX_STORIES = 10_000
 TIMES = {"first_ms": "time_to_first_token_seconds", "next_ms": "inter_token_latency_seconds"}
 SINCE = ("steps", "events", "counts")  # fields that cover the time since the event before
 
@@ -43,7 +43,7 @@ class Times:
 
     def __init__(self, num_rows: int) -> None:
         self.metrics = EngineMetrics(num_rows, 1, False)
-        self._told = dict.fromkeys(TIMES, (0.0, 0))
+        self._previous = dict.fromkeys(TIMES, (0.0, 0))
 
     def since(self) -> dict[str, float]:
         """Return the new means in milliseconds; means without new values are absent."""
@@ -51,8 +51,8 @@ class Times:
         for name, histogram_name in TIMES.items():
             histogram = self.metrics.histograms[histogram_name]
             total, num = histogram.total, int(histogram.counts.sum())
-            total_before, num_before = self._told[name]
-            self._told[name] = total, num
+            total_before, num_before = self._previous[name]
+            self._previous[name] = total, num
             if num > num_before:
                 found[name] = round(1e3 * (total - total_before) / (num - num_before), 3)
         return found
@@ -69,7 +69,7 @@ class Playback:
         self._tally = LiveTally()
         self._listener = Listener()
         self._times: Times | None = None
-        self._told: LiveFrame | None = None
+        self._previous: LiveFrame | None = None
         self._segment: Segment | None = None
         self._last: tuple[float, Scheduler] | None = None  # last call, if it got no frame
 
@@ -82,8 +82,10 @@ class Playback:
             self._times.metrics(event)
             self._tally.take(event, scheduler.memory.block_size)
         now = step.call.now
-        is_due = self._told is None or now - self._told.at_s >= self._every_s
-        is_many = self._told is not None and self._num_new_steps(self._told) >= MOST_STEPS // 2
+        is_due = self._previous is None or now - self._previous.at_s >= self._every_s
+        is_many = (
+            self._previous is not None and self._num_new_steps(self._previous) >= MOST_STEPS // 2
+        )
         if (is_due and step.plan is not None) or is_many:
             self._write_frame(now, scheduler)
             self._last = None
@@ -95,7 +97,7 @@ class Playback:
         if not segment.follows:
             self._end_run()
             self._tally.begin()
-            self._times = self._told = None
+            self._times = self._previous = None
         self._segment = segment
 
     def end(self) -> None:
@@ -109,28 +111,28 @@ class Playback:
             self._write_frame(*self._last)
         self._last = None
 
-    def _num_new_steps(self, told: LiveFrame) -> int:
-        last = told.steps[-1].number if told.steps else -1
+    def _num_new_steps(self, frame: LiveFrame) -> int:
+        last = frame.steps[-1].number if frame.steps else -1
         return self._tally.steps[-1].number - last if self._tally.steps else 0
 
     def _write_frame(self, now: float, scheduler: Scheduler) -> None:
-        if self.num_frames >= MOST_FRAMES:
+        if self.num_frames >= MAX_FRAMES:
             raise ConfigError(
-                f"the recording has more than {MOST_FRAMES:,} frames; use a larger --every, or one"
+                f"the recording has more than {MAX_FRAMES:,} frames; use a larger --every, or one"
                 " of its segments."
             )
         frame = self._tally.frame(self.num_frames + 1, now, scheduler.live_state())
-        told = self._told
-        if told is None or self.num_frames % KEY_FRAMES == 0:
+        last = self._previous
+        if last is None or self.num_frames % KEY_FRAMES == 0:
             event = snapshot(frame) | {"core": 0, "num_cores": 1}
-            since = {} if told is None else difference(told, frame)
+            since = {} if last is None else difference(last, frame)
             event["steps"] = []
             event |= {name: since[name] for name in SINCE if name in since}
         else:
-            event = {"type": "difference", **head(frame), **difference(told, frame)}
+            event = {"type": "difference", **head(frame), **difference(last, frame)}
         assert self._times is not None, "a call comes before each frame"
         self._write(event | self._times.since())
-        self._told = frame
+        self._previous = frame
         self.num_frames += 1
 
     def _write(self, event: Json) -> None:
@@ -143,7 +145,7 @@ def _stories(timelines: Timelines) -> dict[str, list[str]]:
 
 
 def _lines(timelines: Timelines) -> Iterator[Timeline]:
-    yield from deque(timelines.ended.values(), MOST_STORIES)
+    yield from deque(timelines.ended.values(), MAX_STORIES)
     yield from timelines.open.values()
 
 

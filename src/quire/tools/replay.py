@@ -49,7 +49,7 @@ from quire.scheduler.policy.policies import make_block_hash, make_eviction, make
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
 
-MOST_CHARS = 160  # maximum length of a printed value
+MAX_CHARS = 160  # maximum length of a printed value
 IN_WORDS = {
     State.CUT: "is cut off: its writer was killed or is still running, or its end was lost",
     State.DAMAGED: "is damaged: its content has changed",
@@ -158,8 +158,8 @@ class RecordedDigests(Digester):
             sequence.digests += digests
             return
         if self.problem is None:
-            wanted = [b""] * num
-            self.problem = _blocks(arrival, digests), _blocks(sequence.arrival, wanted)
+            requested = [b""] * num
+            self.problem = _blocks(arrival, digests), _blocks(sequence.arrival, requested)
         for _ in range(num):  # continue with unique digests, to see the effect
             self._num_made += 1
             sequence.digests.append(hashlib.sha256(b"made up %d" % self._num_made).digest())
@@ -232,20 +232,20 @@ class _Replay:
             plan = decisions.plan
             difference = self._compare(call, plan, raised)
             difference = difference or self._compare_orders(call, decisions.orders)
-            told = [event for event in decisions.events if not isinstance(event, PrefixFound)]
+            visible = [event for event in decisions.events if not isinstance(event, PrefixFound)]
             sampling = () if decisions.sampling is None else tuple(decisions.sampling)
-            yield Step(call, plan, [*told, *call.found], difference, sampling)
+            yield Step(call, plan, [*visible, *call.found], difference, sampling)
             if difference is not None or raised is not None:
                 return
             self.before = call
 
     def _compare(self, call: Call, plan: Plan | None, raised: str | None) -> Difference | None:
         if raised != call.raised:
-            told = [
+            texts = [
                 f"{name} was raised" if name else "nothing was raised"
                 for name in (call.raised, raised)
             ]
-            return self._difference(call, "the outcome", *told)
+            return self._difference(call, "the outcome", *texts)
         if raised is not None:
             return None
         found = None if plan is None else plain(plan_fields(plan, self.redaction))
@@ -254,8 +254,8 @@ class _Replay:
                 return self._difference(call, "the look-up", *self.digests.problem)
             return None
         if found is None or call.plan is None:
-            told = ["no plan" if each is None else "a plan" for each in (call.plan, found)]
-            return self._difference(call, "whether there is a plan", *told)
+            texts = ["no plan" if each is None else "a plan" for each in (call.plan, found)]
+            return self._difference(call, "whether there is a plan", *texts)
         name = next(n for n in PLAN_FIELDS if found.get(n) != call.plan.get(n))
         shown = _show(name, call.plan.get(name), found.get(name))
         return self._difference(call, f"plan.{name}", *shown)
@@ -271,9 +271,9 @@ class _Replay:
                 values = recorded.get(name), replayed.get(name)
                 if values[0] != values[1]:
                     what = (recorded or replayed)["order"]
-                    told = _show(name, *values) if recorded and replayed else _either(recorded)
+                    texts = _show(name, *values) if recorded and replayed else _either(recorded)
                     name = f".{name}" if recorded and replayed else ""
-                    return self._difference(call, f"an order to a store, {what}{name},", *told)
+                    return self._difference(call, f"an order to a store, {what}{name},", *texts)
         return None
 
     def _difference(self, call: Call, what: str, recorded: str, replayed: str) -> Difference:
@@ -322,9 +322,9 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     )
     names = [item.name for item in dataclasses.fields(SchedulerConfig)]
     config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})
-    most_prefill = config.max_num_batched_tokens or 0
+    max_tokens = config.max_num_batched_tokens or 0
     fingerprint = parts.get("fingerprint", b"")
-    memory = Memory(kv, most_prefill, settings["watermark"], fingerprint, digester)
+    memory = Memory(kv, max_tokens, settings["watermark"], fingerprint, digester)
     policy = make_policy(config.scheduling_policy)
     num_stores, kept = parts.get("num_stores", 0), parts.get("kept", EVICTED)
     num_stages = settings.get("pipeline_parallel_size", 1)
@@ -403,4 +403,4 @@ def _blocks(arrival: int, digests: list[bytes]) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
+    return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 3] + "..."

@@ -146,7 +146,7 @@ class _Runs:
 
     def _compare(self, plan: Plan, recorded: StepResult, result: StepResult, during: str) -> None:
         if result.error is not None:
-            what, told = "the outcome", ("a result", result.error)
+            what, texts = "the outcome", ("a result", result.error)
         else:
             pairs = list(zip(_tokens(recorded), _tokens(result), strict=True))
             self.num_tokens += int(result.num_accepted.sum())
@@ -154,9 +154,9 @@ class _Runs:
             if at is None:
                 return
             what = f"the token of row {plan.sample_rows[at]}"
-            told = str(pairs[at][0]), str(pairs[at][1])
+            texts = str(pairs[at][0]), str(pairs[at][1])
         self.difference = Difference(
-            plan.step_id, what, *told, during, f"plan of step {plan.step_id}"
+            plan.step_id, what, *texts, during, f"plan of step {plan.step_id}"
         )
         raise _Stop
 
@@ -214,15 +214,15 @@ def _host_gb(scheduler: Scheduler) -> float:
 
 def _check_sizes(recorded: KVManager, ours: KVManager) -> None:
     """Raise ConfigError if the recorded engine had more blocks than this one."""
-    for what, setting, theirs, mine in (
+    for place, setting, theirs, mine in (
         ("", "kv_cache_memory_bytes", recorded.pools, ours.pools),
         (" host", "kv_host_gb", recorded.host_pools, ours.host_pools),
     ):
-        wanted, has = (tuple(pool.num_blocks for pool in pools) for pools in (theirs, mine))
-        if any(n > m for n, m in zip(wanted, has, strict=True)):
+        needed, has = (tuple(pool.num_blocks for pool in pools) for pools in (theirs, mine))
+        if any(n > m for n, m in zip(needed, has, strict=True)):
             raise ConfigError(
-                f"the recorded engine had {wanted}{what} blocks, this one has {has}; give a larger"
-                f" {setting}."
+                f"the recorded engine had {needed}{place} blocks, this one has {has}; give a"
+                f" larger {setting}."
             )
 
 

@@ -30,8 +30,8 @@ FEATURES = (
     "fixed", "tokens", *(f"tokens beyond {bend}" for bend in BENDS), "context", "prompt x context",
     "rows that begin", "rows that sample", "blocks moved",
 )  # fmt: skip
-FEWEST_STEPS = 20
-FEWEST_COLD_STEPS = 8
+MIN_STEPS = 20
+MIN_COLD_STEPS = 8
 IDLE_S = 3e-3  # longer gaps between steps are idle time, not the host's work
 ROUNDS = 5
 SMALL = 0.02  # relative errors below this have equal weights
@@ -117,10 +117,10 @@ def fit_steps(
     """Fit the coefficients. Raises ConfigError for too few steps."""
     known = [each for each in steps if each.duration_s > 0]
     warm = [each for each in known if not each.is_cold]
-    if len(warm) < FEWEST_STEPS:
+    if len(warm) < MIN_STEPS:
         raise ConfigError(
             f"{len(warm)} steps with known durations are too few to fit step times; at least"
-            f" {FEWEST_STEPS} are needed."
+            f" {MIN_STEPS} are needed."
         )
     inputs, durations = _inputs(warm), np.array([each.duration_s for each in warm])
     coefficients = _robust(inputs, durations)
@@ -144,7 +144,7 @@ def _inputs(steps: Sequence[Measured]) -> Float64:
 
 def _cold(steps: Sequence[Measured], coefficients: Float64) -> float:
     """Return the factor by which these steps took longer than the fit."""
-    if len(steps) < FEWEST_COLD_STEPS:
+    if len(steps) < MIN_COLD_STEPS:
         return 1.0
     durations = np.array([each.duration_s for each in steps])
     return max(1.0, float(np.median(durations / (_inputs(steps) @ coefficients))))
@@ -157,7 +157,7 @@ def _host(steps: Sequence[Measured]) -> tuple[float, float, float]:
         for each in steps
         if each.host_s is not None
     ]
-    if len(known) < FEWEST_STEPS:
+    if len(known) < MIN_STEPS:
         return 0.0, 0.0, 0.0
     rows, started, host_s = np.array(known, float).T
     inputs = np.stack([np.ones(len(rows)), rows, started], 1)

@@ -23,16 +23,16 @@ class PoolingParams:
 
 def needed_task(pooling: PoolingSpec | None, *tasks: str) -> PoolingSpec:
     """Return a model's pooling. Raises RequestError if it supports none of the tasks."""
-    wanted = " or ".join(TASK_NAMES[task] for task in tasks)
+    names = " or ".join(TASK_NAMES[task] for task in tasks)
     if pooling is None:
         raise RequestError(
-            f"this engine generates text and does not return {wanted}. Start one with a model that"
+            f"this engine generates text and does not return {names}. Start one with a model that"
             " pools, or with runner='pooling' (--runner pooling).",
             code=WRONG_RUNNER,
         )
     if pooling.task not in tasks:
         raise RequestError(
-            f"this model gives {TASK_NAMES[pooling.task]}, not {wanted}; use another model, or"
+            f"this model gives {TASK_NAMES[pooling.task]}, not {names}; use another model, or"
             f" start this one with convert={tasks[0]!r} (--convert {tasks[0]}).",
             code=WRONG_RUNNER,
         )

@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_N = 16384
 # Parameters that beam search does not support.
-BENDING = (
+NOT_WITH_BEAMS = (
     "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k",
     "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
     "allowed_token_ids", "dry_multiplier", "xtc_probability", "logits_processors",
@@ -33,9 +33,9 @@ ID_LISTS = (
 )  # fmt: skip
 MOST_NAMED_TOKENS = 128  # limit for tokens named for logprobs
 NO_TOKEN = -1  # filler in a list of such tokens
-LEAST_PENALTY = 0.01  # limit that keeps a logit finite when multiplied or divided by it
+MIN_PENALTY = 0.01  # limit that keeps a logit finite when multiplied or divided by it
 LOGIT_BIAS_LIMIT = 100.0
-MOST_XTC_THRESHOLD = 0.5  # above it no two tokens can reach the threshold
+MAX_XTC_THRESHOLD = 0.5  # above it no two tokens can reach the threshold
 DRY_BASE_LIMIT = 100.0
 DRY_BREAKERS = ("\n", ":", '"', "*")
 LENGTH_PENALTY_LIMIT = 10  # limit that keeps length ** penalty finite
@@ -54,13 +54,13 @@ def _require(ok: bool, name: str, value: object, rule: str) -> None:
         raise RequestError(f"{name} must be {rule}, got {value!r}.", name)
 
 
-def processor_name(asked: Any) -> str | None:
+def processor_name(given: Any) -> str | None:
     """Return the name of a package's logits processor; None for a function or an invalid value."""
-    if isinstance(asked, str):
-        return asked
-    if not isinstance(asked, dict) or not asked.keys() <= {"name", "kwargs"}:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, dict) or not given.keys() <= {"name", "kwargs"}:
         return None
-    name, kwargs = asked.get("name"), asked.get("kwargs")
+    name, kwargs = given.get("name"), given.get("kwargs")
     is_named = isinstance(name, str) and (kwargs is None or isinstance(kwargs, dict))
     return name if is_named else None
 
@@ -182,7 +182,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     def has_xtc(self) -> bool:
         return (
             self.xtc_probability > 0
-            and self.xtc_threshold <= MOST_XTC_THRESHOLD
+            and self.xtc_threshold <= MAX_XTC_THRESHOLD
             and not self.is_greedy
         )
 
@@ -269,7 +269,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(ok, "early_stopping", self.early_stopping, 'True, False or "never"')
         neutral = SamplingParams()
-        for name in BENDING:
+        for name in NOT_WITH_BEAMS:
             value = getattr(self, name)
             if value not in (None, [], getattr(neutral, name)):
                 raise RequestError(
@@ -306,12 +306,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
 
     def _check_kinds(self) -> None:
         """Check the types of lists and dictionaries before their contents are read."""
-        form = self.structured_outputs
-        known = form is None or isinstance(form, StructuredOutputsParams)
-        _require(known, "structured_outputs", form, "StructuredOutputsParams")
-        watch = self.repetition_detection
-        known = watch is None or isinstance(watch, RepetitionDetectionParams)
-        _require(known, REPETITION, watch, "RepetitionDetectionParams")
+        constraint = self.structured_outputs
+        known = constraint is None or isinstance(constraint, StructuredOutputsParams)
+        _require(known, "structured_outputs", constraint, "StructuredOutputsParams")
+        repetition = self.repetition_detection
+        known = repetition is None or isinstance(repetition, RepetitionDetectionParams)
+        _require(known, REPETITION, repetition, "RepetitionDetectionParams")
         for name in ("stop", "bad_words", "dry_sequence_breakers", "logits_processors", *ID_LISTS):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")
@@ -344,8 +344,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
         value = self.repetition_penalty
-        ok = _is_number(value) and LEAST_PENALTY <= value <= 1 / LEAST_PENALTY
-        _require(ok, "repetition_penalty", value, f"from {LEAST_PENALTY} to {1 / LEAST_PENALTY:g}")
+        ok = _is_number(value) and MIN_PENALTY <= value <= 1 / MIN_PENALTY
+        _require(ok, "repetition_penalty", value, f"from {MIN_PENALTY} to {1 / MIN_PENALTY:g}")
         if self.seed is not None:
             ok = _is_int(self.seed) and -(2**63) <= self.seed < 2**63
             _require(ok, "seed", self.seed, "a 64-bit integer")
@@ -357,10 +357,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         _require(_is_number(value) and value >= 0, "dry_multiplier", value, "0 (off) or more")
         value, rule = self.dry_base, f"from 1 to {DRY_BASE_LIMIT:g}"
         _require(_is_number(value) and 1 <= value <= DRY_BASE_LIMIT, "dry_base", value, rule)
-        for name, least in (("dry_allowed_length", 1), ("dry_penalty_last_n", -1)):
+        for name, minimum in (("dry_allowed_length", 1), ("dry_penalty_last_n", -1)):
             value = getattr(self, name)
-            rule = f"an integer from {least}"
-            _require(_is_int(value) and least <= value < 2**31, name, value, rule)
+            rule = f"an integer from {minimum}"
+            _require(_is_int(value) and minimum <= value < 2**31, name, value, rule)
         value = self.xtc_probability
         _require(_is_number(value) and 0 <= value <= 1, "xtc_probability", value, "in [0, 1]")
         value = self.xtc_threshold
@@ -404,10 +404,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         for name in ("bad_words", "dry_sequence_breakers"):
             for word in getattr(self, name) or ():
                 _require(isinstance(word, str) and word != "", name, word, "non-empty strings")
-        for asked in self.logits_processors or ():
-            ok = callable(asked) or processor_name(asked) is not None
+        for processor in self.logits_processors or ():
+            ok = callable(processor) or processor_name(processor) is not None
             rule = 'functions, names, or {"name": ..., "kwargs": {...}}'
-            _require(ok, "logits_processors", asked, rule)
+            _require(ok, "logits_processors", processor, rule)
         named = self.logprob_token_ids
         if named is not None:
             ok = 1 <= len(named) <= MOST_NAMED_TOKENS

@@ -10,7 +10,7 @@ from quire.base.settings.fields import json_object
 
 NAME = "kv_events_config"
 NULL, ZMQ = "null", "zmq"
-MOST = 10_000_000  # limit for numbers of messages
+MAX_MESSAGES = 10_000_000  # limit for numbers of messages
 TCP = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\d{1,5})")
 OTHERS = re.compile(r"(ipc|inproc)://.+")
 ON_THIS_MACHINE = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
@@ -79,8 +79,8 @@ def _check(found: Mapping[str, Any]) -> None:
     for name in ("buffer_steps", "hwm", "max_queue_size"):
         value = found.get(name, 1)
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        if not is_number or not 1 <= value <= MOST:
-            raise _error(name, found, f"a whole number from 1 to {MOST}")
+        if not is_number or not 1 <= value <= MAX_MESSAGES:
+            raise _error(name, found, f"a whole number from 1 to {MAX_MESSAGES}")
     if not isinstance(found.get("topic", ""), str):
         raise _error("topic", found, "a text")
     for name in ("endpoint", "replay_endpoint"):
@@ -99,5 +99,5 @@ def _is_endpoint(value: str) -> bool:
     return int(tcp["port"]) < 1 << 16 if tcp is not None else bool(OTHERS.fullmatch(value))
 
 
-def _error(name: str, found: Mapping[str, Any], what: str) -> ConfigError:
-    return ConfigError(f"{NAME}'s {name} must be {what}, got {found[name]!r}.")
+def _error(name: str, found: Mapping[str, Any], rule: str) -> ConfigError:
+    return ConfigError(f"{NAME}'s {name} must be {rule}, got {found[name]!r}.")

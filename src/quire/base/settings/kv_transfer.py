@@ -19,8 +19,8 @@ from quire.base.settings.secrets import SecretJson
 
 FIELD = "kv_transfer_params"
 SETTING = "kv_transfer_config"
-MOST_FIELDS = 64
-MOST_HOST = 253  # characters of a host name
+MAX_FIELDS = 64
+MAX_HOST_CHARS = 253  # characters of a host name
 DIGEST_BYTES = 32
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
@@ -80,9 +80,9 @@ def transfer_of(params: Any) -> KVTransfer | None:
     Unknown fields, which other engines and routers add, are ignored."""
     if not params:
         return None
-    if not isinstance(params, Mapping) or len(params) > MOST_FIELDS:
+    if not isinstance(params, Mapping) or len(params) > MAX_FIELDS:
         raise RequestError(
-            f"{FIELD} must be an object of at most {MOST_FIELDS} fields, such as"
+            f"{FIELD} must be an object of at most {MAX_FIELDS} fields, such as"
             ' {"do_remote_decode": true}; correct it, or remove it.',
             FIELD,
         )
@@ -137,7 +137,7 @@ def _flag(params: Mapping[str, Any], name: str) -> bool:
 def _peer(params: Mapping[str, Any]) -> str:
     """Return the named HOST:PORT; empty if invalid. It is used for comparisons only."""
     host, port = params.get("remote_host"), params.get("remote_port")
-    if not isinstance(host, str) or len(host) > MOST_HOST or not isinstance(port, int | str):
+    if not isinstance(host, str) or len(host) > MAX_HOST_CHARS or not isinstance(port, int | str):
         return ""
     return f"{host}:{port}" if host and str(port).isdecimal() and len(str(port)) <= 5 else ""
 

@@ -87,8 +87,8 @@ class SecretUrl(Secret):
         if scheme not in KNOWN_SCHEMES:
             return f"{scheme}:{MASK}" if scheme else MASK
         name, colon, _ = user.partition(":")
-        who = "" if not user else f"{name}:{MASK}@" if colon else f"{MASK}@"
-        return f"{scheme}:{slashes}{who}{place}{_masked_query(query)}"
+        shown_user = "" if not user else f"{name}:{MASK}@" if colon else f"{MASK}@"
+        return f"{scheme}:{slashes}{shown_user}{place}{_masked_query(query)}"
 
     @property
     def has_secret(self) -> bool:

@@ -16,7 +16,7 @@ WITH_MODEL = (DRAFT_MODEL, EAGLE3)  # methods with a draft model or head
 NUM_TOKENS = 4  # default number of draft tokens per row
 RUN = 5  # default length of the token run that an n-gram must match
 MOST_TOKENS = 32
-MOST_ANSWERS = 100_000
+MAX_ANSWERS = 100_000
 COMMON = ("method", "num_speculative_tokens")
 FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -49,10 +49,10 @@ class Suffixes:
 class Speculation:
     """How an engine proposes draft tokens.
 
-    The methods are `ngram` (the tokens after the same run earlier in the text), `suffix` (the most
-    frequent continuation, also in other answers), `draft_model` (a small model), `eagle3` (a head
-    on the model) and `forced`. With every method but `none`, tokens that a grammar forces are also
-    used as draft tokens.
+    ngram: the tokens after the same run earlier in the text.
+    suffix: the most frequent continuation, also in other answers.
+    draft_model, eagle3: a small model, or a head on the model.
+    With every method but `none`, tokens that a grammar forces are also used as draft tokens.
     """
 
     method: str
@@ -143,13 +143,13 @@ def _model(fields: Mapping[str, Any], method: str) -> str:
 def _suffixes(fields: Mapping[str, Any]) -> Suffixes:
     depth, num, factor, chance = FIELDS_OF[SUFFIX]
     found = Suffixes(
-        _count(fields, depth, Suffixes.depth, fewest=2),
-        _count(fields, num, Suffixes.num_answers, fewest=0),
+        _count(fields, depth, Suffixes.depth, minimum=2),
+        _count(fields, num, Suffixes.num_answers, minimum=0),
         _number(fields, factor, Suffixes.factor),
         _number(fields, chance, Suffixes.least_chance),
     )
-    if found.num_answers > MOST_ANSWERS:
-        raise ConfigError(f"{num} is at most {MOST_ANSWERS}, got {found.num_answers}.")
+    if found.num_answers > MAX_ANSWERS:
+        raise ConfigError(f"{num} is at most {MAX_ANSWERS}, got {found.num_answers}.")
     if found.least_chance > 1:
         raise ConfigError(f"{chance} is at most 1, got {found.least_chance}.")
     return found
@@ -162,11 +162,11 @@ def _num_tokens(fields: Mapping[str, Any], default: int) -> int:
     return num
 
 
-def _count(fields: Mapping[str, Any], name: str, default: Any, fewest: int = 1) -> int:
+def _count(fields: Mapping[str, Any], name: str, default: Any, minimum: int = 1) -> int:
     value = default if fields.get(name) is None else fields[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < fewest:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ConfigError(
-            f"speculative_config's {name} must be a number from {fewest}, got {value!r}."
+            f"speculative_config's {name} must be a number from {minimum}, got {value!r}."
         )
     return value
 

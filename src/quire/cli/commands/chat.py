@@ -140,11 +140,11 @@ class Conversation:
     turns: list[tuple[Content, str]] = field(default_factory=list)
 
     def messages(self, question: Content) -> Messages:
-        said: Messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in self.turns:
-            said.append({"role": "user", "content": asked})
-            said.append({"role": "assistant", "content": answered})
-        return [*said, {"role": "user", "content": question}]
+        found: Messages = [{"role": "system", "content": self.system}] if self.system else []
+        for earlier, answer in self.turns:
+            found.append({"role": "user", "content": earlier})
+            found.append({"role": "assistant", "content": answer})
+        return [*found, {"role": "user", "content": question}]
 
     def fit(self, question: Content, target: ChatTarget, max_tokens: int | None) -> int:
         """Drop the oldest turns until there is room for an answer; return the number dropped."""
@@ -243,12 +243,12 @@ class Chat:
                 tell(f"[the context is full: removed the oldest {dropped} turn(s)]")
             messages = self._conversation.messages(question)
             with Interrupts() as interrupts:
-                for piece in self._target.answer(messages, lambda: interrupts.is_asked):
+                for piece in self._target.answer(messages, lambda: interrupts.is_requested):
                     print(piece.text, end="", flush=True)
                     text += piece.text
                     if piece.finish_reason == "length":
                         note = "[the answer reached its maximum length]"
-            note = "[stopped]" if interrupts.is_asked else note
+            note = "[stopped]" if interrupts.is_requested else note
         except EngineDead:
             raise
         except QuireError as error:
@@ -265,20 +265,20 @@ class Interrupts:
     """Within this context the first Ctrl-C only sets `is_asked`; a second one interrupts."""
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_requested = False
         self._before: Any = None
 
     def __enter__(self) -> "Interrupts":
-        self._before = signal.signal(signal.SIGINT, self._ask)
+        self._before = signal.signal(signal.SIGINT, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self.is_asked = True
+        self.is_requested = True
 
 
 def tell_image(image: Image) -> None:

@@ -271,12 +271,12 @@ def _model(report: Report, settings: dict[str, Any]) -> None:
 
 def _budget(preview: "Preview") -> str:
     """Return a description of the step budget."""
-    most = preview.config.scheduler.max_num_batched_tokens
+    limit = preview.config.scheduler.max_num_batched_tokens
     if preview.first_budget is None:
-        return f"always {most} tokens"
+        return f"always {limit} tokens"
     return (
         f"{preview.first_budget} tokens by the measured kernels, then what takes"
-        f" {1e3 * STEP_S:.0f} ms, from {FEWEST_TOKENS} to {most}; memory is planned for {most}"
+        f" {1e3 * STEP_S:.0f} ms, from {FEWEST_TOKENS} to {limit}; memory is planned for {limit}"
     )
 
 

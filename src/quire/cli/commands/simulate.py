@@ -127,8 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     config, roles = config_from_flat(**settings), _roles(arguments, replicas)
     num = replicas if roles is None else roles.num_replicas
-    asked = Asked(config, find_config(config.model), device, num, roles)
-    return simulate_command(arguments, asked)
+    simulation = Asked(config, find_config(config.model), device, num, roles)
+    return simulate_command(arguments, simulation)
 
 
 def _roles(arguments: argparse.Namespace, replicas: int) -> "Roles | None":

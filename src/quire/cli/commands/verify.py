@@ -67,9 +67,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     from quire.tools.verify.verify import Asked, verify
 
     config = config_from_flat(**given_settings(arguments))
-    asked = Asked(config, arguments.prompt, arguments.tokens, arguments.against)
+    comparison = Asked(config, arguments.prompt, arguments.tokens, arguments.against)
 
-    report = verify(asked, lambda run: print(f"  {run.name}", file=sys.stderr))
+    report = verify(comparison, lambda run: print(f"  {run.name}", file=sys.stderr))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(as_data(report), indent=2) + "\n", "utf-8")
     for line in lines(report):

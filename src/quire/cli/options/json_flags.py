@@ -37,15 +37,15 @@ def join_parts(words: Sequence[str], names: Collection[str], known: Collection[s
     for name, parts in found.items():
         flag = "--" + name.replace("_", "-")
         whole = json.dumps(_merged(_given(kept, flag), parts))
-        kept = [*_before(kept), flag, whole, *_behind(kept)]
+        kept = [*_up_to_dashes(kept), flag, whole, *_from_dashes(kept)]
     return kept
 
 
-def _before(words: list[str]) -> list[str]:
+def _up_to_dashes(words: list[str]) -> list[str]:
     return words[: words.index("--")] if "--" in words else words
 
 
-def _behind(words: list[str]) -> list[str]:
+def _from_dashes(words: list[str]) -> list[str]:
     return words[words.index("--") :] if "--" in words else []
 
 

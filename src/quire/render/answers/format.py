@@ -145,7 +145,7 @@ class AskedAnswer:
             return ""
         lark = Lark(added_tokens)
         reasoning = self.format.reasoning
-        rest = self._behind_reasoning(lark)
+        rest = self._after_reasoning(lark)
         budget = self.thinking_token_budget
         if budget is not None and reasoning is None:
             raise RequestError(NO_REASONING.format(budget), "thinking_token_budget")
@@ -158,7 +158,7 @@ class AskedAnswer:
         first = reasoning_rule(lark, reasoning, self.begins_in_reasoning, budget)
         return lark.text(f"{first} {rest}")
 
-    def _behind_reasoning(self, lark: Lark) -> str | None:
+    def _after_reasoning(self, lark: Lark) -> str | None:
         """Return the expression for the text after the reasoning; None if it is unconstrained."""
         content = None
         if self.content is not None:

@@ -140,10 +140,10 @@ def _body(lark: Lark, syntax: CallSyntax, tool: Tool) -> str:
 
 def _arguments(lark: Lark, tool: Tool) -> str:
     """Return the name of a rule for the arguments as a JSON object."""
-    wanted = StructuredOutputsParams(
+    constraint = StructuredOutputsParams(
         json=object_schema(tool.parameters), disable_additional_properties=True
     )
-    return content_rule(lark, wanted, strict=tool.strict, field=TOOLS_FIELD)
+    return content_rule(lark, constraint, strict=tool.strict, field=TOOLS_FIELD)
 
 
 def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

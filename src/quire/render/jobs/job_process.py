@@ -108,10 +108,10 @@ class JobProcess:
         self._socket.settimeout(self._kind.answer_s)
         self._socket.sendall(LENGTH.pack(len(job)) + job)
         reading = _answer()
-        wanted = next(reading)
+        limit = next(reading)
         while True:
             try:
-                wanted = reading.send(self._socket.recv(min(wanted, READ_BYTES)))
+                limit = reading.send(self._socket.recv(min(limit, READ_BYTES)))
             except StopIteration as done:
                 found: tuple[bytes, bytes] = done.value
                 self.is_at_rest = True
@@ -128,11 +128,11 @@ class JobProcess:
         try:
             await loop.sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
             reading = _answer()
-            wanted = next(reading)
+            limit = next(reading)
             while True:
                 try:
-                    data = await loop.sock_recv(self._socket, min(wanted, READ_BYTES))
-                    wanted = reading.send(data)
+                    data = await loop.sock_recv(self._socket, min(limit, READ_BYTES))
+                    limit = reading.send(data)
                 except StopIteration as done:
                     found: tuple[bytes, bytes] = done.value
                     self.is_at_rest = True

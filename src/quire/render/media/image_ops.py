@@ -35,11 +35,11 @@ def center_crop(image: Pixels, height: int, width: int) -> Pixels:
     return cropped
 
 
-def _crop_range(size: int, wanted: int) -> tuple[slice, slice]:
+def _crop_range(size: int, length: int) -> tuple[slice, slice]:
     """Return the range of the image to keep, and its range in the crop."""
-    start = (size - wanted) // 2
+    start = (size - length) // 2
     if start >= 0:
-        return slice(start, start + wanted), slice(0, wanted)
+        return slice(start, start + length), slice(0, length)
     return slice(0, size), slice(-start, size - start)
 
 

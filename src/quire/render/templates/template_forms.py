@@ -98,9 +98,9 @@ class TemplateForms:
         For the first message the result is `developer` if the template names and renders that role.
         Later in a conversation a template may drop one of the roles; then the other one is used."""
         if is_first:
-            return "developer" if self._names_developer and self._says("developer") else "system"
+            return "developer" if self._names_developer and self._renders("developer") else "system"
         roles = ("developer", "system") if self._names_developer else ("system", "developer")
-        return next((role for role in roles if self._says_later(role)), "system")
+        return next((role for role in roles if self._renders_later(role)), "system")
 
     @cached_property
     def _names_developer(self) -> bool:
@@ -108,10 +108,10 @@ class TemplateForms:
 
         return any(each.value == "developer" for each in self._tree.find_all(nodes.Const))
 
-    def _says(self, role: str) -> bool:
+    def _renders(self, role: str) -> bool:
         return any(self._takes(role, form) for form in CONTENTS)
 
-    def _says_later(self, role: str) -> bool:
+    def _renders_later(self, role: str) -> bool:
         """Return whether the template renders a message of this role after an answer."""
         if role not in self._later:
             answer = self._user | {"role": "assistant"}
@@ -137,14 +137,14 @@ class TemplateForms:
         return self._taken[role, form]
 
     def _conversation(self, role: str, content: object) -> list[Json]:
-        said = {"role": role, "content": content}
+        message = {"role": role, "content": content}
         if role == "tool":
             arguments, empty = self._call_form
             none = "{}" if isinstance(arguments, str) else {}
-            return [self._user, _calling(none, empty), said | {"tool_call_id": CALL_ID, **NAME}]
+            return [self._user, _calling(none, empty), message | {"tool_call_id": CALL_ID, **NAME}]
         if role == "assistant":
-            return [self._user, said, self._user]
-        return [said] if role == "user" else [said, self._user]
+            return [self._user, message, self._user]
+        return [message] if role == "user" else [message, self._user]
 
     @cached_property
     def _user(self) -> Json:

@@ -57,8 +57,8 @@ class TemplateJob:
 
 def unpack(data: bytes) -> TemplateJob:
     parts = json.loads(data.decode("utf-8", "surrogatepass"))
-    source, variables, messages, begins, goes_on, tools, documents, form, kwargs = parts
-    options = ChatOptions(begins, goes_on, tools, documents, form, kwargs)
+    source, variables, messages, begins, continues, tools, documents, form, kwargs = parts
+    options = ChatOptions(begins, continues, tools, documents, form, kwargs)
     return TemplateJob(source, variables, messages, options)
 
 

@@ -78,7 +78,7 @@ def gguf_tokenizer(file: GGUFFile) -> tuple["tokenizers.Tokenizer", TokenizerFil
         raise
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{file.path} holds a tokenizer that cannot be used ({error}).") from error
-    return backend, _beside(file, vocabulary)
+    return backend, _settings(file, vocabulary)
 
 
 def gguf_generation(file: GGUFFile) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _add_tokens(backend: "tokenizers.Tokenizer", vocabulary: Vocabulary) -> None
     backend.add_tokens(tokens(USER_DEFINED, False))
 
 
-def _beside(file: GGUFFile, vocabulary: Vocabulary) -> TokenizerFiles:
+def _settings(file: GGUFFile, vocabulary: Vocabulary) -> TokenizerFiles:
     """Return the settings that a model directory has in tokenizer_config.json."""
     is_llama = file.text(f"{KEY}.model", "") == "llama"
     if is_llama:

@@ -31,7 +31,7 @@ class OpenText:
         self._num_held_chars = 0
         self._is_begun = False
         self._follows_text = False
-        self._behind: list[int] = []  # special tokens after the prompt, if it ends with a text
+        self._after: list[int] = []  # special tokens after the prompt, if it ends with a text
         self._added_tokens = tuple(tokenizer.added_tokens.values())
         self._anchor_ids = tokenizer.encode(ANCHOR, add_special_tokens=False)
 
@@ -67,7 +67,7 @@ class OpenText:
     def close(self) -> list[int]:
         """Return the last tokens of the prompt."""
         last = self.flush()
-        return last + self._behind if self._follows_text else last
+        return last + self._after if self._follows_text else last
 
     def _last_boundary(self, text: str) -> int:
         """Return the start of the last word; 0 if there is none.
@@ -90,7 +90,7 @@ class OpenText:
             return token_ids[num:] if token_ids[:num] == self._anchor_ids else encode(text, False)
         token_ids = encode(text, add_special_tokens=False)
         if not self._is_begun and self._adds_special:
-            before, self._behind = self._special_tokens()
+            before, self._after = self._special_tokens()
             token_ids = before + token_ids
         self._is_begun = self._follows_text = True
         return token_ids

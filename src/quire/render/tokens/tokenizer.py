@@ -55,8 +55,8 @@ def build_as_llama(backend: "tokenizers.Tokenizer", config: dict[str, Any]) -> N
     """Replace pre-tokenizer and decoder by LlamaTokenizer's. config: tokenizer_config.json."""
     from tokenizers import decoders, pre_tokenizers
 
-    asked = config.get("add_prefix_space")
-    prefixes = asked is None or bool(asked)
+    prefix_setting = config.get("add_prefix_space")
+    prefixes = prefix_setting is None or bool(prefix_setting)
     scheme = "never"
     if prefixes:
         scheme = "always" if config.get("legacy", False) else "first"
@@ -126,11 +126,11 @@ class Tokenizer:
         """
         if len(text) <= 2 * PART_CHARS or self._cuts is None:
             return self._encode(text, add_special_tokens)
-        before, behind = self._around if add_special_tokens else ([], [])
+        before, after = self._around if add_special_tokens else ([], [])
         token_ids = list(before)
         for part in self._cuts.parts(text):
             token_ids += self._encode(part, False)
-        return token_ids + behind
+        return token_ids + after
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

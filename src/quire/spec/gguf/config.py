@@ -49,8 +49,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     for key, neutral in WITHOUT_EFFECT.items():
         is_obeyed = family is not None and key in family.obeys
         if not is_obeyed and meta.number(key, neutral) != neutral:
-            what = f"{meta.number(key)}, which quire does not support"
-            raise meta.error(key, f"{what}; only {neutral:g} is supported")
+            reason = f"{meta.number(key)}, which quire does not support"
+            raise meta.error(key, f"{reason}; only {neutral:g} is supported")
     own: dict[str, Any] = {"tie_word_embeddings": HEAD not in file.tensors}
     own |= _gpt2(meta) if family is None else decoder(meta, family)
     for name in ("bos_token_id", "eos_token_id"):

@@ -134,8 +134,8 @@ class GGUFFile:
         self.metadata = _read_pairs(cursor, num_pairs)
         infos = [_read_tensor(cursor) for _ in range(num_tensors)]
         alignment = self.integer("general.alignment", DEFAULT_ALIGNMENT)
-        least, most = ALIGNMENTS
-        if not least <= alignment <= most or alignment & (alignment - 1):
+        minimum, maximum = ALIGNMENTS
+        if not minimum <= alignment <= maximum or alignment & (alignment - 1):
             raise cursor.error(f"its alignment is {alignment}, not a power of two")
         data_start = -(-cursor.position // alignment) * alignment
         self.tensors = _placed(infos, data_start, alignment, cursor)
@@ -204,18 +204,18 @@ class GGUFFile:
             raise ModelError(f"{self.path} lacks the metadata {key}, so it cannot be used.")
         return value
 
-    def _array(self, key: str, wanted: str, kinds: set[int]) -> ArrayPlace | None:
+    def _array(self, key: str, rule: str, kinds: set[int]) -> ArrayPlace | None:
         value = self.metadata.get(key)
         if value is None:
             return None
         if not isinstance(value, ArrayPlace) or (value.kind not in kinds and value.count):
-            raise self._wrong(key, wanted)
+            raise self._wrong(key, rule)
         return value
 
-    def _wrong(self, key: str, wanted: str) -> ModelError:
+    def _wrong(self, key: str, rule: str) -> ModelError:
         value = self.metadata.get(key)
         shown = "an array" if isinstance(value, ArrayPlace) else repr(value)[:60]
-        return ModelError(f"{self.path}: the metadata {key} must be {wanted}, not {shown}.")
+        return ModelError(f"{self.path}: the metadata {key} must be {rule}, not {shown}.")
 
 
 class _Cursor:

@@ -321,8 +321,8 @@ def _sizes(meta: Metadata, family: Family) -> Config:
     for key in ("attention.value_length", "rope.dimension_count"):
         found, may_differ = meta.count(key, head_dim), family.turns_part and key.startswith("rope")
         if found != head_dim and not may_differ:
-            what = f"{found}, but heads have {head_dim} dimensions"
-            raise meta.error(key, f"{what}; models where these differ are not supported")
+            reason = f"{found}, but heads have {head_dim} dimensions"
+            raise meta.error(key, f"{reason}; models where these differ are not supported")
     rotated = meta.count("rope.dimension_count", head_dim)
     rope_parameters = family.reads_rope(meta, rotated)
     if family.turns_part:

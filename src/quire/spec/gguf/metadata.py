@@ -71,13 +71,13 @@ class Metadata:
             for part, shape in shapes.items():
                 self.check_shape(f"blk.{layer}.{part}.weight", shape)
 
-    def check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         place = self.file.tensors.get(name)
-        if place is None or place.shape != wanted:
+        if place is None or place.shape != expected:
             found = "is missing" if place is None else f"has the shape {list(place.shape)}"
             raise ModelError(
                 f"{self.file.path}: the tensor {name} {found}, but the metadata asks for"
-                f" {list(wanted)}: the file contradicts itself."
+                f" {list(expected)}: the file contradicts itself."
             )
 
 

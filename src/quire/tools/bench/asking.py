@@ -77,17 +77,17 @@ class _Reading:
         except ValueError as error:
             raise HttpError(f"a chunk is not JSON ({error}): {payload[:200]!r}") from error
         if chunk.get("error"):
-            said = chunk["error"]
-            raise HttpError(str(said.get("message", said) if isinstance(said, dict) else said))
+            fault = chunk["error"]
+            raise HttpError(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices", ())[:1]:
             self._take_choice(choice, now_s)
 
     def _take_choice(self, choice: dict[str, Any], now_s: float) -> None:
-        said = choice.get("delta") or {} if self._is_chat else choice
-        text = said.get("content" if self._is_chat else "text")
+        part = choice.get("delta") or {} if self._is_chat else choice
+        text = part.get("content" if self._is_chat else "text")
         ended = choice.get("finish_reason")
-        if self._is_chat and self._last_s is None and said.get("role") and not (text or ended):
+        if self._is_chat and self._last_s is None and part.get("role") and not (text or ended):
             return
         if self._last_s is None:
             self.result.ttft_s = now_s - self.result.start_s
@@ -127,8 +127,8 @@ def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> A
     if options.ignore_eos:
         common["ignore_eos"] = True
     if options.logprobs is not None:
-        wanted: dict[str, Any] = {"logprobs": options.logprobs}
-        common |= {"logprobs": True, "top_logprobs": options.logprobs} if is_chat else wanted
+        fields: dict[str, Any] = {"logprobs": options.logprobs}
+        common |= {"logprobs": True, "top_logprobs": options.logprobs} if is_chat else fields
     common |= _extra_body(options.extra_body)
     return Asker(client, ENDPOINTS[options.backend], is_chat, common)
 

@@ -25,10 +25,10 @@ from quire.tools.report import print_head
 from quire.tools.step_fitting import Fitted, Measured, fit_steps, lines_of, write_fitted
 
 MOST_OUTPUT = 24
-MOST_TRAFFIC = 16  # half the maximum number of requests that arrive one by one
+MAX_TRAFFIC = 16  # half the maximum number of requests that arrive one by one
 PAUSES = 0.3  # share of requests that follow a pause
 PAUSE_S = (0.005, 0.04)
-FEWEST_BATCHES = 6
+MIN_BATCHES = 6
 LONGEST = 4096  # maximum tokens of a prompt
 MOVED = "blocks moved"
 
@@ -76,8 +76,8 @@ def draw_batch(
 ) -> list[BenchRequest]:
     """Draw one call's requests. Their number and lengths are uniform over orders of magnitude."""
     num = round(2 ** rng.uniform(0, np.log2(2 * most_rows)))
-    most = min(LONGEST, max(2, longest - MOST_OUTPUT - 1))
-    lengths = np.exp2(rng.uniform(1, np.log2(most), num)).astype(int).tolist()
+    max_length = min(LONGEST, max(2, longest - MOST_OUTPUT - 1))
+    lengths = np.exp2(rng.uniform(1, np.log2(max_length), num)).astype(int).tolist()
     return [
         BenchRequest(
             rng.integers(0, vocab_size, length).tolist(),
@@ -95,13 +95,13 @@ class Driver:
         config = llm.engine.config
         self._llm, self._client = llm, llm.engine.client
         self._rng = np.random.default_rng(seed)
-        self._most_rows = config.scheduler.max_num_seqs or 1
+        self._max_rows = config.scheduler.max_num_seqs or 1
         self._longest = config.model.max_model_len or 2
         self._num_requests = 0
 
     def run_batch(self) -> None:
         """Serve requests that arrive together."""
-        requests = self._draw(self._most_rows)
+        requests = self._draw(self._max_rows)
         params = [greedy(each.output_len) for each in requests]
         self._llm.generate([each.prompt for each in requests], params, use_tqdm=False)
 
@@ -109,7 +109,7 @@ class Driver:
         """Serve requests that arrive one by one.
 
         Each arrives a few steps after the previous request, or in a pause after all have ended."""
-        requests = self._draw(MOST_TRAFFIC)
+        requests = self._draw(MAX_TRAFFIC)
         for each in requests:
             if self._rng.random() < PAUSES:
                 self._advance(None)
@@ -125,10 +125,10 @@ class Driver:
         vocab_size = self._llm.engine.spec.vocab_size
         return draw_batch(self._rng, most_rows, self._longest, vocab_size)
 
-    def _advance(self, most: int | None) -> None:
+    def _advance(self, max_steps: int | None) -> None:
         """Serve until `most` steps are done or all requests have ended."""
         num = 0
-        while self._client.num_unfinished and (most is None or num < most):
+        while self._client.num_unfinished and (max_steps is None or num < max_steps):
             num += bool(self._client.advance())
 
 
@@ -137,7 +137,7 @@ def run_steps(llm: LLM, seconds: float, seed: int) -> list[Measured]:
     driver, listener = Driver(llm, seed), StepListener()
     llm.engine.client.core.subscribe(listener)
     ends_s, num = time.monotonic() + seconds, 0
-    while num <= FEWEST_BATCHES or time.monotonic() < ends_s:
+    while num <= MIN_BATCHES or time.monotonic() < ends_s:
         driver.run_batch()
         driver.run_traffic()
         if num == 0:

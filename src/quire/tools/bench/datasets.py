@@ -178,9 +178,9 @@ def _first_turns(conversations: Any, path: Path) -> Iterator[tuple[str, str]]:
         if not isinstance(turns, list):
             continue
         num_read += 1
-        said = [(turn.get("from"), turn.get("value")) for turn in turns if isinstance(turn, dict)]
-        for (who, question), (other, answer) in zip(said, said[1:], strict=False):
-            if who in ("human", "user") and other not in ("human", "user"):
+        pairs = [(turn.get("from"), turn.get("value")) for turn in turns if isinstance(turn, dict)]
+        for (speaker, question), (other, answer) in zip(pairs, pairs[1:], strict=False):
+            if speaker in ("human", "user") and other not in ("human", "user"):
                 if isinstance(question, str) and isinstance(answer, str):
                     yield question, answer
                 break

@@ -25,7 +25,7 @@ from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
 from quire.tools.report import print_head, write_report
 
 MIB = 1 << 20
-MOST_ROWS = 64  # up to this number of requests, all run at the same time
+MAX_ROWS = 64  # up to this number of requests, all run at the same time
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,19 @@ class Share:
 def share_of_limits(run: Run, cost: StepCost, limits: Limits) -> Share:
     """Compare a run with the limits. The decode step is the median of steps at maximum rows."""
     decode = [step for step in run.steps if step.is_decode]
-    most = max((step.num_rows for step in decode), default=0)
-    full = [step.duration_s for step in decode if step.num_rows == most]
+    max_rows = max((step.num_rows for step in decode), default=0)
+    full = [step.duration_s for step in decode if step.num_rows == max_rows]
     decode_s = statistics.median(full) if full else float("nan")
     # A prompt's chunk samples only at its end; counting all its rows as sampling is close enough.
     flops = sum(cost.flops(step.num_tokens, step.num_rows) for step in run.steps)
-    least = sum(cost.least_s(step.num_tokens, step.num_rows, limits) for step in run.steps)
+    limit_s = sum(cost.least_s(step.num_tokens, step.num_rows, limits) for step in run.steps)
     return Share(
         flops_per_s=flops / run.elapsed_s,
         of_flops=flops / run.elapsed_s / limits.flops_per_s,
         decode_step_s=decode_s,
         decode_bytes_per_s=cost.weight_bytes / decode_s,
         of_bytes=cost.weight_bytes / decode_s / limits.bytes_per_s,
-        of_limit=least / run.elapsed_s,
+        of_limit=limit_s / run.elapsed_s,
     )
 
 
@@ -214,7 +214,7 @@ def settings_for(requests: list[BenchRequest], given: dict[str, Any]) -> dict[st
     """Return the given engine settings, with defaults that are large enough for the requests."""
     longest = max(request.prompt_len + request.output_len for request in requests)
     settings = {"model": "demo", "max_model_len": longest} | given
-    if len(requests) <= MOST_ROWS:
+    if len(requests) <= MAX_ROWS:
         settings.setdefault("max_num_seqs", len(requests))
     return settings
 
@@ -230,8 +230,8 @@ def described(requests: list[BenchRequest]) -> str:
 
 
 def _range(lengths: list[int]) -> str:
-    least, most = min(lengths), max(lengths)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    shortest, longest = min(lengths), max(lengths)
+    return f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
 
 
 def measure_rounds(

@@ -60,9 +60,9 @@ class ServerTokens:
         return text
 
     def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
-        asked = self.client.request(path, "POST", {"model": self.model} | body)
+        exchange = self.client.request(path, "POST", {"model": self.model} | body)
         try:
-            return self.runner.run(asked).json()[key]
+            return self.runner.run(exchange).json()[key]
         except HttpError as error:
             if error.status != 404:
                 raise

@@ -40,11 +40,11 @@ def _check_metric(name: str, flag: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{flag} knows {', '.join(known)}, not {name!r}.")
 
 
-def _number(text: str, flag: str, most: float) -> float:
+def _number(text: str, flag: str, maximum: float) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= most:
-        raise ConfigError(f"{flag}: {text!r} is not a number from 0 to {most:g}.")
+    if not 0 <= value <= maximum:
+        raise ConfigError(f"{flag}: {text!r} is not a number from 0 to {maximum:g}.")
     return value

@@ -40,9 +40,9 @@ WITHOUT_EFFECT = re.compile(
     r"|(torch_)?dtype|transformers_version|use_cache|return_dict|output_.*|id2label|label2id"
     r"|problem_type|pretraining_tp|is_encoder_decoder|is_decoder|chunk_size_feed_forward"
 )
-ALIKE = 0.7  # minimum similarity of names, by difflib's measure
+MIN_SIMILARITY = 0.7  # minimum similarity of names, by difflib's measure
 PLAINEST = "llama"
-MOST_REFUSED = 8  # an architecture that rejects more fields is not near
+MAX_REFUSED = 8  # an architecture that rejects more fields is not near
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def compare(checkpoint: Checkpoint, model_type: str) -> Nearest | None:
     made = _understood(checkpoint, model_type)
     if made is None:
         return None
-    spec, wanted, read, refused = made
-    theirs, ours = _by_pattern(_with_prefix(checkpoint.shapes, wanted)), _by_pattern(wanted)
+    spec, expected, read, refused = made
+    theirs, ours = _by_pattern(_with_prefix(checkpoint.shapes, expected)), _by_pattern(expected)
     tensors = [] if not theirs else list(_tensor_differences(theirs, ours))
     read |= _read_of_sizes(_with_our_names(checkpoint.config, model_type))
     fields = [*refused, *_unread(checkpoint.config, model_type, read, refused)]
@@ -179,7 +179,7 @@ def _understood(
 
     Rejected fields are removed until the rest is accepted."""
     config, refused = _with_our_names(checkpoint.config, model_type), list[FieldDifference]()
-    while len(refused) <= MOST_REFUSED:
+    while len(refused) <= MAX_REFUSED:
         found = _attempt(config)
         if not isinstance(found, ModelError):
             return (*found, refused)
@@ -250,7 +250,7 @@ def _unread(
 
 def _nearest_field(name: str, model_type: str, read: set[str]) -> str:
     """Return a text about the field with the most similar name."""
-    close = get_close_matches(name, sorted(read), n=1, cutoff=ALIKE)
+    close = get_close_matches(name, sorted(read), n=1, cutoff=MIN_SIMILARITY)
     if not close:
         return f"{model_type} does not read a similar field"
     default = defaults_of(model_type).get(close[0])
@@ -279,11 +279,11 @@ def _spec_differs(spec: ModelSpec, unknown_type: str) -> Iterable[str]:
 # ---- tensors ---------------------------------------------------------------------------------
 
 
-def _with_prefix(shapes: Shapes, wanted: Shapes) -> Shapes:
+def _with_prefix(shapes: Shapes, expected: Shapes) -> Shapes:
     """Return the tensors with a whole model's prefix, which base models' tensors lack."""
-    prefixes = {"", *(f"{name.split('.')[0]}." for name in wanted if "." in name)}
+    prefixes = {"", *(f"{name.split('.')[0]}." for name in expected if "." in name)}
     renamed = ({f"{prefix}{name}": s for name, s in shapes.items()} for prefix in prefixes)
-    return max(renamed, key=lambda each: len(each.keys() & wanted.keys()))
+    return max(renamed, key=lambda each: len(each.keys() & expected.keys()))
 
 
 def _by_pattern(shapes: Shapes) -> dict[str, list[Shape]]:

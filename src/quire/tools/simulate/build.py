@@ -118,9 +118,9 @@ class Engines:
             host_limits=self.host_limits,
             make_eviction=make_eviction(cache.eviction_policy),
         )
-        most_tokens = config.scheduler.max_num_batched_tokens or 0
+        max_tokens = config.scheduler.max_num_batched_tokens or 0
         policy = make_policy(config.scheduler.scheduling_policy)
-        memory = Memory(kv, most_tokens, cache.watermark, digester=Digester(self.block_hash))
+        memory = Memory(kv, max_tokens, cache.watermark, digester=Digester(self.block_hash))
         return Scheduler(memory, config.scheduler, config.model.most_tokens, policy, num_stores)
 
     def _record(self, replica: Replica, number: int | None) -> None:
@@ -129,9 +129,11 @@ class Engines:
         if config.record is None:
             return
         path = Path(config.record) if number is None else Path(config.record) / str(number)
-        core, most = replica.core, config.record_max_mb * 1_000_000
+        core, limit = replica.core, config.record_max_mb * 1_000_000
         core.attach(
-            Recorder(core.scheduler, path, most, config.record_tokens, public_settings(config), 0.0)
+            Recorder(
+                core.scheduler, path, limit, config.record_tokens, public_settings(config), 0.0
+            )
         )
 
 

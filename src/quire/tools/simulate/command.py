@@ -60,15 +60,15 @@ def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
     engines = Engines.of(found, asked.config)
     times = step_times(options, found)
     work = _work(options, asked, found.spec.vocab_size)
-    _tell_head(asked, found, work)
+    _print_head(asked, found, work)
     with Bar(work.num, enabled=not options.disable_tqdm) as bar:
         done = simulate_work(engines, times, work, asked.num_replicas, bar, asked.roles)
     results = results_of(done.run, wanted)
     simulated = Simulated(found, times, done.run, results, done.wall_s)
     print(text_of(results, wanted, work.rate_per_s), flush=True)
-    _tell_end(simulated)
+    _print_end(simulated)
     write_report(options.output_json, _as_json(asked, simulated, work), plain_facts)
-    title, facts = f"{_what(asked, found)}: {work.name}", _facts(simulated)
+    title, facts = f"{_title(asked, found)}: {work.name}", _facts(simulated)
     write_plot(options.plot, title, facts, done.run, results)
     return 0 if results.serving.completed else 1
 
@@ -137,16 +137,16 @@ def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
             math.inf if rate is None else rate, options.burstiness, None, asked.config.model.seed
         )
         return synthetic(options, asked.config.model, load)
-    most = options.num_prompts
+    max_requests = options.num_prompts
     if is_recording(options.trace):
         recorded = read_recorded(options.trace)
         for note in recorded.outcome.notes:
             print(f"note: {note}", file=sys.stderr)
-        return RecordedWork(recorded, vocab_size, rate, most=most)
-    return Traced(read_trace(options.trace, options.trace_piece, most), vocab_size, rate)
+        return RecordedWork(recorded, vocab_size, rate, most=max_requests)
+    return Traced(read_trace(options.trace, options.trace_piece, max_requests), vocab_size, rate)
 
 
-def _what(asked: Asked, found: Fit) -> str:
+def _title(asked: Asked, found: Fit) -> str:
     """Return a description of model, device and replicas."""
     num_ranks = asked.config.parallel.tensor_parallel_size
     ranks = f", {num_ranks} devices share each layer" if num_ranks > 1 else ""
@@ -167,12 +167,12 @@ def _facts(simulated: Simulated) -> list[str]:
     ]
 
 
-def _tell_head(asked: Asked, found: Fit, work: Work) -> None:
-    print(f"# {_what(asked, found)}; simulated: {work.name}")
+def _print_head(asked: Asked, found: Fit, work: Work) -> None:
+    print(f"# {_title(asked, found)}; simulated: {work.name}")
     print(f"# {found.memory.describe()}", flush=True)
 
 
-def _tell_end(simulated: Simulated) -> None:
+def _print_end(simulated: Simulated) -> None:
     run, wall_s = simulated.run, max(simulated.wall_s, 1e-9)
     print(
         f"# {run.duration_s:,.1f} s were simulated in {wall_s:.1f} s:"

@@ -169,9 +169,7 @@ class HandedOver:
 
 
 def join_legs(run: Run) -> None:
-    """Merge the two legs of each request. The time between the legs is a gap between tokens.
-
-    Arrival and first token are the first leg's, the end is the second's."""
+    """Merge the two legs of each request. The time between the legs is a gap between tokens."""
     for leg_id in [name for name in run.by_id if name.endswith(DECODES)]:
         second, first = run.by_id.pop(leg_id), run.by_id[leg_id.removesuffix(DECODES)]
         gap_s = second.first_token_s - first.first_token_s

@@ -44,11 +44,11 @@ class LineChart:
     def draw(self) -> list[str]:
         """Return the chart's SVG elements."""
         low = min((x for line in self.lines for x in line.x), default=0.0)
-        most_x = max((x for line in self.lines for x in line.x), default=0.0)
-        low = 0.0 if low < most_x / 2 else low
+        max_x = max((x for line in self.lines for x in line.x), default=0.0)
+        low = 0.0 if low < max_x / 2 else low
         most_y = self.most_y or max((y for line in self.lines for y in line.y), default=0.0)
         across, up = (
-            _Axis(low, most_x, LEFT, WIDTH - RIGHT),
+            _Axis(low, max_x, LEFT, WIDTH - RIGHT),
             _Axis(0.0, most_y, HEIGHT - BOTTOM, TOP),
         )
         parts = [_text(LEFT, 18, self.title, "t")]
@@ -87,19 +87,19 @@ class BarChart:
     def draw(self) -> list[str]:
         """Return the chart's SVG elements."""
         parts = [_text(LEFT, 18, self.title, "t")]
-        begin, most = 190, max((value for _, value in self.bars), default=0.0)
+        begin, largest = 190, max((value for _, value in self.bars), default=0.0)
         height = (HEIGHT - TOP - 20) / max(1, len(self.bars))
         for number, (name, value) in enumerate(self.bars):
             y = TOP + number * height
-            width = round((WIDTH - begin - 110) * value / most, 1) if most else 0
+            width = round((WIDTH - begin - 110) * value / largest, 1) if largest else 0
             colour = COLOURS[number % len(COLOURS)]
             parts.append(_text(begin - 8, round(y + height / 2 + 4, 1), name, "n", "end"))
             parts.append(
                 f'<rect x="{begin}" y="{y + 4:.1f}" width="{width}" height="{height - 8:.1f}"'
                 f' fill="{colour}"/>'
             )
-            told = f"{_number(value)} {self.unit}"
-            parts.append(_text(begin + width + 6, round(y + height / 2 + 4, 1), told, "n"))
+            label = f"{_number(value)} {self.unit}"
+            parts.append(_text(begin + width + 6, round(y + height / 2 + 4, 1), label, "n"))
         return parts
 
 

@@ -78,12 +78,12 @@ def read_trace(path: Path, piece_tokens: int = PIECE_TOKENS, most: int | None = 
 
 def _from_zero(trace: Trace) -> Trace:
     """Order requests by time, and move the first one to time 0."""
-    came = [each for each in trace.requests if each.follows is None]
+    independent = [each for each in trace.requests if each.follows is None]
     if any(each.follows is not None for each in trace.requests):
         order = trace.requests  # `follows` refers to indices in this order
     else:
-        order = sorted(came, key=lambda each: each.at_s)
-    begin_s = min(each.at_s for each in came)
+        order = sorted(independent, key=lambda each: each.at_s)
+    begin_s = min(each.at_s for each in independent)
     moved = [
         each if each.follows is not None else _moved(each, each.at_s - begin_s) for each in order
     ]

@@ -67,9 +67,9 @@ class Traced:
     """Requests of a trace. `rate_per_s` scales its times to this mean rate; None keeps them."""
 
     def __init__(self, trace: Trace, vocab_size: int, rate_per_s: float | None = None) -> None:
-        came = [each for each in trace.requests if each.follows is None]
-        span_s = max(each.at_s for each in came)
-        own_rate = len(came) / span_s if span_s else math.inf
+        independent = [each for each in trace.requests if each.follows is None]
+        span_s = max(each.at_s for each in independent)
+        own_rate = len(independent) / span_s if span_s else math.inf
         self.name = f"{trace.format}'s trace"
         self.num = len(trace.requests)
         self.rate_per_s = own_rate if rate_per_s is None else rate_per_s
@@ -86,8 +86,8 @@ class Traced:
         }
 
     def arrivals(self) -> Iterator[Coming]:
-        came = [i for i, each in enumerate(self._requests) if each.follows is None]
-        for i in sorted(came, key=lambda i: self._requests[i].at_s):
+        independent = [i for i, each in enumerate(self._requests) if each.follows is None]
+        for i in sorted(independent, key=lambda i: self._requests[i].at_s):
             yield self._arrival(i, self._requests[i].at_s)
 
     def then(self, request_id: str, now: float) -> Arrival | None:

@@ -68,9 +68,9 @@ def differences(got: Trace, wanted: Trace, dtype: torch.dtype, bound: float) -> 
 
 
 def _difference(
-    point: str, got: torch.Tensor, wanted: torch.Tensor, eps: float, bound: float
+    point: str, got: torch.Tensor, expected: torch.Tensor, eps: float, bound: float
 ) -> Difference:
-    exact = wanted.double()
+    exact = expected.double()
     error_LD = got.double() - exact
     size = exact.norm().item()
     relative = error_LD.norm().item() / size if size else error_LD.norm().item()

@@ -144,13 +144,13 @@ def place(difference: Difference) -> str:
 
 
 def _cells(run: Run) -> list[str]:
-    how = [run.weights, run.dtype, run.attention, run.kv, run.computed]
+    columns = [run.weights, run.dtype, run.attention, run.kv, run.computed]
     mark = "" if run.is_within else " !"
     if not run.differences:
-        return [*how, f"-{mark}", "-", "-", _tokens(run.tokens)]
+        return [*columns, f"-{mark}", "-", "-", _tokens(run.tokens)]
     logits = run.differences[-1]
     figures = f"{logits.relative:.1e}{mark}", _units(logits.units), f"{logits.largest:.1e}"
-    return [*how, *figures, _tokens(run.tokens)]
+    return [*columns, *figures, _tokens(run.tokens)]
 
 
 def _tokens(tokens: TokensChosen | None) -> str:

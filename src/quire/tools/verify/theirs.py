@@ -20,7 +20,7 @@ from quire.tools.verify.watch import Trace, Watcher
 Tensors = Mapping[str, torch.Tensor]
 # Plain torch, also for experts, because grouped products do not support float64.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-MOST_NAMED = 3
+MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _load(directory: Path, spec: ModelSpec, dtype: torch.dtype, tensors: Tensors
             raise ModelError(f"transformers does not load this model: {reason}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        named = ", ".join(missing[:MOST_NAMED])
+        named = ", ".join(missing[:MAX_NAMED])
         raise ModelError(f"transformers finds no weights for {len(missing)} tensors: {named}.")
     _take_divisors(model, spec)
     return model.eval()

@@ -104,7 +104,7 @@ PROMPT = (
     " three, 17 + 25 = 42. Then it asked:"
 )
 RANDOM_TOKENS = 40  # prompt length for a model without a tokenizer
-MOST_MORE = 512  # maximum number of tokens added to exceed a window
+MAX_ADDED_TOKENS = 512  # maximum number of tokens added to exceed a window
 ROOM = 1.25  # memory for the comparison, relative to the weights
 ENGINE_ROWS = 4
 MIB = 1 << 20
@@ -313,8 +313,8 @@ class Runs:
         return dataclasses.replace(run, differences=tuple(found), tokens=self._tokens(got))
 
     def _trace(self, model: Any, paging: Paging, how: str) -> Trace:
-        asked = way(how, self._reference.tokens, self._spec.vocab_size)
-        return trace(model, self._spec, asked, paging)
+        chunked = way(how, self._reference.tokens, self._spec.vocab_size)
+        return trace(model, self._spec, chunked, paging)
 
     def _tokens(self, got: Trace) -> TokensChosen | None:
         reference = self._reference
@@ -401,15 +401,15 @@ class Runs:
 
         The assumed error of the logits there is the bound on rounding."""
         reference = self._reference
-        wanted = reference.tokens[reference.num_prompt :]
-        pairs = list(zip(chosen, wanted, strict=False))
+        expected = reference.tokens[reference.num_prompt :]
+        pairs = list(zip(chosen, expected, strict=False))
         place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
-        if place == len(wanted):
+        if place == len(expected):
             return TokensChosen(place, place)
         if place == len(chosen):  # the engine stopped early
-            return TokensChosen(len(wanted), place, place, math.inf)
+            return TokensChosen(len(expected), place, place, math.inf)
         logits_V = reference.trace[LOGITS][reference.num_prompt - 1 + place].double()
-        margin = (logits_V[wanted[place]] - logits_V[chosen[place]]).item()
+        margin = (logits_V[expected[place]] - logits_V[chosen[place]]).item()
         dtype = torch_dtype(config.model.dtype)
         is_exact = config.model.quantization is None and config.cache.kv_cache_dtype == "auto"
         is_exact = is_exact and not self._keeps_stored(dtype)
@@ -417,8 +417,8 @@ class Runs:
         return TokensChosen(len(pairs), place, place, margin, error if is_exact else margin)
 
 
-def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    error = (got.double() - wanted.double()).norm() / wanted.double().norm()
+def _relative(got: torch.Tensor, exact: torch.Tensor) -> float:
+    error = (got.double() - exact.double()).norm() / exact.double().norm()
     return float(error.item())
 
 
@@ -448,7 +448,7 @@ def _prompt(asked: Asked, source: ModelSource, spec: ModelSpec) -> list[int]:
     found = []
     if tokenizer is not None:
         found = [each for each in tokenizer.encode(PROMPT) if each < spec.vocab_size]
-    windows = [w for w in spec.layer_windows if w is not None and w <= MOST_MORE]
+    windows = [w for w in spec.layer_windows if w is not None and w <= MAX_ADDED_TOKENS]
     length = max([RANDOM_TOKENS, *(2 * w for w in windows)])
     length = max(1, min(length, spec.max_position - asked.num_tokens))
     more = [numbers.randrange(spec.vocab_size) for _ in range(length - len(found))]
