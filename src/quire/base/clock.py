@@ -1,8 +1,7 @@
-"""Time: the clock that pure rooms are handed, and bounds of durations.
+"""Clocks that time-free code is given, and limits of durations.
 
-What comes from outside may be any number: `epoll` takes no more than 24 days, and a loop that waits
-for ever cannot show that it lives. So a duration has a limit when it is requested, and a wait has
-one where it is made.
+Durations from outside may be any number. But `epoll` accepts at most 24 days, and a loop that waits
+for ever cannot show that it is alive. So requested durations have a limit, and so has each wait.
 """
 
 import math
@@ -11,7 +10,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since some fixed point; never goes back."""
+    """Seconds since some fixed point; never goes backwards."""
 
     def now(self) -> float: ...
 
@@ -22,7 +21,7 @@ class MonotonicClock:
 
 
 class FakeClock:
-    """A clock that moves when it is told to."""
+    """A clock that moves only by `advance`, for tests and simulations."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self.now_s = start_s
@@ -34,23 +33,24 @@ class FakeClock:
         self.now_s += seconds
 
 
-MAX_DURATION_S = 366 * 86400.0  # a request or a flag may name no more
-MAX_WAIT_S = 1.0  # of one wait; longer waits are made of several
+MAX_DURATION_S = 366 * 86400.0  # limit for durations in requests and flags
+MAX_WAIT_S = 1.0  # limit for one wait; longer waits are split
 
 
 def is_duration(seconds: float) -> bool:
-    """Tell whether this is a number of seconds that may be asked for, from 0 to MAX_DURATION_S."""
-    return 0.0 <= seconds <= MAX_DURATION_S  # not so for what is no number (NaN)
+    """Return whether this is a valid duration: from 0 to MAX_DURATION_S seconds."""
+    return 0.0 <= seconds <= MAX_DURATION_S  # False for NaN
 
 
 def duration_rule(otherwise: str) -> str:
-    """Return what a duration must be, for an error. otherwise: what 0 means."""
+    """Return the rule for durations, for an error. otherwise: the meaning of 0."""
     return f"a number of seconds from 0 ({otherwise}) to {MAX_DURATION_S:.0f}, a year"
 
 
-def bounded_wait_s(seconds: float | None, most_s: float = MAX_WAIT_S) -> float:
-    """Return how long to wait now for what is so many seconds away; None is not known. Never
-    negative, and never more than most_s."""
+def bounded_wait_s(seconds: float | None, limit_s: float = MAX_WAIT_S) -> float:
+    """Return the length of the next wait for an event `seconds` away; None is unknown.
+
+    The result is from 0 to `most_s`."""
     if seconds is None or math.isnan(seconds):
-        return most_s
-    return max(0.0, min(seconds, most_s))
+        return limit_s
+    return max(0.0, min(seconds, limit_s))

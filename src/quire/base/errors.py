@@ -3,33 +3,33 @@
 QuireError
  +-- ConfigError          a setting or a combination of settings is wrong (also a ValueError)
  +-- RequestError         a request is wrong or cannot be served (also a ValueError)
- |    +-- EngineBusy      too many requests wait already; the same one may be served later
+ |    +-- EngineBusy      too many requests wait; the same request may be served later
  +-- ModelError           a model's files are missing, unreadable or of an unknown architecture
  |    +-- ModelNotFound   no such directory, and the hub did not answer or has no such model
  +-- OutOfMemory          weights, workspace or KV pool do not fit
  +-- MissingDependency    an optional package is needed; the message holds the pip command
- +-- HookFailed           a hook of the operator's failed on a request; others go on
+ +-- HookFailed           an operator's hook failed on a request; other requests continue
  +-- EngineError          the engine failed while it worked on requests
-      +-- StepFailed      a step failed on one request; others go on
+      +-- StepFailed      a step failed on one request; other requests continue
       +-- EngineDead      the core's process has ended or does not answer
-      +-- RankLost        another rank of the model is gone, or has given up
-      +-- RecordingDamaged  what a recording holds makes no sense
+      +-- RankLost        another rank of the model has ended or given up
+      +-- RecordingDamaged  the contents of a recording are invalid
 
 Every message says what was wrong, the value, and what to do.
 """
 
-# How programs tell why a request failed (`Failure.code`).
-STEP_FAILED = "step_failed"  # a step of the engine failed on it
-REQUEST_FAILED = "request_failed"  # what it asks for cannot be done
-GRAMMAR_FAILED = "grammar_failed"  # its grammar meets a limit, or cannot go on
-GRAMMAR_FAULT = "the grammar of this request cannot be followed"  # the message begins so
-TIMED_OUT = "timed_out"  # it took longer than its timeout_s
-# What went wrong with a hook (`HookFailed.code`, also of a `Failure`).
-HOOK_FAILED = "hook_failed"  # it raised, or returned what makes no sense
+# Codes of failed requests, for programs (`Failure.code`).
+STEP_FAILED = "step_failed"  # a step of the engine failed on the request
+REQUEST_FAILED = "request_failed"  # the request cannot be satisfied
+GRAMMAR_FAILED = "grammar_failed"  # the grammar met a limit or a dead end
+GRAMMAR_FAULT = "the grammar of this request cannot be followed"  # start of the message
+TIMED_OUT = "timed_out"  # the request took longer than its timeout_s
+# Codes of hooks' failures (`HookFailed.code`, also `Failure.code`).
+HOOK_FAILED = "hook_failed"  # the hook raised, or returned an invalid value
 HOOK_TIMED_OUT = "hook_timed_out"
-HOOK_UNAVAILABLE = "hook_unavailable"  # too many of its calls hang
-# Why a request was not taken (`RequestError.code`).
-WRONG_RUNNER = "wrong_runner"  # the engine pools, and it asks for text; or the other way round
+HOOK_UNAVAILABLE = "hook_unavailable"  # too many calls of the hook hang
+# Codes of rejected requests, for programs (`RequestError.code`).
+WRONG_RUNNER = "wrong_runner"  # generation requested from a pooling engine, or the reverse
 UNSUPPORTED = "unsupported_value"  # a field that this kind of request cannot have
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the prompt leaves no room for an answer
 
@@ -43,9 +43,9 @@ class ConfigError(QuireError, ValueError):
 
 
 class RequestError(QuireError, ValueError):
-    """A request that is malformed or can never be served by this engine.
+    """A request that is malformed or that this engine can never serve.
 
-    field: what of the request is wrong, by its name there. code: for programs.
+    field: name of the invalid field in the request. code: code for programs.
     """
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
@@ -55,7 +55,7 @@ class RequestError(QuireError, ValueError):
 
 
 class EngineBusy(RequestError):
-    """A request beyond max_num_queued_reqs. It is not wrong, only too many: try again later."""
+    """A valid request beyond max_num_queued_reqs; the client may try again later."""
 
 
 class ModelError(QuireError):
@@ -63,7 +63,7 @@ class ModelError(QuireError):
 
 
 class ModelNotFound(ModelError):
-    """The model is neither a directory nor to be had from the hub."""
+    """The model is neither a directory nor available from the hub."""
 
 
 class OutOfMemory(QuireError):
@@ -75,7 +75,7 @@ class MissingDependency(QuireError, ImportError):
 
 
 class HookFailed(QuireError):
-    """A hook failed on a request. The message is for clients: the log has what was raised."""
+    """A hook failed on a request. The message is for clients; the log holds the exception."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -87,17 +87,17 @@ class EngineError(QuireError):
 
 
 class StepFailed(EngineError):
-    """A step failed on one request, which is not to blame as far as anybody knows. Others go on."""
+    """A step failed on one request, for an unknown cause. Other requests continue."""
 
 
 class EngineDead(EngineError):
-    """The process of the core has ended, or it does not answer any more."""
+    """The core's process has ended or does not respond."""
 
 
 class RankLost(EngineError):
-    """Another rank that computes the model, too, is gone, has given up or does not answer: what
-    ranks exchange cannot be exchanged any more."""
+    """Another rank of the model has ended, has given up or does not respond, so ranks can no
+    longer exchange data."""
 
 
 class RecordingDamaged(EngineError):
-    """What a recording holds makes no sense."""
+    """The contents of a recording are invalid."""

@@ -1,7 +1,7 @@
-"""Events: decisions that changed something, in the order in which they were made.
+"""Events: the scheduler's decisions that changed something, in order.
 
-Metrics, traces, records and time lines are subscribers of this one stream. A step in which
-nothing but decoding happened is one event, `Planned`.
+Metrics, traces, recordings and timelines subscribe to this one stream. A step that only decodes is
+a single event, `Planned`.
 """
 
 from dataclasses import dataclass
@@ -17,37 +17,36 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Planned(Event):
-    """plan: what was planned, for those who want to know who computes how much."""
+    """A step was planned."""
 
     step_id: int
     num_rows: int
     num_tokens: int
-    plan: Plan | None = None
+    plan: Plan | None = None  # the plan, for subscribers that need the tokens of each row
 
 
 @dataclass(frozen=True, slots=True)
 class Queued(Event):
-    """received_s: when the front end got the request; 0.0 is not known. has_grammar: it waits for
-    that first."""
+    """A request entered the queue."""
 
     request_id: str
     num_prompt_tokens: int
     max_tokens: int | None = None
-    received_s: float = 0.0
+    received_s: float = 0.0  # time at which the front end got the request; 0.0 if unknown
     tenant: str = ""
-    has_grammar: bool = False
+    has_grammar: bool = False  # whether the request first waits for its grammar
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarTaken(Event):
-    """A request's grammar is compiled: from now on it waits as others do."""
+    """A request's grammar is compiled, so the request now waits in the queue."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Appended(Event):
-    """A piece of a prompt came."""
+    """A piece of an open prompt arrived."""
 
     request_id: str
     num_tokens: int
@@ -55,18 +54,17 @@ class Appended(Event):
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Event):
-    """A sequence got a row. index: which of its request's it is; those above 0 are forked from
-    another row, or come back after a preemption."""
+    """A sequence got a row, by admission, by a fork of another row, or after a preemption."""
 
     request_id: str
     row: int
     num_cached_tokens: int
-    index: int = 0
+    index: int = 0  # number of the sequence in its request; forks have numbers above 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixFound(Event):
-    """How much of a new request's prompt was in the cache, and why not more."""
+    """The prefix hit of a new request's prompt, and the reason for the miss after it."""
 
     request_id: str
     report: PrefixReport
@@ -74,46 +72,41 @@ class PrefixFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
-    """swapped: to host memory; otherwise num_lost_tokens are computed again."""
+    """A sequence lost its row to another request."""
 
     request_id: str
     for_request_id: str
-    num_lost_tokens: int
-    swapped: bool = False
+    num_lost_tokens: int  # tokens to recompute
+    swapped: bool = False  # whether the blocks were copied to host memory instead
 
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """A request ended, with the last of its sequences. num_output_tokens: of all of them.
+    """A request ended, with the last of its sequences.
 
-    Of a beam search what its client is told: tokens and number of its results, and how the best of
-    them ended. told_at_once: it was told nothing before.
+    For a beam search, the numbers and the reason cover the returned beams only.
     """
 
     request_id: str
     reason: str
-    num_output_tokens: int
+    num_output_tokens: int  # output tokens of all sequences
     num_sequences: int = 1
-    told_at_once: bool = False
+    told_at_once: bool = False  # whether the client got all output at the end
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped(Event):
-    """A result was taken. rows: [N] those that got a token, in the numbering of `Admitted.row`,
-    also of sequences which this very step ended. num_tokens: that the step computed; num_guessed:
-    guesses among them, of num_drafts rows; accepted_at: how many rows got a token besides because
-    their first guess was right, their second, and so on. duration_s: of the step on the device
-    side."""
+    """The result of a step was taken."""
 
     step_id: int
-    rows: Int32
-    num_tokens: int
-    duration_s: float
-    num_drafts: int = 0
-    num_guessed: int = 0
-    accepted_at: tuple[int, ...] = ()
+    rows: Int32  # [N] rows that got a token, numbered as in `Admitted.row`
+    num_tokens: int  # tokens that the step computed
+    duration_s: float  # duration on the device's side
+    num_drafts: int = 0  # rows with draft tokens
+    num_guessed: int = 0  # draft tokens among num_tokens
+    accepted_at: tuple[int, ...] = ()  # rows that accepted the first draft token, the second, ...
 
     @property
     def num_accepted(self) -> int:
-        """Tokens that came because guesses were right."""
+        """Accepted draft tokens of all rows."""
         return sum(self.accepted_at)

@@ -1,8 +1,8 @@
 """Durable writes of files, and the folder of the user's caches.
 
-`os.write` may write a part of what it is given and report no error: so does a disk with room for
-that part alone. Code that ignores the count then replaces a whole file with a cut one. A durable
-write leaves the old contents or the new ones, even if the disk is full or the process is killed.
+`os.write` may write only a part of the data and report no error, for example on a full disk. Code
+that ignores the count then replaces a whole file with a truncated one. A durable write leaves the
+old or the new contents, even if the disk is full or the process is killed.
 """
 
 import contextlib
@@ -11,18 +11,19 @@ from pathlib import Path
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of the data at the descriptor's position. Raises OSError; then a part of the data
-    may be in the file."""
+    """Write all data at the descriptor's position.
+
+    Raises OSError; the file may then hold a part of the data."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[os.write(fd, rest) :]
 
 
 def replace_file(path: Path, data: bytes, temporary: Path, mode: int = 0o600) -> None:
-    """Replace a file, which is on the disk when this returns.
+    """Replace a file durably: it is on the disk when this returns.
 
-    temporary: an unused path in the same directory. Raises OSError; then `path` has its old
-    contents, or the new ones if only the directory could not be synced, and `temporary` is gone.
+    temporary: an unused path in the same directory, removed on failure. Raises OSError. Then `path`
+    has its old contents, or the new ones if only the sync of the directory failed.
     """
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -40,7 +41,7 @@ def replace_file(path: Path, data: bytes, temporary: Path, mode: int = 0o600) ->
 
 
 def _sync_directory(directory: Path) -> None:
-    """Have the disk hold the names in a directory."""
+    """Sync the names in a directory to the disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -49,6 +50,6 @@ def _sync_directory(directory: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """Return the directory of one of quire's caches; it need not exist."""
+    """Return the directory of one of quire's caches, which may not exist."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "quire" / name

@@ -1,34 +1,33 @@
-"""What the planning half of the KV tiers and the moving half of a store say to each other.
+"""Messages between the scheduler's KV tiers and the workers of stores.
 
-A store keeps blocks outside of this process: a directory, a server. A block is named by its cache
-group and the digest of its tokens' chain (`kv/digest.py`); the digest's root covers the model's
+A store keeps blocks outside of this process, in a directory or on a server. A block's name is its
+cache group and the digest of its token chain (`kv/digest.py`). The digest's root covers the model's
 fingerprint and the salt, so equal names mean equal contents.
 
-Orders go to a store's worker, and each is answered once. Answers are control messages: they come
-through the second door, so that they can be recorded and replayed. An answer has the ticket of its
-order; every order has another one.
+The scheduler sends orders to a store's worker, which answers each order once. Answers are control
+messages: they enter the scheduler through its door `control`, so they can be recorded and replayed.
+An answer carries its order's ticket, which is unique.
 """
 
 import msgspec
 
 BlockName = tuple[int, bytes]  # cache group, digest (32 bytes)
 Item = tuple[int, bytes, int]  # cache group, digest, host block
-KEEP_AT_END_S = 30.0  # for what is cached to be kept in stores when an engine ends
+KEEP_AT_END_S = 30.0  # time to write cached blocks to stores when an engine ends
 
 
 class LookUp(msgspec.Struct, frozen=True, tag=True):
-    """Order: which of these blocks does the store have? store: its number. wait_s: how long to look
-    again and again, as long as it has none."""
+    """Order: report which blocks the store has."""
 
-    store: int
+    store: int  # index of the store
     request_id: str
     names: tuple[BlockName, ...]
     ticket: int = 0
-    wait_s: float = 0.0
+    wait_s: float = 0.0  # time to repeat the look-up while the store has none of the blocks
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """Order: bring blocks into host blocks. Nobody else may use these before the answer."""
+    """Order: copy blocks from the store to host blocks, which are reserved until the answer."""
 
     store: int
     ticket: int
@@ -36,7 +35,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """Order: copy host blocks into the store. They must not change before the answer."""
+    """Order: copy host blocks to the store. They must not change before the answer."""
 
     store: int
     ticket: int
@@ -44,8 +43,8 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Remove(msgspec.Struct, frozen=True, tag=True):
-    """Order: these blocks may hold wrong numbers. Nobody is to find them any more, also not those
-    that `Keep` orders before this one are still to bring."""
+    """Order: remove blocks whose contents may be wrong, including blocks of earlier `Keep` orders
+    that are still being written."""
 
     store: int
     ticket: int
@@ -56,7 +55,7 @@ Order = LookUp | Fetch | Keep | Remove
 
 
 class LookedUp(msgspec.Struct, frozen=True, tag=True):
-    """Control: what a look-up found, in the order of its names. It is no promise: a block may be
+    """Control: the result of a look-up, in the order of its names. A block that was found may be
     gone when it is fetched."""
 
     store: int
@@ -66,39 +65,32 @@ class LookedUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """Control: what a fetch brought, in the order of its items.
-
-    ok: the host block holds that block's bytes; if False, it was not written. num_bytes: of all
-    that are ok. duration_s: from the first read on, without waiting; 0.0 if nothing was read.
-    """
+    """Control: the result of a fetch, in the order of its items."""
 
     store: int
     ticket: int
-    ok: list[bool]
-    num_bytes: int
-    duration_s: float
+    ok: list[bool]  # whether the host block now holds the block; False if it was not written
+    num_bytes: int  # bytes of all blocks that are ok
+    duration_s: float  # time since the first read, without waiting; 0.0 without reads
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """Control: what the store keeps now, in the order of the items; as in `Fetched`. num_bytes: of
-    those that were written, which leaves out what the store had already. is_lasting: not only until
-    host memory loses them."""
+    """Control: the result of a `Keep` order, in the order of its items."""
 
     store: int
     ticket: int
-    ok: list[bool]
-    num_bytes: int
+    ok: list[bool]  # whether the store has the block now
+    num_bytes: int  # bytes written, without blocks that the store had already
     duration_s: float
-    is_lasting: bool = True
+    is_lasting: bool = True  # whether blocks outlive their copies in host memory
 
 
 class Removed(msgspec.Struct, frozen=True, tag=True):
-    """Control: what the store has removed, or never had, in the order of the names. This engine
-    does not use the others either, until they are put there anew."""
+    """Control: the result of a `Remove` order, in the order of its names."""
 
     store: int
     ticket: int
-    ok: list[bool]
+    ok: list[bool]  # True if the store lacks the block; the engine ignores others until rewritten
 
 
 Answer = LookedUp | Fetched | Kept | Removed

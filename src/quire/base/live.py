@@ -1,7 +1,7 @@
-"""What an engine is doing at one moment, for those who watch it: numbers and ids, never a text.
+"""A snapshot of an engine for observers: numbers and ids, never text.
 
-A request is told by its number, which goes up with arrival, so that blocks of one request can be
-drawn alike for as long as it lives.
+Each request has a number that increases with arrival. A request's blocks keep its number, so that
+they can be drawn in one colour.
 """
 
 import msgspec
@@ -14,38 +14,34 @@ NOBODY = -1
 
 
 class BlockMap(msgspec.Struct, frozen=True):
-    """The KV blocks of one cache group.
-
-    owners: [B] number of the oldest request that holds the block, or NOBODY; sharers: [B] how many
-    hold it; states: [B] FREE; CACHED: nobody holds it, but the prefix cache knows it; USED; PINNED:
-    a pinned prefix holds it, perhaps with others; HELD: a held request does, or a fork that waits.
-    """
+    """The KV blocks of one cache group; B is the number of blocks."""
 
     kind: str
-    owners: Int32
-    sharers: Int32
+    owners: Int32  # [B] number of the oldest request that holds the block, or NOBODY
+    sharers: Int32  # [B] number of requests that hold the block
+    # [B] FREE; CACHED: only the prefix cache knows it; USED: a request holds it. PINNED: a pinned
+    # prefix holds it, perhaps with requests. HELD: a retained request or a waiting fork holds it.
     states: Int32
 
 
 class RunningRow(msgspec.Struct, frozen=True):
-    """A sequence that holds a row. index: which of its request's. num_known_tokens: prompt and
-    output; num_blocks: of the largest of its tables."""
+    """A sequence that holds a row."""
 
     id: str
     number: int
-    index: int
+    index: int  # number of the sequence in its request
     num_prompt_tokens: int
     num_computed_tokens: int
-    num_known_tokens: int
+    num_known_tokens: int  # prompt and output
     limit: int
     num_cached_tokens: int
     num_preemptions: int
-    num_blocks: int
+    num_blocks: int  # blocks of its largest block table
     tenant: str
 
 
 class WaitingRow(msgspec.Struct, frozen=True):
-    """A sequence that waits. reason: a key of REASONS."""
+    """A sequence that waits."""
 
     id: str
     number: int
@@ -54,39 +50,37 @@ class WaitingRow(msgspec.Struct, frozen=True):
     num_preemptions: int
     is_swapped: bool
     arrival_s: float
-    reason: str
+    reason: str  # a key of REASONS
     tenant: str
 
 
 class PinnedRow(msgspec.Struct, frozen=True):
-    """A prefix that is pinned and computed. num_blocks: of the largest of its tables."""
+    """A pinned prefix whose blocks are computed."""
 
     id: str
     num_tokens: int
-    num_blocks: int
+    num_blocks: int  # blocks of its largest block table
     num_hits: int
     tenant: str
 
 
 class HeldRow(msgspec.Struct, frozen=True):
-    """A sequence of a request that has ended and is held. num_blocks: 0 if they were given up;
-    ends_s: when it is let go, on the clock of the frames."""
+    """A sequence of a retained request."""
 
     id: str
     index: int
     num_tokens: int
-    num_blocks: int
-    ends_s: float
+    num_blocks: int  # 0 if its blocks were dropped
+    ends_s: float  # time of its release, on the frames' clock
     tenant: str
 
 
 class HostMemory(msgspec.Struct, frozen=True):
-    """Blocks of host memory, over all cache groups. num_swapped: of sequences that gave way, or in
-    use by a plan; num_cached: evicted by the device and still known."""
+    """Blocks of host memory, over all cache groups."""
 
     num_blocks: int
-    num_swapped: int
-    num_cached: int
+    num_swapped: int  # blocks of preempted sequences, or in use by a plan
+    num_cached: int  # blocks that the device evicted and that can still be found
 
 
 REASONS = {
@@ -104,53 +98,51 @@ REASONS = {
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """A step whose result is in. prefill_tokens: of rows that compute more than one token;
-    decode_tokens: of the others; num_sampled: tokens that came out of it."""
+    """A step whose result arrived."""
 
     number: int
     at_s: float
-    prefill_tokens: int
-    decode_tokens: int
-    num_sampled: int
+    prefill_tokens: int  # tokens of rows that compute more than one token
+    decode_tokens: int  # tokens of the other rows
+    num_sampled: int  # tokens that the step sampled
     duration_s: float
 
 
 class BlockEvent(msgspec.Struct, frozen=True):
-    """What happened to a block. kind: hit, copy, swap_out or load; block: of the device."""
+    """An event that concerned one block."""
 
     number: int
-    kind: str
+    kind: str  # hit, copy, swap_out or load
     group: int
-    block: int
+    block: int  # block of the device
 
 
 class LiveState(msgspec.Struct, frozen=True):
-    """What the scheduler holds. waiting: the first ones; num_waiting: all that wait in the queue or
-    for what they lack. held: the first ones; num_held: all. num_evicted: blocks that have lost
-    their name since the start."""
+    """The state of the scheduler."""
 
     groups: list[BlockMap]
     running: list[RunningRow]
-    waiting: list[WaitingRow]
-    num_waiting: int
+    waiting: list[WaitingRow]  # the first waiting sequences
+    num_waiting: int  # all sequences that are queued or parked
     pinned: list[PinnedRow]
-    held: list[HeldRow]
-    num_held: int
+    held: list[HeldRow]  # the first retained sequences
+    num_held: int  # all retained sequences
     host: HostMemory
     num_rows: int
     block_size: int
     token_budget: int
-    num_evicted: int
+    num_evicted: int  # evicted blocks since the start
 
 
 class LiveFrame(msgspec.Struct, frozen=True):
-    """One frame. number: goes up with each that is made. steps, events: the last ones, by their
-    numbers, so that who has missed a frame may still know them. counts: what happened since
-    somebody began to watch, by kind of event."""
+    """One frame of the live view.
 
-    number: int
+    Steps and events are numbered, and a frame holds the last of them, so that an observer may miss
+    frames."""
+
+    number: int  # increases with each frame
     at_s: float
     state: LiveState
     steps: list[StepRow]
     events: list[BlockEvent]
-    counts: dict[str, int]
+    counts: dict[str, int]  # events by kind since the first observer began to watch

@@ -1,4 +1,4 @@
-"""Which tokens a step's rows may choose, made on other threads while the step runs."""
+"""Masks of the tokens that a step's rows may choose, computed by other threads during the step."""
 
 import threading
 from collections.abc import Callable
@@ -11,30 +11,28 @@ from quire.base.plan import Int32
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """rows: [M], a plan's masked_rows. words: [M, positions, ceil(vocabulary / 32)]: bit t % 32 of
-    word t // 32 says that token t may be chosen at this position; a row of ones allows everything.
-    errors: of rows whose grammar cannot go on, what the matter is; nothing is allowed there.
+    """The masks of one plan, by row and position.
 
-    Position 0 is behind a row's last known token, position i behind its i-th guess; there are as
-    many as the row with most guesses has. Where a row has no such guess, cannot have sampled it, or
-    its grammar cannot go on, nothing is allowed: its guesses end there, and it has no error.
-
-    A mask is found by its row and position, never by its place in a step's lists.
+    Position 0 follows a row's last known token; position i follows its i-th draft token. The number
+    of positions is that of the row with the most draft tokens. A mask without any allowed token
+    ends the acceptance of draft tokens, without an error. A row has such a mask at positions after
+    its draft tokens, after a draft token that the grammar rejects, and after a dead end.
     """
 
-    rows: Int32
+    rows: Int32  # [M] the plan's masked_rows
+    # [M, positions, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 allows token t
     words: Int32
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)  # by row, if its grammar cannot continue
 
     def of(self, rows: Int32) -> Int32:
-        """Return the words of these of the rows, in their order, [M, positions, W]."""
+        """Return the words of these rows in this order, [len(rows), positions, W]."""
         order = np.argsort(self.rows, kind="stable")
         return self.words[order[np.searchsorted(self.rows, rows, sorter=order)]]
 
 
 class MaskPromise:
-    """The masks of one plan. Put once, by the thread that makes them; waited for by the one that
-    samples, also several times if the plan is repeated in parts."""
+    """The future masks of one plan. One thread puts them once. The sampling thread waits for them,
+    several times if the plan is repeated in parts."""
 
     def __init__(self) -> None:
         self._is_there = threading.Event()
@@ -50,7 +48,7 @@ class MaskPromise:
             listener(masks)
 
     def then(self, listener: Callable[[TokenMasks], None]) -> None:
-        """Call this with the masks: now, if they are there, or else on the thread that puts
+        """Call the listener with the masks: now if they are there, else on the thread that puts
         them."""
         with self._lock:
             masks = self._masks
@@ -64,7 +62,7 @@ class MaskPromise:
         return self._is_there.is_set()
 
     def wait(self) -> TokenMasks:
-        """Return the masks, when they are there."""
+        """Wait for the masks and return them."""
         self._is_there.wait()
         assert self._masks is not None
         return self._masks

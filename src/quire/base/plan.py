@@ -1,16 +1,17 @@
 """A step as data: `Plan` goes to the executor, `StepResult` comes back. Both are frozen.
 
-Shape legend: S scheduled rows, N sampling rows, W block-table writes, C candidates, k the most
-draft tokens of a row. A plan is applied in this order: released, started, forked, truncated, host
-tokens, block writes, moves (swap out, load, copy), encoder, forward pass, sampling, counters. Input
-ids, positions, lengths and slots are derived on the device from the rows. Arrays are never written
-after they were handed over.
+Shapes: S scheduled rows, N sampling rows, M rows with a mask, W block-table writes, C candidates, k
+maximum draft tokens per row. Arrays are never changed after they are handed over.
 
-A model in stages samples on the last one alone. So a plan for several says of each row all that the
-others may not know: `computed_bound` is exact, and `last_ids` is the last known token that the row
-computes; after it there are only draft tokens. Those before it came with earlier plans.
+Order of execution: released, started, forked, truncated, host tokens, block writes, moves (swap
+out, load, copy), encoder, forward pass, sampling, counters. The device derives
+input ids, positions, lengths and slots from the rows.
 
-Between two steps a draft model gets a `DraftOrder`, and returns a `DraftAnswer`.
+In a pipeline only the last stage samples. So a plan for several stages contains the data that the
+other stages need. `computed_bound` is exact, and `last_ids` holds the last known token that each
+row computes. Only draft tokens follow this token; earlier plans brought the tokens before it.
+
+Between two steps a draft model gets a `DraftOrder` and returns a `DraftAnswer`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,23 +34,18 @@ def _no_ints() -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A sequence takes a row: its known tokens, how many of them are computed, how it samples.
-
-    num_prompt_tokens: tokens of the request's prompt (those after it count as output).
-    seed: 64 bits; with the sample index and the position it determines all randomness.
-    media: the items of its prompt, without pixels, in the order of the prompt. Recordings omit it
-    where there are none.
-    """
+    """A sequence takes a row."""
 
     row: int
-    token_ids: Int32
+    token_ids: Int32  # known tokens
     num_computed_tokens: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # known tokens that belong to the prompt; later ones are output
     params: SamplingParams
-    seed: int
+    seed: int  # 64 bits; determines all randomness, with sample_index and position
     sample_index: int = 0
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    # items of the prompt in order, without pixels; recordings omit an empty tuple
     media: tuple[MediaItem, ...] = field(default=(), metadata={"is_omitted": True})
 
 
@@ -57,8 +53,8 @@ class RowStart:
 class RowFork:
     """A child takes a row as a copy of its parent's: tokens, counters, block tables, sampling.
 
-    A child that is not among the plan's rows samples from its parent's logits (`Plan.sources`) and
-    has computed what its parent has when the step is over.
+    A child that is not one of the plan's rows samples from its parent's logits (`Plan.sources`).
+    After the step it has computed as many tokens as its parent.
     """
 
     parent: int
@@ -68,8 +64,8 @@ class RowFork:
 
 @dataclass(frozen=True, slots=True)
 class HostTokens:
-    """Tokens that the host writes into a row that has already started: a piece of its prompt, or
-    the token that a beam search chose."""
+    """Tokens that the host writes into a started row: a piece of its prompt, or the token that a
+    beam search chose."""
 
     row: int
     position: int
@@ -79,10 +75,11 @@ class HostTokens:
 
 @dataclass(frozen=True, slots=True)
 class RowDraft:
-    """Guesses at what follows a row's known tokens, [k]. The row computes them with its last known
-    token, and samples at each; what it samples counts up to the first that is not the guess. Those
-    that the device makes itself (`Plan.is_guessing`) follow its last token, whether the host knows
-    it or not."""
+    """Draft tokens after a row's known tokens, [k].
+
+    The row computes them together with its last known token and samples at each. Sampled tokens
+    count up to the first that differs from its draft token. Draft tokens of the device itself
+    (`Plan.is_guessing`) follow the row's last token, even if the host does not know that token."""
 
     row: int
     token_ids: Int32
@@ -106,7 +103,7 @@ class MoveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copies of whole blocks within a group. kind: may be given by its word."""
+    """Copies of whole blocks within a cache group. `kind` may be given as a string."""
 
     kind: MoveKind
     group: int
@@ -119,17 +116,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. `rows` are row numbers; the sampling rows are `sample_rows`: some of them, and rows
-    that are forked from some of them."""
+    """One step. `sample_rows` are scheduled rows, or forks of scheduled rows."""
 
     step_id: int
     rows: Int32 = field(default_factory=_no_ints)  # [S]
     num_tokens: Int32 = field(default_factory=_no_ints)  # [S]
-    computed_bound: Int32 = field(default_factory=_no_ints)  # [S] upper bound before the step
+    computed_bound: Int32 = field(default_factory=_no_ints)  # [S] bound on computed tokens before
     sample_rows: Int32 = field(default_factory=_no_ints)  # [N]
-    num_candidates: Int32 = field(default_factory=_no_ints)  # [N] -1 none, 0.. logprobs wanted
-    sources: Int32 = field(default_factory=_no_ints)  # [N] whose logits; empty: each its own
-    masked_rows: Int32 = field(default_factory=_no_ints)  # [M] those of sample_rows with a grammar
+    num_candidates: Int32 = field(default_factory=_no_ints)  # [N] -1 none, else number of logprobs
+    sources: Int32 = field(default_factory=_no_ints)  # [N] rows of the logits; empty: sample_rows
+    masked_rows: Int32 = field(default_factory=_no_ints)  # [M] sampling rows with a grammar
     started: tuple[RowStart, ...] = ()
     forked: tuple[RowFork, ...] = ()
     truncated: tuple[tuple[int, int], ...] = ()  # (row, tokens that remain)
@@ -137,15 +133,15 @@ class Plan:
     host_tokens: tuple[HostTokens, ...] = ()
     block_writes: BlockWrites = field(default_factory=BlockWrites)
     moves: tuple[Move, ...] = ()
-    drafts: tuple[RowDraft, ...] = ()  # of some of sample_rows; num_tokens counts them
-    is_guessing: bool = False  # the device makes these guesses, in the place of their ids
-    last_ids: Int32 = field(default_factory=_no_ints)  # [S] empty: one stage; see below
+    drafts: tuple[RowDraft, ...] = ()  # for some of sample_rows; included in num_tokens
+    is_guessing: bool = False  # whether the device proposes the draft tokens; their ids are unset
+    last_ids: Int32 = field(default_factory=_no_ints)  # [S] see above; empty with one stage
     encoder_inputs: tuple[EncoderInput, ...] = ()
     encoder_reads: tuple[EncoderRead, ...] = ()
 
     @property
     def num_drafts(self) -> Int32:
-        """[S] how many of a row's tokens, at the end, are guesses."""
+        """[S] draft tokens among each row's num_tokens; they come last."""
         if not self.drafts:
             return np.zeros(len(self.rows), np.int32)
         counts = dict.fromkeys(self.rows.tolist(), 0)
@@ -154,13 +150,13 @@ class Plan:
 
     @property
     def last_positions(self) -> Int32:
-        """[S] where last_ids stand in their rows."""
+        """[S] positions of last_ids in their rows."""
         found: Int32 = self.computed_bound + self.num_tokens - self.num_drafts - 1
         return found
 
     @property
     def without_drafts(self) -> "Plan":
-        """Return the plan as it would be if nothing had been guessed."""
+        """Return the plan without its draft tokens."""
         if not self.drafts:
             return self
         num_tokens = self.num_tokens - self.num_drafts
@@ -168,8 +164,8 @@ class Plan:
 
     @property
     def new_forks(self) -> tuple[RowFork, ...]:
-        """Forks whose child is not scheduled but samples: it begins where its parent's step ends.
-        Other forks copy a row as it was before the step."""
+        """Forks whose child samples without being scheduled: it starts after its parent's step.
+        Other forks copy the row's state before the step."""
         if not self.forked:
             return ()
         new = set(self.sample_rows.tolist()) - set(self.rows.tolist())
@@ -177,7 +173,7 @@ class Plan:
 
     @property
     def idle_rows(self) -> list[int]:
-        """Rows that start with it and compute nothing yet."""
+        """Rows that start with this plan and compute nothing in it."""
         if not self.started:
             return []
         busy = set(self.rows.tolist())
@@ -190,7 +186,7 @@ class Plan:
 
     @property
     def sample_places(self) -> npt.NDArray[np.intp]:
-        """[N] which of the scheduled rows they are."""
+        """[N] indices of sample_sources in `rows`."""
         order = np.argsort(self.rows, kind="stable")
         return order[np.searchsorted(self.rows, self.sample_sources, sorter=order)]
 
@@ -201,70 +197,52 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Log-probabilities of one position: the chosen token first, then the most probable ones.
+    """Log-probabilities of one position: the chosen token first, then the most probable ones."""
 
-    token_ids and logprobs: [1 + C]; rank: of the chosen token, 1 is the most probable.
-    """
-
-    token_ids: Int32
-    logprobs: Float32
-    rank: int
+    token_ids: Int32  # [1 + C]
+    logprobs: Float32  # [1 + C]
+    rank: int  # rank of the chosen token; 1 for the most probable one
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave.
-
-    token_ids: [N, 1 + drafts], of which num_accepted [N] are valid from the left: one, and one more
-    for each guess that was right.
-    candidates: sampling row -> Candidates of its first token, for those that asked for logprobs;
-    more_candidates: of its others.
-    prompt_candidates: row -> Candidates of the prompt positions that this step computed, in order;
-    the first is for the position after the first computed one.
-    row_errors: row -> what went wrong with it; unservable_rows: those of them whose request leaves
-    no token to choose, which is no fault of the step. error: the step failed as a whole, nothing of
-    it counts. lost_swaps: what the plan was to copy to host memory is not there.
-    pooled: sampling row -> the numbers that its prompt came to, of a model that pools; its token
-    says nothing then.
-    """
+    """The result of a step. Dictionaries are by row; sampling rows may be forks."""
 
     step_id: int
-    token_ids: Int32
-    num_accepted: Int32
-    candidates: dict[int, Candidates] = field(default_factory=dict)
+    token_ids: Int32  # [N, 1 + drafts]
+    num_accepted: Int32  # [N] valid token_ids from the left: one, plus accepted draft tokens
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # of first tokens, if requested
+    # Candidates of the prompt positions that the step computed, in order; the first entry belongs
+    # to the position after the first computed one
     prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
     row_errors: dict[int, str] = field(default_factory=dict)
     duration_s: float = 0.0
-    error: str | None = None
-    unservable_rows: tuple[int, ...] = ()
-    lost_swaps: bool = False
-    more_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
-    pooled: dict[int, Float64] = field(default_factory=dict)
+    error: str | None = None  # failure of the whole step, which makes the result void
+    unservable_rows: tuple[int, ...] = ()  # rows whose request allows no token: not a step's fault
+    lost_swaps: bool = False  # whether the plan's copies to host memory failed
+    more_candidates: dict[int, list[Candidates]] = field(default_factory=dict)  # of later tokens
+    pooled: dict[int, Float64] = field(default_factory=dict)  # pooled outputs; tokens mean nothing
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """The drafter computes tokens of some rows of the last step, and drafts for some of them.
+    """Order to the drafter: compute tokens of the last step's rows, and draft for some rows.
 
-    rows: [S]. first, num_tokens: [S] the position of the first token and how many there are, one
-    at least. num_known: [S] tokens that the row has; guesses are what follows them. num_guesses:
-    [S] where it is not 0, the tokens are all up to the last that the drafter can compute. capacity:
-    [S] tokens that the row's own blocks hold. read_from: [S] which token of the last step the first
-    one was.
+    If a row's num_guesses is not 0, its tokens reach the last one that the drafter can compute.
     """
 
-    rows: Int32
-    first: Int32
-    num_tokens: Int32
-    num_known: Int32
-    num_guesses: Int32
-    capacity: Int32
-    read_from: Int32
+    rows: Int32  # [S]
+    first: Int32  # [S] position of the first token to compute
+    num_tokens: Int32  # [S] number of tokens to compute, at least 1
+    num_known: Int32  # [S] tokens of the row; draft tokens follow them
+    num_guesses: Int32  # [S] draft tokens to propose
+    capacity: Int32  # [S] tokens for which the row's own blocks have room
+    read_from: Int32  # [S] index of the first token within the row's part of the last step
 
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """token_ids: [S, k] draft tokens, -1 where there is none."""
+    """The drafter's answer."""
 
-    token_ids: Int32
+    token_ids: Int32  # [S, k] draft tokens; -1 for none
     duration_s: float

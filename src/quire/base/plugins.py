@@ -1,7 +1,7 @@
-"""Find classes by entry points, of `quire.plugins` and of packages; see docs/extend/README.md.
+"""Find plug-ins: classes that entry points of quire and of packages name (docs/extend/README.md).
 
 A built-in name always means the built-in class. Entry points are read only for other names, so
-plug-ins cost nothing unless one is used.
+unused plug-ins cost nothing.
 """
 
 import logging
@@ -20,18 +20,13 @@ logger = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class PluginKind:
-    """Something that a package may bring.
+    """A kind of class that a package may provide."""
 
-    group: of the entry points, each of which names a class. noun: what messages call it. methods:
-    what the class must have: all of it, or with any_of at least one. error: what is raised if it
-    cannot be had.
-    """
-
-    group: str
-    noun: str
-    methods: tuple[str, ...]
-    error: type[QuireError] = ConfigError
-    any_of: bool = False
+    group: str  # name of the entry points' group
+    noun: str  # name in messages
+    methods: tuple[str, ...]  # required methods
+    error: type[QuireError] = ConfigError  # raised if the class is missing or unusable
+    any_of: bool = False  # whether one of the methods is enough
 
 
 POLICIES = PluginKind(
@@ -71,19 +66,19 @@ KINDS = (
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:
-    """List names for messages: those built in, then what installed packages bring."""
+    """Return the names for messages: built-in names, then the names of installed packages."""
     ours = tuple(built_in)
     found = [f"{point.name} (of {_package(point)})" for point in _entry_points(kind, ours)]
     return ", ".join([*ours, *found])
 
 
 def is_installed(kind: PluginKind, name: str, built_in: Iterable[str]) -> bool:
-    """Tell whether a package brings this name. It is not imported."""
+    """Return whether a package provides this name, without importing the package."""
     return any(point.name == name for point in _entry_points(kind, tuple(built_in)))
 
 
 def installed() -> list[tuple[str, str, str]]:
-    """List what other packages bring, as (name, noun, package with version). Imports nothing."""
+    """Return other packages' plug-ins as (name, noun, package with version). Imports nothing."""
     from importlib.metadata import entry_points
 
     return [
@@ -95,9 +90,10 @@ def installed() -> list[tuple[str, str, str]]:
 
 
 def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[Any]:
-    """Return the class that a package brings under this name, which is none of the built-in ones.
+    """Return a package's class by its name, which is not a built-in name.
 
-    Raises the kind's error if there is none, if two packages bring one, or if it cannot be used.
+    Raises the kind's error if no package or several packages provide the name, or if the class is
+    unusable.
     """
     ours = tuple(built_in)
     found = [point for point in _entry_points(kind, ours) if point.name == name]
@@ -107,25 +103,25 @@ def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[An
         packages = " and ".join(_package(point) for point in found)
         raise kind.error(f"{packages} both provide a {kind.noun} {name!r}; uninstall one of them.")
     [point] = found
-    whose = f"the {kind.noun} {name!r} of the package {_package(point)}, {point.value},"
+    plugin = f"the {kind.noun} {name!r} of the package {_package(point)}, {point.value},"
     try:
         loaded = point.load()
     except MissingDependency:
         raise
     except Exception as error:
         raise kind.error(
-            f"{whose} cannot be imported: {type(error).__name__}: {error}. Repair the package, or"
+            f"{plugin} cannot be imported: {type(error).__name__}: {error}. Repair the package, or"
             " use another."
         ) from error
     reason = _why_not(kind, loaded)
     if reason is not None:
-        raise kind.error(f"{whose} cannot be used: {reason}.")
+        raise kind.error(f"{plugin} cannot be used: {reason}.")
     found_class: type[Any] = loaded
     return found_class
 
 
 def _why_not(kind: PluginKind, loaded: Any) -> str | None:
-    """Say why what an entry point names is not of this kind; None if it is."""
+    """Return why an entry point's object is not of this kind; None if it is."""
     if not isinstance(loaded, type):
         return f"it must be a class, and is a {type(loaded).__name__}"
     missing = [name for name in kind.methods if not callable(getattr(loaded, name, None))]
@@ -135,8 +131,8 @@ def _why_not(kind: PluginKind, loaded: Any) -> str | None:
 
 
 def _entry_points(kind: PluginKind, built_in: tuple[str, ...]) -> "list[EntryPoint]":
-    """Return those of installed packages by name, but for built-in names, of which it warns."""
-    from importlib.metadata import entry_points  # takes 20 ms, by those who need it only
+    """Return installed entry points by name; warn about built-in names and omit them."""
+    from importlib.metadata import entry_points  # imported late, because it takes 20 ms
 
     found = []
     for point in sorted(entry_points(group=kind.group), key=lambda point: point.name):

@@ -1,8 +1,8 @@
-"""What a step gave: one type, from the scheduler over the wire to the client.
+"""Outputs of a step: one type, from the scheduler over the wire to the client.
 
-In steady decode each sequence has a token and nothing else to tell. These are two columns, in which
-a sequence is its row. Who has more to tell, such as an end or log-probabilities, has an entry of
-its own instead. A token's way:
+In steady decode each sequence has one token and no other output. Such sequences are entries in two
+columns, named by their row. A sequence with other output, such as an end or log-probabilities, has
+a `SequenceUpdate` instead. The way of a token:
 
     StepResult       the device's answer                             runner/steps.py
       StepOutputs    made by the fourth door                         scheduler/core/step_results.py
@@ -23,37 +23,33 @@ from quire.base.settings.kv_transfer import HandedOver
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
-    """What went wrong with a request. code: for programs (base/errors.py)."""
+    """The failure of a request. `code` is for programs (base/errors.py)."""
 
     code: str
     message: str
 
     @classmethod
     def of_request(cls, message: str) -> Self:
-        """Return the failure of a request that asks for what cannot be done."""
+        """Return the failure of a request that cannot be satisfied."""
         is_grammar = message.startswith(GRAMMAR_FAULT)
         return cls(GRAMMAR_FAILED if is_grammar else REQUEST_FAILED, message)
 
 
 class Finish(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How a sequence ended.
+    """The end of a sequence."""
 
-    reason: stop, length, abort, error, timeout, pinned or repetition. stop_reason: the stop token
-    that ended it, or the stop string, which only the client sees; None for end of sequence. error:
-    of `error` and `timeout`.
-    """
-
-    reason: str
+    reason: str  # stop, length, abort, error, timeout, pinned or repetition
+    # stop token id, or the stop string, which only the client can set; None for an end token
     stop_reason: int | str | None = None
-    error: Failure | None = None
+    error: Failure | None = None  # set for the reasons error and timeout
 
 
-# Of all sequences of a request that somebody else than its client has ended.
+# The end of a request that an operator, not its client, has cancelled.
 CANCELLED = Finish("abort", "cancelled")
 
 
 class BeamOutput(msgspec.Struct, frozen=True, gc=False):
-    """One result of a beam search; they come best first. score: what they are ordered by."""
+    """One result of a beam search; results are ordered by descending score."""
 
     token_ids: list[int]
     score: float
@@ -62,34 +58,28 @@ class BeamOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
-    """What one step gave one sequence of a request. index: which of the request's n it is.
+    """The output of one step for one sequence.
 
-    candidates: one for each of token_ids. beams: all results of a beam search, with which the
-    request has ended. prefix: what of the prompt was cached, once. num_guessed: guesses that it
-    tried in the step; those that were right are the tokens behind the first. pooled: what the
-    prompt came to, of a model that pools. handed_over: with the end, what of the prompt goes to
-    stores for another engine.
-
-    None can be part of a cycle, so the garbage collector need not look at them.
+    Updates cannot be part of a reference cycle, so the garbage collector ignores them.
     """
 
     request_id: str
-    index: int = 0
+    index: int = 0  # number of the sequence in its request
     token_ids: list[int] = []
     finish: Finish | None = None
-    candidates: list[Candidates] | None = None
+    candidates: list[Candidates] | None = None  # one entry for each of token_ids
     prompt_candidates: list[Candidates] | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    beams: list[BeamOutput] | None = None
-    prefix: PrefixReport | None = None
-    num_guessed: int = 0
-    pooled: Float64 | None = None
-    handed_over: HandedOver | None = None
+    beams: list[BeamOutput] | None = None  # all results of a beam search, which end its request
+    prefix: PrefixReport | None = None  # the prompt's prefix hit; sent once
+    num_guessed: int = 0  # verified draft tokens; accepted ones are token_ids after the first
+    pooled: Float64 | None = None  # pooled output of a pooling model's prompt
+    handed_over: HandedOver | None = None  # blocks for another engine; sent with the end
 
 
 class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Which sequence of a request is in a row, from this step on."""
+    """The sequence that holds a row from this step on."""
 
     row: int
     request_id: str
@@ -102,35 +92,30 @@ def _no_ints() -> Int32:
 
 
 class StepOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """What one step gave; to a client, what it gave this client's requests.
+    """The outputs of one step; a client gets only the outputs of its own requests."""
 
-    rows, token_ids: one token each for sequences that have nothing else to tell. names: of the rows
-    that somebody took with this step; of others a token is 8 bytes. details: of the sequences that
-    have more to tell than a token.
-    """
-
-    rows: Int32 = msgspec.field(default_factory=_no_ints)
-    token_ids: Int32 = msgspec.field(default_factory=_no_ints)
-    names: list[RowName] = []
-    details: list[SequenceUpdate] = []
+    rows: Int32 = msgspec.field(default_factory=_no_ints)  # sequences with one token and no more
+    token_ids: Int32 = msgspec.field(default_factory=_no_ints)  # their tokens, in parallel
+    names: list[RowName] = []  # rows that a sequence took in this step
+    details: list[SequenceUpdate] = []  # sequences with other output than one token
 
     def __bool__(self) -> bool:
         return bool(len(self.rows) or self.names or self.details)
 
     @property
     def finished(self) -> list[tuple[SequenceUpdate, Finish]]:
-        """The sequences that ended with it, and how."""
-        return [(told, told.finish) for told in self.details if told.finish is not None]
+        """The updates of sequences that ended, each with its end."""
+        return [(update, update.finish) for update in self.details if update.finish is not None]
 
 
 class StepReader:
-    """Knows who is in which row, from all outputs of one core in their order."""
+    """Tracks which sequence holds each row, from all outputs of one core in order."""
 
     def __init__(self) -> None:
         self._names: dict[int, RowName] = {}
 
     def tokens(self, outputs: StepOutputs) -> list[tuple[RowName, int]]:
-        """Return the tokens of those that have nothing else to tell, each with whose it is."""
+        """Return the tokens of sequences without other output, each with its sequence."""
         names = self._names
         for name in outputs.names:
             names[name.row] = name

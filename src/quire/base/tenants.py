@@ -1,11 +1,14 @@
-"""Whom a request is for, by a name that tells nothing secret: `key 1` is who brings the first of
-the server's API keys; without keys it is a digest of what clients call their user, or nothing."""
+"""Names of tenants, which reveal no secret.
+
+With API keys, `key 1` is the holder of the server's first key. Without keys, the name is a digest
+of the user that the client names, or empty.
+"""
 
 KEY = "key "
 
 
 def key_name(index: int) -> str:
-    """Return what the key at this place among the server's keys is called, everywhere."""
+    """Return the tenant's name for the key with this index."""
     return f"{KEY}{index + 1}"
 
 
@@ -14,5 +17,5 @@ def is_key(tenant: str) -> bool:
 
 
 def key_index(tenant: str) -> int:
-    """Return the place of a tenant's key; 0 for all tenants of a server without keys."""
+    """Return the index of a tenant's key; 0 for all tenants of a server without keys."""
     return int(tenant.removeprefix(KEY)) - 1 if is_key(tenant) else 0

@@ -1,4 +1,4 @@
-"""The model and the device of a command, found without loading the model."""
+"""Find the model and the device of a command, and check its settings, before a model is loaded."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,8 @@ DEVICE_HELP = (
 
 
 def find_config(model: ModelConfig) -> "ModelSource":
-    """Find a model's config, which may also be given as a file. Raises ModelNotFound."""
+    """Return the source of a model's config; a path of config.json works too. Raises
+    ModelNotFound."""
     from quire.models.checkpoint.source import CONFIG_ONLY, ModelSource, resolve_source
 
     path = Path(model.model)
@@ -34,8 +35,10 @@ def find_config(model: ModelConfig) -> "ModelSource":
 
 
 def check_asked(arguments: argparse.Namespace, *, is_chat: bool) -> None:
-    """Check all that can be known before a model is loaded in this process: settings, sampling
-    options, the model's config, and for conversations its chat template. Raises QuireError."""
+    """Check a command's input as far as possible before its model is loaded in this process.
+
+    The checks cover settings, sampling options and the model's config; for conversations also the
+    chat template. Raises QuireError."""
     from quire.base.requests.sampling_params import SamplingParams
     from quire.engine.start.preflight import check_before_loading, check_conversations
     from quire.models.checkpoint.source import resolve_source
@@ -49,7 +52,7 @@ def check_asked(arguments: argparse.Namespace, *, is_chat: bool) -> None:
 
 
 def find_device(name: str) -> "Device":
-    """Describe this machine, or any other. Raises ConfigError for one that is not known."""
+    """Return this machine's device, or a named device. Raises ConfigError for an unknown one."""
     from quire.runner.memory_plan import available_cpu_bytes
     from quire.tools.devices import CPU, GPU, Device, find_gpu
 

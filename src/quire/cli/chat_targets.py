@@ -1,6 +1,6 @@
-"""What `quire chat` talks to: a model in this process, or a server.
+"""Targets of `quire chat`: a model in this process, or a server.
 
-Both answer a conversation in pieces and tell how many tokens it has.
+Both stream answers and count the tokens of a conversation.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 Content = str | list[dict[str, Any]]  # a text, or parts with images
 Messages = list[dict[str, Any]]
-LOOK_S = 0.1  # between two looks at whether a person wants no more
+LOOK_S = 0.1  # interval between two checks whether the user stopped the answer
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of an answer. finish_reason: with the last piece."""
+    """A chunk of an answer. `finish_reason` comes with the last chunk."""
 
     text: str
     finish_reason: str | None = None
@@ -31,13 +31,12 @@ class Piece:
 
 class ChatTarget(Protocol):
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
-        """Yield the answer, until it ends or `is_enough`. Raises RequestError, EngineError,
-        HttpError."""
+        """Yield the answer until it ends or `is_enough` returns True. Raises RequestError,
+        EngineError and HttpError."""
         ...
 
     def size(self, messages: Messages) -> tuple[int, int] | None:
-        """Count the tokens of the conversation, and of the longest context; None if nobody
-        knows."""
+        """Return the tokens of a conversation with the context's length; None if unknown."""
         ...
 
     def close(self) -> None: ...
@@ -75,10 +74,11 @@ class ModelTarget:
 
 
 class ServerTarget:
-    """A server that speaks OpenAI's HTTP API.
+    """A server with OpenAI's HTTP API.
 
-    model: its first one if None. sampling: fields of the request. Raises HttpError if it does not
-    answer.
+    model: name of the model; None for the server's first one.
+    sampling: fields of the request.
+    Raises HttpError if the server does not answer.
     """
 
     def __init__(self, url: str, key: str | None, model: str | None, sampling: dict[str, Any]):
@@ -105,7 +105,7 @@ class ServerTarget:
             self._runner.run(events.aclose())
 
     def size(self, messages: Messages) -> tuple[int, int] | None:
-        """Ask /tokenize, which servers other than quire and vLLM do not have."""
+        """Call /tokenize, which only quire and vLLM offer."""
         from quire.tools.http_client import HttpError
 
         if not self._counts:
@@ -117,7 +117,7 @@ class ServerTarget:
         except HttpError as error:
             if error.status not in (404, 405):
                 raise
-        except (LookupError, TypeError):  # llama.cpp's /tokenize, for one, answers otherwise
+        except (LookupError, TypeError):  # another API, such as llama.cpp's /tokenize
             pass
         self._counts = False
         return None
@@ -128,7 +128,7 @@ class ServerTarget:
 
 
 async def _next(events: AsyncGenerator[str, None], is_enough: Callable[[], bool]) -> str | None:
-    """Read the next event; None at the end, or as soon as it is enough."""
+    """Return the next event; None at the end, or as soon as `is_enough` returns True."""
     task = asyncio.ensure_future(anext(events, None))
     while not task.done() and not is_enough():
         await asyncio.wait([task], timeout=LOOK_S)
@@ -140,7 +140,7 @@ async def _next(events: AsyncGenerator[str, None], is_enough: Callable[[], bool]
 
 
 def _pieces(data: str) -> Iterator[Piece]:
-    """Return what an event of a chat completion holds. Raises EngineError for an error event."""
+    """Yield the pieces in an event of a chat completion. Raises EngineError for an error event."""
     chunk = json.loads(data)
     if "error" in chunk:
         error = chunk["error"]

@@ -6,8 +6,8 @@
     enable-prefix-caching: false
     models: [a, {model: b, name: [c, d], max-model-len: 2k}]     # of `quire serve`
 
-A file may hold settings of all commands; each takes its own. Flags override the file, and the file
-overrides defaults.
+A file may hold settings of all commands; each command reads its own. Flags override the file, and
+the file overrides defaults.
 """
 
 import argparse
@@ -49,10 +49,10 @@ KINDS = {
 
 
 def resolve(arguments: argparse.Namespace) -> list[str]:
-    """Set `arguments.settings` (by name, each with its origin) and `arguments.log_level`, and
-    choose the format of the log.
+    """Set `arguments.settings` and `arguments.log_level`, and choose the format of the log.
 
-    Returns notes to log as warnings. Raises ConfigError.
+    Settings are stored by name, each with its origin. Return notes to log as warnings. Raises
+    ConfigError.
     """
     flags = vars(arguments)
     has_settings = flags.pop("has_settings", False)
@@ -82,14 +82,14 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
 
 
 def describe(settings: dict[str, Given]) -> list[str]:
-    """Describe each setting that was given in a line: value and origin. Secrets are masked."""
+    """Return a line for each given setting: value and origin. Secrets are masked."""
     options = all_options()
     shown = {n: options[n].shown(g.value) if n in options else g.value for n, g in settings.items()}
     return [f"{name} = {shown[name]} ({given.origin})" for name, given in sorted(settings.items())]
 
 
 def _exposed(settings: dict[str, Given]) -> list[str]:
-    """Warn of each secret on the command line, which others on this machine can read."""
+    """Return a warning for each secret on the command line, which other local users can read."""
     options = all_options()
     return [
         f"{options[name].flag} holds a secret, which all users of this machine can read on the"
@@ -102,7 +102,7 @@ def _exposed(settings: dict[str, Given]) -> list[str]:
 
 def read_config_file(path: Path) -> dict[str, Given]:
     """Read the settings of a file. Raises ConfigError, naming the file, the key and the value."""
-    import yaml  # type: ignore[import-untyped]  # by those who need it only
+    import yaml  # type: ignore[import-untyped]  # imported only if needed
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def read_config_file(path: Path) -> dict[str, Given]:
 
 
 def _problem(error: Exception) -> str:
-    """Say what is wrong in a file and where, without its text, which may hold secrets."""
+    """Return the error and its place, without the file's text, which may contain secrets."""
     problem = getattr(error, "problem", None) or type(error).__name__
     mark = getattr(error, "problem_mark", None)
     return (
@@ -142,7 +142,7 @@ def _problem(error: Exception) -> str:
 
 
 def _take_model(flags: dict[str, Any]) -> None:
-    """Take MODEL and --model as the same thing."""
+    """Merge MODEL and --model. Raises ConfigError if they differ."""
     if "given_model" not in flags:
         return
     first = flags.pop("given_model")
@@ -153,7 +153,7 @@ def _take_model(flags: dict[str, Any]) -> None:
 
 
 def _join_speculation(settings: dict[str, Given]) -> None:
-    """Make one setting of vLLM's flags for its fields. Raises ConfigError."""
+    """Merge vLLM's flags for single fields into one setting. Raises ConfigError."""
     parts = {name: settings.pop(name) for name in SPECULATION_FIELDS if name in settings}
     if parts:
         values = {name: given.value for name, given in parts.items()}
@@ -162,13 +162,13 @@ def _join_speculation(settings: dict[str, Given]) -> None:
 
 
 def _ignored(name: str, given: Given) -> str:
-    """Return what is said about a setting of vLLM that asks for nothing. Raises ConfigError for
-    others."""
+    """Return the note on a setting of vLLM that has no effect. Raises ConfigError if it would have
+    one."""
     return f"{name} ({given.origin}) is ignored: {ignore_vllm_setting(name, given.value)}."
 
 
 def _entries(path: Path, value: object) -> tuple[ModelEntry, ...]:
-    """Return the models of a list: texts, or settings of the engine with `model` and `name`."""
+    """Return the models of a list. Each is a text, or engine settings with `model` and `name`."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{path}: models must be a list of models, got {value!r}.")
     return tuple(_entry(path, item) for item in value)
@@ -224,21 +224,21 @@ def _checked(path: Path, key: str, value: Any, option: Option) -> Any:
 
 
 def _single(path: Path, key: str, value: Any, option: Option) -> Any:
-    """Return one value as its setting has it."""
-    wanted = KINDS[option.kind]
+    """Return one value, converted to the type of its setting. Raises ConfigError."""
+    rule = KINDS[option.kind]
     choices = () if option.is_open else option.choices
     if choices:
-        wanted = f"one of {', '.join(option.shown_choices)}"
+        rule = f"one of {', '.join(option.shown_choices)}"
     elif option.words:
-        wanted += f" or {', '.join(option.words)}"
+        rule += f" or {', '.join(option.words)}"
     shown = "something else" if option.secrecy is not None else repr(value)
-    wrong = ConfigError(f"{path}: {key} must be {wanted}, got {shown}.")
+    wrong = ConfigError(f"{path}: {key} must be {rule}, got {shown}.")
     is_text, is_bool = isinstance(value, str), isinstance(value, bool)
     if option.kind is bool or option.kind is str:
         if not isinstance(value, option.kind) or (choices and value not in choices):
             raise wrong
         return value
-    if is_text:  # 4k, auto
+    if is_text:  # such as 4k or auto
         try:
             return option.parse(value)
         except argparse.ArgumentTypeError as error:

@@ -1,4 +1,4 @@
-"""What this machine has, read from /proc, /sys and nvidia-smi. No torch."""
+"""Facts of this machine, read from /proc, /sys and nvidia-smi. No torch."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from quire.ops.host.threads import cpu_quota
 CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-# Those that decide which code runs: vectors, and products in bfloat16 (x86, then Arm).
+# CPU features that decide which code runs: vectors, and bfloat16 products (x86, then Arm).
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -21,13 +21,12 @@ NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class Cpu:
-    """num_usable: cores that this process may run on. quota: cores' worth of time that its control
-    group has; None is no limit."""
+    """The CPU of this machine."""
 
     name: str
     num_cores: int
-    num_usable: int
-    quota: float | None
+    num_usable: int  # cores that this process may use
+    quota: float | None  # limit of its control group in cores; None for no limit
     features: tuple[str, ...]
 
 
@@ -46,7 +45,7 @@ def cpu() -> Cpu:
 
 
 def memory_bytes(cgroup: Path = CGROUP) -> int:
-    """Return what the machine has, or its control group allows if that is less."""
+    """Return the machine's memory, or its control group's limit if that is lower."""
     found = re.search(r"^MemTotal:\s+(\d+)", _read(MEMINFO) or "", re.MULTILINE)
     sizes = [int(found[1]) * 1024] if found else []
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -56,7 +55,7 @@ def memory_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Ask nvidia-smi for name, memory, driver and compute capability of each GPU."""
+    """Return name, memory, driver and compute capability of each GPU, from nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -67,12 +66,12 @@ def gpus() -> list[dict[str, str]]:
 
 
 def dependencies() -> dict[str, str | None]:
-    """Look up the version of each package that quire needs; None for one that is not installed."""
+    """Return the version of each required package; None for a package that is not installed."""
     try:
-        wanted = metadata.requires("quire") or []
-    except metadata.PackageNotFoundError:  # run from its sources
-        wanted = []
-    found = [NAME.match(line) for line in wanted if "extra ==" not in line]
+        requirements = metadata.requires("quire") or []
+    except metadata.PackageNotFoundError:  # quire runs from its sources
+        requirements = []
+    found = [NAME.match(line) for line in requirements if "extra ==" not in line]
     return {match[0]: _version(match[0]) for match in found if match}
 
 

@@ -1,4 +1,4 @@
-"""`quire COMMAND`: runs a command, and turns errors of the engine into messages.
+"""`quire COMMAND`: run a command, and print errors of the engine as messages.
 
 Exit status: 0 done, 1 an error (its message is on standard error), 2 wrong usage, 130 interrupted.
 """
@@ -26,17 +26,17 @@ from quire.serve.vllm_compat import VLLM_SETTINGS
 
 logger = logging.getLogger("quire")
 
-# Modules of quire.cli.commands, in the order of the help.
+# Modules of quire.cli.commands, in the order in which the help lists them.
 COMMANDS = (
     "serve", "chat", "generate", "batch", "bench", "simulate", "doctor", "fit", "verify", "port",
     "replay", "explain", "trace", "playback",
 )  # fmt: skip
-NEAR = 0.8  # likeness of a flag of ours that is suggested before all others
+NEAR = 0.8  # similarity above which quire's own flags are suggested first
 LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         notes = [*arguments.notes, *resolve(arguments)]
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         sys.stderr.close()
         return 0
 
@@ -81,7 +81,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_command(parser: HelpParser, word: str) -> None:
-    """Stop with wrong usage, and a hint, if a word is no command."""
+    """Exit with a usage error and a hint if a word is not a command."""
     if word.startswith("-") or word in parser.commands():
         return
     close = difflib.get_close_matches(word, COMMANDS, n=1)
@@ -90,14 +90,14 @@ def _check_command(parser: HelpParser, word: str) -> None:
 
 
 def _without_values(words: Sequence[str]) -> list[str]:
-    """Return unknown words without the values of flags: a misspelt flag may hold a secret."""
+    """Return unknown words without the values of flags, since a misspelt flag may hold a secret."""
     first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     flags = [word.partition("=")[0] for word in words[first:] if word.startswith("-")]
     return [*words[:first], *flags]
 
 
 def _parser(words: Sequence[str]) -> HelpParser:
-    """Make the parser of the command that comes first, or of all commands, which takes longer."""
+    """Return the parser of the first word's command, or of all commands, which is slower."""
     parser = HelpParser(
         prog="quire",
         usage="quire COMMAND [option ...]",
@@ -115,7 +115,7 @@ def _parser(words: Sequence[str]) -> HelpParser:
 
 
 def _command(parser: HelpParser, words: Sequence[str]) -> HelpParser:
-    """Return the parser of the command, or of its kind, that these words name."""
+    """Return the parser of the command, or subcommand, in these words."""
     commands = parser.commands()
     for index, word in enumerate(words):
         if word in commands:
@@ -136,7 +136,7 @@ def with_dashes(argv: Iterable[str]) -> Iterable[str]:
 
 
 def _hint(unknown: str, command: HelpParser, theirs: Sequence[str]) -> str:
-    """Name the flag nearest to an unknown one, or say where models stand."""
+    """Return a hint: the most similar flag, or the rule for the place of models."""
     if any(action.dest == "given_models" for action in command._actions) and unknown[0] != "-":
         return " (give all models before the options)"
     if not unknown.startswith("-"):

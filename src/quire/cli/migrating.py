@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def groups_of(text: str) -> list[str]:
-    """Return the groups of flags that a page names. Raise ConfigError for a page without marks and
-    for an unknown group."""
+    """Return the groups of flags that a page names.
+
+    Raises ConfigError for a page without marks and for an unknown group."""
     begin = BEGIN.search(text)
     if begin is None or END not in text[begin.end() :]:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""What `quire replay`, `explain`, `trace` and `playback` share: the recording that they read, how
-they end, and what they say of a recording that is not whole."""
+"""The common part of `quire replay`, `explain`, `trace` and `playback`: the recording argument, the
+exit status, and warnings about an incomplete recording."""
 
 import argparse
 import logging
@@ -26,7 +26,7 @@ EPILOG = (
 def add_recording(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
 ) -> None:
-    """Make a command that reads a recording, and that `run` carries out."""
+    """Set up a command that reads a recording; `run` executes it."""
     parser.epilog = EPILOG
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_recording(
 
 
 def tell(outcome: "Outcome") -> int:
-    """Warn of what a reader must know of the recording; return the exit status."""
+    """Log the notes on a recording, and return the exit status."""
     for note in outcome.notes:
         logger.warning("%s", note)
     return DIFFERS if outcome.difference is not None else STATUS[outcome.state]

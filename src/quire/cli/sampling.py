@@ -9,7 +9,7 @@ from quire.tools.bench.arguments import SAMPLERS
 if TYPE_CHECKING:
     from quire.base.requests.sampling_params import SamplingParams
 
-# Option -> type, what it does. The names are those of SamplingParams' fields.
+# Option -> type and help. The names are SamplingParams' field names.
 SAMPLING: dict[str, tuple[type, str]] = SAMPLERS | {
     "max_tokens": (int, "maximum number of output tokens; by default the rest of the context"),
     "min_tokens": (int, "minimum number of output tokens"),
@@ -32,8 +32,7 @@ def add_sampling(parser: HelpParser) -> None:
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collect what was given, by field of SamplingParams, which are also the fields of the HTTP
-    API."""
+    """Return the given options by field of SamplingParams, which is also the HTTP API's field."""
     fields = {name: getattr(arguments, name) for name in SAMPLING}
     fields |= {"stop": arguments.stop, "seed": arguments.sampling_seed}
     fields |= {"ignore_eos": arguments.ignore_eos or None}
@@ -41,6 +40,6 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
-    """Return the model's defaults, with what was given in their place. Raises RequestError."""
+    """Return the model's defaults, overridden by the given options. Raises RequestError."""
     fields = {name: getattr(defaults, name) for name in SAMPLING} | {"max_tokens": None}
     return type(defaults)(**(fields | given_sampling(arguments)))

@@ -1,4 +1,4 @@
-"""The models that `quire serve` is asked for: MODEL or NAME=MODEL as words, or a list in a file."""
+"""The models of `quire serve`: MODEL or NAME=MODEL as words, or a list in a file."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,16 +13,15 @@ from quire.serve.several.served import ServedModel
 
 @dataclasses.dataclass(frozen=True)
 class ModelEntry:
-    """One of several models. names: what requests may call it, its own if empty. settings: of this
-    model alone, which win over those of all."""
+    """One of several models."""
 
     model: str
-    names: tuple[str, ...] = ()
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    names: tuple[str, ...] = ()  # names in requests; empty for the model's own
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # override all models' ones
 
 
 def entry_of(word: str) -> ModelEntry:
-    """Return what MODEL or NAME=MODEL asks for. A path that exists is a path, whatever is in it."""
+    """Parse MODEL or NAME=MODEL. A word that is an existing path is always a path."""
     name, sign, model = word.partition("=")
     if not sign or "/" in name or Path(word).exists():
         return ModelEntry(word)
@@ -32,8 +31,8 @@ def entry_of(word: str) -> ModelEntry:
 
 
 def join_models(settings: dict[str, Given], words: Sequence[str]) -> None:
-    """Replace the models of a file by the words of the command line. Raise ConfigError if both one
-    model and several are given."""
+    """Replace a file's models by the command line's. Raises ConfigError if both one model and
+    several are given."""
     entries = [entry_of(word) for word in words]
     flag = settings.get("model")
     if flag is not None and flag.origin == FLAG and entries:
@@ -58,7 +57,9 @@ def join_models(settings: dict[str, Given], words: Sequence[str]) -> None:
 def served_models(
     given: Given | None, engine: dict[str, Any], server: ServerConfig
 ) -> list[ServedModel]:
-    """Return the models. given: several; engine: settings of all of them. Raises ConfigError."""
+    """Return the models to serve. Raises ConfigError.
+
+    given: several models, if given. engine: settings for all models."""
     if given is None:
         return [ServedModel(config_from_flat(**engine), server.served_model_name)]
     entries: Sequence[ModelEntry] = given.value

@@ -36,7 +36,7 @@ ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
 SHORT_FLAGS = {"quantization": "-q"} | {  # vLLM's
     name: short for name, theirs in FLAGS.items() if theirs.is_same for short in theirs.short
 }
-FLAG = "flag"  # where a value came from
+FLAG = "flag"  # origin of a value from the command line
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -66,22 +66,18 @@ LOG: tuple[tuple[str, type], ...] = (("log", LogConfig),)
 
 @dataclass(frozen=True)
 class Option:
-    """A setting as the command line and files take it.
-
-    several: any number of values, kept as a tuple. aliases: those of the choices that the help does
-    not list. is_open: installed packages may add choices, which the configuration checks.
-    """
+    """A setting as an option of the command line and of files."""
 
     name: str
     kind: type
-    several: bool
+    several: bool  # whether it takes any number of values, stored as a tuple
     optional: bool
     default: Any
     help: str
     unit: str
     choices: tuple[str, ...]
-    aliases: tuple[str, ...]
-    is_open: bool
+    aliases: tuple[str, ...]  # choices that the help does not list
+    is_open: bool  # whether plug-ins may add choices, which the configuration checks
     words: dict[str, int]
     secrecy: type[Secret] | None
 
@@ -104,7 +100,7 @@ class Option:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def shown(self, value: Any) -> Any:
-        """Return a value, or several, as it may be shown."""
+        """Return one value or several with secrets masked."""
         kind = self.secrecy
         if kind is None or value is None:
             return value
@@ -123,7 +119,7 @@ class Option:
         return any(each.has_secret for each in texts)
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text stands for; one of them where there are several.
+        """Return the value of a text; for an option of several values, one of them.
 
         Raises ArgumentTypeError.
         """
@@ -138,14 +134,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """A value, and who gave it: `flag`, or a file's name."""
+    """A value and its origin: FLAG, or the name of a file."""
 
     value: Any
     origin: str
 
 
 def options_of(groups: tuple[tuple[str, type], ...]) -> dict[str, Option]:
-    """Return the options of these dataclasses, by name."""
+    """Return the options of dataclasses, by name."""
     found = {}
     for _, config in groups:
         kinds = typing.get_type_hints(config)
@@ -156,7 +152,7 @@ def options_of(groups: tuple[tuple[str, type], ...]) -> dict[str, Option]:
 
 
 def all_options() -> dict[str, Option]:
-    """Return what a configuration file may hold, whatever command reads it."""
+    """Return all options that a configuration file may hold, for any command."""
     return options_of(ENGINE + SERVER + LOG)
 
 
@@ -166,25 +162,26 @@ def add_settings(
     model_first: bool = False,
     several_models: bool = False,
 ) -> None:
-    """Add --config and one option per setting of the engine, in the groups of the help. No option
-    has a default: what the parsed arguments hold was given.
+    """Add --config and one option per engine setting, in the groups of the help.
 
-    more: dataclasses besides the engine's. model_first: MODEL may also be given without a flag;
-    several_models: any number of them may be.
-    `quire.cli.config_file.resolve` puts the flags and the file together.
+    The options have no defaults, so parsed arguments contain only given values.
+    `quire.cli.config_file.resolve` merges flags and file.
+
+    more: dataclasses in addition to the engine's. model_first: whether MODEL may be given without a
+    flag. several_models: whether several may be.
     """
     _add_common(parser, model_first, several_models)
     _add_groups(parser, options_of((*more, *ENGINE)))
 
 
 def add_some_settings(parser: HelpParser, names: Collection[str]) -> None:
-    """Add as add_settings does with MODEL first, but only these of the engine's settings."""
+    """Add some of the engine's settings, and MODEL without a flag."""
     _add_common(parser, model_first=True)
     _add_groups(parser, {n: o for n, o in options_of(ENGINE).items() if n in names})
 
 
 def add_server_settings(parser: HelpParser, names: Collection[str]) -> None:
-    """Add these of the server's settings, for a command that adds the engine's."""
+    """Add some of the server's settings, for a command that also adds the engine's."""
     _add_groups(parser, {n: o for n, o in options_of(SERVER).items() if n in names})
 
 
@@ -216,8 +213,9 @@ def _add_groups(parser: HelpParser, options: Mapping[str, Option]) -> None:
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's settings that were given, as `LLM` and `config_from_flat` take them.
-    Raise ConfigError where a file gives several models, and one is needed."""
+    """Return the given engine settings, as `LLM` and `config_from_flat` take them.
+
+    Raises ConfigError if a file lists several models."""
     settings: dict[str, Given] = arguments.settings
     if "models" in settings:
         raise ConfigError(
@@ -228,18 +226,19 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_for_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's settings that were given, for several models perhaps."""
+    """Return the given engine settings, also if there are several models."""
     return _given(arguments, ENGINE)
 
 
 def given_server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the server's settings that were given, as `ServerConfig` takes them."""
+    """Return the given server settings, as `ServerConfig` takes them."""
     return _given(arguments, SERVER)
 
 
 def check_several(settings: dict[str, Given]) -> None:
-    """Raise ConfigError where an option of several values has taken the MODEL that follows it, so
-    that no model becomes a key."""
+    """Raise ConfigError if an option with several values has absorbed the MODEL after it.
+
+    Otherwise a model's name could become an API key."""
     if "model" in settings or "models" in settings:
         return
     texts = (n for n, o in options_of(ENGINE + SERVER).items() if o.several and o.kind is str)
@@ -303,7 +302,7 @@ def _option(item: "dataclasses.Field[Any]", hint: Any) -> Option:
 
 
 def _plain(kind: Any) -> tuple[Any, bool]:
-    """Return X, and whether it may be None, of `X | None`."""
+    """Return the X of `X | None`, and whether None is allowed."""
     if isinstance(kind, types.UnionType):
         kinds = [k for k in typing.get_args(kind) if k is not type(None)]
         return (kinds[0], True) if len(kinds) == 1 else (kind, True)
@@ -343,8 +342,9 @@ def _help(option: Option) -> str:
 
 
 def add_vllm_settings(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Add the flags of vLLM without a counterpart that are among these words, so that they are
-    answered. The help does not show them. Adding all of them would be slow."""
+    """Add those flags of vLLM without counterpart that occur in the words, hidden from the help.
+
+    Their values are then checked. Adding all flags would be slow."""
     given = {word.split("=")[0] for word in words}
     for name in (*VLLM_SETTINGS, *SPECULATION_FIELDS):
         theirs = FLAGS[name]
@@ -366,7 +366,7 @@ def add_vllm_settings(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
 
 
 def vllm_spellings() -> list[str]:
-    """List the spellings of vLLM's flags without a counterpart."""
+    """Return the spellings of vLLM's flags without counterpart."""
     names = (*VLLM_SETTINGS, *SPECULATION_FIELDS)
     flags = ["--" + name.replace("_", "-") for name in names]
     return flags + [short for name in names for short in FLAGS[name].short]

@@ -1,1 +1,1 @@
-"""Text in, tokens out, and back: tokenizers, chat templates, detokenisation, tool calls."""
+"""Convert prompts to tokens and answers to text: templates, tokenizers, grammars, tool calls."""

@@ -49,8 +49,7 @@ def read_generation_defaults(
     tokenizer_eos: the tokenizer's end token, which comes first in `eos_token_ids`.
     use_sampling: False for `generation_config="none"`; only end tokens are read.
     override: fields that replace the file's.
-    If no end token is set, config.json's is used.
-    """
+    If no end token is set, config.json's is used."""
     folder = Path(directory)
     from_gguf = is_gguf(folder)
     path = folder if from_gguf else folder / "generation_config.json"

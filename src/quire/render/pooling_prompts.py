@@ -19,9 +19,7 @@ Ids = Sequence[int]
 def to_pool(
     renderer: Renderer, parts: Sequence[Prompt], params: PoolingParams, longest: int
 ) -> RenderedPrompt:
-    """Render one prompt or a pair of texts, truncated to at most `longest` tokens if requested.
-
-    Raises RequestError."""
+    """Render one prompt or a pair of texts, truncated if requested. Raises RequestError."""
     most = most_tokens(params, longest)
     if most is None and len(parts) == 1:
         return renderer.render(parts[0])

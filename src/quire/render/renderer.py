@@ -55,8 +55,7 @@ class Renderer:
     templates: runs templates; by default in this process without limits, for trusted ones only.
     parsers: names of the parsers of tool calls and of reasoning (`detect_format`).
     template_kwargs: default variables of templates; a conversation's variables replace them.
-    media: prepares images and videos; None for a model without them.
-    """
+    media: prepares images and videos; None for a model without them."""
 
     def __init__(
         self,
@@ -119,23 +118,22 @@ class Renderer:
         """Return the unchecked grammar of a request's answer; empty if it is unconstrained.
 
         form: format that belongs to the prompt's template. Without it, the model's own format
-        applies if the prompt ends within reasoning. Raises RequestError.
-        """
-        wanted, budget = params.structured_outputs, params.thinking_token_budget
-        if wanted is None and budget is None:
+        applies if the prompt ends within reasoning. Raises RequestError."""
+        constraint, budget = params.structured_outputs, params.thinking_token_budget
+        if constraint is None and budget is None:
             return ""
         text = prompt.text or ""
         if form is None:
             own = self.answer_format() if self.has_template else AnswerFormat()
             form = own if own.begins_in_reasoning(text) else AnswerFormat()
-        asked = AskedAnswer(
+        requested = AskedAnswer(
             form,
-            content=wanted,
+            content=constraint,
             begins_in_reasoning=form.begins_in_reasoning(text),
             has_reasoned=form.has_reasoned(text),
             thinking_token_budget=budget,
         )
-        return asked.grammar(self._added_ids(FIELD))
+        return requested.grammar(self._added_ids(FIELD))
 
     @property
     def has_template(self) -> bool:
@@ -164,8 +162,7 @@ class Renderer:
         options, template: only for conversations.
         add_special_tokens: only for texts; a chat template writes the special tokens itself.
         media: images and videos in the prompt's order. Messages have a part for each
-        (`parts.take_media`); texts and token ids have a mark (`Placeholders.mark`).
-        """
+        (`parts.take_media`); texts and token ids have a mark (`Placeholders.mark`)."""
         if isinstance(prompt, str):
             return self._render_text(prompt, add_special_tokens, media)
         if isinstance(prompt, Mapping):

@@ -1,21 +1,21 @@
-"""What layers keep of a sequence, and how much of it must be there: the contract of cache groups.
+"""Cache groups: what layers cache of a sequence, and which tokens of it must be cached.
 
-To compute the token at position n of a sequence, the blocks of some last tokens before it must be
-there. Which those are is all that tells the kinds apart; hits, growth, what may be dropped, and how
-much a sequence holds follow from it.
+To compute the token at position n, some of the tokens before it must be cached. Only the choice of
+these tokens distinguishes the kinds of groups. Prefix hits, growth, the blocks that may be dropped,
+and the blocks that a sequence holds all follow from it.
 
-    full      all of them
-    latent    all of them, one vector in the place of keys and values
-    window    the last w - 1
-    chunked   those since the chunk of c tokens began in which n is
-    state     the last one: its block holds the layers' state behind it, not each token's part
-    step      all of them, and all behind it, by the same step: nothing is kept
+    full      all tokens before n
+    latent    all tokens before n, with one vector in the place of keys and values
+    window    the last w - 1 tokens before n
+    chunked   the tokens before n in the same chunk of c tokens
+    state     the last token before n; its block holds the state after it, not each token's part
+    step      all tokens of the sequence, in the same step; nothing is cached
 
-A block of a `state` group stands for P tokens as the others' do, but holds one state. As long as
-the last of these tokens is not there, that is the state behind the sequence's last token, written
-in place; then, for good, the one behind the block. So a sequence holds few of them, and a hit needs
-one. Blocks of a `step` group, in which tokens see each other in both directions, only count tokens
-and take no memory: a prompt is computed whole, in one step, and then it ends.
+A block of a `state` group covers P tokens like other blocks, but holds a single state. While the
+block is not full, the state is the one after the sequence's last token, and is updated in place.
+Afterwards it stays the state at the block's end. So a sequence holds few of these blocks, and a
+prefix hit needs one. In a `step` group tokens attend in both directions. Its blocks only count
+tokens and have no memory: a step computes the whole prompt, and then the sequence ends.
 """
 
 from dataclasses import dataclass, replace
@@ -23,27 +23,25 @@ from dataclasses import dataclass, replace
 FULL, WINDOW, CHUNKED, LATENT, STATE = "full", "window", "chunked", "latent", "state"
 STEP = "step"
 KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE, STEP)
-KEPT_STATES = 2  # at most, of a prompt: behind its end, and where others parted from it
+KEPT_STATES = 2  # maximum per prompt: at its end, and where other prompts diverge from it
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that cache the same kind of thing and so share one block table per sequence.
-
-    window: tokens of the window, or of a chunk; of a `step` group a token sees those that are less
-    than so many away, on both sides. state_size: elements of a layer's state.
-    """
+    """Layers that cache the same kind of thing and share one block table per sequence."""
 
     kind: str
     layers: tuple[int, ...]
     num_kv_heads: int = 0
     head_dim: int = 0
+    # tokens of the window or chunk; in a `step` group tokens less than this apart see each other
     window: int | None = None
-    state_size: int = 0
+    state_size: int = 0  # elements of one layer's state
 
     def first_needed(self, num_tokens: int) -> int:
-        """Return the first token that must be there to compute the one behind so many tokens;
-        num_tokens itself where that needs none."""
+        """Return the first token that must be cached to compute the token at index `num_tokens`.
+
+        Return `num_tokens` itself if no token is needed."""
         if self.kind == WINDOW:
             return max(0, num_tokens - self._span + 1)
         if self.kind == CHUNKED:
@@ -53,28 +51,30 @@ class CacheGroup:
         return 0
 
     def behind(self, num_layers: int) -> "CacheGroup":
-        """Return the same group of layers whose numbers are behind so many others."""
+        """Return this group with its layers renumbered to follow `num_layers` other layers."""
         return replace(self, layers=tuple(num_layers + layer for layer in self.layers))
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all tokens are needed until the sequence ends."""
+        """Whether all tokens stay needed until the sequence ends."""
         return self.kind in (FULL, LATENT, STEP)
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 0) -> int:
-        """Return the most blocks that a sequence of so many tokens holds at any time. chunk: how
-        many it takes in at once, if not one."""
+        """Return the maximum number of blocks that a sequence of `num_tokens` holds at any time.
+
+        chunk: tokens computed per step; 0 for one token."""
         blocks = -(-num_tokens // block_size)
         if self.keeps_all:
             return blocks
-        if self.kind == STATE:  # the one that is read, those that are kept, and the last
+        if self.kind == STATE:  # the block that is read, the retained states, and the last block
             return min(blocks, 2 + (KEPT_STATES if chunk else 0))
         new = -(-chunk // block_size)
         return min(blocks, -(-self._span // block_size) + 1 + new)
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        """Return the bytes of a block in all layers of the group: keys and values of `block_size`
-        tokens, a state, or nothing."""
+        """Return the bytes of a block in all layers of the group.
+
+        A block holds keys and values of `block_size` tokens, a state, or nothing."""
         if self.kind == STEP:
             return 0
         if self.kind == STATE:
@@ -84,9 +84,10 @@ class CacheGroup:
         return len(self.layers) * token * block_size
 
     def stored_block_bytes(self, block_size: int, dtype_bytes: int, kv_format: str) -> int:
-        """Return the same of keys and values that are stored in a format: `auto` is the model's
-        dtype, of so many bytes, `int8` has a float32 scale with each token's vector, `fp8` has
-        none. States are never rounded to one."""
+        """Return the bytes of a block whose keys and values are stored in `kv_format`.
+
+        `auto` is the model's dtype of `dtype_bytes`. `int8` adds a float32 scale to each token's
+        vector; `fp8` has no scales. The format does not apply to states."""
         if self.kind != STATE and kv_format == "int8":
             scales = self.block_bytes(block_size, 4) // self.head_dim
             return self.block_bytes(block_size, 1) + scales

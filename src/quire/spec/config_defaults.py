@@ -1,8 +1,7 @@
-"""What transformers takes for fields that a config leaves out, of each type that a model here is
-of, where its classes differ.
+"""transformers' defaults for fields that a config omits, for each model type that quire runs.
 
-A config that transformers wrote holds all of them; those on the hub are often written by hand. Only
-fields that change what is computed, and whose default is not already the reader's own.
+Configs written by transformers omit nothing, but configs on the hub are often written by hand. The
+table lists only fields that change the computation and whose default differs from the reader's.
 """
 
 from collections.abc import Mapping
@@ -119,5 +118,5 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def defaults_of(model_type: object) -> Mapping[str, Any]:
-    """Return what transformers takes for fields that a config of this type leaves out."""
+    """Return transformers' defaults for fields that a config of this type omits."""
     return DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}

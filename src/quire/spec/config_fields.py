@@ -1,7 +1,7 @@
-"""Read typed values from a model's JSON files, which anybody may have written.
+"""Read typed values from a model's JSON files, which are untrusted.
 
-A value is of the type and in the range that is requested, or an error names the field, the value
-and what it may be. `null` stands for an absent field. No size or nesting is trusted.
+Each value has the requested type and range, or an error names the field, the value and the valid
+values. `null` means that a field is absent. Sizes and nesting are limited.
 """
 
 import json
@@ -14,14 +14,16 @@ from typing import Any
 
 from quire.base.errors import ModelError
 
-MAX_SIZE = 1 << 24  # of a matrix's side, a vocabulary apart
-MAX_NUMBER = 1e30  # so that products of two are finite
-MAX_COUNT = (1 << 31) - 1  # of what has numbers in int32: positions, token ids
+MAX_SIZE = 1 << 24  # limit for a matrix's side, except a vocabulary
+MAX_NUMBER = 1e30  # limit that keeps the product of two numbers finite
+MAX_COUNT = (1 << 31) - 1  # limit for values that int32 must hold: positions, token ids
 
 
 class Fields:
-    """The values of one dictionary. where: what errors call it, such as `config.json`. defaults:
-    of fields that are not there; one that is null stays absent."""
+    """The values of one dictionary.
+
+    where: the dictionary's name in errors, such as `config.json`.
+    defaults: values of absent fields; a field that is null stays absent."""
 
     def __init__(
         self,
@@ -35,18 +37,20 @@ class Fields:
         return self.value(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Tell whether it is there and null: for the few fields where that is not the default."""
+        """Return whether the field is null, for fields where null does not mean the default."""
         return name in self._raw and self._raw[name] is None
 
     def value(self, name: str) -> Any:
-        """Return it as it stands there; None if absent."""
+        """Return the raw value; None if the field is absent."""
         return self._raw.get(name, self._defaults.get(name))
 
     def integer(
         self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE
     ) -> int:
-        """Return the first of the names that is there. Raises ModelError if none is and there is no
-        default, for what is no whole number, and for one out of the range; so do the others."""
+        """Return the value of the first name that is present.
+
+        Raises ModelError if the value is not a whole number in the range, or if no name is present
+        and there is no default. The other readers do likewise."""
         name = self._present(names, default is not None)
         if name is None:
             assert default is not None
@@ -59,13 +63,13 @@ class Fields:
     def number(
         self, name: str, default: float | None = None, least: float = 0.0, above: bool = True
     ) -> float:
-        """Return a number above `least`, or not below it, and not above 1e30."""
+        """Return a number from `least` to 1e30, without `least` itself if `above` is set."""
         if self._present((name,), default is not None) is None:
             assert default is not None
             return default
         value = self.value(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # In this order, which refuses NaN as well.
+        # This order of comparisons also rejects NaN.
         if not is_number or not least <= value <= MAX_NUMBER or (above and value == least):
             limit = f"above {least:g}" if above else f"from {least:g}"
             raise self.error(name, f"it must be a number {limit} to {MAX_NUMBER:g}")
@@ -88,7 +92,7 @@ class Fields:
         return value
 
     def integers(self, name: str, most: int = MAX_COUNT) -> tuple[int, ...]:
-        """Return a list of whole numbers from 0, or a single one; empty if absent."""
+        """Return a list of whole numbers from 0 to `most`, or of a single one; empty if absent."""
         value = self.value(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
         for each in found:
@@ -118,7 +122,7 @@ class Fields:
         return list(self._raw)
 
     def error(self, name: str, what: str) -> ModelError:
-        """Return the error to raise: it names the field and its value, and says `what` about it."""
+        """Return an error that names the field and its value; `what` completes the sentence."""
         return ModelError(f"{self._where}: {name} is {shown(self.value(name))}; {what}.")
 
     def _present(self, names: tuple[str, ...], has_default: bool) -> str | None:
@@ -132,7 +136,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Return a value as errors show it: as JSON would, and not long."""
+    """Return a value in JSON's notation, shortened for an error."""
     plain: dict[Any, str] = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return plain[value]
@@ -146,8 +150,9 @@ FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a file. Raises FileNotFoundError, and ModelError for what is none, for
-    more than 64 MiB, and for lists and objects within more than 31 others."""
+    """Return the object in a JSON file. Raises FileNotFoundError if there is no file.
+
+    Raises ModelError for other JSON, more than 64 MiB, or more than 31 levels of nesting."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)
@@ -163,7 +168,7 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path} is nested too deeply, {MAX_NESTING} levels at most; fetch the file again."
         ) from error
-    except ValueError as error:  # no JSON, other bytes than UTF-8, numbers of thousands of digits
+    except ValueError as error:  # not JSON, not UTF-8, or a number with thousands of digits
         raise ModelError(f"{path} is not valid JSON ({error}); fetch the file again.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
@@ -171,8 +176,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def with_floats(value: Any) -> Any:
-    """Return a value of a file with numbers in the place of the objects that stand for them. A list
-    that holds such a number is one of floats: its 0 becomes 0.0, as transformers demands."""
+    """Return a file's value with numbers in place of objects such as {"__float__": "NaN"}.
+
+    A list with such a number becomes a list of floats (0 becomes 0.0), as transformers requires."""
     if isinstance(value, list):
         found = [with_floats(each) for each in value]
         if not any(isinstance(each, float) and not math.isfinite(each) for each in found):

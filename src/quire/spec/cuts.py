@@ -1,5 +1,5 @@
-"""How a model is divided: a dimension among the ranks that share its layers, and its layers among
-the stages of a pipeline. No torch."""
+"""Divide a model: a dimension among the ranks that share its layers, and its layers among the
+stages of a pipeline. No torch."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from quire.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Cut:
-    """Places of a dimension: `count` from `first` on, of `whole`."""
+    """A range of a dimension of size `whole`: `count` indices from `first` on."""
 
     whole: int
     first: int
@@ -19,18 +19,19 @@ class Cut:
         return self.count == self.whole
 
     def times(self, size: int) -> "Cut":
-        """Return the cut of a dimension that has so many places for each of these."""
+        """Return this range in a dimension with `size` elements for each index."""
         return Cut(self.whole * size, self.first * size, self.count * size)
 
 
 def all_of(whole: int) -> Cut:
-    """Cut nothing off."""
+    """Return the range that covers the whole dimension."""
     return Cut(whole, 0, whole)
 
 
 def cut_evenly(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
-    """Give each rank as many. what: the setting that says how many there are. Raises ConfigError
-    where that cannot be."""
+    """Return a rank's equal share. Raises ConfigError if there is a remainder.
+
+    what: the config field with the dimension's size, for the error."""
     if whole % num_ranks:
         raise ConfigError(
             f"tensor_parallel_size={num_ranks} does not divide {what}, which is {whole} in this"
@@ -41,7 +42,9 @@ def cut_evenly(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
 
 
 def cut_or_repeat(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
-    """Do that, or where ranks are more, give one to several ranks each."""
+    """Return a rank's equal share; if ranks outnumber indices, several ranks share an index.
+
+    Raises ConfigError unless one number divides the other."""
     if num_ranks <= whole:
         return cut_evenly(whole, rank, num_ranks, what)
     if num_ranks % whole:
@@ -53,8 +56,9 @@ def cut_or_repeat(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
 
 
 def cut_vocabulary(size: int, rank: int, num_ranks: int) -> Cut:
-    """Give each rank as many tokens, rounded up; the last ones have what is left. Raises
-    ConfigError where nothing is left for one."""
+    """Return a rank's share, rounded up; the last ranks get fewer tokens.
+
+    Raises ConfigError if a rank gets none."""
     each = -(-size // num_ranks)
     count = min(each, size - rank * each)
     if count < 1:
@@ -66,8 +70,9 @@ def cut_vocabulary(size: int, rank: int, num_ranks: int) -> Cut:
 
 
 def cut_block(block_size: int, num_ranks: int) -> int:
-    """Return how many tokens of a block each of the ranks has that deal out sequences. Raises
-    ConfigError where they cannot have as many."""
+    """Return the tokens of a block that each rank holds under decode context parallelism.
+
+    Raises ConfigError if there is a remainder."""
     if block_size % num_ranks:
         raise ConfigError(
             f"decode_context_parallel_size={num_ranks} does not divide block_size={block_size}:"
@@ -78,8 +83,9 @@ def cut_block(block_size: int, num_ranks: int) -> int:
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
-    """Return the layers of a stage. Parts are even, and larger by one at the front, since the last
-    stage has the head besides. Raises ConfigError for more stages than layers."""
+    """Return the layers of a stage. Raises ConfigError if there are more stages than layers.
+
+    Shares are equal, plus one layer in the first stages, since the last stage also has the head."""
     if num_stages > num_layers:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} is more than the model's {num_layers} layers;"

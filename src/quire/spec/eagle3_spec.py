@@ -1,10 +1,11 @@
-"""What the config of an EAGLE-3 head says (arXiv 2503.01840), in either of its two layouts, without
-torch.
+"""Read the config of an EAGLE-3 head (arXiv 2503.01840), in either of two layouts. No torch.
 
-The authors' (SafeAILab) is a Llama's config with `draft_vocab_size`; that of `speculators` has its
-layer in `transformer_layer_config`. Which states of the target a head reads, a config says in two
-ways: `eagle_aux_hidden_state_layer_ids` at the top names the layers that they enter; inside of
-`eagle_config`, those that they leave, one less. Without either they enter 2, n / 2 and n - 3.
+The authors' layout (SafeAILab) is a Llama config with `draft_vocab_size`. The layout of
+`speculators` has the layer's config in `transformer_layer_config`.
+
+The head reads hidden states of the target model. `eagle_aux_hidden_state_layer_ids` at the top
+level names the layers whose inputs it reads; within `eagle_config`, the layers whose outputs it
+reads. Without either field the head reads the inputs of layers 2, n / 2 and n - 3.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -16,35 +17,32 @@ from quire.spec.config_defaults import defaults_of
 from quire.spec.config_fields import Fields
 from quire.spec.model_spec import MAX_VOCABULARY, ModelSpec, parse_spec, read_config
 
-MODEL_TYPE = "eagle3"  # of the spec of a head
+MODEL_TYPE = "eagle3"  # model type in the spec of a head
 LAYER_TYPES = ("llama", "qwen3")
 READS = "eagle_aux_hidden_state_layer_ids"
 FORMAT, LAYER = "speculators_model_type", "transformer_layer_config"
 NORM_OF_ALL, NORM_OF_EACH = "norm_before_fc", "fc_norm"
-# Of variants that compute something else.
+# Fields of variants that compute something else.
 REFUSED = ("parallel_drafting",)
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """reads: the head reads what enters these layers of the target. target_size: its width.
-    num_ids: how many tokens it can guess. norm_first: its residual stream begins after the norm of
-    the state. qk_norm: query and key heads are normalised. norm_of_all, norm_of_each: what is read
-    is normalised, all together or each layer's. norm_last: it goes on from its normed state."""
+    """The options of a head."""
 
-    reads: tuple[int, ...]
-    target_size: int
-    num_ids: int
-    norm_first: bool
-    qk_norm: bool
-    norm_of_all: bool = False
-    norm_of_each: bool = False
-    norm_last: bool = False
+    reads: tuple[int, ...]  # layers of the target whose inputs the head reads
+    target_size: int  # hidden size of the target
+    num_ids: int  # size of the vocabulary of draft tokens
+    norm_first: bool  # whether the residual stream starts after the norm of the hidden state
+    qk_norm: bool  # whether query and key heads are normalized
+    norm_of_all: bool = False  # whether the concatenated hidden states are normalized
+    norm_of_each: bool = False  # whether each layer's hidden state is normalized
+    norm_last: bool = False  # whether the next draft step starts from the normalized state
 
 
 def head_spec(directory: Path, target: ModelSpec) -> ModelSpec:
-    """Read the config of a head for this target. Raises ModelError, saying what to do, for what is
-    no such head, and for one that was made for another model."""
+    """Read the config of a head for this target. Raises ModelError for another kind of model, and
+    for a head of another target."""
     raw = read_config(directory)
     layer_raw = _layer_config(raw, directory)
     layer_type = layer_raw.get("model_type", "llama")
@@ -92,7 +90,7 @@ def head_options(spec: ModelSpec) -> HeadOptions:
 
 
 def _layer_config(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return what says how the layers are made, in either layout."""
+    """Return the config of the head's layer, from either layout."""
     fields = Fields(raw)
     if fields.has(FORMAT):
         if fields.value(FORMAT) != MODEL_TYPE:
@@ -128,7 +126,7 @@ def _reads(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
 
 
 def _check_target(directory: Path, target: ModelSpec, **sizes: int) -> None:
-    """Raise ModelError if the head's target has other sizes, by their names in ModelSpec."""
+    """Raise ModelError if the head expects other sizes, named as in ModelSpec."""
     for name, size in sizes.items():
         if size != getattr(target, name):
             raise ModelError(

@@ -1,8 +1,9 @@
-"""Models whose tokens see each other in both directions, as their configs say it (BERT and its
-kin). They keep nothing of a sequence: a prompt is computed whole, in one step. No torch.
+"""Encoders (BERT and its relatives): models whose tokens attend in both directions. No torch.
 
-All positions that a token may stand at are in a table, or in a rotation. RoBERTa's table begins
-with rows that stand for padding:
+Encoders cache nothing: a step computes the whole prompt.
+
+Positions come from a table or from a rotary embedding. RoBERTa's table begins with rows for
+padding:
 
     rows       0 ... pad_token_id | pad_token_id + 1 ...
     positions                     | 0 ...
@@ -15,37 +16,39 @@ from quire.spec.layer_windows import FULL, SLIDING
 BERT, MODERNBERT = "bert", "modernbert"
 ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
 ENCODER_TYPES = (BERT, *ROBERTA_TYPES, MODERNBERT)
-FULL_EVERY = 3  # of ModernBERT's layers the first and every third attend to all tokens
-LOCAL_ATTENTION = 128  # tokens that its others see, half of them on each side
+FULL_EVERY = 3  # every third layer of ModernBERT, from the first on, attends to all tokens
+LOCAL_ATTENTION = 128  # tokens visible in ModernBERT's other layers, half of them on each side
 MAX_SEGMENTS = 1 << 8
 
 
 def is_encoder(model_type: str) -> bool:
-    """Tell whether models of a type are encoders of ours."""
+    """Return whether quire runs models of this type as encoders."""
     return model_type in ENCODER_TYPES
 
 
 def padding_rows(fields: Fields, model_type: str) -> int:
-    """Count the rows of the table of positions before that of the first token."""
+    """Return the number of rows in the position table before the first token's row."""
     if model_type not in ROBERTA_TYPES:
         return 0
     return fields.integer("pad_token_id", least=0, most=MAX_COUNT - 1) + 1
 
 
 def num_segments(fields: Fields) -> int:
-    """Count the kinds of text that tokens may belong to (segments, token types)."""
+    """Return the number of segments (token types) to which tokens may belong."""
     return fields.integer("type_vocab_size", default=2, most=MAX_SEGMENTS)
 
 
 def tells_segments(fields: Fields) -> bool:
-    """Tell whether a model is told which of two texts a token belongs to. RoBERTa's are not,
-    whatever the size of the table: all their tokens are of the first."""
+    """Return whether the model distinguishes the two texts of a pair by segments.
+
+    RoBERTa does not, whatever the size of its table: all its tokens are in the first segment."""
     return fields.text("model_type", "") == BERT and num_segments(fields) > 1
 
 
 def encoder_pooling(fields: Fields, task: str) -> str | None:
-    """Return what an encoder pools where no file of sentence-transformers says it: the first token;
-    but classes of ModernBERT as its config says. None for other models."""
+    """Return an encoder's default pooling, for models without files of sentence-transformers.
+
+    It is CLS, except for classes of ModernBERT, whose config sets it. None for other models."""
     model_type = fields.text("model_type", "")
     if model_type == MODERNBERT and task == CLASSIFY:
         return fields.text("classifier_pooling", CLS)
@@ -53,8 +56,8 @@ def encoder_pooling(fields: Fields, task: str) -> str | None:
 
 
 def encoder_windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, whose tokens see what is less than so far away; None for
-    all."""
+    """Return the window of each layer; None for no window. Tokens less than a window apart see each
+    other."""
     if model_type != MODERNBERT:
         return (None,) * num_layers
     window = fields.integer("local_attention", default=LOCAL_ATTENTION, most=MAX_COUNT) // 2 + 1
@@ -70,7 +73,7 @@ def encoder_windows(fields: Fields, model_type: str, num_layers: int) -> tuple[i
 
 
 def check_encoder(fields: Fields, model_type: str) -> None:
-    """Raise ModelError for what a config says that no encoder here is."""
+    """Raise ModelError if the config sets an option that quire's encoders lack."""
     for name in ("is_decoder", "add_cross_attention"):
         if fields.flag(name):
             raise fields.error(name, f"models of type {model_type} are encoders here; set it false")

@@ -1,8 +1,8 @@
-"""Which layers of a model see only a window of tokens, and which do not attend at all, as
-transformers reads it from the config.
+"""Find out which layers of a model have a window, and which have linear attention.
 
-Each architecture has its own rule, and ignores fields that others obey. A config whose fields
-contradict the rule of its architecture is refused: its authors meant something else.
+The rules are transformers'. Each architecture has its own rule, and ignores fields that others use.
+A config with fields that contradict its architecture's rule is rejected, because its authors must
+have meant something else.
 """
 
 from quire.spec.config_fields import MAX_COUNT, Fields
@@ -16,17 +16,18 @@ OLD_NAMES = {"attention": FULL}
 WITHOUT = ("llama", "gpt2", "opt", "olmo2", "granite", "glm4", "gpt_neox", *HYBRID_TYPES)
 EVERYWHERE = ("mistral", "mixtral", "phi3")
 BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "smollm3")
-# Of every so many layers the last attends to everything, if `layer_types` does not say otherwise.
+# One layer of every few attends to all tokens, the last of them, unless `layer_types` is set.
 IN_TURN = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")
 EVERY_OTHER = 2
-WITH_PATTERN = ("gemma3_text", "cohere2")  # these read from the config how many
-# Of models with linear attention every fourth layer attends, if the config does not say otherwise.
+WITH_PATTERN = ("gemma3_text", "cohere2")  # the config sets the interval of these types
+# Interval of layers with softmax attention in models with linear attention, unless configured.
 FULL_INTERVAL = 4
 
 
 def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
-    """Return the window of each layer: None where a layer attends to everything before it. Raises
-    ModelError."""
+    """Return the window of each layer; None for a layer that attends to all earlier tokens.
+
+    Raises ModelError."""
     if model_type in WITHOUT:
         windows = _without(fields, model_type, num_layers)
     elif model_type in EVERYWHERE:
@@ -52,8 +53,9 @@ def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
 
 
 def linear_layers(fields: Fields, model_type: str, num_layers: int) -> tuple[int, ...]:
-    """Return the layers that have linear attention, which no window and no token's keys and values
-    belong to. Raises ModelError for a model in which no layer attends."""
+    """Return the layers with linear attention, which have neither a window nor keys and values.
+
+    Raises ModelError if no layer has softmax attention."""
     if model_type not in HYBRID_TYPES:
         return ()
     kinds = _kinds(fields, num_layers, known=(FULL, LINEAR))
@@ -81,7 +83,7 @@ def _without(fields: Fields, model_type: str, num_layers: int) -> Windows:
 
 
 def _everywhere(fields: Fields, model_type: str, num_layers: int) -> Windows:
-    """Give all layers one window, which is its own switch: null turns it off."""
+    """Return one window for all layers, or none if `sliding_window` is null."""
     if not fields.has("sliding_window"):
         return (None,) * num_layers
     window = _window(fields)
@@ -113,7 +115,7 @@ def _by_layer(fields: Fields, model_type: str, num_layers: int) -> Windows:
 
 
 def _windowed_layers(fields: Fields, model_type: str, num_layers: int) -> list[bool]:
-    """Tell which layers have the window where `layer_types` does not."""
+    """Return for each layer whether it has the window, for configs without `layer_types`."""
     if model_type == "smollm3":
         return [not turns for turns in rotated_layers(fields, num_layers)]
     first = fields.integer("max_window_layers", default=num_layers, least=0)
@@ -123,8 +125,10 @@ def _windowed_layers(fields: Fields, model_type: str, num_layers: int) -> list[b
 
 
 def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Tell which layers turn queries and keys (SmolLM3): by `no_rope_layers`, a 1 for each that
-    does, else all but every so many."""
+    """Return for each layer of SmolLM3 whether it rotates queries and keys.
+
+    `no_rope_layers` holds a 1 for each layer that rotates. Without it, each layer does except every
+    `no_rope_layer_interval`-th."""
     if fields.has("no_rope_layers"):
         found = fields.integers("no_rope_layers", most=1)
         if len(found) < num_layers:
@@ -137,7 +141,7 @@ def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _in_turn(fields: Fields, model_type: str, num_layers: int) -> Windows:
-    """Give the window to all layers but the last of every so many."""
+    """Return the window for all layers except one of every few, the last of them."""
     kinds = _kinds(fields, num_layers)
     if kinds is None:
         has_pattern = model_type in WITH_PATTERN
@@ -148,7 +152,7 @@ def _in_turn(fields: Fields, model_type: str, num_layers: int) -> Windows:
 
 
 def _of_others(fields: Fields, num_layers: int) -> Windows:
-    """Read windows of other packages' models: as the config says it for each layer, else none."""
+    """Return the windows of a model from another package, from `layer_types` or the first layer."""
     if not fields.has("sliding_window") or not fields.flag("use_sliding_window", True):
         return (None,) * num_layers
     window, kinds = _window(fields), _kinds(fields, num_layers, FULL)
@@ -165,7 +169,8 @@ def _window(fields: Fields) -> int:
 def _kinds(
     fields: Fields, num_layers: int, others: str = "", known: tuple[str, str] = ATTENDING
 ) -> tuple[str, ...] | None:
-    """Return what `layer_types` says; others: what an unknown kind counts as, an error if empty."""
+    """Return the layers' kinds; None without `layer_types`. `others` replaces unknown kinds; if it
+    is empty, they are an error."""
     found = fields.texts("layer_types")
     if found is None:
         return None

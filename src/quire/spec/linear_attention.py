@@ -1,7 +1,7 @@
-"""Layers with linear attention: which layers of a model have it, and their sizes.
+"""Layers with linear attention: the sizes that a config gives them.
 
-Such a layer keeps a state of its sequence, not its tokens: the last inputs of a short convolution,
-and a memory that the gated delta rule reads and corrects (`ops/attention/base.py`).
+Such a layer caches a state of the sequence instead of its tokens. The state is the last inputs of a
+short convolution and the memory of the gated delta rule (`ops/attention/base.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -12,23 +12,22 @@ from quire.spec.cuts import cut_evenly, cut_or_repeat
 HYBRID_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"
 MAX_HEADS, MAX_HEAD_DIM, MAX_WIDTH = 1 << 14, 1 << 14, 1 << 8
-FLOAT32S = 2  # of a number that is computed in float32 beside one in the model's dtype
+FLOAT32S = 2  # size of a float32 element relative to one in the model's dtype
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """key_heads: heads of queries and of keys, of `key_dim` numbers each; value_heads of
-    `value_dim` are a multiple of them. width: inputs of the convolution that an output sees."""
+    """The sizes of linear attention. `value_heads` is a multiple of `key_heads`."""
 
-    key_heads: int
+    key_heads: int  # heads of the queries, and of the keys
     value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
+    key_dim: int  # elements of a key head
+    value_dim: int  # elements of a value head
+    width: int  # convolution inputs per output
 
     @property
     def keys_size(self) -> int:
-        """Numbers of the queries, or of the keys, of a token."""
+        """Elements of a token's queries; its keys have the same number."""
         return self.key_heads * self.key_dim
 
     @property
@@ -37,12 +36,12 @@ class LinearAttention:
 
     @property
     def channels(self) -> int:
-        """Numbers that are convolved: queries, keys and values."""
+        """Elements of a token that are convolved: queries, keys and values."""
         return 2 * self.keys_size + self.values_size
 
     @property
     def num_inputs(self) -> int:
-        """Numbers of a token that its convolution and delta rule are given."""
+        """Elements of a token that enter the convolution and the delta rule."""
         return self.channels + 2 * self.value_heads
 
     @property
@@ -52,23 +51,23 @@ class LinearAttention:
 
     @property
     def activations(self) -> int:
-        """Bound the elements that a layer makes of a token."""
+        """Upper bound on a layer's activations per token, in elements of the model's dtype."""
         gates = 2 * self.value_heads
         return (2 + FLOAT32S) * self.channels + 4 * self.values_size + 4 * gates
 
     def of_ranks(self, num_ranks: int) -> "LinearAttention":
-        """Return the sizes of each of so many ranks. Raises ConfigError where they cannot be."""
+        """Return one rank's sizes. Raises ConfigError if the heads cannot be divided."""
         keys = cut_or_repeat(self.key_heads, 0, num_ranks, "linear_num_key_heads")
         values = cut_evenly(self.value_heads, 0, num_ranks, "linear_num_value_heads")
         return replace(self, key_heads=keys.count, value_heads=values.count)
 
     def parameters(self, hidden_size: int) -> int:
-        """Count the weights that a token of so many elements is multiplied with."""
+        """Return the number of weights in a layer's projections."""
         return hidden_size * (self.channels + 2 * self.values_size + 2 * self.value_heads)
 
 
 def linear_attention(fields: Fields) -> LinearAttention:
-    """Read the sizes. Raises ModelError."""
+    """Read the sizes from a config. Raises ModelError."""
     key_heads = fields.integer("linear_num_key_heads", default=16, most=MAX_HEADS)
     value_heads = fields.integer("linear_num_value_heads", default=32, most=MAX_HEADS)
     if value_heads % key_heads:

@@ -1,8 +1,8 @@
-"""Model types that read images by classes of quire: which text part each has, and its config.
+"""Model types with images that quire has classes for: their text parts and the configs of these.
 
-The text part of such a model is a plain decoder. Its config stands in `text_config`, or, in old
-checkpoints of Qwen2-VL and Qwen2.5-VL, next to `vision_config`. `EncoderSize` is the memory that a
-vision tower takes besides its weights.
+The text part of such a model is a plain decoder. Its config is in `text_config`, or, in old
+checkpoints of Qwen2-VL and Qwen2.5-VL, next to `vision_config`. `EncoderSize` is the memory of a
+vision tower in addition to its weights.
 """
 
 from collections.abc import Mapping
@@ -12,29 +12,22 @@ from typing import Any
 
 from quire.spec.config_fields import Fields
 
-WHOLE = "whole_config"  # a field of the made config: all but the text part of the whole config
+WHOLE = "whole_config"  # field of a made config: the model's config without its text part
 TEXT_PART = "text_config"
 ROPES = ("rope_scaling", "rope_parameters")
-MROPE = "mrope"  # how old configs call a default rotation with three axes
+MROPE = "mrope"  # old configs' name for a default rotary embedding with three axes
 
 
 @dataclass(frozen=True)
 class Family:
-    """The text part of a model type.
+    """The text part of a model type."""
 
-    text_types: the types that its config may name, and the type that runs it; the first is the
-    default. defaults: transformers', for absent fields, where they are not those of that type.
-    always: fields that it does not read from the config. is_flat: whether it may stand next to
-    `vision_config`. has_mrope: whether positions have three axes. ties_by_part: whether the head is
-    tied if the text part says so, also where the whole says otherwise.
-    """
-
-    text_types: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    always: Mapping[str, Any] = field(default_factory=dict)
-    is_flat: bool = False
-    has_mrope: bool = False
-    ties_by_part: bool = False
+    text_types: Mapping[str, str]  # from type in the config to type to run; the first is default
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for absent fields
+    always: Mapping[str, Any] = field(default_factory=dict)  # fixed fields, whatever the config has
+    is_flat: bool = False  # whether the config may be next to `vision_config`
+    has_mrope: bool = False  # whether positions have three axes
+    ties_by_part: bool = False  # whether a tied text part overrides an untied whole
 
 
 _QWEN2 = {
@@ -51,7 +44,7 @@ _MOE = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
 }
-_SIZES = {  # of the text parts of LLaVA, whose configs on the hub leave them out
+_SIZES = {  # sizes of LLaVA's text parts, which configs on the hub omit
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -96,8 +89,7 @@ def knows_part(raw: Mapping[str, Any], family: Family) -> bool:
 def family_part(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the config of the text part, with a `model_type` that quire has a class for.
 
-    Raises ModelError for a text part of another type.
-    """
+    Raises ModelError for a text part of another type."""
     model_type, inner = raw["model_type"], Fields(raw).inner(TEXT_PART)
     if inner is None and family.is_flat:
         inner = Fields({name: value for name, value in raw.items() if name != "vision_config"})
@@ -114,13 +106,13 @@ def family_part(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def whole_fields(raw: Mapping[str, Any]) -> Fields | None:
-    """Return all but the text part of a config; None for a model without images."""
+    """Return a config without its text part; None for a model without images."""
     whole = raw.get(WHOLE)
     return Fields(whole) if isinstance(whole, dict) else None
 
 
 def _plain_rope(rope: Any) -> Any:
-    """Return a rotary embedding whose type does not say that positions have three axes."""
+    """Return a rotary embedding with its type changed from mrope to default."""
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != MROPE:
         return rope
     return {name: value for name, value in rope.items() if name != "type"} | {
@@ -130,9 +122,8 @@ def _plain_rope(rope: Any) -> Any:
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """The size of a slot of the encoder cache, and what encoding holds at once for each token of an
-    item, at most. most_tokens: of an item; None: as many as there is room for."""
+    """The memory of the encoder. Sizes are counts of elements."""
 
-    slot: int
-    per_token: int
-    most_tokens: int | None = None
+    slot: int  # size of one slot of the encoder cache
+    per_token: int  # maximum memory while encoding, for each token of an item
+    most_tokens: int | None = None  # tokens of an item; None for no limit of its own

@@ -1,7 +1,7 @@
-"""What a config says about a model's layers beside their sizes, as transformers reads it.
+"""A model's layer options beyond sizes, read from the config with transformers' rules.
 
-Of the architectures that we know. A field that transformers obeys and we do not is refused, so that
-no model computes something else than its authors mean.
+This covers the architectures that quire runs. A field that transformers supports and quire does not
+is rejected, so that no model computes something its authors did not mean.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from quire.spec.cuts import cut_evenly
 from quire.spec.encoders import ENCODER_TYPES, MODERNBERT
 from quire.spec.linear_attention import HYBRID_TYPES
 
-# The rotary types whose options are read here; most others read theirs in their model's file.
+# Rotary types whose options this file reads. Most other types read theirs in the model's own file.
 ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 MAX_EXPERTS = 1 << 14
-MAX_EXPERT_LAYERS = 1 << 17  # experts of all layers together
-# The field of the activation, and what it is without, where that is not hidden_act and silu.
+MAX_EXPERT_LAYERS = 1 << 17  # limit for the experts of all layers together
+# Name and default of the activation's field, for types without hidden_act and silu.
 ACTIVATION_FIELDS = {
     "gpt2": ("activation_function", "gelu_new"),
     "opt": ("activation_function", "relu"),
@@ -32,9 +32,9 @@ ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tan
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
 INNER_SIZE, SHARED_SIZE = "moe_intermediate_size", "shared_expert_intermediate_size"
 NUM_EXPERTS = "num_experts (num_local_experts)"
-SILU = ("silu", "swish")  # of experts, and of what linear attention convolves
-# Of types with experts: their number, those of a token and the size of each, where a config does
-# not say it; experts without an own size have intermediate_size.
+SILU = ("silu", "swish")  # activations of experts, and of convolutions in linear attention
+# Defaults of types with experts: number of experts, experts per token, and size of an expert; None
+# if experts have intermediate_size.
 EXPERTS: dict[str, tuple[int, int, int | None]] = {
     "qwen2_moe": (60, 4, 1408),
     "qwen3_moe": (128, 8, 768),
@@ -43,8 +43,8 @@ EXPERTS: dict[str, tuple[int, int, int | None]] = {
     "qwen3_next": (512, 10, 512),
     "qwen3_5_moe_text": (256, 8, 512),
 }
-# Of them: those whose config has one name for the number, those with an expert that all tokens are
-# sent to, and those all of whose layers have experts, whose weights add up to 1.
+# Types whose config has one name for the number; types with a shared expert. Types with experts in
+# all layers, whose weights add up to 1.
 WITH_ONE_NAME = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 WITH_SHARED = WITH_ONE_NAME
 ALWAYS_SPARSE = ("qwen3_5_moe_text",)
@@ -52,10 +52,9 @@ ALWAYS_SPARSE = ("qwen3_5_moe_text",)
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """norm_eps: what norms add to the (mean) square. Biases are those of attention and of the
-    feed-forward layer, where the architecture leaves them open."""
+    """The options of a decoder layer. Biases apply only if the architecture leaves them open."""
 
-    norm_eps: float
+    norm_eps: float  # epsilon added to the (mean) square
     activation: str
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -63,54 +62,48 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class GPT2Options:
-    """scales_attention: by 1 / sqrt(head dim). scales_by_layer: also by 1 / (layer + 1)."""
+    """The options of GPT-2's attention."""
 
-    scales_attention: bool
-    scales_by_layer: bool
+    scales_attention: bool  # whether scores are scaled by 1 / sqrt(head dim)
+    scales_by_layer: bool  # whether scores are also scaled by 1 / (layer + 1)
 
 
 @dataclass(frozen=True)
 class OPTOptions:
-    """width: of embeddings, before a projection. norms_first: before attention and feed-forward
-    layer instead of after."""
+    """The options of OPT."""
 
-    width: int
+    width: int  # size of embeddings before their projection
     has_biases: bool
     has_affine_norms: bool
-    norms_first: bool
+    norms_first: bool  # whether norms come before attention and feed-forward layer
     has_final_norm: bool
 
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Of a mixture of experts.
-
-    num_chosen: experts that a token is sent to. inner_size: of one expert's feed-forward layer.
-    normalises: whether the weights of the chosen add up to 1. step, dense_layers: every step-th
-    layer has experts, but for these. shared_size: of an expert that all tokens are sent to; 0
-    where there is none.
-    """
+    """The options of a mixture of experts."""
 
     num_experts: int
-    num_chosen: int
-    inner_size: int
-    normalises: bool
-    step: int = 1
-    dense_layers: tuple[int, ...] = ()
-    shared_size: int = 0
+    num_chosen: int  # experts per token
+    inner_size: int  # size of one expert's feed-forward layer
+    normalises: bool  # whether the weights of a token's experts add up to 1
+    step: int = 1  # every step-th layer has experts
+    dense_layers: tuple[int, ...] = ()  # layers without experts in spite of `step`
+    shared_size: int = 0  # size of the shared expert, which all tokens pass; 0 for none
 
     @property
     def token_size(self) -> int:
-        """Return the size of the feed-forward layers that a token goes through."""
+        """Return the size of all feed-forward layers that one token passes."""
         return self.num_chosen * self.inner_size + self.shared_size
 
     def is_sparse(self, layer: int) -> bool:
-        """Tell whether this layer has experts."""
+        """Return whether this layer has experts."""
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
 
     def of_ranks(self, num_ranks: int, *, whole: bool = False) -> "ExpertOptions":
-        """Return those of each of so many ranks, with a part of each expert, or with some whole
-        ones. Raises ConfigError where parts cannot be equal."""
+        """Return one rank's options: a part of each expert, or some whole experts if `whole`.
+
+        Raises ConfigError if shares cannot be equal."""
         inner = self.inner_size
         if whole:
             cut_evenly(self.num_experts, 0, num_ranks, NUM_EXPERTS)
@@ -120,26 +113,27 @@ class ExpertOptions:
         return replace(self, inner_size=inner, shared_size=shared.count)
 
     def activations(self, size: int) -> int:
-        """Bound the elements that a layer makes of a token of so many: each expert's inputs,
-        products and outputs, which the core keeps in float32, sums, and the router's."""
+        """Return an upper bound on a layer's activations per token, in elements.
+
+        size: the hidden size. Counts each expert's inputs, products and outputs, which are float32,
+        their sums, and the router's."""
         inner = self.inner_size + self.shared_size
         of_experts = self.num_chosen * (6 * self.inner_size + 2 * size)
         return of_experts + 3 * inner + 8 * size + 8 * self.num_experts
 
 
 def layer_options(fields: Fields, model_type: str) -> LayerOptions:
-    """Read what layers are made of. Raises ModelError for a field that cannot be; so do the
-    others."""
+    """Read the layers' options. Raises ModelError for an invalid field; so do the others."""
     if model_type == "gpt2":
         eps = fields.number("layer_norm_epsilon", 1e-5, above=False)
     elif model_type == "opt":
-        eps = 1e-5  # transformers leaves it to torch
+        eps = 1e-5  # torch's default, which transformers uses
     elif model_type in ENCODER_TYPES:
         name, default = ("norm_eps", 1e-5) if model_type == MODERNBERT else NORM_OF_BERT
         eps = fields.number(name, default, above=False)
     else:
         eps = fields.number("rms_norm_eps", 1e-6, above=False)
-    has_bias = model_type not in ("mistral", "qwen2")  # of these the architecture says it
+    has_bias = model_type not in ("mistral", "qwen2")  # fixed by these architectures
     return LayerOptions(
         norm_eps=eps,
         activation=fields.text(*_activation_field(model_type)),
@@ -149,13 +143,13 @@ def layer_options(fields: Fields, model_type: str) -> LayerOptions:
 
 
 def check_activation(layers: LayerOptions, model_type: str) -> None:
-    """Raise ModelError if no feed-forward layer here has this function."""
+    """Raise ModelError if quire does not support the activation in this model type."""
     silu_alone = model_type in EXPERTS or model_type in HYBRID_TYPES
     known: tuple[str, ...] = SILU if silu_alone else GATES
     if model_type in UNGATED_TYPES:
         known = ACTIVATIONS
     field, _ = _activation_field(model_type)
-    if layers.activation not in known and model_type != "gpt_oss":  # has a gate of its own
+    if layers.activation not in known and model_type != "gpt_oss":  # has its own gate
         raise ModelError(
             f"model_type {model_type} with {field} {layers.activation!r} is not supported;"
             f" supported are {', '.join(known)}."
@@ -185,9 +179,9 @@ def opt_options(fields: Fields, hidden_size: int) -> OPTOptions:
 
 
 def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOptions | None:
-    """Read the experts; None if no layer has any.
+    """Read the experts; None if no layer has any. Raises ModelError.
 
-    Checkpoints on the hub say num_experts, those that transformers 5 writes num_local_experts.
+    The number is num_experts in checkpoints on the hub, num_local_experts in transformers 5.
     """
     if model_type not in EXPERTS:
         return None
@@ -233,7 +227,7 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
 
 
 def _num_experts(fields: Fields, model_type: str, default: int) -> int:
-    """Read it, which has two names in some types."""
+    """Read the number of experts, which has two names in some types."""
     names = ("num_experts", "num_local_experts")[: 1 if model_type in WITH_ONE_NAME else 2]
     counts = [fields.integer(n, default=default, least=0, most=MAX_EXPERTS) for n in names]
     if all(map(fields.has, names)) and counts[0] != counts[-1]:
@@ -248,8 +242,8 @@ def _shared_size(fields: Fields, model_type: str) -> int:
 
 
 def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:
-    """Raise ModelError for what transformers obeys and no model here does, and for what a config
-    says that its architecture cannot be."""
+    """Raise ModelError for fields that transformers supports and quire ignores, and for fields that
+    contradict the architecture."""
     if model_type in HYBRID_TYPES and not fields.flag("attn_output_gate", True):
         raise fields.error("attn_output_gate", f"attention of {model_type} always has a gate")
     if model_type == "gpt2" and fields.flag("add_cross_attention"):

@@ -1,9 +1,9 @@
 """A model's shape, read from its Hugging Face config.json or its GGUF file, without torch.
 
-`ModelSpec` holds what memory sizing, the scheduler and the layers need; `cache_groups` says what
-each attention layer caches. The layers' options are read from `raw` when they are requested, so
-that a model of another package may have options of its own. Of a model that reads more than text,
-`text_part` returns the text part as a config of its own.
+`ModelSpec` holds the numbers for memory sizing, the scheduler and the layers. `cache_groups` lists
+what each layer caches. The layers' options are read from `raw` on request, so a model of another
+package may have its own options. For a model with images, `text_part` returns the text part as a
+separate config.
 """
 
 import contextlib
@@ -56,24 +56,23 @@ from quire.spec.model_options import (
 from quire.spec.quantization_config import QuantizationConfig, quantization_config
 from quire.spec.rope_options import RopeOptions, longest_short, rope_options
 
-# The types whose text part we run without the rest, and its type.
+# Types of which quire runs only the text part, and the text part's type.
 NESTED = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-TIES, TIED = "tie_word_embeddings", ("gemma3",)  # whose head is tied where no config says it
-PART_OF = "text_part_of"  # a field of the made config: the type of the whole
-# What the whole model's config says about the text part, too. The first wins over the second.
+TIES, TIED = "tie_word_embeddings", ("gemma3",)  # types with a tied head by default
+PART_OF = "text_part_of"  # field of a made config: the whole model's type
+# Fields of the whole model's config that also apply to the text part. The first dtype wins.
 DTYPES = ("dtype", "torch_dtype")
 SHARED = (*DTYPES, "bos_token_id", "eos_token_id", "quantization_config")
 
 
 def text_part(raw: dict[str, Any], *, has_class: bool = False) -> dict[str, Any]:
-    """Return a config's text part where that is inside of it, else the config itself.
+    """Return the text part of a config, or the config itself if it has no text part.
 
-    Models that read images may have text parts that quire has no class for; their configs stay as
-    they are. has_class: raise ModelError for them. Raises ModelError for another type of text part
-    than the model's.
+    has_class: whether to raise ModelError for a text part that quire has no class for; otherwise
+    such a config is returned unchanged. Raises ModelError if the text part is of another model.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in (*NESTED, *FAMILIES):
@@ -106,39 +105,32 @@ def _present(raw: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: raw[name] for name in names if raw.get(name) is not None}
 
 
-# Whose class runs a model, and whether torch compiles it.
+# Implementations: quire's class, transformers' class, or transformers' class compiled by torch.
 QUIRE, TRANSFORMERS, COMPILED = "quire", "transformers", "transformers, compiled"
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-# What old quantisers wrote beside a config, and which these were where it does not say.
+# Files that older quantizers write next to a config, and the method that each implies.
 QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
 
-# Types whose configs have neither heads of keys and values nor a head's size.
+# Types whose configs set neither KV heads nor the head dim.
 UNGROUPED_TYPES = ("gpt2", "opt", "gpt_neox", *ENCODER_TYPES)
 
-# What a config may say at most: far beyond every model, and small enough to be counted with.
+# Limits of config values: far beyond every model, and small enough for arithmetic.
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
 POSITIONS = ("max_position_embeddings", "n_positions")
-LEAST_POSITIONS = 4  # a model is traced with three tokens
+MIN_POSITIONS = 4  # tracing a model takes three tokens
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Numbers of one decoder model. Sizes are counts of elements.
+    """The numbers of one model. Sizes are counts of elements.
 
-    linear_layers: those with linear attention, which keep a state instead of keys and values.
-    is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
-    implementation: whose class runs it, QUIRE for ours and those of packages made for us,
-    TRANSFORMERS, or COMPILED. drafter: the model that guesses what this one says (draft_model.py);
-    its layers have numbers behind this one's. stage: the part of the layers, of num_stages, whose
-    caches are meant; numbers of layers stay those of the whole model. num_ranks: that share each
-    layer; of several (`of_ranks`) the numbers are those of each. has_whole_experts: some of a
-    mixture's are a rank's, instead of a part of each. pooling: how a model pools that does not
-    generate (pooling_spec.py). encoder: of a model with a vision tower on this rank.
+    If ranks share the layers (`of_ranks`), the numbers describe one rank. If a pipeline has
+    stages (`of_stage`), `cache_groups` covers one stage, with the whole model's layer numbers.
     """
 
     model_type: str
@@ -155,36 +147,39 @@ class ModelSpec:
     layer_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    is_long: bool = False
-    implementation: str = field(default=QUIRE, repr=False)
-    linear_layers: tuple[int, ...] = field(default=(), repr=False)
+    is_long: bool = False  # whether longrope uses its divisors for long lengths
+    implementation: str = field(default=QUIRE, repr=False)  # QUIRE also for models of packages
+    linear_layers: tuple[int, ...] = field(default=(), repr=False)  # layers with linear attention
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    drafter: "ModelSpec | None" = field(default=None, repr=False)
+    drafter: "ModelSpec | None" = field(default=None, repr=False)  # its layers follow this model's
     stage: int = field(default=0, repr=False)
     num_stages: int = field(default=1, repr=False)
-    num_ranks: int = field(default=1, repr=False)
-    pooling: PoolingSpec | None = field(default=None, repr=False)
-    has_whole_experts: bool = field(default=False, repr=False)
-    encoder: EncoderSize | None = field(default=None, repr=False)
+    num_ranks: int = field(default=1, repr=False)  # ranks that share each layer
+    pooling: PoolingSpec | None = field(default=None, repr=False)  # None for a generating model
+    has_whole_experts: bool = field(default=False, repr=False)  # whether ranks hold whole experts
+    encoder: EncoderSize | None = field(default=None, repr=False)  # of a vision tower on this rank
 
     def of_stage(self, stage: int, num_stages: int) -> "ModelSpec":
-        """Return the spec of some of the layers. Raises ConfigError for more stages than layers."""
+        """Return the spec of one stage. Raises ConfigError for more stages than layers."""
         layers_of_stage(self.num_layers, stage, num_stages)
         return replace(self, stage=stage, num_stages=num_stages)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Return one group per distinct window, the full group first, then the states; the
-        drafter's behind them."""
+        """Return one group per distinct window, full attention first, then one of states.
+
+        The drafter's groups come last."""
         if self.drafter is None:
             return self.own_groups
-        behind = (each.behind(self.num_layers) for each in self.drafter.own_groups)
-        return (*self.own_groups, *behind)
+        drafted = (each.behind(self.num_layers) for each in self.drafter.own_groups)
+        return (*self.own_groups, *drafted)
 
     @property
     def own_groups(self) -> tuple[CacheGroup, ...]:
-        """Return the cache groups of its own layers. All stages have the same ones, and as many
-        blocks of each, also where none of a stage's layers is in a group."""
+        """Return the cache groups without the drafter's.
+
+        Every stage has the same groups with the same numbers of blocks, even if none of the stage's
+        layers is in a group."""
         here = layers_of_stage(self.num_layers, self.stage, self.num_stages)
         attending = {
             layer: window
@@ -212,13 +207,13 @@ class ModelSpec:
 
     @property
     def is_encoder(self) -> bool:
-        """Tell whether tokens see each other in both directions, and nothing is kept of them."""
+        """Whether quire runs the model as an encoder, which caches nothing."""
         return self.implementation == QUIRE and is_encoder(self.model_type)
 
     @property
     def identity(self) -> str:
-        """Return a digest of all that the config says, read or not: what a model of another package
-        reads of `raw` is not known here."""
+        """Return a digest of the whole config, including fields that only a package's model reads,
+        and of the way the model is divided."""
         text = json.dumps(self.raw, sort_keys=True, default=repr)
         text += "" if self.implementation == QUIRE else f" {self.implementation}"
         text += f" {self.linear_layers}" if self.linear_layers else ""
@@ -230,17 +225,17 @@ class ModelSpec:
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def served_up_to(self, length: int | None) -> "ModelSpec":
-        """Return the spec of an engine whose sequences have at most so many tokens; None and
-        numbers below 1 stand for the most that the model was made for.
+        """Return the spec of an engine whose sequences have at most `length` tokens.
 
-        Where the config has a rotary embedding for long lengths besides (longrope), it is taken if
-        sequences may be that long. transformers chooses for each forward pass; keys that stay in a
-        cache must all be turned alike.
+        None and numbers below 1 stand for `max_position`. A rotary embedding of type longrope uses
+        its divisors for long lengths if sequences may be that long. transformers chooses for
+        each forward pass; here all cached keys need one rotation.
         """
         length = length if length is not None and length > 0 else self.max_position
-        most = longest_short(self.fields, self.max_position)
+        short_limit = longest_short(self.fields, self.max_position)
         drafter = None if self.drafter is None else self.drafter.served_up_to(length)
-        return replace(self, is_long=most is not None and length > most, drafter=drafter)
+        is_long = short_limit is not None and length > short_limit
+        return replace(self, is_long=is_long, drafter=drafter)
 
     def check_length(self, length: int | None) -> None:
         """Raise ConfigError for a max_model_len beyond what the model was made for."""
@@ -251,8 +246,9 @@ class ModelSpec:
             )
 
     def of_ranks(self, num_ranks: int, *, has_whole_experts: bool = False) -> "ModelSpec":
-        """Return the numbers of each of so many ranks that share all layers: what it keeps and
-        computes. Raises ConfigError, naming both, for what they cannot share."""
+        """Return the numbers of one of `num_ranks` ranks that share all layers.
+
+        Raises ConfigError if the layers cannot be divided."""
         if num_ranks == 1:
             return self
         if self.implementation != QUIRE:
@@ -283,17 +279,16 @@ class ModelSpec:
 
     @property
     def fields(self) -> Fields:
-        """Read the config itself, with what transformers takes for absent fields."""
+        """Return the config, with transformers' defaults for absent fields."""
         return Fields(self.raw, defaults=defaults_of(self.model_type))
 
     @property
-    def type_name(self) -> str:  # of the whole model, also where this is its text part
+    def type_name(self) -> str:  # the whole model's type, even if this spec is its text part
         return (whole_fields(self.raw) or self.fields).text("model_type", self.model_type)
 
     @property
     def layers(self) -> LayerOptions:
-        """Read the layers' options. Raises ModelError for what a model cannot have; so do the
-        others."""
+        """Read the layers' options. Raises ModelError for invalid ones; so do the others."""
         return layer_options(self.fields, self.model_type)
 
     @property
@@ -309,12 +304,12 @@ class ModelSpec:
 
     @property
     def linear_attention(self) -> LinearAttention:
-        """Read the sizes of the layers of `linear_layers`."""
+        """Read the sizes of the layers with linear attention."""
         return linear_attention(self.fields).of_ranks(self.num_ranks)
 
     @property
     def quantization(self) -> QuantizationConfig | None:
-        """Read how the checkpoint's weights are quantised; None if they are not."""
+        """Read how the checkpoint's weights are quantized; None if they are not."""
         return quantization_config(self.fields)
 
     @property
@@ -326,8 +321,9 @@ class ModelSpec:
         return opt_options(self.fields, self.hidden_size)
 
     def check(self) -> None:
-        """Raise ModelError for a config that a model of ours would not obey, as far as that is not
-        read in the model's own file."""
+        """Raise ModelError for config values that quire's models do not support.
+
+        Values that only a model's own file reads are not checked here."""
         fields = self.fields
         refuse_what_is_ignored(fields, self.model_type)
         _ = self.quantization
@@ -347,9 +343,9 @@ class ModelSpec:
 
 
 def load_spec(directory: Path) -> ModelSpec:
-    """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place, and
-    check all that a model of ours reads of it. Raises ModelError if it is absent or not
-    understood."""
+    """Read DIRECTORY/config.json, or the metadata of a GGUF file if the path is one, and check it.
+
+    Raises ModelError if the config is absent or not supported."""
     spec = parse_spec(text_part(read_config(directory), has_class=True))
     if spec.model_type in DEFAULTS:
         spec.check()
@@ -357,19 +353,19 @@ def load_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read DIRECTORY/config.json, or what a GGUF file holds of it. Raises ModelError if there is
-    neither."""
+    """Read DIRECTORY/config.json, or a GGUF file's metadata as a config. Raises ModelError if
+    neither exists."""
     if is_gguf(directory):
         return gguf_config(GGUFFile(directory))
     try:
         raw: dict[str, Any] = with_floats(read_object(directory / "config.json"))
     except FileNotFoundError as error:
         raise ModelError(_no_config(directory)) from error
-    return raw | _quantization_beside(directory, raw)
+    return raw | _separate_quantization(directory, raw)
 
 
-def _quantization_beside(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config that a file of its own holds, as old quantisers wrote it."""
+def _separate_quantization(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the quantization_config from an old quantizer's separate file, if there is one."""
     if raw.get("quantization_config") or raw.get("compression_config"):
         return {}
     for name, method in QUANTIZATION_FILES.items():
@@ -386,8 +382,9 @@ def _no_config(directory: Path) -> str:
 
 
 def parse_spec(raw: dict[str, Any]) -> ModelSpec:
-    """Read the sizes of a Hugging Face config dictionary. Raises ModelError, naming field and
-    value, for one that is missing or cannot be."""
+    """Read the sizes in a Hugging Face config dictionary.
+
+    Raises ModelError with field and value for a missing or invalid one."""
     fields = Fields(raw, defaults=defaults_of(raw.get("model_type")))
     model_type = fields.text("model_type", "")
     if not model_type:
@@ -424,14 +421,14 @@ def _windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | No
 
 
 def _max_position(fields: Fields, model_type: str) -> int:
-    """Return how many tokens a sequence may have."""
+    """Return the maximum number of tokens in a sequence."""
     before = padding_rows(fields, model_type)
-    least = before + LEAST_POSITIONS
-    return fields.integer(*POSITIONS, least=least, most=MAX_COUNT) - before
+    minimum = before + MIN_POSITIONS
+    return fields.integer(*POSITIONS, least=minimum, most=MAX_COUNT) - before
 
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
-    """Return the number: as many as query heads where there is none."""
+    """Return the number of KV heads; by default the number of query heads."""
     if model_type in UNGROUPED_TYPES:
         return heads
     found = fields.integer("num_key_value_heads", default=heads, most=MAX_HEADS)
@@ -463,7 +460,7 @@ def _intermediate_size(fields: Fields, model_type: str, hidden: int) -> int:
 
 
 def _dtype(fields: Fields) -> str:
-    """Return the weights' dtype. `torch_dtype` is its old name."""
+    """Return the weights' dtype. `torch_dtype` is the field's old name."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     found = fields.text(name, "float32")
     if found not in DTYPE_BYTES:

@@ -1,5 +1,5 @@
-"""Finds out whether and how a model pools: by the settings, its config, and the files that
-sentence-transformers writes beside it. No torch."""
+"""Find out whether and how a model pools: from the settings, its config, and the files of
+sentence-transformers next to the config. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from quire.spec.encoders import encoder_pooling, is_encoder, tells_segments
 from quire.spec.gguf.container import is_gguf
 from quire.spec.model_spec import QUIRE, ModelSpec, read_config
 
-# What sentence-transformers calls the ways to pool, old (a flag for each) and new (one word).
+# sentence-transformers' names for kinds of pooling: the old flags and the new words.
 ST_KINDS = {"cls_token": CLS, "cls": CLS, "mean_tokens": MEAN, "mean": MEAN, "lasttoken": LAST}
 ST_ACTIVATIONS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}
 ST_LENGTH_FILE = "sentence_bert_config.json"
@@ -41,9 +41,10 @@ POOLER_FIELDS = ("pooling_type", "seq_pooling_type", "use_activation", "normaliz
 
 
 def with_pooling(spec: ModelSpec, directory: Path, model: ModelConfig) -> ModelSpec:
-    """Return the spec of a model as it is to run: of one that pools, with how it does. Such a
-    model's head is not used, and need not be there. Raises ModelError for files that make no sense,
-    and ConfigError for settings that do not fit."""
+    """Return the spec with its pooling, or unchanged if the model generates.
+
+    A pooling model needs no language model head. Raises ModelError for invalid files, and
+    ConfigError for settings that do not fit."""
     pooling = pooling_of(directory, model)
     if pooling is None:
         return spec
@@ -56,8 +57,9 @@ def with_pooling(spec: ModelSpec, directory: Path, model: ModelConfig) -> ModelS
 
 
 def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
-    """Find out whether and how a model pools, by the settings, or else by its files: the
-    architecture's name, and modules.json."""
+    """Return how a model pools; None if it generates.
+
+    Settings take precedence over the architecture's name and modules.json."""
     task = _task(directory, model)
     if task is None:
         _refuse_for_generating(model)
@@ -68,7 +70,7 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
             " directory with safetensors."
         )
     fields = Fields(read_config(directory))
-    asked = json_object("pooler_config", model.pooler_config)
+    settings = json_object("pooler_config", model.pooler_config)
     kind = encoder_pooling(fields, task) or LAST
     if task == CLASSIFY:
         found = _classifier(fields, directory, kind)
@@ -79,7 +81,7 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
         found = msgspec.structs.replace(
             found, tells_texts=tells_segments(fields), longest=_longest(directory)
         )
-    return _as_asked(found, asked)
+    return _with_settings(found, settings)
 
 
 def _task(directory: Path, model: ModelConfig) -> str | None:
@@ -104,7 +106,7 @@ def _task(directory: Path, model: ModelConfig) -> str | None:
 
 
 def _check_encoder(architecture: str, model: ModelConfig) -> None:
-    """Raise ConfigError for what an encoder is not asked for here."""
+    """Raise ConfigError if the settings or the architecture do not fit an encoder."""
     if model.runner == "generate":
         raise ConfigError(
             "runner is generate, but the tokens of this model see each other in both directions:"
@@ -130,17 +132,17 @@ def _refuse_for_generating(model: ModelConfig) -> None:
         )
 
 
-def _as_asked(found: PoolingSpec, asked: Mapping[str, Any]) -> PoolingSpec:
-    """Return a spec with what `pooler_config` says in place of the files."""
-    unknown = sorted(asked.keys() - set(POOLER_FIELDS))
+def _with_settings(found: PoolingSpec, settings: Mapping[str, Any]) -> PoolingSpec:
+    """Return a spec in which the fields of `pooler_config` replace the files' values."""
+    unknown = sorted(settings.keys() - set(POOLER_FIELDS))
     if unknown:
         raise ConfigError(
             f"pooler_config has no {unknown[0]!r}; it may have {', '.join(POOLER_FIELDS)}."
         )
-    kind = asked.get("seq_pooling_type") or asked.get("pooling_type") or found.kind
+    kind = settings.get("seq_pooling_type") or settings.get("pooling_type") or found.kind
     if not isinstance(kind, str) or kind.lower() not in (LAST, MEAN, CLS):
         raise ConfigError(f"pooler_config: seq_pooling_type must be LAST, MEAN or CLS, got {kind}.")
-    is_active = asked.get("use_activation", asked.get("normalize"))
+    is_active = settings.get("use_activation", settings.get("normalize"))
     found = msgspec.structs.replace(found, kind=kind.lower())
     if is_active is None:
         return found
@@ -155,7 +157,7 @@ def _as_asked(found: PoolingSpec, asked: Mapping[str, Any]) -> PoolingSpec:
 
 
 def _classifier(fields: Fields, directory: Path, kind: str) -> PoolingSpec:
-    """Read the classes of a config and what becomes of their numbers. kind: as the type pools."""
+    """Read a config's classes and their activation. kind: the default pooling of the type."""
     tokens = fields.texts("classifier_from_token") or ()
     is_difference = fields.flag("is_original_qwen3_reranker")
     if is_difference and len(tokens) != 2:
@@ -172,7 +174,7 @@ def _classifier(fields: Fields, directory: Path, kind: str) -> PoolingSpec:
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
-    """Return the names of the classes in their order; transformers' if there are none."""
+    """Return the names of the classes in order; transformers' default names if there are none."""
     named = fields.inner("id2label")
     count = fields.integer("num_labels", default=2, most=MAX_LABELS)
     if named is None:
@@ -184,16 +186,17 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _activation(fields: Fields, directory: Path, count: int) -> str:
-    """Return what becomes of the classes' numbers: as sentence-transformers says it, or by the
-    problem's type."""
+    """Return the activation of the classes' scores.
+
+    sentence-transformers' fields take precedence over the problem type."""
     inner = fields.inner("sentence_transformers")
-    said = fields.text("sbert_ce_default_activation_function", "")
+    name = fields.text("sbert_ce_default_activation_function", "")
     if inner is not None:
-        said = inner.text("activation_fn", said)
-    if count == 1:  # of several classes its own file says nothing where it has no probabilities
-        said = _of_cross_encoder(directory) or said
-    if said:
-        return _named_activation(said)
+        name = inner.text("activation_fn", name)
+    if count == 1:  # with several classes the file omits an absent activation
+        name = _of_cross_encoder(directory) or name
+    if name:
+        return _named_activation(name)
     problem = fields.text("problem_type", "")
     if problem == "regression":
         return NONE
@@ -204,7 +207,7 @@ def _activation(fields: Fields, directory: Path, count: int) -> str:
 
 
 def _of_cross_encoder(directory: Path) -> str:
-    """Read the activation that a cross-encoder of sentence-transformers 6 has in its own file."""
+    """Read the activation from the separate file of a sentence-transformers 6 cross-encoder."""
     try:
         found = Fields(read_object(directory / ST_FILE), ST_FILE)
     except FileNotFoundError:
@@ -221,7 +224,7 @@ def _named_activation(name: str) -> str:
 
 
 def _token_id(directory: Path, token: str) -> int:
-    """Find a token of classifier_from_token in tokenizer.json."""
+    """Return the id of a token of classifier_from_token, from tokenizer.json."""
     try:
         vocabulary = Fields(read_object(directory / "tokenizer.json")).inner("model")
     except FileNotFoundError as error:
@@ -239,8 +242,7 @@ def _token_id(directory: Path, token: str) -> int:
 
 
 def _embedder(directory: Path, kind: str) -> PoolingSpec:
-    """Read modules.json; without it a token is normalised: the last, as decoders are trained, or
-    an encoder's first."""
+    """Read modules.json. Without it, pool one token (`kind`) and normalize the embedding."""
     path = directory / "modules.json"
     if not path.is_file():
         return PoolingSpec(EMBED, kind, normalize=True)
@@ -248,12 +250,12 @@ def _embedder(directory: Path, kind: str) -> PoolingSpec:
     for each in _modules(path):
         name, place = each.text("type", "").rpartition(".")[2], each.text("path", "")
         if name == "Pooling":
-            kind = _st_kind(_beside(directory, place))
+            kind = _st_kind(_module_config(directory, place))
         elif name == "Normalize":
             normalize = True
         elif name == "Dense":
-            said = _beside(directory, place).text("activation_function", "")
-            dense.append((place, _dense_activation(said)))
+            activation = _module_config(directory, place).text("activation_function", "")
+            dense.append((place, _dense_activation(activation)))
         elif name != "Transformer":
             raise ModelError(
                 f"{path} has a module of type {name!r}, which is not supported; supported are"
@@ -263,14 +265,14 @@ def _embedder(directory: Path, kind: str) -> PoolingSpec:
 
 
 def _dimensions(fields: Fields) -> tuple[int, ...] | None:
-    """Return how many numbers of an embedding may be asked for, if the config says it."""
+    """Return the allowed sizes of an embedding; None for any, () for the full size only."""
     if fields.has("matryoshka_dimensions"):
         return fields.integers("matryoshka_dimensions")
     return None if fields.flag("is_matryoshka", True) else ()
 
 
 def _longest(directory: Path) -> int | None:
-    """Return how many tokens sentence-transformers gives the model at most, if a file says it."""
+    """Return sentence-transformers' limit of tokens per prompt; None if no file sets one."""
     try:
         found = Fields(read_object(directory / ST_LENGTH_FILE), ST_LENGTH_FILE)
     except FileNotFoundError:
@@ -280,7 +282,7 @@ def _longest(directory: Path) -> int | None:
 
 
 def _modules(path: Path) -> list[Fields]:
-    """Return the entries of modules.json."""
+    """Return the entries of modules.json. Raises ModelError."""
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(MAX_JSON_BYTES))
@@ -291,8 +293,8 @@ def _modules(path: Path) -> list[Fields]:
     return [Fields(each) for each in found]
 
 
-def _beside(directory: Path, place: str) -> Fields:
-    """Read the config of a module. Its place must not lead out of the model's directory."""
+def _module_config(directory: Path, place: str) -> Fields:
+    """Read the config of a module. Its path must not leave the model's directory."""
     parts = Path(place).parts
     if not parts or ".." in parts or Path(place).is_absolute():
         raise ModelError(f"modules.json: the path {place!r} is not a directory of the model.")
@@ -304,10 +306,10 @@ def _beside(directory: Path, place: str) -> Fields:
 
 
 def _st_kind(fields: Fields) -> str:
-    """Return how a Pooling module pools."""
-    said = fields.text("pooling_mode", "")
+    """Return the kind of pooling of a Pooling module."""
+    mode = fields.text("pooling_mode", "")
     flags = [name for name in fields.names() if name.startswith("pooling_mode_")]
-    chosen = [said] if said else [n.removeprefix("pooling_mode_") for n in flags if fields.flag(n)]
+    chosen = [mode] if mode else [n.removeprefix("pooling_mode_") for n in flags if fields.flag(n)]
     if len(chosen) != 1 or chosen[0] not in ST_KINDS:
         raise ModelError(
             f"the Pooling module needs {' and '.join(chosen) or 'nothing'}; quire pools the last"
@@ -317,9 +319,9 @@ def _st_kind(fields: Fields) -> str:
     return ST_KINDS[chosen[0]]
 
 
-def _dense_activation(said: str) -> str:
-    name = (said.rpartition(".")[2] or "Identity").lower()
+def _dense_activation(given: str) -> str:
+    name = (given.rpartition(".")[2] or "Identity").lower()
     if name not in DENSE_ACTIVATIONS:
         known = ", ".join(DENSE_ACTIVATIONS)
-        raise ModelError(f"the Dense module's activation {said!r} is not supported: only {known}.")
+        raise ModelError(f"the Dense module's activation {given!r} is not supported: only {known}.")
     return name

@@ -1,11 +1,10 @@
-"""What a config says about weights that a checkpoint holds quantised. No torch.
+"""Read how a checkpoint's weights are quantized, from its config. No torch.
 
-`quantization_config` (older checkpoints: `compression_config`, or a quantize_config.json beside the
-config) becomes a `QuantizationConfig`, which says for a module's name how its weight is stored. It
-is about weights: what it says about keys and values is read elsewhere
-(models/checkpoint/kv_scales.py), and activations keep the model's dtype, whatever the config would
-round them to. A field that could change a weight and is not known here is refused with its name and
-value.
+The input is `quantization_config`; in older checkpoints `compression_config`, or a
+quantize_config.json next to the config. The output is a `QuantizationConfig`, which maps a module's
+name to the storage format of its weight. It covers weights only. Settings of keys and values are
+read elsewhere (models/checkpoint/kv_scales.py). Activations keep the model's dtype, even if the
+config would quantize them. An unknown field that may change a weight is rejected.
 """
 
 import fnmatch
@@ -18,13 +17,13 @@ from quire.spec.config_fields import Fields
 
 WHAT_TO_DO = "take the checkpoint that was not quantised, and --quantization, or a GGUF file"
 
-# How weights are stored: names of the forms that `models/quantised` reads.
+# Storage formats of weights, by the names that `models/quantised` uses.
 GPTQ, AWQ, PACKED, INTEGERS, FLOAT8, FLOAT4, FLOAT4_BLOCKS = (
     "gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "mxfp4-pack-quantized",
     "mxfp4",
 )  # fmt: skip
 
-# Where and how quantising ran; no weight depends on it once it is stored.
+# Fields that describe how the quantizer ran, or that the readers below handle.
 _GPTQ_NOTES = {
     "quant_method", "desc_act", "sym", "lm_head", "damp_percent", "damp_auto_increment",
     "static_groups", "true_sequential", "model_name_or_path", "model_file_base_name", "meta",
@@ -64,55 +63,46 @@ _GROUP_NOTES = {"targets", "weights", "input_activations", "output_activations",
 
 FP8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 HEAD = "lm_head"
-CLASSES = ("Linear", "LinearBase")  # what targets call the layers that are quantised
+CLASSES = ("Linear", "LinearBase")  # names for all quantized layers in targets
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """How a weight [N, K] is stored.
+    """The storage format of a weight [N, K]."""
 
-    form: one of those above. bits: of each number. group_size: inputs that share a scale, rows:
-    outputs that share it; 0 is all. has_zeros: whether zero points differ from the middle.
-    zero_offset: what is missing in stored zero points. sorts_inputs: inputs were sorted before they
-    were put into groups, so that neighbours need not be of one.
-    """
-
-    form: str
-    bits: int
-    group_size: int = 0
-    rows: int = 1
-    has_zeros: bool = False
-    zero_offset: int = 0
-    sorts_inputs: bool = False
+    form: str  # one of the formats above
+    bits: int  # bits of a value
+    group_size: int = 0  # inputs that share a scale; 0 for all
+    rows: int = 1  # outputs that share a scale; 0 for all
+    has_zeros: bool = False  # whether zero points may differ from the middle of the range
+    zero_offset: int = 0  # number to add to stored zero points
+    sorts_inputs: bool = False  # whether inputs were sorted before grouping
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Which modules are quantised, and how.
+    """The modules that are quantized, and their storage formats.
 
-    method: as the config calls it. stored: by target, the most specific first: a module's name,
-    `re:` and a pattern that its name begins with, or a class of layers; None are plain weights.
-    left_out: patterns of modules that the config says are plain. Which of these are, the weight
-    files say themselves.
-    """
+    A target is a module's name, `re:` with a pattern for the start of the name, or a class of
+    layers. `left_out` is what the config claims; the weight files are decisive."""
 
-    method: str
-    stored: tuple[tuple[str, StoredWeight | None], ...]
-    left_out: tuple[str, ...] = ()
+    method: str  # the config's name of the method
+    stored: tuple[tuple[str, StoredWeight | None], ...]  # by target; None for plain weights
+    left_out: tuple[str, ...] = ()  # targets that are not quantized
 
     def stored_as(self, module: str) -> StoredWeight | None:
-        """Say how the weight of a linear layer is stored, if it is quantised."""
+        """Return the storage format of a linear layer's weight; None if it is plain."""
         found = (how for target, how in self.stored if _is_target(target, module))
         return next(found, None)
 
     def leaves_out(self, module: str) -> bool:
-        """Tell whether the config says that this one is not quantised."""
+        """Return whether the config excludes the module from quantization."""
         return any(_is_target(target, module) for target in self.left_out)
 
 
 def quantization_config(config: Fields) -> QuantizationConfig | None:
-    """Read how weights are quantised; None if none are. Raises ModelError for a way of storing them
-    that is not supported."""
+    """Read how weights are quantized; None if they are not. Raises ModelError for an unsupported
+    method."""
     quantised = config.inner("quantization_config") or config.inner("compression_config")
     if quantised is None:
         return None
@@ -154,7 +144,7 @@ def _gptq(fields: Fields) -> QuantizationConfig:
 
 
 def _overrides(fields: Fields, base: StoredWeight) -> list[tuple[str, StoredWeight | None]]:
-    """GPTQModel's `dynamic`: a pattern after `-:` leaves modules out, another has its own sizes."""
+    """Read GPTQModel's `dynamic`: patterns with `-:` exclude modules, others set their sizes."""
     found: list[tuple[str, StoredWeight | None]] = []
     inner = fields.inner("dynamic")
     for pattern in [] if inner is None else inner.names():
@@ -194,7 +184,7 @@ def _layout(fields: Fields, default: str) -> str:
 
 
 def _group_size(fields: Fields, name: str) -> int:
-    """Return the inputs of a group; 0 for all, which these formats call -1."""
+    """Return the inputs of a group; 0 for all, which these formats write as -1."""
     if not fields.has(name):
         return 128
     value = fields.value(name)
@@ -214,7 +204,7 @@ def _bits(fields: Fields, name: str, known: tuple[int, ...]) -> int:
 
 
 def _fp8(fields: Fields) -> QuantizationConfig:
-    """transformers' and vLLM's: in blocks of 128 x 128, or with a scale per tensor or output."""
+    """Read transformers' and vLLM's fp8: scales per block (128 x 128 by default) or tensor."""
     _refuse_unknown(fields, _FP8_NOTES)
     if fields.text("fmt", "e4m3") != "e4m3":
         raise fields.error("fmt", f"only e4m3 is supported; {WHAT_TO_DO}")
@@ -265,7 +255,7 @@ def _mxfp4(fields: Fields) -> QuantizationConfig:
 
 
 def _skipped(fields: Fields) -> tuple[str, ...]:
-    """What transformers does not convert: names begin with a pattern, up to a dot, or end so."""
+    """Return transformers' excluded modules as targets: a pattern matches a name's start or end."""
     names = ("modules_to_not_convert", "ignored_layers", "ignore")
     keys = [key for name in names for key in fields.texts(name) or ()]
     if not any(map(fields.has, names)):
@@ -300,7 +290,7 @@ def _compressed(fields: Fields) -> QuantizationConfig | None:
 
 
 def _group(group: Fields, config: Fields) -> StoredWeight | None:
-    """Read one scheme; None where it is about activations alone."""
+    """Read one scheme; None if it concerns activations only."""
     _refuse_unknown(group, _GROUP_NOTES)
     weights = group.inner("weights")
     if weights is None:
@@ -330,7 +320,7 @@ def _group(group: Fields, config: Fields) -> StoredWeight | None:
 
 
 def _scope(weights: Fields, form: str) -> tuple[int, int]:
-    """Return (outputs, inputs) that share a scale; 0 is all."""
+    """Return the numbers of outputs and inputs that share a scale; 0 for all."""
     size = weights.value("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.text("strategy", default).lower()
@@ -346,12 +336,12 @@ def _scope(weights: Fields, form: str) -> tuple[int, int]:
 
 
 def _block_of_text(value: Any) -> Any:
-    """Also read the old form `128x128`."""
+    """Return a block's sides; a text such as `128x128` is the old notation."""
     is_text = isinstance(value, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", value)
     return [int(each) for each in value.split("x")] if is_text else value
 
 
-# ---- what all share --------------------------------------------------------------------------
+# ---- shared helpers --------------------------------------------------------------------------
 
 
 def _target(fields: Fields, target: str) -> str:
@@ -361,7 +351,7 @@ def _target(fields: Fields, target: str) -> str:
 
 
 def _pattern(fields: Fields, name: str, pattern: str) -> str:
-    """Check a regular expression, which somebody else wrote."""
+    """Return a regular expression after a check that it compiles. Raises ModelError."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -370,7 +360,7 @@ def _pattern(fields: Fields, name: str, pattern: str) -> str:
 
 
 def _refuse_unknown(fields: Fields, known: set[str]) -> None:
-    """Refuse a field that is not in the list, unless it has a value that says `no`."""
+    """Raise ModelError for a field that is not in `known`, unless its value is false or empty."""
     for name in fields.names():
         if name not in known and fields.value(name):
             raise fields.error(name, f"its effect on weights is not known; {WHAT_TO_DO}")

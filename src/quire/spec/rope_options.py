@@ -1,4 +1,4 @@
-"""What a config says about a model's rotary embedding, as transformers reads it."""
+"""Read a model's rotary embedding from its config, with transformers' rules."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,42 +8,35 @@ from quire.spec.config_fields import MAX_COUNT, Fields
 
 @dataclass(frozen=True)
 class RopeOptions:
-    """A rotary embedding. kind: one of ROPES. rotated: dimensions of a head that are turned.
+    """A rotary embedding."""
 
-    factor: by which slow frequencies are divided. trained: the length before that. low_turns,
-    high_turns: within `trained`, a frequency with fewer turns is divided, one with more is not.
-    scale: of sines and cosines. truncates: whether yarn rounds where the blending begins and ends.
-    divisors: one for each frequency (of GGUF files). axes: with M-RoPE, the axis of the positions
-    for each frequency; empty where positions have one axis.
-    """
-
-    kind: str
+    kind: str  # one of ROPES
     theta: float
-    rotated: int
-    factor: float = 1.0
-    trained: int = 0
-    low_turns: float = 1.0
-    high_turns: float = 1.0
-    scale: float = 1.0
-    truncates: bool = True
-    divisors: tuple[float, ...] = ()
-    axes: tuple[int, ...] = ()
+    rotated: int  # rotated dimensions of a head
+    factor: float = 1.0  # divisor of slow frequencies
+    trained: int = 0  # context length of the training
+    low_turns: float = 1.0  # frequencies with fewer turns within `trained` are divided
+    high_turns: float = 1.0  # frequencies with more turns within `trained` are not divided
+    scale: float = 1.0  # factor on sines and cosines
+    truncates: bool = True  # whether yarn rounds the limits of the blending
+    divisors: tuple[float, ...] = ()  # one per frequency, in GGUF files
+    axes: tuple[int, ...] = ()  # M-RoPE's axis of each frequency; empty with one axis
 
 
-LEAST_FACTOR = 1e-3  # less would make frequencies that float32 does not have
+LEAST_FACTOR = 1e-3  # smaller ones would give frequencies outside of float32
 ROPES = ("default", "linear", "llama3", "yarn", "divisors")
 
 
 def rope_options(
     fields: Fields, head_dim: int, max_position: int, default_part: float | None = None
 ) -> RopeOptions:
-    """Read rotary options as transformers does: from `rope_scaling`, else from `rope_parameters`,
-    with the `rope_theta` in it or else beside it; an `original_max_position_embeddings` beside it
-    wins.
+    """Read the rotary embedding that all layers share. Raises ModelError.
 
-    default_part: the share of each head that is turned where the config does not say it; None for
-    models that turn all of it, which do not obey another share.
-    """
+    The parameters are `rope_scaling` or else `rope_parameters`. Their `rope_theta` takes precedence
+    over the config's; the config's `original_max_position_embeddings` takes precedence over theirs.
+
+    default_part: rotated share of each head by default; None for models that rotate whole heads and
+    support no other share."""
     own = own_fields(fields)
     holder = own if own.has("partial_rotary_factor") else fields
     if default_part is None and holder.number("partial_rotary_factor", 1.0) != 1.0:
@@ -55,8 +48,9 @@ def rope_options(
 
 
 def rotated_dims(fields: Fields, name: str, head_dim: int, default: float = 1.0) -> int:
-    """Count the dimensions of a head that are turned, of which a field says the share. Raises
-    ModelError."""
+    """Return the number of rotated dimensions of a head; the field `name` holds their share.
+
+    Raises ModelError."""
     part = fields.number(name, default)
     rotated = int(head_dim * part)
     if part != 1.0 and (head_dim % 2 or rotated % 2 or not 2 <= rotated <= head_dim):
@@ -69,7 +63,7 @@ def rotated_dims(fields: Fields, name: str, head_dim: int, default: float = 1.0)
 
 
 def own_fields(fields: Fields) -> Fields:
-    """Return the parameters of the one rotary embedding that all layers have."""
+    """Return the parameters of the only rotary embedding. Raises ModelError if layers differ."""
     own = fields.inner("rope_scaling") or fields.inner("rope_parameters") or Fields({})
     for name in own.names():
         if isinstance(own.value(name), dict):
@@ -80,8 +74,10 @@ def own_fields(fields: Fields) -> Fields:
 def rope_of(
     own: Fields, fields: Fields, rotated: int, max_position: int, theta_name: str = "rope_theta"
 ) -> RopeOptions:
-    """Read one rotary embedding. own: its parameters; fields: the config around them, where some
-    of them may stand, theta as `theta_name`; rotated: dimensions of a head that it turns."""
+    """Read one rotary embedding. Raises ModelError.
+
+    own: its parameters. fields: the config, which may hold some of them. rotated: rotated
+    dimensions of a head. theta_name: the config's name for theta."""
     kind = rope_kind(own)
     if kind not in ROPES:
         raise own.error(
@@ -104,15 +100,16 @@ def rope_of(
 
 
 def rope_kind(own: Fields) -> str:
-    """Read the type of a rotary embedding. `type` is its old name."""
+    """Return the type of a rotary embedding. `type` is the field's old name."""
     return own.text("rope_type", own.text("type", "default"))
 
 
 def longrope_options(
     own: Fields, fields: Fields, rotated: int, max_position: int, *, is_long: bool
 ) -> RopeOptions:
-    """Read an embedding of type longrope, which has divisors of its own for lengths beyond those of
-    the training. is_long: whether they are taken."""
+    """Read a rotary embedding of type longrope, which has two sets of divisors.
+
+    is_long: whether to use the divisors for lengths beyond the training's."""
     theta_alone = Fields({"rope_theta": own.value("rope_theta")})
     plain = rope_of(theta_alone, fields, rotated, max_position)
     trained = _trained(own, fields, max_position)
@@ -129,8 +126,8 @@ def longrope_options(
 
 
 def longest_short(fields: Fields, max_position: int) -> int | None:
-    """Return the length up to which an embedding of type longrope takes its divisors for short
-    lengths; None for the others."""
+    """Return the length up to which longrope uses its divisors for short lengths; None for other
+    types."""
     own = fields.inner("rope_scaling") or fields.inner("rope_parameters")
     if own is None or not (own.has("long_factor") or own.has("short_factor")):
         return None
@@ -155,7 +152,7 @@ def _yarn(own: Fields, plain: RopeOptions, max_position: int) -> RopeOptions:
     if plain.theta <= 1:
         raise own.error("rope_theta", f"yarn needs one above 1, not {plain.theta:g}")
     factor = own.number("factor", max_position / plain.trained, LEAST_FACTOR)
-    # transformers takes 0 of these for absent ones
+    # As in transformers, 0 means absent.
     fast = own.number("beta_fast", 32.0, above=False) or 32.0
     slow = own.number("beta_slow", 1.0, above=False) or 1.0
     if fast < slow:
@@ -171,7 +168,7 @@ def _yarn(own: Fields, plain: RopeOptions, max_position: int) -> RopeOptions:
 
 
 def _yarn_scale(own: Fields, factor: float) -> float:
-    """Return the factor on sines and cosines: attention grows sharper with the length."""
+    """Return the factor on sines and cosines, which sharpens attention for long contexts."""
 
     def sharpness(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

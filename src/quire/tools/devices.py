@@ -1,4 +1,4 @@
-"""Memory and speed of devices that people ask about: `quire fit --device H100`. No torch."""
+"""Memory and speed of known devices, for commands such as `quire fit --device H100`. No torch."""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from quire.base.errors import ConfigError
 MIB = 1 << 20
 CPU, GPU = "cpu", "cuda"
 
-# MiB, as the makers' tools show them (nvidia-smi, rocm-smi): the advertised size, less what the
-# device keeps for itself.
+# Memory in MiB, as nvidia-smi and rocm-smi show it: the advertised size without the part that the
+# device reserves.
 GPUS = {
     "B200": 183_359,
     "H200": 143_771,
@@ -35,19 +35,17 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Speed:
-    """What the makers' data sheets promise: operations per second of dense products in 16 bits and
-    in 8, bytes per second of the memory, of the link to the host, and of those to other devices of
-    its kind, each in one direction. No step reaches any of them."""
+    """Peak rates from data sheets, which no step reaches."""
 
-    flops_16: float
-    flops_8: float
-    memory: float
-    host: float
-    peers: float
+    flops_16: float  # operations per second of dense products in 16 bits
+    flops_8: float  # operations per second of dense products in 8 bits
+    memory: float  # bytes per second of its memory
+    host: float  # bytes per second to or from the host
+    peers: float  # bytes per second to or from devices of its kind
 
 
 def _speed(flops_16: float, flops_8: float, memory: float, host: float, peers: float) -> Speed:
-    """Make it of TFLOP/s and GB/s."""
+    """Return a Speed from TFLOP/s and GB/s."""
     return Speed(flops_16 * 1e12, flops_8 * 1e12, memory * 1e9, host * 1e9, peers * 1e9)
 
 
@@ -80,17 +78,17 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb|gib|mb|mib|g)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Device:
-    """name: for people. kind: its type, cpu or cuda. memory_bytes: what is available of a CPU's,
-    all of a GPU's."""
+    """A device to plan for."""
 
-    name: str
-    kind: str
-    memory_bytes: int
+    name: str  # name to print
+    kind: str  # cpu or cuda
+    memory_bytes: int  # available memory of a CPU, total memory of a GPU
 
 
 def find_gpu(name: str) -> Device:
-    """Return the GPU of this name, in any case, with `-`, `_`, spaces or without; or one of a size
-    such as 24GB. Raises ConfigError, which lists the known ones."""
+    """Return a GPU by its name, or a GPU of a size such as 24GB. Raises ConfigError.
+
+    Names ignore case, `-`, `_` and spaces."""
     size = SIZE.fullmatch(name.strip())
     if size is not None and float(size[1]) > 0:
         num_bytes = int(float(size[1]) * UNITS[size[2].lower()])

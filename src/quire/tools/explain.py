@@ -1,4 +1,4 @@
-"""Time lines of the requests of a recording: it is replayed, and its events are listened to."""
+"""Rebuild the timelines of a recording's requests from the events of its replay."""
 
 from collections.abc import Iterable
 
@@ -10,11 +10,11 @@ from quire.scheduler.core.names import Digester
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
-MOST_REQUESTS = 1_000_000  # of a recording
+MAX_REQUESTS = 1_000_000  # limit of a recording's requests
 
 
 class Listener:
-    """Hears a replay (`replay_all`'s show). timelines: None before its first call."""
+    """Builds timelines during a replay (`replay_all`'s show). None before the first call."""
 
     def __init__(self) -> None:
         self.timelines: Timelines | None = None
@@ -24,8 +24,8 @@ class Listener:
         if self._last is not segment:
             if self.timelines is None or not segment.follows:
                 scheduler = restored(segment, Digester())
-                begun = Timelines.of(scheduler.view(), scheduler.requests(), MOST_REQUESTS)
-                if self.timelines is not None:  # after a gap: what ended before it is still known
+                begun = Timelines.of(scheduler.view(), scheduler.requests(), MAX_REQUESTS)
+                if self.timelines is not None:  # after a gap: keep requests that ended before it
                     begun.ended = self.timelines.ended
                 self.timelines = begun
             self._last = segment
@@ -35,8 +35,9 @@ class Listener:
 
 
 def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, Outcome]:
-    """Return the time lines, and what a reader must know of the recording. Raises ConfigError for a
-    whole one in which nothing happened."""
+    """Return the timelines, and the outcome of the replay.
+
+    Raises ConfigError if a whole recording contains no call."""
     listener = Listener()
     outcome = replay_all(segments, listener)
     whole = outcome.state is State.WHOLE and outcome.difference is None

@@ -1,8 +1,8 @@
-"""What of a model fits a device: weights, KV pool and requests, before anything is loaded.
+"""Compute whether a model fits a device: weights, KV pool and requests, without loading anything.
 
-The plan is the engine's own (runner/memory_plan.py, kv/sizing.py, ops/weights/formats.py), made of
-the config and the headers of the files; no weight is read. A GPU's workspace, which the engine
-measures, is taken from the model's shape here.
+The plan is the engine's own (runner/memory_plan.py, kv/sizing.py, ops/weights/formats.py). It uses
+the config and the headers of the weight files; no weight is read. A GPU's workspace, which the
+engine measures, is estimated from the model's shape.
 """
 
 import dataclasses
@@ -59,14 +59,13 @@ LENGTHS = (512, 2048, 8192)
 TIGHT_UTILIZATION = 0.97
 FEW_TOKENS = 2048
 FP8_GPUS = "GPUs from 8.9 on"
-SHORTEST = 2  # tokens: a prompt of one, and its answer
-ANY: tuple[int, ...] = ()  # a shape that is not compared
+SHORTEST = 2  # tokens: a prompt of one token and its answer
+ANY: tuple[int, ...] = ()  # stands for a shape that is not compared
 
 
 @dataclass(frozen=True)
 class GroupFit:
-    """A cache group: its layers, and bytes of a token and of a block, or a state, in all of
-    them."""
+    """A cache group. Bytes cover all its layers; a block may be a state."""
 
     kind: str
     window: int | None
@@ -78,52 +77,48 @@ class GroupFit:
 
 @dataclass(frozen=True)
 class Requests:
-    """at_once: how many of so many tokens have room, with no more rows than max_num_seqs.
-    by_memory: without that limit."""
+    """The number of requests of one length that fit at the same time."""
 
     length: int
-    at_once: int
-    by_memory: int
+    at_once: int  # within max_num_seqs
+    by_memory: int  # without that limit
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What other formats would change. at_once: requests of max_model_len; 0 if nothing fits.
-    note: why it is not to be had, or that it is what was asked about."""
+    """The plan with other formats."""
 
     weights: str
     kv: str
     weights_bytes: int
     pool_bytes: int
     num_slots: int
-    at_once: int
-    note: str = ""
+    at_once: int  # requests of max_model_len; 0 if the model does not fit
+    note: str = ""  # reason why it is impossible, or a mark of the requested formats
 
 
 @dataclass(frozen=True)
 class Fit:
-    """config: with all derived values filled in. weights: by format, the largest first. Of the
-    workspace, encoding: what the vision tower takes for an item of largest_item tokens;
-    encoder_cache: slots."""
+    """The plan of a model on a device."""
 
     model: str
     spec: ModelSpec
     device: Device
-    config: EngineConfig
-    weights: tuple[FormatBytes, ...]
+    config: EngineConfig  # with all derived values
+    weights: tuple[FormatBytes, ...]  # by format, largest first
     memory: MemoryPlan
     groups: tuple[GroupFit, ...]
     requests: tuple[Requests, ...]
     alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
-    largest_item: int = 0
-    encoding_bytes: int = 0
-    encoder_cache_bytes: int = 0
+    largest_item: int = 0  # tokens of the largest media item
+    encoding_bytes: int = 0  # part of the workspace: the vision tower's memory for that item
+    encoder_cache_bytes: int = 0  # part of the workspace: slots
 
 
 @dataclass(frozen=True)
 class _StoredTensors:
-    """What the headers of the weight files say, if they were read, or why there is nothing."""
+    """The tensors in the headers of the weight files, or the reason why there are none."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     problem: str = ""
@@ -131,42 +126,43 @@ class _StoredTensors:
 
 @dataclass(frozen=True)
 class _Question:
-    """A model on a device. own: the numbers of a rank, of which the device holds a part. file: the
-    GGUF file that holds the model, if one does. drafter: the model that guesses what it says."""
+    """A model on a device, with all inputs of the plan."""
 
     name: str
     spec: ModelSpec
-    own: ModelSpec
+    own: ModelSpec  # numbers of the rank on this device
     device: Device
     outline: Outline
-    file: GGUFFile | None
+    file: GGUFFile | None  # GGUF file of the model, if it is one
     tensors: _StoredTensors
     place: RankPlace
-    drafter: "_Question | None" = None
+    drafter: "_Question | None" = None  # the draft model
 
     def weights(self, config: EngineConfig) -> list[FormatBytes]:
-        """Count the weights by format, once they are packed; those of a drafter behind them."""
+        """Return the packed weights by format; the draft model's come last."""
         drafted = [] if self.drafter is None else self.drafter.weights(config)
-        behind = [FormatBytes(f"draft model {each.name}", each.num_bytes) for each in drafted]
-        return [*self._own_weights(config), *behind]
+        draft_weights = [
+            FormatBytes(f"draft model {each.name}", each.num_bytes) for each in drafted
+        ]
+        return [*self._own_weights(config), *draft_weights]
 
     def _own_weights(self, config: EngineConfig) -> list[FormatBytes]:
         formats = weight_formats(config.model)
-        how = _packing(self.device, config)
+        packing = _packing(self.device, config)
         stored: Stored = {}
-        in_core = self.device.kind == CPU and how.panel
+        in_core = self.device.kind == CPU and packing.panel
         is_dummy = config.model.load_format == "dummy"
         if self.file is not None and formats == AS_THEY_ARE and in_core and not is_dummy:
             stored = stored_formats_of_parts(self.file, self.spec, self.outline.parts)
         elif formats == AS_THEY_ARE and not is_dummy and config.model.dtype != "float64":
-            stored = quantised_parts(self.spec, self.outline.parts, is_gpu=how.is_gpu)
-        return planned_weights(self.outline.parts, how, formats, stored)
+            stored = quantised_parts(self.spec, self.outline.parts, is_gpu=packing.is_gpu)
+        return planned_weights(self.outline.parts, packing, formats, stored)
 
     def weights_bytes(self, config: EngineConfig) -> int:
         return sum(each.num_bytes for each in self.weights(config))
 
     def plan(self, config: EngineConfig, weights_bytes: int) -> MemoryPlan:
-        """Divide the memory. Raises OutOfMemory."""
+        """Return the memory plan. Raises OutOfMemory."""
         total = self.device.memory_bytes
         if self.device.kind == CPU:
             return plan_cpu_memory(config, self.own, weights_bytes, total)
@@ -176,8 +172,7 @@ class _Question:
         return dataclasses.replace(plan, graph_bytes=estimated_graph_bytes(config, self.own))
 
     def budget(self, config: EngineConfig, weights_bytes: int) -> int:
-        """Return the bytes for the pool, before kv_cache_memory_bytes; below zero if there are
-        none."""
+        """Return the bytes left for the pool, ignoring kv_cache_memory_bytes; may be negative."""
         total, workspace = self.device.memory_bytes, workspace_of(config, self.own)
         if self.device.kind == CPU:
             return cpu_pool_budget(total, weights_bytes, workspace)
@@ -187,7 +182,7 @@ class _Question:
         return gpu_pool_budget(total, share, used, total - used, taken)
 
     def least_pool(self, config: EngineConfig) -> int:
-        """Return the bytes of a pool that holds one request of max_model_len, or any one if that is
+        """Return the bytes of a pool for one request of max_model_len, or for any one if it is
         auto."""
         length, scheduler = config.model.max_model_len, config.scheduler
         assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
@@ -202,11 +197,11 @@ class _Question:
 
 
 def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
-    """Compute the figures of a model on a device. config: its device is not looked at. Of a model
-    in stages those of the stage whose pool has the least blocks, which all have.
+    """Return the plan of a model on a device. The config's own device is ignored.
 
-    Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
-    fit: it says by how much, and which settings would help.
+    With pipeline stages, the plan is of the stage with the smallest number of blocks. Raises
+    ModelError and ConfigError as the engine would. Raises OutOfMemory if the model does not fit;
+    the message holds the missing size and settings that help.
     """
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
@@ -218,7 +213,7 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     num_stages = config.parallel.pipeline_parallel_size
     if num_stages > 1:
         check_stages(config, spec, device.kind)
-    if device.kind == CPU:  # cores share its memory, and their ranks what each has
+    if device.kind == CPU:  # cores share its memory, and ranks share their core's part
         num_cores = config.parallel.data_parallel_size
         memory_bytes = device.memory_bytes // num_cores // (num_ranks * num_stages)
         device = dataclasses.replace(device, memory_bytes=memory_bytes)
@@ -238,7 +233,7 @@ def _fit_rank(
     spec: ModelSpec,
     draft_source: ModelSource | None,
 ) -> Fit:
-    """Compute those of a rank in one place. spec: of the whole model."""
+    """Return the plan of one rank. spec: the whole model."""
     config = derive_config(config, spec, device.kind)
     if device.kind == CPU or config.model.dtype == "float64":
         weight_formats(config.model).check(config.model.dtype, device.kind)
@@ -285,7 +280,7 @@ def _question(
 
 
 def _packing(device: Device, config: EngineConfig) -> Packing:
-    """Return how weights are stored there."""
+    """Return how the device stores weights."""
     dtype = config.model.dtype
     if device.kind != CPU:
         return Packing(dtype, is_gpu=dtype != "float64")
@@ -293,14 +288,15 @@ def _packing(device: Device, config: EngineConfig) -> Packing:
 
 
 def _has_int8(device: Device, config: EngineConfig) -> bool:
-    """Tell whether weights, keys and values can be integers there."""
-    how = _packing(device, config)
-    return how.is_gpu or how.panel > 0
+    """Return whether the device supports integers for weights, keys and values."""
+    packing = _packing(device, config)
+    return packing.is_gpu or packing.panel > 0
 
 
 def _is_reordered(dtype: str) -> bool:
-    """Tell whether oneDNN, which multiplies where the core is not, has an order of its own; as
-    ops/weights/device_weights.can_pack finds out from torch."""
+    """Return whether oneDNN, the fallback for the C++ core, reorders weights of this dtype.
+
+    ops/weights/device_weights.can_pack derives the same from torch."""
     fast = bool(cpu_flags() & {"avx512bw", "avx512_bf16", "amx_bf16", "bf16"})
     return dtype == "float32" or (dtype == "bfloat16" and fast)
 
@@ -325,8 +321,8 @@ def _groups(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[
 
 
 def _requests(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[Requests, ...]:
-    most = memory.max_model_len
-    lengths = [*(length for length in LENGTHS if length < most), most]
+    max_length = memory.max_model_len
+    lengths = [*(length for length in LENGTHS if length < max_length), max_length]
     return tuple(_requests_of(length, config, spec, memory) for length in lengths)
 
 
@@ -342,7 +338,7 @@ def _requests_of(
 
 
 def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
-    """Try all pairs of formats of weights and of keys and values."""
+    """Yield the plans for all pairs of weight formats and KV formats."""
     on_cpu = question.device.kind == CPU
     in_eight = ("int8",) if _has_int8(question.device, config) else ()
     of_kv = ("auto", *in_eight, *(() if on_cpu else ("fp8",)))
@@ -353,7 +349,7 @@ def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alterna
 
 
 def _quantizations(question: _Question, config: EngineConfig) -> list[str | None]:
-    """List quantisations; None is what a GGUF file holds, of others the dtype."""
+    """Return the quantizations to compare; None is a GGUF file's own formats."""
     is_file = question.file is not None and question.device.kind == CPU
     in_dtype: list[str | None] = [None, "none"] if is_file else ["none"]
     if not _has_int8(question.device, config):
@@ -365,13 +361,13 @@ def _quantizations(question: _Question, config: EngineConfig) -> list[str | None
 def _alternative(
     question: _Question, config: EngineConfig, quantization: str | None, kv: str, note: str
 ) -> Alternative:
-    asked = config.model.quantization
-    if asked is None and None not in _quantizations(question, config):
-        asked = "none"
-    if (asked, config.cache.kv_cache_dtype) == (quantization, kv):
+    requested = config.model.quantization
+    if requested is None and None not in _quantizations(question, config):
+        requested = "none"
+    if (requested, config.cache.kv_cache_dtype) == (quantization, kv):
         note, other = "; ".join(each for each in ("as asked", note) if each), config
     else:
-        same = quantization == asked
+        same = quantization == requested
         group = config.model.quantization_group_size if same else None
         other = _replaced(
             config,
@@ -408,11 +404,11 @@ def _row(
     )
 
 
-# ---- what is in the way ----------------------------------------------------------------------
+# ---- obstacles and advice --------------------------------------------------------------------
 
 
 def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> str:
-    """Say by how much a model does not fit, and which settings would make it."""
+    """Return a message with the missing size and settings with which the model would fit."""
     device, length = question.device, config.model.max_model_len
     workspace = workspace_of(config, question.own)
     lacking = _lacking(question, config, weights_bytes)
@@ -436,7 +432,7 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
 
 
 def _helping(question: _Question, settings: Iterator[tuple[str, EngineConfig]]) -> list[str]:
-    """Return the words of settings with which it fits, and no fewer."""
+    """Return the settings with which the model fits, without supersets of a solution."""
     found: list[str] = []
     for words, other in settings:
         if not any(each in words for each in found) and _fits(question, other):
@@ -445,7 +441,7 @@ def _helping(question: _Question, settings: Iterator[tuple[str, EngineConfig]]) 
 
 
 def _lacking(question: _Question, config: EngineConfig, weights_bytes: int) -> int:
-    """Return the bytes by which memory for the pool is too small, at least 1."""
+    """Return the number of bytes that the pool lacks, at least 1."""
     left = question.budget(config, weights_bytes)
     if left >= 0 and config.cache.kv_cache_memory_bytes is not None:
         left = config.cache.kv_cache_memory_bytes
@@ -463,7 +459,7 @@ def _fits(question: _Question, config: EngineConfig) -> bool:
 def _smaller(
     question: _Question, config: EngineConfig, weights_bytes: int
 ) -> Iterator[tuple[str, EngineConfig]]:
-    """List settings with which less memory is enough, as written, the mildest first."""
+    """Yield settings that need less memory, as flags, the mildest first."""
     auto = {"max_model_len": AUTO_LENGTH}
     yield "--max-model-len auto", _replaced(config, **auto)
     if question.device.kind != CPU:
@@ -480,21 +476,21 @@ def _smaller(
     sizes = {"quantization_group_size": None, "quantized_head": "auto"}
     for name in ("int8", "int4"):
         yield f"--quantization {name}", _replaced(config, quantization=name, **sizes)
-    least = sizes | {"quantization": "int4", "kv_cache_dtype": "int8"}
-    yield "--quantization int4 --kv-cache-dtype int8", _replaced(config, **least)
+    smallest = sizes | {"quantization": "int4", "kv_cache_dtype": "int8"}
+    yield "--quantization int4 --kv-cache-dtype int8", _replaced(config, **smallest)
     words = "--quantization int4 --kv-cache-dtype int8 --max-model-len auto"
-    yield words, _replaced(config, **least, **auto)
+    yield words, _replaced(config, **smallest, **auto)
 
 
 def _smaller_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
-    most = max(TIGHT_UTILIZATION, config.cache.gpu_memory_utilization)
-    share = {"gpu_memory_utilization": most}
+    tight = max(TIGHT_UTILIZATION, config.cache.gpu_memory_utilization)
+    share = {"gpu_memory_utilization": tight}
     fewer = {"max_num_batched_tokens": FEW_TOKENS}
     eager = dataclasses.replace(config, enforce_eager=True)
     yield "--enforce-eager", eager
-    yield f"--gpu-memory-utilization {most}", _replaced(config, **share)
+    yield f"--gpu-memory-utilization {tight}", _replaced(config, **share)
     yield f"--max-num-batched-tokens {FEW_TOKENS}", _replaced(config, **fewer)
-    words = f"--gpu-memory-utilization {most} --max-num-batched-tokens {FEW_TOKENS}"
+    words = f"--gpu-memory-utilization {tight} --max-num-batched-tokens {FEW_TOKENS}"
     yield words, _replaced(config, **share, **fewer)
     yield f"{words} --enforce-eager", _replaced(eager, **share, **fewer)
     all_of_it = share | fewer | {"max_model_len": AUTO_LENGTH}
@@ -511,7 +507,7 @@ def _quantised_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]
 
 
 def _replaced(config: EngineConfig, **settings: object) -> EngineConfig:
-    """Return the config with other settings, by flat names."""
+    """Return the config with other settings, given by flat names."""
     parts = {}
     for part in ("model", "cache", "scheduler"):
         owner = getattr(config, part)
@@ -521,7 +517,7 @@ def _replaced(config: EngineConfig, **settings: object) -> EngineConfig:
 
 
 def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> Iterator[str]:
-    """List what the engine would not do, or only with luck."""
+    """Yield warnings about settings that the engine would reject or may not be able to use."""
     pool, left = config.cache.kv_cache_memory_bytes, question.budget(config, weights_bytes)
     if question.device.kind == CPU:
         workspace = workspace_of(config, question.own)
@@ -536,32 +532,34 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
 
 
 def _differences(question: _Question, source: ModelSource) -> list[str]:
-    """List how the headers of the weight files differ from what the config asks for."""
+    """Return the differences between the weight files' headers and the config's tensors."""
     found, made = question.tensors.shapes, question.outline
     if not found:
         return [question.tensors.problem] if question.tensors.problem else []
     if question.spec.quantization is not None:
         return _first_difference(question, source)
-    wanted = {name: shape for part in made.parts for name, shape in part.tensors.items()}
+    expected = {name: shape for part in made.parts for name, shape in part.tensors.items()}
     known = {own: shape for name, shape in found.items() for own in made.names_of(name)}
     known |= found
     problems = {
-        "lack": [name for name in wanted if name not in known],
+        "lack": [name for name in expected if name not in known],
         "have other shapes than the config requires:": [
-            name for name, shape in wanted.items() if known.get(name, ANY) not in (ANY, shape)
+            name for name, shape in expected.items() if known.get(name, ANY) not in (ANY, shape)
         ],
         "hold tensors that no layer uses:": [
             name
             for name in found
-            if not (made.ignores(name) or any(own in wanted for own in made.names_of(name)))
+            if not (made.ignores(name) or any(own in expected for own in made.names_of(name)))
         ],
     }
-    told = [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
-    return told if told or question.file is not None else _first_difference(question, source)
+    lines = [
+        f"the weight files {what} {listed(names)}" for what, names in problems.items() if names
+    ]
+    return lines if lines or question.file is not None else _first_difference(question, source)
 
 
 def _first_difference(question: _Question, source: ModelSource) -> list[str]:
-    """List what loading would refuse the weight files for, if it would."""
+    """Return the error with which loading would reject the weight files, if there is one."""
     try:
         check_files(weight_files(source.directory), question.spec, question.place)
     except ModelError as error:
@@ -572,8 +570,9 @@ def _first_difference(question: _Question, source: ModelSource) -> list[str]:
 def _stored_tensors(
     spec: ModelSpec, config: EngineConfig, source: ModelSource, file: GGUFFile | None
 ) -> _StoredTensors:
-    """Read the names and shapes of the weight files' tensors; the shapes of a GGUF file, which has
-    some turned, are not compared."""
+    """Read names and shapes of the weight files' tensors.
+
+    A GGUF file's shapes are not compared, because some are transposed."""
     if "dummy" in (source.load_format, config.model.load_format):
         return _StoredTensors()
     if file is not None:

@@ -1,8 +1,9 @@
 """A small HTTP/1.1 client on asyncio and h11: requests and streams of server-sent events.
 
-In: an address such as http://127.0.0.1:8000. Out: whole answers, or the `data:` payloads of a
-stream as they arrive. It measures servers, so little is done per chunk; proxies and redirects are
-not followed. A connection serves one exchange at a time and is used again if it ended cleanly.
+Input: an address such as http://127.0.0.1:8000. Output: whole responses, or a stream's `data:`
+payloads as they arrive. It measures servers, so it does little work per chunk. It follows no
+redirects and uses no proxies. A connection carries one exchange at a time, and is reused if the
+exchange ended cleanly.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ Headers = Mapping[str, str]
 
 
 class HttpError(QuireError):
-    """No answer, a broken one, or one that says no. status: HTTP's; 0 if there was no answer."""
+    """A missing, broken or refusing response. `status` is HTTP's; 0 without a response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -37,7 +38,7 @@ class HttpError(QuireError):
 
 @dataclass(frozen=True)
 class Response:
-    """A whole answer. headers: names in lower case."""
+    """A whole response. Header names are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -58,9 +59,9 @@ class Response:
 
 
 class EventParser:
-    """Bytes of `text/event-stream` in pieces of any size to the `data` of whole events.
+    """Parses `text/event-stream` in pieces of any size, and returns the `data` of whole events.
 
-    Lines end in LF or CR LF. Comments, event names, ids and retry times are passed over.
+    Lines end in LF or CR LF. Comments, event names, ids and retry times are ignored.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class EventParser:
 
 @dataclass
 class _Connection:
-    """One connection to the server, with h11's view of it."""
+    """One connection to the server, with its h11 state."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -115,12 +116,12 @@ class _Connection:
                 raise HttpError("the server closed the connection without an answer.")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives."""
+        """Yield the pieces of the body as they arrive."""
         while not isinstance(event := await self.next_event(), h11.EndOfMessage):
             yield event.data
 
     def renew(self) -> bool:
-        """Make it ready for the next exchange; False if it cannot be."""
+        """Prepare for the next exchange; return False if the connection is not reusable."""
         if self.state.our_state is not h11.DONE or self.state.their_state is not h11.DONE:
             return False
         self.state.start_next_cycle()
@@ -133,10 +134,10 @@ class _Connection:
 
 
 class HttpClient:
-    """Exchanges with one server. Belongs to the event loop that it is first used in.
+    """Exchanges with one server. All uses must be on one event loop.
 
-    url: scheme, host, port, and a path that goes before all others. headers: sent with every
-    request. verify: check the certificate of an https server.
+    url: scheme, host, port, and a path that is the prefix of all paths.
+    headers: headers of every request. verify: whether to check an https server's certificate.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class HttpClient:
         headers: Headers | None = None,
         timeout_s: float | None = None,
     ) -> Response:
-        """Do one exchange. body: bytes, or what is sent as JSON.
+        """Run one exchange. body: bytes, or an object to send as JSON.
 
         Raises HttpError, also for a status that is not 2xx, with the server's message.
         """
@@ -185,7 +186,7 @@ class HttpClient:
     ) -> AsyncGenerator[str, None]:
         """Yield the `data` of each event, up to `[DONE]` or the end of the answer.
 
-        An answer that is not a stream is given as one payload. Closing the iterator early closes
+        A response that is not a stream is yielded as one payload. Closing the iterator early closes
         the connection. Raises HttpError as `request` does.
         """
         async with self._exchange(path, method, body, headers) as (connection, head):
@@ -205,7 +206,7 @@ class HttpClient:
                         yield data
 
     async def close(self) -> None:
-        """Close the connections that wait for their next exchange."""
+        """Close the idle connections."""
         while self._idle:
             await _close(self._idle.pop())
 
@@ -213,7 +214,7 @@ class HttpClient:
     async def _exchange(
         self, path: str, method: str, body: Any, headers: Headers | None
     ) -> AsyncIterator[tuple[_Connection, h11.Response]]:
-        """Send a request and read the head of its answer; the body is read inside."""
+        """Send a request and read the head of the response; the caller reads the body inside."""
         content = body if isinstance(body, bytes) else b"" if body is None else _to_json(body)
         fields = {"Host": self._netloc, "Accept": "*/*", "Content-Length": str(len(content))}
         if body is not None:
@@ -261,7 +262,7 @@ class HttpClient:
 
 
 async def first_model(client: HttpClient) -> str:
-    """Return the model that /v1/models names first. Raises ConfigError if there is none."""
+    """Return the first model that /v1/models lists. Raises ConfigError if there is none."""
     listed = (await client.request("/v1/models")).json()
     try:
         return str(listed["data"][0]["id"])
@@ -272,19 +273,19 @@ async def first_model(client: HttpClient) -> str:
 
 
 def _parts_of(url: str) -> SplitResult:
-    """Split an address. Raises ConfigError for what is none."""
+    """Split an address. Raises ConfigError for an invalid one."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
-    except ValueError:  # a port that is no number or too large, half an IPv6 address
+    except ValueError:  # an invalid port, or an incomplete IPv6 address
         pass
     raise ConfigError(f"{url!r} is not a server's address; give one such as http://127.0.0.1:8000.")
 
 
 async def _close(connection: _Connection) -> None:
     connection.writer.close()
-    with suppress(OSError):  # the other side was quicker
+    with suppress(OSError):  # the server closed it first
         await connection.writer.wait_closed()
 
 
@@ -301,7 +302,7 @@ def _to_json(value: Any) -> bytes:
 
 
 def _refusal(response: Response) -> str:
-    """Return what the server said, in OpenAI's shape of errors, FastAPI's, or as text."""
+    """Return the server's message, from OpenAI's or FastAPI's form of errors, or as text."""
     try:
         said = json.loads(response.body)
     except ValueError:

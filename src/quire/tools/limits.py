@@ -1,11 +1,11 @@
-"""What the machine can do: the fastest matrix product, the fastest read; and what a step needs.
+"""Measure the machine's limits (fastest matrix product, fastest read) and count a step's work.
 
-A step of a model cannot take less time than its arithmetic at the matrix peak, nor less than
-reading its weights once at the memory's speed: the larger of the two is the limit (a roofline).
+A step takes at least the time of its arithmetic at the matrix peak. It also takes at least the time
+of reading its weights once at the memory's speed. The larger one is the limit (a roofline).
 
-Both can change while a benchmark runs: a virtual machine of two cores was seen to read 89 GB/s and
-a minute later 51, as two cores of an EPYC do on two chiplets and on one. So the limits are measured
-before and after, and the better counts.
+Both limits can change during a benchmark. A virtual machine with two cores read 89 GB/s, and 51 a
+minute later. Two cores of an EPYC read as fast on two chiplets, or on one. So the limits are
+measured before and after, and the better ones count.
 """
 
 import itertools
@@ -32,13 +32,13 @@ NUM_PIECES = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """Measured: operations per second of products in one dtype, bytes read per second."""
+    """Measured limits: operations per second in one dtype, and bytes read per second."""
 
     flops_per_s: float
     bytes_per_s: float
 
     def better(self, other: "Limits") -> "Limits":
-        """Return the best that was seen of each."""
+        """Return the better value of each limit."""
         return Limits(
             max(self.flops_per_s, other.flops_per_s), max(self.bytes_per_s, other.bytes_per_s)
         )
@@ -46,22 +46,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step needs at least. Attention, norms and sampling are left out of both numbers, and
-    of a mixture all experts but those of one token.
+    """The minimum work of a step.
 
-    layers and head: weights that multiply each token, and each sampled token (elements).
-    weight_bytes: read once in a step that samples.
+    Excludes attention, norms and sampling. A mixture of experts counts one token's experts only.
     """
 
-    layers: int
-    head: int
-    weight_bytes: int
+    layers: int  # weights (elements) that multiply each token
+    head: int  # weights (elements) that multiply each sampled token
+    weight_bytes: int  # bytes read once in a step that samples
 
     def flops(self, num_tokens: int, num_sampled: int) -> int:
         return 2 * (num_tokens * self.layers + num_sampled * self.head)
 
     def least_s(self, num_tokens: int, num_sampled: int, limits: Limits) -> float:
-        """Return the shortest time that the machine's limits allow."""
+        """Return the minimum time within the machine's limits, in seconds."""
         arithmetic = self.flops(num_tokens, num_sampled) / limits.flops_per_s
         return max(arithmetic, self.weight_bytes / limits.bytes_per_s)
 
@@ -69,7 +67,7 @@ class StepCost:
 def step_cost(
     spec: ModelSpec, dtype: torch.dtype, formats: WeightFormats = AS_THEY_ARE
 ) -> StepCost:
-    """Count the work of a step on a model without memory."""
+    """Return the cost of a step, from a model without memory for weights."""
     modules = list(_counted(make_model(spec, dtype, torch.device("meta"))))
     layers = [m.weight for m in modules if isinstance(m, Linear)]
     heads = [m.weight for m in modules if isinstance(m, LMHead)]
@@ -80,7 +78,7 @@ def step_cost(
 
 
 def _counted(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules but the experts that one token is not sent to."""
+    """Yield all modules, but only as many experts as one token uses."""
     yield module
     if isinstance(module, ExpertList):
         for experts in module.children():
@@ -99,15 +97,16 @@ def _stored_bytes(weight: torch.Tensor, quantization: Quantization | None) -> in
 def measure_limits(
     dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
 ) -> Limits:
-    """Measure both limits, which takes about a second on a small machine."""
+    """Measure both limits. This takes about a second on a small machine."""
     return Limits(gemm_flops_per_s(dtype, device, quantization), read_bytes_per_s(device))
 
 
 def gemm_flops_per_s(
     dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
 ) -> float:
-    """Measure [M, K] times [K, N], packed or not, at sizes large enough to reach the peak. Of
-    quantised weights a product and its addition count as two operations, too."""
+    """Measure [M, K] times [K, N], packed or not, at sizes large enough to reach the peak.
+
+    A product and its addition count as two operations, also with quantized weights."""
     tokens, size = (1024, 2048) if device.type == "cpu" else (8192, 8192)
     x_TK = torch.randn(tokens, size, device=device).to(dtype)
     weight_NK = torch.randn(size, size, device=device).to(dtype)
@@ -121,8 +120,8 @@ def gemm_flops_per_s(
 def read_bytes_per_s(device: torch.device, cpu_bytes: int = 1 << 30) -> float:
     """Measure sums by all threads, over more memory than any cache holds.
 
-    On a CPU it is walked in pieces of a few milliseconds, none of which a cache still holds when
-    its turn comes again; the fastest piece is one that other processes left alone.
+    On a CPU the memory is read in pieces that take a few milliseconds. No cache still holds a piece
+    when its turn comes again. The fastest piece is one without contention by other processes.
     """
     num = cpu_bytes if device.type == "cpu" else (4 << 30)
     values = torch.ones(num // 4, device=device)
@@ -134,7 +133,8 @@ def read_bytes_per_s(device: torch.device, cpu_bytes: int = 1 << 30) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
-    """Return the shortest of some runs, after one that does not count if there are several."""
+    """Return the shortest time of several runs; the first run is a warm-up unless it is the only
+    one."""
     best = float("inf")
     for round_ in range(rounds + (rounds > 1)):
         began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""A recording once more, without the model: the same calls must give the same plans.
+"""Replay a recording without the model: the same calls must give the same plans.
 
-The scheduler begins with the snapshot of a segment and gets the recorded calls with their results,
-also what stores answered: nothing is asked of a store. Every plan and every order to a store is
-compared field by field. Where a recording holds no tokens, digests come from it, too.
+The scheduler starts from a segment's snapshot. It gets the recorded calls with their results,
+including the answers of stores, so no store is used. Every plan and every order to a store is
+compared field by field. For a recording without tokens, digests also come from the recording.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ from quire.scheduler.policy.policies import make_block_hash, make_eviction, make
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
 
-MOST_CHARS = 160  # of a value that is shown
+MAX_CHARS = 160  # maximum length of a printed value
 IN_WORDS = {
     State.CUT: "is cut off: its writer was killed or is still running, or its end was lost",
     State.DAMAGED: "is damaged: its content has changed",
@@ -58,15 +58,14 @@ IN_WORDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that the replay does otherwise. step_id: of the plan; before: the call before
-    the one that made it."""
+    """The first difference between recording and replay."""
 
-    step_id: int
+    step_id: int  # step of the plan
     what: str
     recorded: str
     replayed: str
-    during: str
-    before: str
+    during: str  # call that made the plan
+    before: str  # call before it
 
     def lines(self) -> list[str]:
         return [
@@ -80,22 +79,18 @@ class Difference:
 
 @dataclass
 class Step:
-    """One call, carried out again.
-
-    plan: the plan that the call made, if any. events: what the scheduler reported. sampling: the
-    sequences of the plan's sample_rows, in their order.
-    """
+    """One repeated call."""
 
     call: Call
-    plan: Plan | None
-    events: list[Event]
+    plan: Plan | None  # plan that the call made, if any
+    events: list[Event]  # the scheduler's events
     difference: Difference | None = None
-    sampling: Seq[Sequence] = ()
+    sampling: Seq[Sequence] = ()  # sequences of the plan's sample_rows, in order
 
 
 @dataclass
 class Outcome:
-    """Of whole recordings. notes: what a reader must know; state: of the worst segment."""
+    """The outcome of a replay. `state` is the worst segment's; `notes` are for the user."""
 
     num_steps: int = 0
     num_calls: int = 0
@@ -107,7 +102,7 @@ class Outcome:
     state: State = State.WHOLE
 
     def see(self, segment: Segment) -> None:
-        """Count a segment, and note what is wrong with it."""
+        """Count a segment, and note if it is incomplete."""
         self.num_segments += 1
         if segment.state is not State.WHOLE:
             self.note(segment, segment.state, segment.problem)
@@ -117,7 +112,7 @@ class Outcome:
         self.notes.append(f"{segment.path.name} {IN_WORDS[state]} ({problem})")
 
     def note_difference(self) -> None:
-        """Note the difference, for those who tell of what was recorded and not of what differs."""
+        """Note the difference, for commands that show the recording and not differences."""
         if self.difference is not None:
             self.notes.append(
                 f"this version of quire plans differently from step {self.difference.step_id} on;"
@@ -134,7 +129,7 @@ class Outcome:
 
 
 class RecordedDigests(Digester):
-    """The digester of a replay without tokens: what the recording has for the call."""
+    """The digester of a replay without tokens: returns the digests recorded for the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +146,7 @@ class RecordedDigests(Digester):
             self.problem = _blocks(*self._next()), "no digests requested"
 
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
-        """See Digester."""
+        """Add the recorded digests; see `Digester`."""
         for sequence, count in zip(named, counts, strict=True):
             if count > len(sequence.digests):
                 self._extend(sequence, count - len(sequence.digests))
@@ -163,9 +158,9 @@ class RecordedDigests(Digester):
             sequence.digests += digests
             return
         if self.problem is None:
-            wanted = [b""] * num
-            self.problem = _blocks(arrival, digests), _blocks(sequence.arrival, wanted)
-        for _ in range(num):  # go on, to see what becomes of it: blocks that nobody else has
+            requested = [b""] * num
+            self.problem = _blocks(arrival, digests), _blocks(sequence.arrival, requested)
+        for _ in range(num):  # continue with unique digests, to see the effect
             self._num_made += 1
             sequence.digests.append(hashlib.sha256(b"made up %d" % self._num_made).digest())
 
@@ -181,8 +176,9 @@ def replay_all(
     show: Show | None = None,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Replay segment by segment until something differs; of one that is cut off or damaged, what
-    stands. show: told of each call, after it."""
+    """Replay segments until the first difference. Of an incomplete one, replay the valid part.
+
+    show: called after each repeated call."""
     outcome = outcome or Outcome()
     for segment in segments:
         outcome.see(segment)
@@ -236,20 +232,20 @@ class _Replay:
             plan = decisions.plan
             difference = self._compare(call, plan, raised)
             difference = difference or self._compare_orders(call, decisions.orders)
-            told = [event for event in decisions.events if not isinstance(event, PrefixFound)]
+            visible = [event for event in decisions.events if not isinstance(event, PrefixFound)]
             sampling = () if decisions.sampling is None else tuple(decisions.sampling)
-            yield Step(call, plan, [*told, *call.found], difference, sampling)
+            yield Step(call, plan, [*visible, *call.found], difference, sampling)
             if difference is not None or raised is not None:
                 return
             self.before = call
 
     def _compare(self, call: Call, plan: Plan | None, raised: str | None) -> Difference | None:
         if raised != call.raised:
-            told = [
+            texts = [
                 f"{name} was raised" if name else "nothing was raised"
                 for name in (call.raised, raised)
             ]
-            return self._difference(call, "the outcome", *told)
+            return self._difference(call, "the outcome", *texts)
         if raised is not None:
             return None
         found = None if plan is None else plain(plan_fields(plan, self.redaction))
@@ -258,14 +254,14 @@ class _Replay:
                 return self._difference(call, "the look-up", *self.digests.problem)
             return None
         if found is None or call.plan is None:
-            told = ["no plan" if each is None else "a plan" for each in (call.plan, found)]
-            return self._difference(call, "whether there is a plan", *told)
+            texts = ["no plan" if each is None else "a plan" for each in (call.plan, found)]
+            return self._difference(call, "whether there is a plan", *texts)
         name = next(n for n in PLAN_FIELDS if found.get(n) != call.plan.get(n))
         shown = _show(name, call.plan.get(name), found.get(name))
         return self._difference(call, f"plan.{name}", *shown)
 
     def _compare_orders(self, call: Call, orders: list[Order]) -> Difference | None:
-        """Find the first order to a store that differs; nothing is said of a call that raised."""
+        """Return the first difference of orders to stores; None for a call that raised."""
         found = [plain(order_fields(order, self.redaction)) for order in orders]
         if call.raised is not None or found == call.orders:
             return None
@@ -275,9 +271,9 @@ class _Replay:
                 values = recorded.get(name), replayed.get(name)
                 if values[0] != values[1]:
                     what = (recorded or replayed)["order"]
-                    told = _show(name, *values) if recorded and replayed else _either(recorded)
+                    texts = _show(name, *values) if recorded and replayed else _either(recorded)
                     name = f".{name}" if recorded and replayed else ""
-                    return self._difference(call, f"an order to a store, {what}{name},", *told)
+                    return self._difference(call, f"an order to a store, {what}{name},", *texts)
         return None
 
     def _difference(self, call: Call, what: str, recorded: str, replayed: str) -> Difference:
@@ -288,9 +284,10 @@ class _Replay:
 
 
 def restored(segment: Segment, digester: Digester | None = None) -> Scheduler:
-    """Restore the scheduler as it was at the beginning of a segment. digester: what names its
-    blocks; None computes names with the recorded engine's hash. Raises EngineError, and ConfigError
-    for a hash of a package that is not installed."""
+    """Return the scheduler as it was at the start of a segment.
+
+    digester: computes block names; by default with the recorded engine's hash. Raises EngineError,
+    and ConfigError if the hash's package is not installed."""
     if digester is None:
         name = segment.header["settings"].get("prefix_caching_hash_algo", "sha256")
         digester = Digester(make_block_hash(name))
@@ -310,8 +307,9 @@ def restored(segment: Segment, digester: Digester | None = None) -> Scheduler:
 
 
 def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
-    """Make one that has had no request yet, as this version makes it: a recording from the start of
-    an engine can be replayed also where the state is kept in another way than it was."""
+    """Create the scheduler of a new engine, as this version does.
+
+    Recordings from an engine's start can be replayed even if the format of states has changed."""
     settings, parts = header["settings"], decode(header["new"])
     kv = KVManager(
         parts["groups"],
@@ -324,9 +322,9 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     )
     names = [item.name for item in dataclasses.fields(SchedulerConfig)]
     config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})
-    most_prefill = config.max_num_batched_tokens or 0
+    max_tokens = config.max_num_batched_tokens or 0
     fingerprint = parts.get("fingerprint", b"")
-    memory = Memory(kv, most_prefill, settings["watermark"], fingerprint, digester)
+    memory = Memory(kv, max_tokens, settings["watermark"], fingerprint, digester)
     policy = make_policy(config.scheduling_policy)
     num_stores, kept = parts.get("num_stores", 0), parts.get("kept", EVICTED)
     num_stages = settings.get("pipeline_parallel_size", 1)
@@ -338,8 +336,8 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
 
 
 def carry_out(scheduler: Scheduler, call: Call) -> Decisions:
-    """Pass a call through its door. Raises RequestError for a request that is refused now, and was
-    not when it was recorded."""
+    """Pass a call through its door. Raises RequestError for a request that is refused now and was
+    accepted in the recording."""
     if call.kind == SCHEDULE:
         return scheduler.schedule(call.now)
     if call.kind == UPDATE:
@@ -353,12 +351,12 @@ def carry_out(scheduler: Scheduler, call: Call) -> Decisions:
 
 
 def plain(fields: Fields) -> Any:
-    """Return fields as they come back from a file."""
+    """Return fields as a file would hold them."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(fields))
 
 
 def in_words(call: Call | None) -> str:
-    """Describe a call in one line."""
+    """Return a description of a call in one line."""
     if call is None:
         return "none in this segment"
     about = ""
@@ -388,7 +386,7 @@ def _show(name: str, recorded: Any, replayed: Any) -> tuple[str, str]:
 
 
 def _array(values: Any, at: int) -> str:
-    """Show where it first differs, with a few around it."""
+    """Return the array's length, and a few entries around index `at`."""
     first = max(0, at - 2)
     shown = ", ".join(str(v) for v in values[first : at + 6].tolist())
     return f"{len(values)} entries; from entry {first}: [{shown}]"
@@ -405,4 +403,4 @@ def _blocks(arrival: int, digests: list[bytes]) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
+    return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 3] + "..."

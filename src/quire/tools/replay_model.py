@@ -1,7 +1,7 @@
-"""A recording once more, with its model: the same plans, carried out, must give the same tokens.
+"""Replay a recording with its model: the same plans, executed, must give the same tokens.
 
-Stores are left alone: what the recorded engine fetched from one is not in the recording, so the
-model stops where the first block came. A plan at the end that only keeps blocks is not recorded.
+Stores are not used. Blocks that came from a store are not in the recording, so the model stops when
+the first one arrives. A last plan that only writes blocks to stores is not recorded.
 """
 
 from collections import deque
@@ -28,28 +28,27 @@ from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Difference, Outcome, Step, in_words, replay_all, restored
 
-COMPILE_WAIT_S = 1.0  # for a grammar, before another look
+COMPILE_WAIT_S = 1.0  # interval between two checks for a compiled grammar
 NOT_RECORDED = ("record", "record_tokens", "record_max_mb", "disable_log_stats")
 
 
 class _Stop(Exception):
-    """The replay with the model ends here."""
+    """Ends the replay with the model."""
 
 
 @dataclass(frozen=True)
 class _Flying:
-    """A plan that the executor has, whose result is not in. sequences: by the row they sample in;
-    masks: None if no row is masked."""
+    """A plan that the executor has, and whose result is missing."""
 
     plan: Plan
-    sequences: dict[int, Sequence]
-    masks: MaskPromise | None
+    sequences: dict[int, Sequence]  # by the row in which they sample
+    masks: MaskPromise | None  # None if no row has a mask
 
 
 class _Masks:
-    """Makes the masks of the plans from the grammars of their requests, as the core did.
+    """Computes the masks of plans from the grammars of their requests, as the core does.
 
-    bell: rung by `grammars` when one is compiled.
+    bell: rung by `grammars` when a grammar is compiled.
     """
 
     def __init__(self, grammars: Grammars, bell: Bell) -> None:
@@ -57,20 +56,20 @@ class _Masks:
         self._followed: dict[str, Request] = {}
 
     def fill(self, flying: _Flying) -> None:
-        """Make the masks of the oldest plan in flight. Raises EngineError if a grammar does not
+        """Compute the masks of the oldest plan in flight. Raises EngineError if a grammar does not
         compile."""
         if flying.masks is None:
             return
         for row in flying.plan.masked_rows.tolist():
             request = flying.sequences[row].request
-            # A segment begins with a snapshot, whose requests are new objects.
+            # Each segment starts with a snapshot, whose requests are new objects.
             if self._followed.get(request.request_id) is not request:
                 self._followed[request.request_id] = request
                 self._compile(request)
         self._grammars.fill(flying.masks, flying.plan, flying.sequences)
 
     def hear(self, step: Step) -> None:
-        """Forget the requests that have ended."""
+        """Drop the grammars of requests that have ended."""
         self._grammars.hear(step.events)
 
     def forgo(self, flying: Iterable[_Flying]) -> None:
@@ -92,7 +91,7 @@ class _Masks:
 
 
 class _Runs:
-    """Carries out the plans of a replay and compares what they give."""
+    """Executes the plans of a replay and compares the results."""
 
     def __init__(self, executor: Executor, masks: _Masks) -> None:
         self.executor = executor
@@ -128,7 +127,7 @@ class _Runs:
         self._compare(done.plan, recorded, result, in_words(step.call))
 
     def close(self) -> None:
-        """Release the executor, which may wait for masks that are not made any more."""
+        """Release the executor, which may wait for masks that are no longer computed."""
         self.masks.forgo(self.flying)
 
     def _submit(self, plan: Plan, sampling: Iterable[Sequence]) -> None:
@@ -141,13 +140,13 @@ class _Runs:
         sequences = dict(zip(plan.sample_rows.tolist(), sampling, strict=True))
         masks = MaskPromise() if len(plan.masked_rows) else None
         self.flying.append(_Flying(plan, sequences, masks))
-        if len(self.flying) == 1:  # before the executor, which may carry it out at once
+        if len(self.flying) == 1:  # before the executor, which may execute the plan at once
             self.masks.fill(self.flying[0])
         self.executor.submit(plan, masks)
 
     def _compare(self, plan: Plan, recorded: StepResult, result: StepResult, during: str) -> None:
         if result.error is not None:
-            what, told = "the outcome", ("a result", result.error)
+            what, texts = "the outcome", ("a result", result.error)
         else:
             pairs = list(zip(_tokens(recorded), _tokens(result), strict=True))
             self.num_tokens += int(result.num_accepted.sum())
@@ -155,22 +154,23 @@ class _Runs:
             if at is None:
                 return
             what = f"the token of row {plan.sample_rows[at]}"
-            told = str(pairs[at][0]), str(pairs[at][1])
+            texts = str(pairs[at][0]), str(pairs[at][1])
         self.difference = Difference(
-            plan.step_id, what, *told, during, f"plan of step {plan.step_id}"
+            plan.step_id, what, *texts, during, f"plan of step {plan.step_id}"
         )
         raise _Stop
 
 
 def _tokens(result: StepResult) -> list[list[int]]:
-    """Return each row's tokens, without what is behind a wrong guess."""
+    """Return each row's valid tokens: up to the first rejected draft token."""
     pairs = zip(result.token_ids, result.num_accepted.tolist(), strict=True)
     return [tokens[:num].tolist() for tokens, num in pairs]
 
 
 def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any]) -> Outcome:
-    """Replay with the model, too. overrides: settings that replace the recorded ones. Raises
-    ConfigError if the recording has no tokens, or does not begin with the engine's start."""
+    """Replay plans and model. overrides: settings that replace the recorded ones.
+
+    Raises ConfigError if the recording has no tokens or does not begin with the engine's start."""
     listed = list(segments)
     if not listed[0].is_readable:
         return replay_all(listed[:1])
@@ -179,7 +179,7 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     recorded = listed[0].header["settings"]
     settings = {n: v for n, v in recorded.items() if n not in NOT_RECORDED} | dict(overrides)
     if scheduler.memory.kv.tier is not None and settings.get("kv_host_gb") is None:
-        settings["kv_host_gb"] = _host_gb(scheduler)  # it may have been derived, also from stores
+        settings["kv_host_gb"] = _host_gb(scheduler)  # it may have been derived, even from stores
     settings |= STORE_SETTINGS
     config = config_from_flat(disable_log_stats=True, **settings)
     ranks = start_ranks(config)
@@ -207,22 +207,22 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
 
 
 def _host_gb(scheduler: Scheduler) -> float:
-    """Return as much host memory as the recorded tier had, and a little for rounding."""
+    """Return the recorded tier's host memory, plus half a block for rounding."""
     assert scheduler.memory.kv.tier is not None
     return (max(scheduler.memory.kv.tier.limits) + 0.5) * sum(scheduler.memory.kv.block_bytes) / 1e9
 
 
 def _check_sizes(recorded: KVManager, ours: KVManager) -> None:
-    """Raise ConfigError where plans name blocks that this engine does not have."""
-    for what, setting, theirs, mine in (
+    """Raise ConfigError if the recorded engine had more blocks than this one."""
+    for place, setting, theirs, mine in (
         ("", "kv_cache_memory_bytes", recorded.pools, ours.pools),
         (" host", "kv_host_gb", recorded.host_pools, ours.host_pools),
     ):
-        wanted, has = (tuple(pool.num_blocks for pool in pools) for pools in (theirs, mine))
-        if any(n > m for n, m in zip(wanted, has, strict=True)):
+        needed, has = (tuple(pool.num_blocks for pool in pools) for pools in (theirs, mine))
+        if any(n > m for n, m in zip(needed, has, strict=True)):
             raise ConfigError(
-                f"the recorded engine had {wanted}{what} blocks, this one has {has}; give a larger"
-                f" {setting}."
+                f"the recorded engine had {needed}{place} blocks, this one has {has}; give a"
+                f" larger {setting}."
             )
 
 

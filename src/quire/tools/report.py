@@ -1,4 +1,4 @@
-"""What every benchmark says beside its numbers: the machine, the versions, the date, the commit."""
+"""The facts in every benchmark's report: machine, versions, date and commit."""
 
 import argparse
 import json
@@ -14,8 +14,7 @@ from quire.base.errors import ConfigError
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
-    """Make a parser with the option that all benchmarks have. description: the script's
-    docstring."""
+    """Return a parser with the options of all benchmarks. description: the script's docstring."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -24,7 +23,7 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Collect machine and software for the head of a report."""
+    """Return the facts of machine and software."""
     import torch
 
     from quire.ops.host.threads import num_threads
@@ -37,7 +36,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def plain_facts() -> dict[str, Any]:
-    """Collect what can be said without loading torch, for what only asks a server."""
+    """Return the facts that need no torch, for benchmarks of a server."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -48,7 +47,7 @@ def plain_facts() -> dict[str, Any]:
 
 
 def print_head(title: str) -> None:
-    """Print the benchmark's title and what it runs on."""
+    """Print the benchmark's title, machine and versions."""
     facts = machine_facts()
     device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     print(f"# {title}")
@@ -76,8 +75,8 @@ def write_report(
 
 
 def cpu_name() -> str:
-    """Return what /proc/cpuinfo calls the processor, with family and model, which some names leave
-    out."""
+    """Return the processor's name from /proc/cpuinfo, with family and model, which some names
+    lack."""
     fields: dict[str, str] = {}
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -93,8 +92,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that this file is in, with a `+` if it was changed
-    since."""
+    """Return the commit of this file's checkout, with a `+` if the checkout has changes."""
     directory = Path(__file__).parent
     head = _git(directory, "rev-parse", "--short", "HEAD")
     if head is None:

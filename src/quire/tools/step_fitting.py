@@ -1,13 +1,13 @@
-"""Step times from steps that were measured: a regression of their durations on what was in them.
+"""Fit step times to measured steps: a regression of durations on features of the plans.
 
-    duration = fixed + tokens, with a steeper slope from some numbers on + context
-               + prompt x context + rows that begin + rows that sample + blocks moved
+    duration = fixed + tokens, with a steeper slope beyond some numbers + context
+               + prompt x context + rows that start + rows that sample + blocks moved
 
-A step that begins after the device had nothing to do takes so many times as long: caches, clocks
-and threads are cold.
+After an idle time a step takes longer by a constant factor, because caches, clocks and threads are
+cold.
 
-No part can be negative, so that no step of another kind takes less than nothing. What counts is the
-relative error, and large ones, which somebody else's work on the machine makes, count less.
+All coefficients are non-negative, so that no kind of step gets a negative time. The fit minimizes
+relative errors. Large errors, caused by other processes on the machine, count less.
 """
 
 import json
@@ -25,17 +25,17 @@ from quire.tools.report import write_report
 from quire.tools.step_times import StepLoad
 
 Float64 = npt.NDArray[np.float64]
-BENDS = (16, 64, 256, 1024)  # tokens from which on one more may take longer
+BENDS = (16, 64, 256, 1024)  # numbers of tokens beyond which the slope may increase
 FEATURES = (
     "fixed", "tokens", *(f"tokens beyond {bend}" for bend in BENDS), "context", "prompt x context",
     "rows that begin", "rows that sample", "blocks moved",
 )  # fmt: skip
-FEWEST_STEPS = 20
-FEWEST_COLD_STEPS = 8
-IDLE_S = 3e-3  # what lies between two steps for longer is no work of the host's
+MIN_STEPS = 20
+MIN_COLD_STEPS = 8
+IDLE_S = 3e-3  # longer gaps between steps are idle time, not the host's work
 ROUNDS = 5
-SMALL = 0.02  # relative errors below this count alike
-DISTURBED = 3.0  # what takes longer than this times its time does not count at all
+SMALL = 0.02  # relative errors below this have equal weights
+DISTURBED = 3.0  # steps that take longer than this times the fit do not count
 KIND = "quire step times"
 NUMBERS = {
     "host_s": 0.0, "host_row_s": 0.0, "host_begin_s": 0.0, "cold": 1.0, "copy_bytes_per_s": 0.0
@@ -44,13 +44,12 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A step and how long it took. host_s: what passed from one plan to the next beside that, where
-    this is known. idle_s: how long there had been nothing to do before it."""
+    """A step and its duration."""
 
     plan: Plan
     duration_s: float
-    host_s: float | None = None
-    idle_s: float = 0.0
+    host_s: float | None = None  # time to the next plan without the step's duration, if known
+    idle_s: float = 0.0  # idle time before the step
 
     @property
     def is_cold(self) -> bool:
@@ -59,7 +58,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Of the durations, as shares of these. total: of all durations together."""
+    """The fit's relative errors. `total` is the error of the sum of all durations."""
 
     num_steps: int
     median: float
@@ -69,23 +68,20 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Step times by coefficients in seconds, by FEATURES. host_s, host_row_s, host_begin_s: what
-    the host needs between two steps, and of it for each row, and each that begins. cold: how many
-    times as long a step takes after the device had nothing to do. model, device: that were
-    measured, for people."""
+    """Fitted step times."""
 
-    step: dict[str, float]
-    host_s: float = 0.0
-    host_row_s: float = 0.0
-    host_begin_s: float = 0.0
-    cold: float = 1.0
+    step: dict[str, float]  # coefficients in seconds, by FEATURES
+    host_s: float = 0.0  # the host's time between two steps
+    host_row_s: float = 0.0  # the host's additional time per row
+    host_begin_s: float = 0.0  # the host's additional time per row that starts
+    cold: float = 1.0  # factor on the duration after an idle time
     copy_bytes_per_s: float = 0.0
-    model: str = ""
-    device: str = ""
+    model: str = ""  # measured model, for information
+    device: str = ""  # measured device, for information
     residuals: Residuals | None = field(default=None, compare=False)
 
     def seconds(self, plan: Plan) -> float:
-        """Compute how long the device works on a plan."""
+        """Return the device's time for a plan."""
         values = features(plan)
         return sum(self.step.get(name, 0.0) * x for name, x in zip(FEATURES, values, strict=True))
 
@@ -100,13 +96,12 @@ class Fitted:
 
 
 def is_cold(plan: Plan, idle_s: float) -> bool:
-    """Tell whether a step came after the device had nothing to do, rather than waited for the
-    host."""
+    """Return whether a step followed an idle time, rather than a wait for the host."""
     return idle_s >= IDLE_S and len(plan.started) == len(plan.rows)
 
 
 def features(plan: Plan) -> tuple[float, ...]:
-    """Return what of a plan takes time, in the order of FEATURES."""
+    """Return the features of a plan, in the order of FEATURES."""
     load = StepLoad.of(plan)
     beyond = (max(0, load.num_tokens - bend) for bend in BENDS)
     prompts = load.num_pairs - load.num_context
@@ -119,13 +114,13 @@ def features(plan: Plan) -> tuple[float, ...]:
 def fit_steps(
     steps: Sequence[Measured], copy_bytes_per_s: float = 0.0, model: str = "", device: str = ""
 ) -> Fitted:
-    """Find the coefficients. Raises ConfigError for too few steps."""
+    """Fit the coefficients. Raises ConfigError for too few steps."""
     known = [each for each in steps if each.duration_s > 0]
     warm = [each for each in known if not each.is_cold]
-    if len(warm) < FEWEST_STEPS:
+    if len(warm) < MIN_STEPS:
         raise ConfigError(
             f"{len(warm)} steps with known durations are too few to fit step times; at least"
-            f" {FEWEST_STEPS} are needed."
+            f" {MIN_STEPS} are needed."
         )
     inputs, durations = _inputs(warm), np.array([each.duration_s for each in warm])
     coefficients = _robust(inputs, durations)
@@ -148,21 +143,21 @@ def _inputs(steps: Sequence[Measured]) -> Float64:
 
 
 def _cold(steps: Sequence[Measured], coefficients: Float64) -> float:
-    """Return how many times as long these steps took as others would have."""
-    if len(steps) < FEWEST_COLD_STEPS:
+    """Return the factor by which these steps took longer than the fit."""
+    if len(steps) < MIN_COLD_STEPS:
         return 1.0
     durations = np.array([each.duration_s for each in steps])
     return max(1.0, float(np.median(durations / (_inputs(steps) @ coefficients))))
 
 
 def _host(steps: Sequence[Measured]) -> tuple[float, float, float]:
-    """Return what the host takes between steps, and of it for each row, and each that begins."""
+    """Return the host's time between steps, per row, and per row that starts."""
     known = [
         (len(each.plan.rows), len(each.plan.started), each.host_s)
         for each in steps
         if each.host_s is not None
     ]
-    if len(known) < FEWEST_STEPS:
+    if len(known) < MIN_STEPS:
         return 0.0, 0.0, 0.0
     rows, started, host_s = np.array(known, float).T
     inputs = np.stack([np.ones(len(rows)), rows, started], 1)
@@ -171,8 +166,9 @@ def _host(steps: Sequence[Measured]) -> tuple[float, float, float]:
 
 
 def _robust(inputs: Float64, targets: Float64) -> Float64:
-    """Fit by relative errors, of which large ones count less from round to round; then so that all
-    together is right, but for what took more than DISTURBED times its time."""
+    """Fit by relative errors, and reduce the weight of large ones from round to round.
+
+    Then scale the result to the right total, without steps beyond DISTURBED times their fit."""
     weights = np.ones(len(targets))
     found = np.zeros(inputs.shape[1])
     for _ in range(ROUNDS):
@@ -186,7 +182,7 @@ def _robust(inputs: Float64, targets: Float64) -> Float64:
 
 
 def non_negative(inputs: Float64, targets: Float64) -> Float64:
-    """Return x >= 0 with the least |inputs x - targets| (Lawson and Hanson's method)."""
+    """Return x >= 0 that minimizes |inputs x - targets| (Lawson and Hanson's method)."""
     sizes = np.linalg.norm(inputs, axis=0)
     matrix = inputs / np.where(sizes > 0, sizes, 1)
     x = np.zeros(matrix.shape[1])
@@ -210,11 +206,11 @@ def non_negative(inputs: Float64, targets: Float64) -> Float64:
     return found
 
 
-# ---- kept and shown --------------------------------------------------------------------------
+# ---- files and output ------------------------------------------------------------------------
 
 
 def lines_of(fitted: Fitted) -> list[str]:
-    """Tell coefficients and residuals."""
+    """Return lines with coefficients and residuals."""
     lines = [f"  {name:<24} {value * 1e6:12.4f} us" for name, value in fitted.step.items() if value]
     lines.append(f"  {'host, between steps':<24} {fitted.host_s * 1e6:12.4f} us")
     lines.append(f"  {'host, per row':<24} {fitted.host_row_s * 1e6:12.4f} us")
@@ -229,12 +225,12 @@ def lines_of(fitted: Fitted) -> list[str]:
 
 
 def write_fitted(path: Path | None, fitted: Fitted) -> None:
-    """Write it as JSON, with the machine's facts, if a path was given. Raises ConfigError."""
+    """Write the fit and the machine's facts as JSON if a path is given. Raises ConfigError."""
     write_report(path, {"kind": KIND, **asdict(fitted)})
 
 
 def read_fitted(path: Path) -> Fitted:
-    """Read what `write_fitted` wrote. Raises ConfigError."""
+    """Read a file of `write_fitted`. Raises ConfigError."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""How long a step takes, as a function of its plan.
+"""Step times: the duration of a step as a function of its plan.
 
-Whoever brings another device, another model of it, or another engine to the same workloads, brings
-one of these (or another core: `replica.py`).
+To simulate another device, another model of a device, or another engine, implement `StepTimes` (or
+another core: `replica.py`).
 """
 
 from collections.abc import Callable
@@ -14,41 +14,37 @@ from quire.base.plan import MoveKind, Plan
 
 
 class StepTimes(Protocol):
-    """What a simulated device needs to be told. All times in seconds."""
+    """The times of a simulated device, in seconds."""
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """How fast blocks are copied to host memory; 0.0 is not known."""
+        """The rate of copies of blocks to host memory; 0.0 if unknown."""
         ...
 
     def plans_s(self, step_id: int, free_s: float) -> float:
-        """Return when the host has made a plan that it could begin at free_s."""
+        """Return when the host has made a plan that it could start at free_s."""
         ...
 
     def carry_out(self, plan: Plan, begins_s: float, idle_s: float) -> tuple[float, float]:
-        """Return when the device is done with a plan that it begins then, and how long it says that
-        this took; 0.0 is not known. idle_s: how long there had been nothing to do."""
+        """Return the end time of a plan that starts at `begins_s`, and its reported duration.
+
+        A duration of 0.0 is unknown. idle_s: idle time before the plan."""
         ...
 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What of a plan takes time.
-
-    num_context: tokens whose keys and values are read, all rows together; num_pairs: products of a
-    query with a key; num_sampled: rows that sample; num_moved: blocks copied to or from host
-    memory.
-    """
+    """The amounts of a plan's work."""
 
     num_tokens: int
-    num_context: int
-    num_pairs: int = 0
-    num_sampled: int = 0
-    num_moved: int = 0
+    num_context: int  # tokens whose keys and values are read, over all rows
+    num_pairs: int = 0  # products of a query and a key
+    num_sampled: int = 0  # rows that sample
+    num_moved: int = 0  # blocks copied to or from host memory
 
     @classmethod
     def of(cls, plan: Plan, window: int | None = None) -> "StepLoad":
-        """Count a plan's work in layers that see a window of so many tokens; None is all."""
+        """Return a plan's work in layers with this window; None for full attention."""
         num = plan.num_tokens
         ends = plan.computed_bound + num
         if window is not None:
@@ -66,43 +62,38 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class Attention:
-    """Layers that see the same window. context_s: to read what the cache has of one token;
-    pair_s: arithmetic of one query with one key."""
+    """The cost of attention in layers with the same window."""
 
-    context_s: float
-    pair_s: float = 0.0
+    context_s: float  # time to read one token's keys and values
+    pair_s: float = 0.0  # arithmetic of one query with one key
     window: int | None = None
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step reads the weights once or computes all its tokens, whichever takes longer, and the
-    same for keys and values of all contexts.
+    """Step times from a roofline.
 
-    weights_s: reading the weights; token_s: arithmetic of one token, and of what several devices
-    exchange of it; copy_s: moving one block to the host's memory or back; sample_s: arithmetic of a
-    row's logits; fixed_s: of a step without work; host_s: what the host needs between two steps,
-    where no plan is in flight meanwhile. expert_s: reading all experts of a mixture, of which each
-    token is sent to the share `chosen`.
+    A step reads the weights once and computes all its tokens; the slower of the two counts. The
+    same holds for the keys and values of all contexts.
     """
 
-    weights_s: float
-    token_s: float
+    weights_s: float  # reading the weights
+    token_s: float  # arithmetic of one token, and its exchange among devices
     attention: tuple[Attention, ...] = ()
-    copy_s: float = 0.0
-    sample_s: float = 0.0
-    fixed_s: float = 0.0
-    host_s: float = 0.0
-    expert_s: float = 0.0
-    chosen: float = 1.0
+    copy_s: float = 0.0  # moving one block to or from host memory
+    sample_s: float = 0.0  # arithmetic of one row's logits
+    fixed_s: float = 0.0  # a step without work
+    host_s: float = 0.0  # the host's time between two steps if no plan is in flight
+    expert_s: float = 0.0  # reading all experts of a mixture
+    chosen: float = 1.0  # share of the experts that one token uses
     copy_bytes_per_s: float = 0.0
 
     def seconds(self, plan: Plan) -> float:
-        """Compute how long the device works on a plan."""
+        """Return the device's time for a plan."""
         return self.seconds_of(lambda window: StepLoad.of(plan, window))
 
     def seconds_of(self, load_in: Callable[[int | None], StepLoad]) -> float:
-        """Compute how long the device works on what a step is in layers of a window."""
+        """Return the device's time for a step, given its load in layers of each window."""
         load = load_in(None)
         read_s = self.weights_s
         if self.expert_s:

@@ -1,10 +1,10 @@
-"""A recording as a Chrome trace (JSON), which ui.perfetto.dev and chrome://tracing open.
+"""Convert a recording to a Chrome trace (JSON), for ui.perfetto.dev and chrome://tracing.
 
-    process 1, "steps"      one track: each step from its plan to its result; counters beside it
-    process 2, "rows"       one track per row: who held it, and in that what each step did there
-    process 3, "waiting"    who waited for a row, from when to when (nested by request)
+    process 1, "steps"      one track: each step from its plan to its result, with counters
+    process 2, "rows"       one track per row: the request that held it, and its steps
+    process 3, "waiting"    requests that waited for a row, with start and end (nested by request)
 
-The recording is replayed to make it. Times are the core's clock, in microseconds.
+The recording is replayed. Times are on the core's clock, in microseconds.
 """
 
 import json
@@ -29,7 +29,7 @@ TraceEvent = dict[str, Any]
 
 
 class Trace:
-    """Turns the steps of a replay into trace events, in `events`."""
+    """Converts the steps of a replay to trace events, in `events`."""
 
     def __init__(self) -> None:
         self.events: list[TraceEvent] = [
@@ -37,14 +37,14 @@ class Trace:
             for pid, name in ((STEPS, "steps"), (ROWS, "rows"), (WAITING, "waiting"))
         ]
         self._named: set[int] = set()
-        self._holders: dict[int, tuple[str, float]] = {}  # row -> request, since
-        self._waits: dict[str, tuple[float, str]] = {}  # request -> since, why
+        self._holders: dict[int, tuple[str, float]] = {}  # row -> request, start time
+        self._waits: dict[str, tuple[float, str]] = {}  # request -> start time, reason
         self._flights: deque[tuple[Plan, float]] = deque()
         self._busy_until_s = 0.0
         self._last_s = 0.0
 
     def begin(self, plans: Iterable[Plan], requests: Iterable[RequestView], now: float) -> None:
-        """Take in who is there when the recording, or what follows a gap, begins."""
+        """Start with the running and waiting requests, at the recording's start or after a gap."""
         self._holders.clear()
         self._waits.clear()
         self._flights = deque((plan, now) for plan in plans)
@@ -56,7 +56,7 @@ class Trace:
 
     def take(self, step: Step, view: SchedulerView) -> None:
         now = self._last_s = step.call.now
-        if step.call.kind == UPDATE and self._flights:  # before the endings that came with it
+        if step.call.kind == UPDATE and self._flights:  # before the ends that came with it
             plan, planned_s = self._flights.popleft()
             self._take_step(plan, planned_s, now, step.call.value.duration_s)
         for event in step.events:
@@ -66,7 +66,7 @@ class Trace:
             self._count(view, now)
 
     def end(self) -> None:
-        """Close what is open when the recording ends."""
+        """Close open slices and waits at the recording's end."""
         for row in list(self._holders):
             self._leave(row, self._last_s, "recording ends")
         for request_id, (since, why) in self._waits.items():
@@ -105,8 +105,7 @@ class Trace:
                 self.events.append(_name("thread_name", ROWS, row, f"row {row}"))
 
     def _take_step(self, plan: Plan, planned_s: float, now: float, duration_s: float) -> None:
-        """Take in a step: it ran for duration_s until its result came, not before its forerunner's
-        end."""
+        """Add a step, which ran for duration_s before its result, and after the previous step."""
         start = max(planned_s, self._busy_until_s)
         if duration_s > 0:
             start = max(start, now - duration_s)
@@ -118,7 +117,7 @@ class Trace:
         for row, num_tokens, num_guessed in zip(plan.rows.tolist(), *counts, strict=True):
             holder = self._holders.get(row)
             if holder is None or holder[1] > planned_s:
-                continue  # who had it then has lost it
+                continue  # the plan's request has lost the row since
             kind = "decode" if num_tokens - num_guessed == 1 else f"chunk of {num_tokens}"
             if num_guessed:
                 kind += f" with {num_guessed} guesses"
@@ -154,7 +153,7 @@ class Trace:
 
 
 def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> list[TraceEvent]:
-    """Return all trace events of a recording. outcome: of the replay, to be filled."""
+    """Return all trace events of a recording. outcome: filled with the replay's outcome."""
     trace = Trace()
     state: dict[str, Any] = {"path": None}
 
@@ -172,8 +171,9 @@ def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> lis
 
 
 def write_trace(recording: Path, output: Path, outcome: Outcome | None = None) -> int:
-    """Write the file; returns the number of events. outcome: of the replay, to be filled. Raises
-    ConfigError."""
+    """Write the file and return the number of events. outcome: filled with the replay's outcome.
+
+    Raises ConfigError."""
     events = trace_of(read_recording(recording), outcome)
     try:
         with output.open("w", encoding="utf-8") as file:
@@ -184,7 +184,7 @@ def write_trace(recording: Path, output: Path, outcome: Outcome | None = None) -
 
 
 def _write(events: list[TraceEvent], file: TextIO) -> None:
-    """Write one event per line, so that other tools can look at it, too."""
+    """Write one event per line, so that line-based tools can read the file."""
     file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     for i, event in enumerate(events):
         file.write(json.dumps(event) + (",\n" if i + 1 < len(events) else "\n"))

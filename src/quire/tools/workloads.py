@@ -1,8 +1,8 @@
-"""Workloads of the benchmarks: lengths after public data sets, prompts of random tokens.
+"""Workloads of the benchmarks: lengths as in public data sets, prompts of random tokens.
 
-Lengths are clipped log-normals whose mean, after clipping, is the one that the paper gives for the
-data set (P fig. 11). It does not give their spread: `sigma` is ours, as wide as its histograms.
-Everything is drawn from the seed that is given, and from nothing else.
+Lengths are clipped log-normals. Their mean after clipping is the data set's mean in the paper (P
+fig. 11). The paper omits the spread: `sigma` is an estimate from its histograms. All random numbers
+come from the given seed.
 """
 
 import math
@@ -16,7 +16,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens: a log-normal of spread `sigma`, clipped to [low, high]; `mean` is after clipping."""
+    """A log-normal of tokens with spread `sigma`, clipped to [low, high]; `mean` is after that."""
 
     mean: float
     sigma: float
@@ -24,13 +24,13 @@ class Lengths:
     high: int
 
     def sample(self, num: int, rng: np.random.Generator) -> Int64:
-        """Draw whole numbers of tokens, [num]."""
+        """Draw lengths in tokens, int64 [num]."""
         drawn = rng.lognormal(self.mu, self.sigma, num)
         return np.rint(np.clip(drawn, self.low, self.high)).astype(np.int64)
 
     @property
     def mu(self) -> float:
-        """Return the mean of the logarithm before clipping, by bisection: the clipped mean grows
+        """Return the logarithm's mean before clipping, by bisection: the clipped mean increases
         with it."""
         low, high = math.log(self.low), math.log(self.high)
         for _ in range(60):
@@ -54,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """How long prompts and outputs are."""
+    """The distributions of prompt and output lengths."""
 
     name: str
     inputs: Lengths
@@ -80,12 +80,11 @@ def random_prompts(num: int, length: int, vocab_size: int, seed: int) -> list[li
 def shared_prefix_prompts(
     num: int, shared: int, own: int, vocab_size: int, seed: int
 ) -> list[list[int]]:
-    """Draw prompts that begin with the same `shared` random tokens and go on with `own` of their
-    own."""
+    """Draw prompts with the same `shared` random tokens, followed by `own` tokens each."""
     prefix = random_prompts(1, shared, vocab_size, seed)[0]
     return [prefix + rest for rest in random_prompts(num, own, vocab_size, seed + 1)]
 
 
 def _normal(x: float) -> float:
-    """Return the share of a standard normal below x."""
+    """Return the probability that a standard normal is below x."""
     return 0.5 * (1 + math.erf(x / math.sqrt(2)))

@@ -1,9 +1,9 @@
-"""Media items of a prompt: the images and videos behind its placeholder tokens.
+"""Media items of a prompt: its images and videos.
 
-A media item (an image, a video) occupies one span of placeholder tokens in the prompt. The vision
-tower turns its pixels into encoder outputs, one row of numbers per token. These replace the
-embeddings of the placeholder tokens (T 4.1.2, 4.3.2). The outputs stand in the slots of an encoder
-cache; a plan says which items a step encodes into which slots, and which rows read them.
+A media item occupies one span of placeholder tokens in the prompt. The vision tower turns its
+pixels into encoder outputs, one feature vector per token. They replace the embeddings of the
+placeholder tokens (T 4.1.2, 4.3.2). The outputs are kept in the slots of an encoder cache. A plan
+lists the items that a step encodes, their slots, and the rows that read the slots.
 """
 
 import msgspec
@@ -16,29 +16,19 @@ Int32 = npt.NDArray[np.int32]
 
 
 class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A media item and its span in the prompt.
+    """A media item and its span in the prompt."""
 
-    start, num_tokens: the span of its placeholder tokens.
-    digest: 32 bytes that cover all that determines the encoder outputs and the positions of its
-    tokens: the pixels after preprocessing, the table, the grid and the kind.
-    kind: `image` or `video`.
-    grid: the layout of the pixels, as the model family describes it.
-    pixels, shape: uint8, C order. table: float32 [3, 256], the model input for each value of each
-    channel. Both are empty where only the span matters, as in a `RowStart`.
-    seconds_per_grid: of a video, between two entries of the grid's first dimension; 0.0: no video.
-    is_whole: a step computes all tokens of the item that are not computed yet, or none, because
-    they attend to each other in both directions.
-    """
-
-    start: int
-    num_tokens: int
+    start: int  # index of the first placeholder token
+    num_tokens: int  # placeholder tokens
+    # 32 bytes over all that determines outputs and positions: pixels, table, grid and kind
     digest: bytes
-    kind: str = "image"
-    grid: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
-    pixels: bytes = b""
-    table: bytes = b""
-    seconds_per_grid: float = 0.0
+    kind: str = "image"  # image or video
+    grid: tuple[int, ...] = ()  # layout of the pixels, as the model family defines it
+    shape: tuple[int, ...] = ()  # shape of the pixels
+    pixels: bytes = b""  # uint8, C order; empty if only the span matters, as in a `RowStart`
+    table: bytes = b""  # float32 [3, 256], model input for each value of each channel; or empty
+    seconds_per_grid: float = 0.0  # seconds per entry of a video's first grid dimension
+    # whether one step must compute all remaining tokens, because they attend in both directions
     is_whole: bool = False
 
     @property
@@ -47,20 +37,21 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.start + self.num_tokens
 
     def at(self, start: int) -> "MediaItem":
-        """Return the item with its span at another place."""
+        """Return the item with its span moved to start at another index."""
         return msgspec.structs.replace(self, start=start)
 
     @property
     def without_pixels(self) -> "MediaItem":
-        """Return the span and the digest, without what the vision tower reads."""
+        """Return the item without the vision tower's input."""
         return msgspec.structs.replace(self, shape=(), pixels=b"", table=b"")
 
 
 def items_before(
     items: tuple[MediaItem, ...], num_tokens: int, param: str = "num_tokens"
 ) -> tuple[MediaItem, ...]:
-    """Return the items among the first tokens of a prompt. Raises RequestError, which names the
-    parameter, if the last of these tokens is inside an item, which cannot be cut."""
+    """Return the items within the first `num_tokens` tokens of a prompt.
+
+    Raises RequestError, with `param` as its field, if this would cut an item."""
     for item in items:
         if item.start < num_tokens < item.end:
             raise RequestError(
@@ -72,17 +63,15 @@ def items_before(
 
 
 class EncoderInput(msgspec.Struct, frozen=True):
-    """A step encodes an item into these slots of the encoder cache, int32 [item.num_tokens],
-    before its forward pass."""
+    """An item that a step encodes before its forward pass, and its slots of the encoder cache."""
 
     item: MediaItem
-    slots: Int32
+    slots: Int32  # [item.num_tokens]
 
 
 class EncoderRead(msgspec.Struct, frozen=True):
-    """A row's tokens from `position` on, which the step computes, take the encoder outputs in
-    these slots, int32 [n], in the place of their embeddings."""
+    """A span of a row in the step that takes encoder outputs in place of embeddings."""
 
     row: int
-    position: int
-    slots: Int32
+    position: int  # position of the first token
+    slots: Int32  # [n] slots of the encoder cache, one per token

@@ -27,23 +27,17 @@ SampleLogprobs = list[dict[int, Logprob]]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation.
+    """One continuation of a prompt."""
 
-    finish_reason: stop, length, repetition, abort, error, timeout or pinned; None: it goes on.
-    index: its place among the n of its request.
-    stop_reason: the stop string or stop token id that ended it; None for end of sequence. error:
-    after an error, and when the time was up, what happened, and for programs its code: step_failed
-    (the engine's fault), request_failed, grammar_failed or timed_out.
-    """
-
-    index: int
+    index: int  # number among the request's n continuations
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
+    # stop, length, repetition, abort, error, timeout or pinned; None while it continues
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: Failure | None = None
+    stop_reason: int | str | None = None  # stop string or stop token id; None for an end token
+    error: Failure | None = None  # set for the reasons error and timeout
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -51,25 +45,19 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request on the engine's clock, in seconds; None until they happened.
-
-    num_generation_tokens: output tokens of all its continuations; num_dropped_tokens: of those that
-    best_of made and did not return.
-    num_draft_tokens: guesses at output tokens that were tried (`speculative_config`), by all of its
-    continuations; num_accepted_draft_tokens: those that were right.
-    """
+    """Times of a request on the engine's clock in seconds, None until they occur, and counts."""
 
     arrival_s: float
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
-    num_dropped_tokens: int = 0
-    num_draft_tokens: int = 0
+    num_dropped_tokens: int = 0  # output tokens of continuations that best_of did not return
+    num_draft_tokens: int = 0  # verified draft tokens of all continuations (`speculative_config`)
     num_accepted_draft_tokens: int = 0
     last_token_s: float | None = None
-    num_generation_tokens: int = 0
+    num_generation_tokens: int = 0  # output tokens of all continuations
 
-    # The same by vLLM's names.
+    # vLLM's names for these times.
 
     @property
     def arrival_time(self) -> float:
@@ -91,12 +79,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request: its prompt and its continuations.
-
-    prefix: where the cached tokens of the prompt were, and why there were no more. pooled: what the
-    prompt came to, of a model that pools, before the last activation. kv_transfer_params: of a
-    prompt that was computed for another engine, what its request is to bring.
-    """
+    """The state of a request: its prompt and its continuations."""
 
     request_id: str
     prompt: str | None
@@ -106,8 +89,9 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
-    prefix: PrefixReport | None = None
-    pooled: Float64 | None = None
+    prefix: PrefixReport | None = None  # cached tokens of the prompt, and the reason for the miss
+    pooled: Float64 | None = None  # pooled output before the last activation, of a pooling model
+    # parameters for a request to another engine that continues this computed prompt
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -116,14 +100,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """data: what a prompt came to, float64 [K]."""
+    """The raw pooled output of a prompt."""
 
-    data: Float64
+    data: Float64  # [K]
 
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """embedding: its numbers."""
+    """The embedding of a prompt."""
 
     embedding: list[float]
 
@@ -134,7 +118,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """probs: of each class."""
+    """The probability of each class."""
 
     probs: list[float]
 
@@ -145,34 +129,33 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """score: how well two texts go together."""
+    """The similarity or relevance of a pair of texts."""
 
     score: float
 
 
 @dataclass(slots=True)
 class PooledRequestOutput(Generic[T]):
-    """One prompt, or pair, and what it came to. num_cached_tokens: of the prompt, that were not
-    computed again."""
+    """The result for one prompt or pair of texts."""
 
     request_id: str
     outputs: T
     prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that were not computed again
     finished: bool = True
 
 
 class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
-    """Of `encode`."""
+    """A result of `encode`."""
 
 
 class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
-    """Of `embed`."""
+    """A result of `embed`."""
 
 
 class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
-    """Of `classify`."""
+    """A result of `classify`."""
 
 
 class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
-    """Of `score`."""
+    """A result of `score`."""

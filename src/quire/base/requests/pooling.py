@@ -1,56 +1,46 @@
-"""What a model that pools does with hidden states, in place of generating.
+"""How a pooling model turns hidden states into a result, instead of generating.
 
-    hidden states -> pooled (the last token's, the first one's, or the mean) -> layers -> numbers
+    hidden states -> pooled (last token's, first token's, or the mean) -> dense layers -> result
 
-The numbers are those before the last activation (a length of 1 of embeddings, softmax or sigmoid of
-classes), which the front end applies, as each request wants it.
+The engine returns the result before the last activation: unit length for embeddings, softmax or
+sigmoid for classes. The front end applies the activation, since each request may choose it.
 """
 
 import msgspec
 
 EMBED, CLASSIFY = "embed", "classify"
 LAST, MEAN, CLS = "last", "mean", "cls"
-SECOND_TEXT = 1 << 30  # is added to the ids of a second text's tokens, for models that are told
-DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "silu")  # of layers behind what was pooled
+SECOND_TEXT = 1 << 30  # added to token ids of a pair's second text, for models with segments
+DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "silu")  # of dense layers after pooling
 SOFTMAX, SIGMOID, NONE = "softmax", "sigmoid", "none"
 
 
 class PoolingSpec(msgspec.Struct, frozen=True):
-    """How a model pools.
+    """A model's pooling."""
 
-    task: EMBED or CLASSIFY. kind: LAST, MEAN or CLS. activation: of classes, SOFTMAX, SIGMOID or
-    NONE. normalize: embeddings have length 1. labels: names of the classes. label_tokens: the
-    tokens whose rows of the generating head are the classes' weights; is_difference: the second's
-    less the first's is the only one. dense: directories of sentence-transformers' dense layers,
-    each with its activation. dimensions: numbers of an embedding's that requests may ask for; None
-    is any, () none but all. tells_texts: the model is told which of two texts a token belongs to.
-    longest: tokens of a prompt at most, if no setting says it and the model can have more.
-    """
-
-    task: str
-    kind: str
-    activation: str = NONE
-    normalize: bool = False
-    labels: tuple[str, ...] = ()
-    label_tokens: tuple[int, ...] = ()
-    is_difference: bool = False
-    dense: tuple[tuple[str, str], ...] = ()
-    dimensions: tuple[int, ...] | None = None
-    tells_texts: bool = False
-    longest: int | None = None
+    task: str  # EMBED or CLASSIFY
+    kind: str  # LAST, MEAN or CLS
+    activation: str = NONE  # activation of classes: SOFTMAX, SIGMOID or NONE
+    normalize: bool = False  # whether embeddings are scaled to length 1
+    labels: tuple[str, ...] = ()  # names of the classes
+    label_tokens: tuple[int, ...] = ()  # tokens whose rows of the LM head are the classes' weights
+    is_difference: bool = False  # whether the only class is the second token's row minus the first
+    dense: tuple[tuple[str, str], ...] = ()  # directory and activation of each dense layer
+    dimensions: tuple[int, ...] | None = None  # allowed sizes; None any, () the full size only
+    tells_texts: bool = False  # whether the model distinguishes the two texts of a pair
+    longest: int | None = None  # default limit of tokens per prompt, below the model's own
 
     @property
     def needs_all(self) -> bool:
-        """Tell whether hidden states of all tokens count, so that no cached block can stand for
-        them."""
+        """Return whether hidden states of all tokens matter, so that prefix hits are useless."""
         return self.kind != LAST
 
     @property
     def is_scorer(self) -> bool:
-        """Tell whether its one class is a score for a pair of texts."""
+        """Return whether the only class is a score for a pair of texts."""
         return self.task == CLASSIFY and len(self.labels) == 1
 
 
 def plain_id(token_id: int) -> int:
-    """Return a token's id without what says that it is of a second text."""
+    """Return a token's id without the mark of a second text."""
     return token_id - SECOND_TEXT if token_id >= SECOND_TEXT else token_id

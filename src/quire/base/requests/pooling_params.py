@@ -1,4 +1,4 @@
-"""What requests to a model that pools may ask for, and what becomes of its numbers."""
+"""Parameters of requests to a pooling model, and the last steps of its results."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,12 @@ TASK_NAMES = {EMBED: "embeddings", CLASSIFY: "classes"}
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """vLLM's parameters of pooling.
+    """vLLM's pooling parameters."""
 
-    dimensions: numbers of an embedding, the first ones; None is all. use_activation: False leaves
-    embeddings as long as they are, and gives classes' numbers before softmax or sigmoid; None is as
-    the model says. truncate_prompt_tokens: tokens that are kept of a longer prompt, special tokens
-    counted; -1 is as many as the model takes, None cuts nothing. truncation_side: where tokens are
-    left out.
-    """
-
-    dimensions: int | None = None
-    use_activation: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str = "right"
+    dimensions: int | None = None  # leading elements of an embedding to keep; None for all
+    use_activation: bool | None = None  # whether to normalize or activate; None for the default
+    truncate_prompt_tokens: int | None = None  # limit with special tokens; -1 the model's, None off
+    truncation_side: str = "right"  # end of the prompt at which tokens are dropped
 
     def __post_init__(self) -> None:
         if (side := self.truncation_side) not in ("left", "right"):
@@ -34,17 +27,17 @@ class PoolingParams:
 
 
 def needed_task(pooling: PoolingSpec | None, *tasks: str) -> PoolingSpec:
-    """Return how a model pools. Raises RequestError for one that does nothing of this."""
-    wanted = " or ".join(TASK_NAMES[task] for task in tasks)
+    """Return a model's pooling. Raises RequestError if it supports none of the tasks."""
+    names = " or ".join(TASK_NAMES[task] for task in tasks)
     if pooling is None:
         raise RequestError(
-            f"this engine generates text and does not return {wanted}. Start one with a model that"
+            f"this engine generates text and does not return {names}. Start one with a model that"
             " pools, or with runner='pooling' (--runner pooling).",
             code=WRONG_RUNNER,
         )
     if pooling.task not in tasks:
         raise RequestError(
-            f"this model gives {TASK_NAMES[pooling.task]}, not {wanted}; use another model, or"
+            f"this model gives {TASK_NAMES[pooling.task]}, not {names}; use another model, or"
             f" start this one with convert={tasks[0]!r} (--convert {tasks[0]}).",
             code=WRONG_RUNNER,
         )
@@ -52,8 +45,8 @@ def needed_task(pooling: PoolingSpec | None, *tasks: str) -> PoolingSpec:
 
 
 def embedding(pooled_K: Float64, pooling: PoolingSpec, params: PoolingParams) -> Float64:
-    """Make an embedding of what a prompt came to. Raises RequestError for dimensions that cannot
-    be."""
+    """Return the embedding for a pooled output, [K] or fewer. Raises RequestError for invalid
+    dimensions."""
     num, width = params.dimensions, len(pooled_K)
     if num is not None:
         known = pooling.dimensions
@@ -67,7 +60,7 @@ def embedding(pooled_K: Float64, pooling: PoolingSpec, params: PoolingParams) ->
 
 
 def probabilities(pooled_K: Float64, pooling: PoolingSpec, params: PoolingParams) -> Float64:
-    """Make probabilities of classes, or whatever the model's activation gives."""
+    """Return the classes' probabilities, [K], or their scores if there is no activation."""
     if params.use_activation is False or pooling.activation == NONE:
         return pooled_K
     if pooling.activation == SOFTMAX:
@@ -84,6 +77,6 @@ def cosine(first_K: Float64, second_K: Float64) -> float:
 
 
 def unit(vector_K: Float64) -> Float64:
-    """Return a vector of length 1 in the same direction; nothing stays nothing."""
+    """Return the vector scaled to length 1; a zero vector stays zero."""
     found: Float64 = vector_K / max(float(np.sqrt((vector_K * vector_K).sum())), 1e-12)
     return found

@@ -1,4 +1,4 @@
-"""When an answer that repeats itself ends: `repetition_detection`, with vLLM's names."""
+"""Repetition detection: when a repeating answer ends, with vLLM's names."""
 
 import msgspec
 
@@ -9,14 +9,13 @@ MOST_PATTERN_SIZE = 1024
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """End an answer whose last tokens are a pattern, min_count times in a row.
+    """End an answer when its last tokens are one pattern `min_count` times in a row.
 
-    max_pattern_size, min_pattern_size: tokens of the pattern; a maximum of 0 detects nothing, a
-    minimum of 0 is 1. The answer's finish_reason is `repetition`. Raises RequestError.
+    The answer's finish_reason is then `repetition`. Raises RequestError for invalid values.
     """
 
-    max_pattern_size: int = 0
-    min_pattern_size: int = 0
+    max_pattern_size: int = 0  # maximum tokens of the pattern; 0 turns detection off
+    min_pattern_size: int = 0  # minimum tokens of the pattern; 0 means 1
     min_count: int = 0
 
     def __post_init__(self) -> None:

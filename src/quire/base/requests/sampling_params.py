@@ -1,8 +1,7 @@
-"""How tokens are chosen and when a sequence ends: `SamplingParams`, with vLLM's names and defaults.
+"""`SamplingParams`: how tokens are chosen and when a sequence ends, with vLLM's names and defaults.
 
-The same validation runs in the client and in the core, so a request that was accepted by one is
-accepted by the other. Token ids are checked against the vocabulary by `check_vocab`, which needs
-its size.
+Client and core run the same validation, so both accept the same requests. `check_vocab` checks
+token ids against the vocabulary separately, because it needs the vocabulary's size.
 """
 
 import enum
@@ -21,8 +20,8 @@ from quire.base.settings.kv_transfer import FIELD as KV_TRANSFER
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_N = 16384
-# What beam search cannot honour.
-BENDING = (
+# Parameters that beam search does not support.
+NOT_WITH_BEAMS = (
     "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k",
     "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
     "allowed_token_ids", "dry_multiplier", "xtc_probability", "logits_processors",
@@ -32,18 +31,18 @@ ID_LISTS = (
     "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "dry_breaker_token_ids",
     "logprob_token_ids",
 )  # fmt: skip
-MOST_NAMED_TOKENS = 128  # of which logprobs are told
-NO_TOKEN = -1  # fills up a row of them
-LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
+MOST_NAMED_TOKENS = 128  # limit for tokens named for logprobs
+NO_TOKEN = -1  # filler in a list of such tokens
+MIN_PENALTY = 0.01  # limit that keeps a logit finite when multiplied or divided by it
 LOGIT_BIAS_LIMIT = 100.0
-MOST_XTC_THRESHOLD = 0.5  # above it there are no two tokens as probable
+MAX_XTC_THRESHOLD = 0.5  # above it no two tokens can reach the threshold
 DRY_BASE_LIMIT = 100.0
 DRY_BREAKERS = ("\n", ":", '"', "*")
-LENGTH_PENALTY_LIMIT = 10  # a length to this power is a number, however long
+LENGTH_PENALTY_LIMIT = 10  # limit that keeps length ** penalty finite
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a request holds."""
+    """The part of a request's output that each message contains."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -55,14 +54,13 @@ def _require(ok: bool, name: str, value: object, rule: str) -> None:
         raise RequestError(f"{name} must be {rule}, got {value!r}.", name)
 
 
-def processor_name(asked: Any) -> str | None:
-    """Return the name of a logits processor that a package brings; None for a function, and for
-    what is neither."""
-    if isinstance(asked, str):
-        return asked
-    if not isinstance(asked, dict) or not asked.keys() <= {"name", "kwargs"}:
+def processor_name(given: Any) -> str | None:
+    """Return the name of a package's logits processor; None for a function or an invalid value."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, dict) or not given.keys() <= {"name", "kwargs"}:
         return None
-    name, kwargs = asked.get("name"), asked.get("kwargs")
+    name, kwargs = given.get("name"), given.get("kwargs")
     is_named = isinstance(name, str) and (kwargs is None or isinstance(kwargs, dict))
     return name if is_named else None
 
@@ -76,59 +74,40 @@ def _is_number(value: object) -> bool:
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
-    """Sampling and stopping of one request.
+    """Sampling and stopping of one request. Raises RequestError for invalid values.
 
-    temperature below 1e-5 is greedy; between that and 0.01 it is raised to 0.01.
-    top_k 0 or -1, top_p 1.0 and min_p 0.0 switch those filters off.
-    n: continuations of the prompt that are returned. best_of: those that are made; the n with the
-    highest cumulative log-probability are returned, best first. None is n.
-    logprobs / prompt_logprobs: number of candidates per token (-1 is the whole vocabulary).
-    logprob_token_ids: the candidates, in place of the most probable ones, without ranks.
-    prompt_logprob_token_ids: the same of the prompt, a list for each token behind the one at
-    prompt_logprob_start (-1 in it means nothing); of tokens before there is nothing.
-    seed: the same seed gives the same text, whatever else is in the batch.
-    use_beam_search: the n most probable of beam_width (default n) beams, best first; their order is
-    by cumulative log-probability over length ** length_penalty. early_stopping: True, False or
-    "never", as in transformers.
-    structured_outputs: the form that the answer must have. thinking_token_budget: tokens of
-    reasoning before the answer, at most. shown_special_token_ids: special tokens whose text is
-    shown although skip_special_tokens skips the others.
-    dry_*: a token that would repeat n tokens of the text, prompt included, loses dry_multiplier *
-    dry_base ** (n - dry_allowed_length); 0.0 is off. dry_penalty_last_n: how many of the last
-    tokens are looked at, -1 all. dry_sequence_breakers: texts whose last token ends a repetition
-    (None: newline, colon, quote, asterisk); dry_breaker_token_ids: these as tokens, and others.
-    xtc_probability: how often, of the tokens at least as probable as xtc_threshold, only the least
-    probable one may be chosen; after the filters, and not at temperature 0.
-    logits_processors: functions of (output ids, logits) or (prompt ids, output ids, logits) that
-    return logits, or names of those that packages bring, in a call's order.
-    stream_interval: tokens that an output gathers before it is due, after the first; None is the
-    engine's. truncate_prompt_tokens: cut the prompt to so many tokens, -1 to what fits beside
-    max_tokens; truncation_side: where they are left out. repetition_detection: end an answer that
-    repeats itself. extra_args: of them `kv_transfer_params` is read (base/settings/kv_transfer.py).
+    Beam search returns the n best of beam_width beams, by cumulative log-probability over
+    length ** length_penalty.
+
+    DRY lowers the logit of a token that would repeat n tokens of the text, prompt included, by
+    dry_multiplier * dry_base ** (n - dry_allowed_length).
+
+    XTC considers the tokens at least as probable as xtc_threshold. With xtc_probability it excludes
+    all of them except the least probable. XTC runs after the filters, and not at temperature 0.
     """
 
-    n: int = 1
-    best_of: int | None = None
+    n: int = 1  # continuations to return
+    best_of: int | None = None  # continuations to make; the n most probable are returned
     use_beam_search: bool = False
-    beam_width: int | None = None
+    beam_width: int | None = None  # None for n
     length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    early_stopping: bool | str = False  # True, False or "never", as in transformers
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
+    temperature: float = 1.0  # below 1e-5 greedy; from there to 0.01 raised to 0.01
+    top_p: float = 1.0  # 1.0 for off
+    top_k: int = 0  # 0 or -1 for off
+    min_p: float = 0.0  # 0.0 for off
+    seed: int | None = None  # the same seed gives the same text in any batch
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # candidates per output token; -1 for the whole vocabulary
+    prompt_logprobs: int | None = None  # candidates per prompt token, likewise
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -137,26 +116,29 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    thinking_token_budget: int | None = None
-    shown_special_token_ids: list[int] | None = None
-    dry_multiplier: float = 0.0
+    structured_outputs: StructuredOutputsParams | None = None  # constraint on the answer
+    thinking_token_budget: int | None = None  # maximum number of reasoning tokens
+    shown_special_token_ids: list[int] | None = None  # exceptions from skip_special_tokens
+    dry_multiplier: float = 0.0  # 0.0 for off
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: list[str] | None = None
-    dry_breaker_token_ids: list[int] | None = None
+    dry_penalty_last_n: int = -1  # last tokens to search for repetitions; -1 for all
+    dry_sequence_breakers: list[str] | None = None  # their last tokens end a repetition
+    dry_breaker_token_ids: list[int] | None = None  # the breakers as tokens, and further ones
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    # functions of ([prompt ids,] output ids, logits) that return logits, or names of packages'
+    # processors; called in this order
     logits_processors: list[Any] | None = None
-    stream_interval: int | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str = "left"
+    stream_interval: int | None = None  # tokens per message after the first; None for the engine's
+    truncate_prompt_tokens: int | None = None  # limit; -1 for what max_tokens leaves room for
+    truncation_side: str = "left"  # end of the prompt at which tokens are dropped
     repetition_detection: RepetitionDetectionParams | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None  # candidates instead of the most probable tokens
+    # candidates for each prompt token after index prompt_logprob_start; -1 is a filler
     prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
-    extra_args: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None  # only kv_transfer_params (settings/kv_transfer.py)
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -168,14 +150,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
 
     @property
     def num_samples(self) -> int:
-        """Return how many sequences are made of the prompt."""
+        """Return the number of sequences to make from the prompt."""
         if self.use_beam_search:
             return self.beam_width or self.n
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Tell whether only the end shows which sequences are returned."""
+        """Return whether the returned sequences are chosen only at the end."""
         return self.use_beam_search or self.num_samples > self.n
 
     @property
@@ -200,14 +182,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     def has_xtc(self) -> bool:
         return (
             self.xtc_probability > 0
-            and self.xtc_threshold <= MOST_XTC_THRESHOLD
+            and self.xtc_threshold <= MAX_XTC_THRESHOLD
             and not self.is_greedy
         )
 
     @property
     def named_in_prompt(self) -> list[list[int]]:
-        """Return the tokens of prompt_logprob_token_ids for each token of the prompt but the first,
-        without what means nothing."""
+        """Return prompt_logprob_token_ids for each prompt token after the first, without
+        fillers."""
         if self.prompt_logprob_token_ids is None:
             return []
         before: list[list[int]] = [[]] * (self.prompt_logprob_start or 0)
@@ -216,8 +198,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Tell whether prefix hits are of use: prompt logprobs need every position computed, so
-        they do without prefix hits."""
+        """Return whether prefix hits may be used. Prompt logprobs need every position computed."""
         if self.skip_reading_prefix_cache is not None:
             return not self.skip_reading_prefix_cache
         return self.prompt_logprobs is None
@@ -228,7 +209,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         return self.stop or []
 
     def clone(self) -> "SamplingParams":
-        """Return a deep copy that can be changed without touching this one."""
+        """Return a copy whose lists and dictionaries can be changed independently."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         for name, value in fields.items():
             if isinstance(value, (list, dict)):
@@ -252,7 +233,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
                 )
 
     def check_samples(self) -> None:
-        """Raise RequestError if n, best_of, temperature and output_kind do not go together."""
+        """Raise RequestError if n, best_of, temperature and output_kind are inconsistent."""
         n, best_of = self.n, self.best_of
         _require(_is_int(n) and 1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
         if best_of is not None:
@@ -277,8 +258,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             )
 
     def _check_beams(self) -> None:
-        """Refuse what bends probabilities: beam search chooses by the model's own probabilities;
-        nothing may bend them."""
+        """Check the parameters of beam search, which must leave the model's probabilities
+        unchanged. Raises RequestError."""
         width, n = self.beam_width, self.n
         ok = width is None or (_is_int(width) and n <= width <= MAX_N)
         _require(ok, "beam_width", width, f"None or an integer from n={n} to {MAX_N}")
@@ -288,7 +269,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(ok, "early_stopping", self.early_stopping, 'True, False or "never"')
         neutral = SamplingParams()
-        for name in BENDING:
+        for name in NOT_WITH_BEAMS:
             value = getattr(self, name)
             if value not in (None, [], getattr(neutral, name)):
                 raise RequestError(
@@ -324,14 +305,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
 
     def _check_kinds(self) -> None:
-        """Check kinds: lists must be lists and the bias a dictionary, before anything looks into
-        them."""
-        form = self.structured_outputs
-        known = form is None or isinstance(form, StructuredOutputsParams)
-        _require(known, "structured_outputs", form, "StructuredOutputsParams")
-        watch = self.repetition_detection
-        known = watch is None or isinstance(watch, RepetitionDetectionParams)
-        _require(known, REPETITION, watch, "RepetitionDetectionParams")
+        """Check the types of lists and dictionaries before their contents are read."""
+        constraint = self.structured_outputs
+        known = constraint is None or isinstance(constraint, StructuredOutputsParams)
+        _require(known, "structured_outputs", constraint, "StructuredOutputsParams")
+        repetition = self.repetition_detection
+        known = repetition is None or isinstance(repetition, RepetitionDetectionParams)
+        _require(known, REPETITION, repetition, "RepetitionDetectionParams")
         for name in ("stop", "bad_words", "dry_sequence_breakers", "logits_processors", *ID_LISTS):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")
@@ -364,8 +344,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
         value = self.repetition_penalty
-        ok = _is_number(value) and LEAST_PENALTY <= value <= 1 / LEAST_PENALTY
-        _require(ok, "repetition_penalty", value, f"from {LEAST_PENALTY} to {1 / LEAST_PENALTY:g}")
+        ok = _is_number(value) and MIN_PENALTY <= value <= 1 / MIN_PENALTY
+        _require(ok, "repetition_penalty", value, f"from {MIN_PENALTY} to {1 / MIN_PENALTY:g}")
         if self.seed is not None:
             ok = _is_int(self.seed) and -(2**63) <= self.seed < 2**63
             _require(ok, "seed", self.seed, "a 64-bit integer")
@@ -377,10 +357,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         _require(_is_number(value) and value >= 0, "dry_multiplier", value, "0 (off) or more")
         value, rule = self.dry_base, f"from 1 to {DRY_BASE_LIMIT:g}"
         _require(_is_number(value) and 1 <= value <= DRY_BASE_LIMIT, "dry_base", value, rule)
-        for name, least in (("dry_allowed_length", 1), ("dry_penalty_last_n", -1)):
+        for name, minimum in (("dry_allowed_length", 1), ("dry_penalty_last_n", -1)):
             value = getattr(self, name)
-            rule = f"an integer from {least}"
-            _require(_is_int(value) and least <= value < 2**31, name, value, rule)
+            rule = f"an integer from {minimum}"
+            _require(_is_int(value) and minimum <= value < 2**31, name, value, rule)
         value = self.xtc_probability
         _require(_is_number(value) and 0 <= value <= 1, "xtc_probability", value, "in [0, 1]")
         value = self.xtc_threshold
@@ -424,10 +404,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         for name in ("bad_words", "dry_sequence_breakers"):
             for word in getattr(self, name) or ():
                 _require(isinstance(word, str) and word != "", name, word, "non-empty strings")
-        for asked in self.logits_processors or ():
-            ok = callable(asked) or processor_name(asked) is not None
+        for processor in self.logits_processors or ():
+            ok = callable(processor) or processor_name(processor) is not None
             rule = 'functions, names, or {"name": ..., "kwargs": {...}}'
-            _require(ok, "logits_processors", asked, rule)
+            _require(ok, "logits_processors", processor, rule)
         named = self.logprob_token_ids
         if named is not None:
             ok = 1 <= len(named) <= MOST_NAMED_TOKENS
@@ -435,7 +415,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             _require(ok, "logprob_token_ids", named, rule)
             rule = f"absent with logprob_token_ids, or {len(named)}, which is their number"
             _require(self.logprobs in (None, 0, len(named)), "logprobs", self.logprobs, rule)
-            self.logprobs = 0  # of the chosen token, beside which they stand
+            self.logprobs = 0  # the chosen token's logprob, next to the named ones
         self._check_named_in_prompt()
         if self.allowed_token_ids is not None:
             ok = len(self.allowed_token_ids) > 0
@@ -460,4 +440,4 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             _require(ok, name, row, f"lists of at most {MOST_NAMED_TOKENS} token ids, or -1")
         ok = self.prompt_logprobs in (None, 0)
         _require(ok, "prompt_logprobs", self.prompt_logprobs, f"absent with {name}")
-        self.prompt_logprobs = 0  # of the prompt's own tokens, beside which they stand
+        self.prompt_logprobs = 0  # the prompt token's own logprob, next to the named ones

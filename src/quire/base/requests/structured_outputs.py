@@ -1,4 +1,4 @@
-"""What an answer must be: `StructuredOutputsParams`, with vLLM's names and defaults."""
+"""`StructuredOutputsParams`: a constraint on an answer, with vLLM's names and defaults."""
 
 from typing import Any
 
@@ -11,27 +11,20 @@ FIELD = "structured_outputs"
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The form of an answer: exactly one of the first six.
+    """The constraint on an answer: exactly one of the first six fields.
 
-    json: a JSON schema, as an object or as text. regex: a regular expression that the whole answer
-    matches. choice: texts, of which the answer is one. grammar: a context-free grammar in Lark's
-    syntax or as GBNF. json_object: any JSON object. structural_tag: text with structured parts, as
-    JSON text.
-    disable_any_whitespace: JSON is written without white space between its tokens.
-    disable_additional_properties: objects have no properties but those that their schema names.
-    whitespace_pattern: a regular expression of what may stand between the tokens of JSON.
-    Raises RequestError for fields of a wrong kind or number; what they mean is checked later.
+    Raises RequestError for fields of a wrong type or number. Contents are checked later.
     """
 
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    json: str | dict[str, Any] | None = None  # JSON schema, as an object or as text
+    regex: str | None = None  # regular expression that the whole answer matches
+    choice: list[str] | None = None  # texts of which the answer is one
+    grammar: str | None = None  # context-free grammar as Lark or GBNF
+    json_object: bool | None = None  # whether the answer is a JSON object
+    structural_tag: str | None = None  # text with structured parts, as JSON text
+    disable_any_whitespace: bool = False  # whether JSON has no white space between tokens
+    disable_additional_properties: bool = False  # whether objects have only named properties
+    whitespace_pattern: str | None = None  # regular expression for white space between tokens
 
     def __post_init__(self) -> None:
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
@@ -60,7 +53,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def form(self) -> str:
-        """Return which of the six it is."""
+        """Return the name of the field that is set."""
         return next(name for name in FORMS if getattr(self, name) not in (None, False))
 
     def _check(self, name: str, ok: bool, rule: str) -> None:

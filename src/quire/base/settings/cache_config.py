@@ -1,4 +1,4 @@
-"""The settings of the KV cache: its memory, and the stores that blocks are kept in."""
+"""The settings of the KV cache: its memory, and its stores."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from quire.base.settings.kv_transfer import (
 )
 from quire.base.settings.secrets import SecretJson, SecretUrl, wrap_secrets
 
-SERVE = "serve:"  # begins a store that is this engine's host memory, for its peers
+SERVE = "serve:"  # prefix of a store that offers this engine's host memory to peers
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV cache and the memory that it may take."""
+    """The settings of the KV cache."""
 
     block_size: int = setting(16, "size of a KV block", unit="tokens")
     gpu_memory_utilization: float = setting(
@@ -92,7 +92,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
-            object.__setattr__(self, "kv_cache_dtype", "fp8")  # one name from here on
+            object.__setattr__(self, "kv_cache_dtype", "fp8")  # canonical name
         if self.prefix_caching_hash_algo == "sha256_cbor":
             object.__setattr__(self, "prefix_caching_hash_algo", "sha256")
         stores = (self.kv_store,) if isinstance(self.kv_store, str) else tuple(self.kv_store or ())
@@ -114,12 +114,12 @@ class CacheConfig:
 
     @property
     def transfer(self) -> TransferConfig:
-        """Return what kv_transfer_config says."""
+        """Return the parsed kv_transfer_config."""
         return parse_transfer(self.kv_transfer_config)
 
     @property
     def kept(self) -> str:
-        """Return what is given to the stores."""
+        """Return which blocks go to the stores: NOTHING, EVICTED or COMPUTED."""
         role = self.transfer.role
         if role == CONSUMER:
             return NOTHING
@@ -127,6 +127,6 @@ class CacheConfig:
 
     @property
     def stores(self) -> list[str]:
-        """Return the stores that are asked for, each as NAME:ADDRESS, nearest first."""
+        """Return the configured stores as NAME:ADDRESS, nearest first."""
         disk = [] if self.kv_disk_dir is None else [f"dir:{self.kv_disk_dir}"]
         return list(dict.fromkeys([*disk, *self.kv_store, *self.transfer.stores]))

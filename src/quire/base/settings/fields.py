@@ -26,9 +26,10 @@ def setting(
     """Return a dataclass field with the metadata that the command line needs.
 
     help: a noun phrase or an imperative of at most 25 words; the unit and the default are added.
-    plugins: the kind of installed packages that add choices. words: names of certain numbers, or
-    other names of choices, which the help does not list. secrecy: the type that masks the value
-    wherever it is shown. is_path: a path of this machine, which metrics do not show.
+    plugins: kind of plug-ins that add choices.
+    words: names of special numbers, or aliases of choices, which the help does not list.
+    secrecy: type that masks the value wherever it is shown.
+    is_path: whether the value is a path on this machine, which metrics must not show.
     """
     known: dict[str, Any] = {"help": help, "unit": unit, "words": {} if choices else words or {}}
     aliases = tuple(words or ()) if choices else ()
@@ -51,7 +52,7 @@ def json_object(name: str, given: str | None) -> dict[str, Any]:
 
 
 def number_of(name: str, value: Any, words: dict[str, int]) -> Any:
-    """Return the number that a word stands for, such as `auto`. Raises ConfigError."""
+    """Return the number for a word such as `auto`; other values unchanged. Raises ConfigError."""
     if not isinstance(value, str):
         return value
     if value not in words:
@@ -66,7 +67,7 @@ def check(ok: bool, name: str, value: object, rule: str) -> None:
 
 
 def check_duration(name: str, seconds: float, otherwise: str) -> None:
-    """Raise ConfigError if a value is not a number of seconds. otherwise: what 0 means."""
+    """Raise ConfigError for an invalid duration. otherwise: the meaning of 0."""
     check(is_duration(seconds), name, seconds, duration_rule(otherwise))
 
 

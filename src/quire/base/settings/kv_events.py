@@ -1,4 +1,4 @@
-"""Who is told which blocks the prefix cache has: `kv_events_config`, in vLLM's words."""
+"""Publication of the prefix cache's blocks: `kv_events_config`, in vLLM's words."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from quire.base.settings.fields import json_object
 
 NAME = "kv_events_config"
 NULL, ZMQ = "null", "zmq"
-MOST = 10_000_000  # messages
+MAX_MESSAGES = 10_000_000  # limit for numbers of messages
 TCP = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\d{1,5})")
 OTHERS = re.compile(r"(ipc|inproc)://.+")
 ON_THIS_MACHINE = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
@@ -18,25 +18,21 @@ ON_THIS_MACHINE = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """What vLLM's --kv-events-config says, and one thing more.
+    """The fields of vLLM's --kv-events-config, and `token_ids`.
 
-    endpoint: where events are published. Wildcards (`*`, `[::]`), addresses of this machine, ipc
-    and inproc are bound; any other host is connected to, and the subscriber binds there.
-    replay_endpoint: where missed messages can be asked for, if given. buffer_steps: how many of the
-    last ones are kept for that. hwm: messages that wait for one slow subscriber; max_queue_size:
-    that wait to be sent at all. topic: of every message. token_ids: whether events have the tokens
-    of blocks, adapters and salts, and so tell what people have asked.
+    An endpoint that is a wildcard (`*`, `[::]`), an address of this machine, ipc or inproc is
+    bound. To any other host the publisher connects, and the subscriber binds.
     """
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
-    endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-    token_ids: bool = False
+    endpoint: str = "tcp://127.0.0.1:5557"  # endpoint of the events
+    replay_endpoint: str | None = None  # endpoint where subscribers request missed messages
+    buffer_steps: int = 10_000  # messages kept for replay
+    hwm: int = 100_000  # messages queued for one slow subscriber
+    max_queue_size: int = 100_000  # messages queued for the publisher
+    topic: str = ""  # topic of every message
+    token_ids: bool = False  # whether events reveal tokens, adapters and salts
 
     @property
     def is_on(self) -> bool:
@@ -44,7 +40,7 @@ class KVEventsConfig:
 
 
 def parse_kv_events(given: str | None) -> KVEventsConfig:
-    """Read the setting. Raises ConfigError for what nobody could mean."""
+    """Read the setting. Raises ConfigError for unknown fields and invalid values."""
     found = json_object(NAME, given)
     known = {field.name: field.type for field in fields(KVEventsConfig)}
     if unknown := sorted(set(found) - set(known)):
@@ -54,7 +50,7 @@ def parse_kv_events(given: str | None) -> KVEventsConfig:
 
 
 def shifted(endpoint: str, core_id: int) -> str:
-    """Return the endpoint of one of several cores: the port goes up by its number, as with vLLM."""
+    """Return the endpoint of one core: as in vLLM, the port increases with the core's number."""
     if core_id == 0:
         return endpoint
     tcp = TCP.fullmatch(endpoint)
@@ -65,7 +61,7 @@ def shifted(endpoint: str, core_id: int) -> str:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Tell whether the publisher binds an endpoint, or connects to it."""
+    """Return whether the publisher binds an endpoint instead of connecting to it."""
     tcp = TCP.fullmatch(endpoint)
     if tcp is None:
         return True
@@ -83,8 +79,8 @@ def _check(found: Mapping[str, Any]) -> None:
     for name in ("buffer_steps", "hwm", "max_queue_size"):
         value = found.get(name, 1)
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        if not is_number or not 1 <= value <= MOST:
-            raise _error(name, found, f"a whole number from 1 to {MOST}")
+        if not is_number or not 1 <= value <= MAX_MESSAGES:
+            raise _error(name, found, f"a whole number from 1 to {MAX_MESSAGES}")
     if not isinstance(found.get("topic", ""), str):
         raise _error("topic", found, "a text")
     for name in ("endpoint", "replay_endpoint"):
@@ -103,5 +99,5 @@ def _is_endpoint(value: str) -> bool:
     return int(tcp["port"]) < 1 << 16 if tcp is not None else bool(OTHERS.fullmatch(value))
 
 
-def _error(name: str, found: Mapping[str, Any], what: str) -> ConfigError:
-    return ConfigError(f"{NAME}'s {name} must be {what}, got {found[name]!r}.")
+def _error(name: str, found: Mapping[str, Any], rule: str) -> ConfigError:
+    return ConfigError(f"{NAME}'s {name} must be {rule}, got {found[name]!r}.")

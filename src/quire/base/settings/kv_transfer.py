@@ -1,10 +1,9 @@
-"""Handing a computed prompt from one engine to another: what a request, an answer and an engine's
-settings say of it, in vLLM's words.
+"""Disaggregated prefill: the parameters with which one engine hands a computed prompt to another.
 
-The first leg computes a prompt and gives its blocks to the stores as soon as they are computed; the
-second one, in another engine, finds them there by their digests
-(`scheduler/reuse/stores.py`). So nothing in these messages is needed to find a block. They say only
-for which request it is worth to hurry, and for which it is worth to wait a little.
+The names are vLLM's. The first leg computes a prompt and writes its blocks to stores at once. The
+second leg, in another engine, finds the blocks by their digests (`scheduler/reuse/stores.py`). So
+these parameters are not needed to find a block. They only mark requests whose blocks are urgent,
+and requests for which a short wait is worthwhile.
 """
 
 import json
@@ -20,20 +19,20 @@ from quire.base.settings.secrets import SecretJson
 
 FIELD = "kv_transfer_params"
 SETTING = "kv_transfer_config"
-MOST_FIELDS = 64
-MOST_HOST = 253  # characters of a name
+MAX_FIELDS = 64
+MAX_HOST_CHARS = 253  # characters of a host name
 DIGEST_BYTES = 32
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
-# What an engine gives to its stores: nothing, what leaves its pool, or all that it computes
+# Which blocks an engine writes to its stores: none, evicted ones, or all that it computes.
 NOTHING, EVICTED, COMPUTED = "nothing", "evicted", "computed"
 BY_STORE = "quire moves blocks through a store; set --kv-store"
-# vLLM's connectors whose place the stores of --kv-store take
+# vLLM's connectors that the stores of --kv-store replace.
 FROM_ENGINES = (
     "NixlConnector", "P2pNcclConnector", "MooncakeConnector", "MooncakeStoreConnector",
     "MoRIIOConnector", "LMCacheConnectorV1", "LMCacheMPConnector",
 )  # fmt: skip
-TO_DIRECTORY = ("SharedStorageConnector", "ExampleConnector")  # the second is its newer name
+TO_DIRECTORY = ("SharedStorageConnector", "ExampleConnector")  # two names of one connector
 SEVERAL = "MultiConnector"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -47,61 +46,56 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 class KVTransfer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request says. keeps: its blocks go to the stores as soon as they are computed.
-    waits: they may still be on their way there. num_blocks, digest: of the full blocks that were
-    handed over, how many there are, and the name of the last, if that is known. peer: HOST:PORT of
-    the engine that has them, as the request names it. What an engine adds of its own settings:
-    stores: those to look into, all if there are none here; address: HOST:PORT that the answer
-    names."""
+    """The transfer parameters of a request. The engine adds `stores` and `address`."""
 
-    keeps: bool = False
-    waits: bool = False
-    num_blocks: int = 0
-    digest: bytes = b""
-    peer: str = ""
-    stores: tuple[int, ...] = ()
-    address: str = ""
+    keeps: bool = False  # whether its blocks go to stores as soon as they are computed
+    waits: bool = False  # whether its blocks may still be on their way to a store
+    num_blocks: int = 0  # full blocks that the first leg handed over
+    digest: bytes = b""  # name of the last of these blocks; empty if unknown
+    peer: str = ""  # HOST:PORT of the engine that has the blocks
+    stores: tuple[int, ...] = ()  # indices of the stores to search; empty for all
+    address: str = ""  # HOST:PORT to return to the client
 
 
 class HandedOver(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What an answer says: the full blocks of a prompt that go to the stores, and the last one's
-    name. address: HOST:PORT where peers reach them, if there is one."""
+    """The blocks that the first leg handed over, for its answer."""
 
-    num_blocks: int
-    digest: bytes
-    address: str = ""
+    num_blocks: int  # full blocks of the prompt
+    digest: bytes  # name of the last block
+    address: str = ""  # HOST:PORT where peers reach the blocks; may be empty
 
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """What an engine's settings say. stores: that the connector stands for, beside others."""
+    """The engine's settings of disaggregated prefill."""
 
     role: str = BOTH
-    stores: tuple[str, ...] = ()
-    needs_store: bool = False
+    stores: tuple[str, ...] = ()  # stores that replace the connector, in addition to --kv-store
+    needs_store: bool = False  # whether --kv-store must be set
 
 
 def transfer_of(params: Any) -> KVTransfer | None:
-    """Read `kv_transfer_params`; None if it asks for nothing. What other engines and routers put
-    there beside is ignored. Raises RequestError."""
+    """Read `kv_transfer_params`; None if they request nothing. Raises RequestError.
+
+    Unknown fields, which other engines and routers add, are ignored."""
     if not params:
         return None
-    if not isinstance(params, Mapping) or len(params) > MOST_FIELDS:
+    if not isinstance(params, Mapping) or len(params) > MAX_FIELDS:
         raise RequestError(
-            f"{FIELD} must be an object of at most {MOST_FIELDS} fields, such as"
+            f"{FIELD} must be an object of at most {MAX_FIELDS} fields, such as"
             ' {"do_remote_decode": true}; correct it, or remove it.',
             FIELD,
         )
     keeps, waits = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
     num, digest = _handed_over(params) if waits else (0, b"")
     if params.get("remote_block_ids") and not num:
-        waits = False  # they are another kind of engine's
+        waits = False  # the ids belong to an engine of another kind
     peer = _peer(params) if waits else ""
     return KVTransfer(keeps, waits, num, digest, peer) if keeps or waits else None
 
 
 def answer_params(told: HandedOver, engine_id: str = "") -> dict[str, Any]:
-    """Make the `kv_transfer_params` of an answer, which the second leg's request is to bring."""
+    """Return the `kv_transfer_params` of the first leg's answer, for the second leg's request."""
     host, _, port = told.address.rpartition(":")
     return {
         "do_remote_prefill": True,
@@ -115,7 +109,7 @@ def answer_params(told: HandedOver, engine_id: str = "") -> dict[str, Any]:
 
 
 def parse_transfer(given: str | None) -> TransferConfig:
-    """Read `kv_transfer_config`, which is JSON. Raises ConfigError."""
+    """Read `kv_transfer_config`, a JSON text. Raises ConfigError."""
     if given is None:
         return TransferConfig()
     try:
@@ -141,15 +135,15 @@ def _flag(params: Mapping[str, Any], name: str) -> bool:
 
 
 def _peer(params: Mapping[str, Any]) -> str:
-    """Return the place that is named, if it can be one; it is only ever compared."""
+    """Return the named HOST:PORT; empty if invalid. It is used for comparisons only."""
     host, port = params.get("remote_host"), params.get("remote_port")
-    if not isinstance(host, str) or len(host) > MOST_HOST or not isinstance(port, int | str):
+    if not isinstance(host, str) or len(host) > MAX_HOST_CHARS or not isinstance(port, int | str):
         return ""
     return f"{host}:{port}" if host and str(port).isdecimal() and len(str(port)) <= 5 else ""
 
 
 def _handed_over(params: Mapping[str, Any]) -> tuple[int, bytes]:
-    """Return the blocks that the first leg told of; nothing for what is another engine's."""
+    """Return number and last digest of the first leg's blocks; 0 if another engine wrote them."""
     num, names = params.get("remote_num_blocks"), params.get("remote_block_ids")
     if not isinstance(num, int) or not isinstance(names, list) or len(names) != 1:
         return 0, b""
@@ -161,7 +155,7 @@ def _handed_over(params: Mapping[str, Any]) -> tuple[int, bytes]:
 
 
 def _stores_of(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the stores that a connector stands for, and whether it needs one of --kv-store."""
+    """Return the stores that replace a connector, and whether --kv-store must be set."""
     name = fields.get("kv_connector")
     extra = fields.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):

@@ -17,7 +17,7 @@ BACKENDS = "auto", "uni", "mp", "ray"
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One model on many devices."""
+    """The division of one model among devices."""
 
     tensor_parallel_size: int = setting(1, "devices that share each layer")
     pipeline_parallel_size: int = setting(
@@ -93,7 +93,7 @@ class ParallelConfig:
             )
 
     def _check_nodes(self) -> None:
-        """Raise ConfigError for machines that cannot share the ranks."""
+        """Raise ConfigError if the machines cannot share the ranks."""
         if self.num_ranks % self.nnodes:
             raise ConfigError(
                 f"nnodes={self.nnodes} must divide the {self.num_ranks} ranks of"
@@ -115,16 +115,16 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks compute the model together, for each core."""
+        """Return the number of ranks per core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def answering_rank(self) -> int:
-        """Return the rank that tells what steps gave: the first of the last stage."""
+        """Return the rank that reports results of steps: the first of the last stage."""
         return self.num_ranks - self.tensor_parallel_size
 
     @property
     def has_rank_processes(self) -> bool:
-        """Tell whether the model is computed by other processes than the engine's."""
+        """Return whether ranks run in other processes than the engine's."""
         backend = self.distributed_executor_backend
         return self.num_ranks > 1 or backend not in ("auto", "uni")

@@ -1,9 +1,9 @@
-"""Settings that hold a secret: texts that mask themselves wherever they are shown.
+"""Settings with secrets: texts that mask themselves wherever they are shown.
 
-A `Secret` compares, hashes and encodes as the text it is, and its methods (`partition`, `encode`)
-work on the true text. `str()`, `repr()`, `%` and f-strings show it masked, so logs, errors and
-metrics cannot leak it by accident. msgspec refuses to encode one unless it is given
-`reveal_secret` as its hook, which is for the children of this server alone.
+A `Secret` compares, hashes and encodes as its true text, and its methods (`partition`, `encode`)
+use the true text. `str()`, `repr()`, `%` and f-strings show it masked, so logs, errors and metrics
+cannot leak it by accident. msgspec refuses to encode it without the hook `reveal_secret`, which is
+only for child processes of this server.
 
     >>> store = SecretUrl("redis://user:hunter2@cache:6379/0")
     >>> f"{store}"
@@ -20,15 +20,15 @@ from urllib.parse import unquote
 
 MASK = "***"
 KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")  # environment variables that hold an API key
-# Stores and collectors whose addresses hold secrets nowhere but before an @ and in the query.
+# Schemes of addresses whose only secrets are before an @ and in the query.
 KNOWN_SCHEMES = ("dir", "shm", "serve", "peer", "redis", "rediss", "s3", "http", "https")
-OPEN_PARAMETERS = ("via",)  # of a query, which are never secret
+OPEN_PARAMETERS = ("via",)  # query parameters that are never secret
 EXTRA = "kv_connector_extra_config"  # a connector's own settings, any of which may be secret
-MIN_SCRUBBED = 3  # characters; shorter ones are parts of every word
+MIN_SCRUBBED = 3  # minimum characters to scrub, because shorter texts are parts of many words
 
 
 class Secret(str):
-    """A key: nothing of it is shown."""
+    """A key; it is masked as a whole."""
 
     __slots__ = ()
 
@@ -36,21 +36,21 @@ class Secret(str):
         return super().__new__(cls, value.reveal() if isinstance(value, Secret) else value)
 
     def reveal(self) -> str:
-        """Return the true text, to connect with it or to hand it to a child."""
+        """Return the true text, to connect with it or to pass it to a child process."""
         return str.__str__(self)
 
     @property
     def masked(self) -> str:
-        """The text to show."""
+        """The masked text."""
         return MASK
 
     @property
     def has_secret(self) -> bool:
-        """Whether the text holds a secret at all."""
+        """Whether the text contains a secret."""
         return True
 
     def parts(self) -> Iterator[str]:
-        """Yield the parts that must not be shown."""
+        """Yield the secret parts."""
         yield self.reveal()
 
     def scrub(self, text: str) -> str:
@@ -72,8 +72,10 @@ class Secret(str):
 
 
 class SecretUrl(Secret):
-    """An address, NAME:ADDRESS or a URL. The password, a token before the @ and the values of the
-    query are masked. Of another package's NAME:ADDRESS only the name is shown."""
+    """An address: NAME:ADDRESS or a URL.
+
+    Masks the password, a token before the @, and the values of the query. If the scheme is another
+    package's, masks all but the scheme."""
 
     __slots__ = ()
 
@@ -85,12 +87,12 @@ class SecretUrl(Secret):
         if scheme not in KNOWN_SCHEMES:
             return f"{scheme}:{MASK}" if scheme else MASK
         name, colon, _ = user.partition(":")
-        who = "" if not user else f"{name}:{MASK}@" if colon else f"{MASK}@"
-        return f"{scheme}:{slashes}{who}{place}{_masked_query(query)}"
+        shown_user = "" if not user else f"{name}:{MASK}@" if colon else f"{MASK}@"
+        return f"{scheme}:{slashes}{shown_user}{place}{_masked_query(query)}"
 
     @property
     def has_secret(self) -> bool:
-        """Whether something stands before an @ or in a query."""
+        """Whether there is text before an @ or a secret value in the query."""
         _, _, user, _, query = self._split()
         return bool(user) or _masked_query(query) != query
 
@@ -108,7 +110,7 @@ class SecretUrl(Secret):
                 yield value
 
     def _split(self) -> tuple[str, str, str, str, str]:
-        """Return scheme, slashes, what is before the last @, the place, and the query with `?`."""
+        """Return scheme, slashes, text before the last @, host with path, and query with `?`."""
         scheme, colon, rest = self.reveal().partition(":")
         if not colon:
             scheme, rest = "", scheme
@@ -119,7 +121,7 @@ class SecretUrl(Secret):
 
 
 class SecretJson(Secret):
-    """JSON of a connector. The settings of the connector itself are masked."""
+    """JSON settings of a connector; the connector's own settings in it are masked."""
 
     __slots__ = ()
 
@@ -141,7 +143,7 @@ class SecretJson(Secret):
 
 
 def _masked_query(query: str) -> str:
-    """Return `?a=1&via=nixl` with the values masked that may be secret."""
+    """Return a query such as `?a=1&via=nixl` with secret values masked."""
     if not query:
         return ""
     pairs = [pair.partition("=") for pair in query.removeprefix("?").split("&")]
@@ -153,8 +155,9 @@ def _masked_query(query: str) -> str:
 
 
 def wrap_secrets(config: Any) -> None:
-    """Give the fields of a frozen dataclass that hold secrets their masked types. For
-    `__post_init__`, before anything is checked."""
+    """Convert a frozen dataclass's secret fields to their masking types.
+
+    `__post_init__` calls this before it checks anything."""
     for item in dataclasses.fields(config):
         kind, value = item.metadata.get("secrecy"), getattr(config, item.name)
         if kind is None or value is None:
@@ -174,7 +177,7 @@ def public_value(value: Any) -> Any:
 
 
 def reveal_secret(value: Any) -> Any:
-    """Return the true text of a secret: msgspec's hook for the configuration of a child."""
+    """Return a secret's true text: msgspec's hook for the configuration of a child process."""
     if isinstance(value, Secret):
         return value.reveal()
     raise NotImplementedError(f"{type(value).__name__} cannot be sent")

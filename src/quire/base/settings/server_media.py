@@ -1,4 +1,4 @@
-"""Settings of `quire serve` about the images that requests hold."""
+"""Settings of `quire serve` for images in requests."""
 
 import json
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from quire.base.errors import ConfigError
 from quire.base.settings.fields import check, json_object, setting
 
-MAX_IMAGES = 16  # of a request, where the operator sets no number
-KINDS = ("image", "video", "audio")  # that vLLM's flag knows
+MAX_IMAGES = 16  # default limit of images per request
+KINDS = ("image", "video", "audio")  # kinds that vLLM's flag accepts
 
 
 @dataclass(frozen=True)
 class ServerMedia:
-    """Where the images of requests may come from, and how many a request may hold."""
+    """Allowed sources of images, and the number of images per request."""
 
     allowed_media_domains: tuple[str, ...] = setting(
         (),
@@ -38,7 +38,7 @@ class ServerMedia:
         rule = "host names without scheme and port, such as example.org or .example.org"
         check(is_name, "allowed_media_domains", self.allowed_media_domains, rule)
         object.__setattr__(self, "allowed_media_domains", domains)
-        if self.allowed_local_media_path == "":  # vLLM's word for none
+        if self.allowed_local_media_path == "":  # vLLM's value for none
             object.__setattr__(self, "allowed_local_media_path", None)
         check(
             self.max_media_bytes >= 1024, "max_media_bytes", self.max_media_bytes, "at least 1024"
@@ -46,11 +46,11 @@ class ServerMedia:
         if isinstance(self.limit_mm_per_prompt, Mapping):
             given = json.dumps(self.limit_mm_per_prompt)
             object.__setattr__(self, "limit_mm_per_prompt", given)
-        self.max_images  # noqa: B018  (checks it)
+        self.max_images  # noqa: B018  (validates the value)
 
     @property
     def max_images(self) -> int:
-        """Return how many images a request may hold. Raises ConfigError."""
+        """Return the maximum number of images per request. Raises ConfigError."""
         name = "limit_mm_per_prompt"
         given = json_object(name, self.limit_mm_per_prompt)
         for kind, value in given.items():

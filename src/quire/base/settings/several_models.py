@@ -22,7 +22,7 @@ class SeveralModels:
     )
 
     def __post_init__(self) -> None:
-        most = self.max_loaded_models
-        check(most is None or most >= 1, "max_loaded_models", most, "at least 1")
+        limit = self.max_loaded_models
+        check(limit is None or limit >= 1, "max_loaded_models", limit, "at least 1")
         check_duration("idle_unload_s", self.idle_unload_s, "for never")
         check_duration("model_wait_s", self.model_wait_s, "to wait for no model")

@@ -1,4 +1,4 @@
-"""How an engine guesses tokens ahead: the settings, in vLLM's words."""
+"""Speculative decoding: how draft tokens are proposed. The settings have vLLM's names."""
 
 import json
 import math
@@ -10,13 +10,13 @@ from typing import Any
 from quire.base.errors import ConfigError
 
 NGRAM, SUFFIX = "ngram", "suffix"
-FORCED, NONE = "forced", "none"  # what a grammar leaves no choice about, and not even that
+FORCED, NONE = "forced", "none"  # only tokens that a grammar forces; no draft tokens at all
 DRAFT_MODEL, EAGLE3 = "draft_model", "eagle3"
-WITH_MODEL = (DRAFT_MODEL, EAGLE3)  # a model guesses, beside the one that is served
-NUM_TOKENS = 4  # guesses of a row, if not said
-RUN = 5  # tokens that must stand before, if not said
+WITH_MODEL = (DRAFT_MODEL, EAGLE3)  # methods with a draft model or head
+NUM_TOKENS = 4  # default number of draft tokens per row
+RUN = 5  # default length of the token run that an n-gram must match
 MOST_TOKENS = 32
-MOST_ANSWERS = 100_000
+MAX_ANSWERS = 100_000
 COMMON = ("method", "num_speculative_tokens")
 FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -37,49 +37,48 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Suffixes:
-    """Method `suffix`. depth: tokens before a place that are compared with a sequence's last ones.
-    num_answers: how many of others' answers are kept, 0: a sequence sees its own tokens only.
-    factor: most guesses for each token that stood before. least_chance: of all tokens of a guess,
-    by how often they came."""
+    """The settings of the method `suffix`."""
 
-    depth: int = 24
-    num_answers: int = 10_000
-    factor: float = 1.0
-    least_chance: float = 0.1
+    depth: int = 24  # tokens of the context to match
+    num_answers: int = 10_000  # cached answers of other requests; 0 for the own tokens only
+    factor: float = 1.0  # maximum draft tokens per matched token
+    least_chance: float = 0.1  # minimum frequency of a whole draft among its continuations
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """method: who guesses, beside grammars, whose forced tokens are tried with any method but
-    `none`. `ngram`: what followed the same tokens before; `suffix`: what followed most often, also
-    in others' answers; `draft_model`: a small model; `eagle3`: a head of the model; `forced`:
-    nobody else. num_tokens: most guesses of a row in a step. longest_run, shortest_run: how many
-    tokens must stand before, so that what followed them is guessed. model: who guesses, of
-    WITH_MODEL."""
+    """How an engine proposes draft tokens.
+
+    ngram: the tokens after the same run earlier in the text.
+    suffix: the most frequent continuation, also in other answers.
+    draft_model, eagle3: a small model, or a head on the model.
+    With every method but `none`, tokens that a grammar forces are also used as draft tokens.
+    """
 
     method: str
-    num_tokens: int
-    longest_run: int = RUN
-    shortest_run: int = RUN
+    num_tokens: int  # maximum draft tokens per row and step
+    longest_run: int = RUN  # maximum tokens of a matched run
+    shortest_run: int = RUN  # minimum tokens of a matched run
     suffixes: Suffixes = Suffixes()
-    model: str | None = None
+    model: str | None = None  # draft model or head, for WITH_MODEL
 
     @property
     def num_forced(self) -> int:
-        """Most forced tokens of a row in a step: they are right."""
+        """The maximum number of forced tokens per row and step; they are always accepted."""
         return self.num_tokens if self.method == FORCED else MOST_TOKENS
 
 
 def most_guesses(num_rows: int) -> int:
-    """Return the most guesses of a step, of all its rows, of a model whose layers remember a state:
-    what they are given of each is kept until it is known which guesses were right."""
+    """Return the maximum draft tokens of a step for a model with linear attention.
+
+    Such a model keeps its layers' inputs for each draft token until the token is verified."""
     return max(MOST_TOKENS, NUM_TOKENS * num_rows)
 
 
 def speculation_of(given: str | None, pipeline_depth: int | None) -> Speculation | None:
-    """Return how an engine guesses, None if it does not. If nothing was said, what grammars force
-    is tried where the last token is known anyway: that costs nobody anything. Raises
-    ConfigError."""
+    """Return how an engine proposes draft tokens; None if it does not. Raises ConfigError.
+
+    The default is forced tokens if steps are not pipelined, since they are then free."""
     found = parse_speculation(given)
     if found is None and pipeline_depth == 1:
         return Speculation(FORCED, MOST_TOKENS)
@@ -87,7 +86,7 @@ def speculation_of(given: str | None, pipeline_depth: int | None) -> Speculation
 
 
 def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | None:
-    """Read `speculative_config`: JSON, or what it stands for. Raises ConfigError."""
+    """Read `speculative_config`, as JSON or as an object. Raises ConfigError."""
     if given is None:
         return None
     fields = given
@@ -144,13 +143,13 @@ def _model(fields: Mapping[str, Any], method: str) -> str:
 def _suffixes(fields: Mapping[str, Any]) -> Suffixes:
     depth, num, factor, chance = FIELDS_OF[SUFFIX]
     found = Suffixes(
-        _count(fields, depth, Suffixes.depth, fewest=2),
-        _count(fields, num, Suffixes.num_answers, fewest=0),
+        _count(fields, depth, Suffixes.depth, minimum=2),
+        _count(fields, num, Suffixes.num_answers, minimum=0),
         _number(fields, factor, Suffixes.factor),
         _number(fields, chance, Suffixes.least_chance),
     )
-    if found.num_answers > MOST_ANSWERS:
-        raise ConfigError(f"{num} is at most {MOST_ANSWERS}, got {found.num_answers}.")
+    if found.num_answers > MAX_ANSWERS:
+        raise ConfigError(f"{num} is at most {MAX_ANSWERS}, got {found.num_answers}.")
     if found.least_chance > 1:
         raise ConfigError(f"{chance} is at most 1, got {found.least_chance}.")
     return found
@@ -163,11 +162,11 @@ def _num_tokens(fields: Mapping[str, Any], default: int) -> int:
     return num
 
 
-def _count(fields: Mapping[str, Any], name: str, default: Any, fewest: int = 1) -> int:
+def _count(fields: Mapping[str, Any], name: str, default: Any, minimum: int = 1) -> int:
     value = default if fields.get(name) is None else fields[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < fewest:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ConfigError(
-            f"speculative_config's {name} must be a number from {fewest}, got {value!r}."
+            f"speculative_config's {name} must be a number from {minimum}, got {value!r}."
         )
     return value
 

@@ -14,7 +14,7 @@ from quire.cli.settings import (
     given_settings,
 )
 
-# Settings of the server that change responses.
+# The server's settings that affect responses.
 SETTINGS = (
     "served_model_name", "max_body_bytes", "response_role", "strict_fields",
     "trust_request_chat_template", "hooks", "hook_timeout",
@@ -70,7 +70,7 @@ def _add_files(parser: HelpParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     from quire.serve.batch_run import BatchFiles, BatchRun
 
     files = BatchFiles(

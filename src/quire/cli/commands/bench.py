@@ -71,21 +71,21 @@ def _add(
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     from quire.tools.bench import throughput
 
     return throughput.run(arguments, given_settings(arguments))
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     from quire.tools.bench import calibrate
 
     return calibrate.run(arguments, given_settings(arguments))
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if no request was answered."""
+    """Run the command and return the exit status: 1 if no request got an answer."""
     from quire.tools.bench import serve
 
     return serve.run(arguments)

@@ -1,7 +1,7 @@
-"""`quire chat [MODEL]`: a conversation in the terminal, with a model of one's own or a server's.
+"""`quire chat [MODEL]`: a conversation in the terminal, with a local model or a server's.
 
-Ctrl-C ends an answer, not the chat. What is piped in is one turn per line. Answers go to standard
-output, all else to standard error.
+Ctrl-C ends an answer, not the chat. Each line of piped input is one turn. Answers go to standard
+output, all other text to standard error.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from quire.ops.host.torch_import import tell_own_process
 from quire.render.templates.template_pool import start_ahead
 
 PROMPT = "> "
-ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
+ANSWER_TOKENS = 256  # room for an answer; at most a quarter of the context
 MAX_IMAGE_BYTES = 32 << 20
 HELP = """/help        show this help
 /image PATH  attach an image
@@ -60,7 +60,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if a turn that was piped in had no answer."""
+    """Run the command and return the exit status: 1 if a piped turn got no answer."""
     if arguments.server_key and not arguments.url:
         raise ConfigError("--api-key is for a server; add --url with the address of the server.")
     images = [Image.read(path) for path in arguments.image]
@@ -102,7 +102,7 @@ def _listed(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Image:
-    """An image file. url: its content, as a data: URL."""
+    """An image file. `url` is its content as a data: URL."""
 
     name: str
     num_bytes: int
@@ -134,20 +134,20 @@ class Image:
 
 @dataclass
 class Conversation:
-    """What was said: an optional system message, then turns of a question and an answer."""
+    """The messages so far: an optional system message, then turns of question and answer."""
 
     system: str | None = None
     turns: list[tuple[Content, str]] = field(default_factory=list)
 
     def messages(self, question: Content) -> Messages:
-        said: Messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in self.turns:
-            said.append({"role": "user", "content": asked})
-            said.append({"role": "assistant", "content": answered})
-        return [*said, {"role": "user", "content": question}]
+        found: Messages = [{"role": "system", "content": self.system}] if self.system else []
+        for earlier, answer in self.turns:
+            found.append({"role": "user", "content": earlier})
+            found.append({"role": "assistant", "content": answer})
+        return [*found, {"role": "user", "content": question}]
 
     def fit(self, question: Content, target: ChatTarget, max_tokens: int | None) -> int:
-        """Drop the oldest turns until there is room for an answer; returns how many went."""
+        """Drop the oldest turns until there is room for an answer; return the number dropped."""
         dropped = 0
         while self.turns and (size := target.size(self.messages(question))) is not None:
             num_tokens, limit = size
@@ -159,7 +159,7 @@ class Conversation:
 
 
 class Chat:
-    """Reads turns, prints answers."""
+    """Reads turns and prints answers."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Chat:
         max_tokens: int | None,
         images: Sequence[Image] = (),
     ) -> None:
-        """images: sent with the first question."""
+        """Set up the chat. `images` are sent with the first question."""
         self._target = target
         self._images = list(images)
         self._conversation = conversation
@@ -231,7 +231,7 @@ class Chat:
             tell_image(self._images[-1])
 
     def _turn(self, line: str) -> bool:
-        """Answer one question; whether that went well. The images that wait belong to it."""
+        """Answer one question, with the pending images; return whether it worked."""
         text, note, well = "", "", True
         question: Content = line
         if self._images:
@@ -243,12 +243,12 @@ class Chat:
                 tell(f"[the context is full: removed the oldest {dropped} turn(s)]")
             messages = self._conversation.messages(question)
             with Interrupts() as interrupts:
-                for piece in self._target.answer(messages, lambda: interrupts.is_asked):
+                for piece in self._target.answer(messages, lambda: interrupts.is_requested):
                     print(piece.text, end="", flush=True)
                     text += piece.text
                     if piece.finish_reason == "length":
                         note = "[the answer reached its maximum length]"
-            note = "[stopped]" if interrupts.is_asked else note
+            note = "[stopped]" if interrupts.is_requested else note
         except EngineDead:
             raise
         except QuireError as error:
@@ -262,23 +262,23 @@ class Chat:
 
 
 class Interrupts:
-    """Ctrl-C, for a while, is a wish that an answer can look at; a second one is as ever."""
+    """Within this context the first Ctrl-C only sets `is_asked`; a second one interrupts."""
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_requested = False
         self._before: Any = None
 
     def __enter__(self) -> "Interrupts":
-        self._before = signal.signal(signal.SIGINT, self._ask)
+        self._before = signal.signal(signal.SIGINT, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self.is_asked = True
+        self.is_requested = True
 
 
 def tell_image(image: Image) -> None:
@@ -286,5 +286,5 @@ def tell_image(image: Image) -> None:
 
 
 def tell(text: str) -> None:
-    """Say something to the person, not into the answer."""
+    """Print a notice for the user, outside of the answer."""
     print(text, file=sys.stderr, flush=True)

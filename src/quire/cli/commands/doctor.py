@@ -1,6 +1,6 @@
-"""`quire doctor [MODEL]`: what this machine has, what quire would use, and what is in the way.
+"""`quire doctor [MODEL]`: the facts of this machine, the settings quire would use, and problems.
 
-Loads no weights. Exit status 1 if something essential is missing.
+Loads no weights. The exit status is 1 if a problem is fatal.
 """
 
 import argparse
@@ -30,14 +30,14 @@ if TYPE_CHECKING:  # it imports torch, which may be missing
     from quire.runner.setup.preview import Preview
 
 OLDEST_PYTHON = (3, 11)
-FEW_FILES = 1024  # each open stream takes one
+FEW_FILES = 1024  # low limit of open files; each stream needs one
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 GIB, MIB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True)
 class Problem:
-    """is_fatal: nothing can be served until it is solved."""
+    """An obstacle and its cure. `is_fatal` means that nothing can be served."""
 
     what: str
     advice: str
@@ -46,7 +46,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """facts: by section and name, in the order in which they are shown."""
+    """The facts by section and name, in the order of display, and the problems."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -69,7 +69,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     report = examine(given_settings(arguments))
     if arguments.json:
         problems = [asdict(problem) for problem in report.problems]
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(settings: dict[str, Any]) -> Report:
-    """Examine everything, for an engine with these settings."""
+    """Return a full report for an engine with these settings."""
     report = Report()
     _python(report)
     _plugins(report)
@@ -110,7 +110,7 @@ def _python(report: Report) -> None:
 
 
 def _plugins(report: Report) -> None:
-    """Tell what other packages bring. They are not imported."""
+    """Add other packages' plug-ins to the report, without importing them."""
     facts: dict[str, list[str]] = {}
     for name, noun, package in installed():
         facts.setdefault(name, []).append(f"{noun} of {package}")
@@ -141,7 +141,7 @@ def _memory(report: Report) -> None:
 
 
 def _packages(report: Report) -> bool:
-    """Check that all are there."""
+    """Add the dependencies' versions to the report; return whether all are installed."""
     versions = machine.dependencies()
     report.facts["packages"] = versions
     missing = [name for name, version in versions.items() if version is None]
@@ -200,7 +200,7 @@ def _core(report: Report, cpu: machine.Cpu) -> None:
 
 
 def _kernels(report: Report) -> None:
-    """Tell what each weight format is multiplied with, and why."""
+    """Add each weight format's kernel to the report, with the reason for the choice."""
     from quire.ops.weights import formats
 
     try:
@@ -221,8 +221,9 @@ def _kernels(report: Report) -> None:
 
 
 def _reason(speeds: Mapping[str, Speed], names: Sequence[str], forced: str | None) -> str:
-    """Tell the instruction set of a format, and how fast all of them are: operations of a thread
-    with a tile of rows, bytes of the weight with one row."""
+    """Return a format's chosen instruction set, the reason, and the speeds of all sets.
+
+    The speeds are one thread's: FLOP/s with a tile of rows, and bytes/s of weights with one row."""
     chosen, default = forced or choose_variant(speeds, names), names[-1]
     if forced is not None:
         why = "as QUIRE_CPU_VARIANT says"
@@ -238,7 +239,7 @@ def _reason(speeds: Mapping[str, Speed], names: Sequence[str], forced: str | Non
 
 
 def _model(report: Report, settings: dict[str, Any]) -> None:
-    """Tell what the engine would choose."""
+    """Add the engine's choices for the model to the report."""
     from quire.models.checkpoint.source import CONFIG_ONLY, resolve_source
     from quire.runner.setup.preview import preview_runner
 
@@ -269,13 +270,13 @@ def _model(report: Report, settings: dict[str, Any]) -> None:
 
 
 def _budget(preview: "Preview") -> str:
-    """Tell what becomes of the tokens per step."""
-    most = preview.config.scheduler.max_num_batched_tokens
+    """Return a description of the step budget."""
+    limit = preview.config.scheduler.max_num_batched_tokens
     if preview.first_budget is None:
-        return f"always {most} tokens"
+        return f"always {limit} tokens"
     return (
         f"{preview.first_budget} tokens by the measured kernels, then what takes"
-        f" {1e3 * STEP_S:.0f} ms, from {FEWEST_TOKENS} to {most}; memory is planned for {most}"
+        f" {1e3 * STEP_S:.0f} ms, from {FEWEST_TOKENS} to {limit}; memory is planned for {limit}"
     )
 
 

@@ -29,7 +29,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status, which tells of a recording that is not whole."""
+    """Run the command and return the exit status, which shows an incomplete recording."""
     from quire.engine.observability.timeline import as_data, in_words
     from quire.engine.recording.files import read_recording
     from quire.tools.explain import timelines_of

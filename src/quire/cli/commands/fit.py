@@ -1,6 +1,6 @@
-"""`quire fit MODEL`: what of a model fits this machine or a named GPU, before anything is loaded.
+"""`quire fit MODEL`: whether a model fits this machine or a named GPU, before anything is loaded.
 
-Reads the config and the headers of the weight files. Exit status 1 if the model does not fit.
+Reads only the config and the headers of the weight files.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     from quire.tools.fit import fit
 
     settings = given_settings(arguments)
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_data(found: "Fit") -> dict[str, Any]:
-    """Return all figures, for JSON."""
+    """Return all figures as JSON data."""
     config, memory = found.config, found.memory
     return {
         "model": {"name": found.model, "type": found.spec.model_type, "dtype": config.model.dtype},
@@ -108,7 +108,7 @@ def as_data(found: "Fit") -> dict[str, Any]:
     }
 
 
-# ---- for people ------------------------------------------------------------------------------
+# ---- text output -----------------------------------------------------------------------------
 
 
 def _lines(found: "Fit") -> Iterator[str]:
@@ -145,7 +145,7 @@ def _lines(found: "Fit") -> Iterator[str]:
 
 
 def _of_encoder(found: "Fit") -> Iterator[tuple[str, str]]:
-    """List what images and videos take of the workspace."""
+    """Yield the parts of the workspace for images and videos."""
     if found.encoder_cache_bytes:
         items = f"an image of {found.largest_item:,} tokens"
         slots = f"outputs of {found.config.scheduler.encoder_cache_tokens:,} tokens"
@@ -154,7 +154,7 @@ def _of_encoder(found: "Fit") -> Iterator[tuple[str, str]]:
 
 
 def _ranks(found: "Fit") -> str:
-    """Say that there are several of it, and of which the figures are."""
+    """Return a note on the number of ranks and cores, and on the rank that the figures describe."""
     parallel = found.config.parallel
     num_stages, num_cores = parallel.pipeline_parallel_size, parallel.data_parallel_size
     each = f"each of the fullest of {num_stages} stages" if num_stages > 1 else "each"
@@ -198,7 +198,7 @@ def _section(title: str, *facts: tuple[str, str]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lay out columns of words to the left, of figures to the right."""
+    """Yield the lines of a table: words are aligned left, figures right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_figure = [column[-1][:1].isdigit() for column in zip(*rows, strict=True)]
     for row in rows:

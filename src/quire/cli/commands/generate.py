@@ -1,4 +1,4 @@
-"""`quire generate [PROMPT]`: text for one prompt, streamed to the terminal."""
+"""`quire generate [PROMPT]`: generate text for one prompt and stream it to the terminal."""
 
 import argparse
 import logging
@@ -37,7 +37,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     tell_own_process()
     prompt = _prompt(arguments)
     check_asked(arguments, is_chat=not arguments.raw)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(arguments: argparse.Namespace) -> Any:
-    """Make a text, or a conversation of one or two messages."""
+    """Return a text, or a conversation with one or two messages."""
     text = arguments.prompt
     if text is None:
         if sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""`quire playback FILE --output frames.jsonl.gz`: a recording to be played on the page at /."""
+"""`quire playback FILE --output frames.jsonl.gz`: convert a recording for the page at /."""
 
 import argparse
 import math
@@ -32,7 +32,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status, which tells of a recording that is not whole."""
+    """Run the command and return the exit status, which shows an incomplete recording."""
     from quire.tools.playback import write_playback
     from quire.tools.replay import Outcome
 

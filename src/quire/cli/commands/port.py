@@ -1,5 +1,5 @@
-"""`quire port DIR`: the nearest architecture to a checkpoint of an unknown type, what differs, and
-the beginning of a class for it."""
+"""`quire port DIR`: find the architecture nearest to a checkpoint of an unknown type, show the
+differences, and write the beginning of a class."""
 
 import argparse
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     from quire.tools.port.nearest import find_nearest, read_checkpoint
     from quire.tools.port.skeleton import write_skeleton
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(checkpoint: "Checkpoint", nearest: "Nearest") -> Iterator[str]:
-    """Yield what is told."""
+    """Yield the lines of the report."""
     ours = nearest.model_type
     shared = f"{nearest.shared} of {nearest.count} tensor names are the same"
     by = shared if checkpoint.shapes else "by config.json alone, as there are no weights"

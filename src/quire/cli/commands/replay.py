@@ -1,4 +1,4 @@
-"""`quire replay FILE`: the recorded calls once more; every plan must come out the same."""
+"""`quire replay FILE`: repeat the recorded calls and compare every plan."""
 
 import argparse
 
@@ -25,7 +25,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if something differs; another if the recording is not whole."""
+    """Run the command and return the exit status: 1 for a difference, another if incomplete."""
     from quire.engine.recording.files import read_recording
 
     segments = read_recording(arguments.file)

@@ -1,5 +1,5 @@
 """`quire serve [MODEL]`: the OpenAI-compatible HTTP server. This process imports neither torch nor
-FastAPI: its children do."""
+FastAPI; its child processes do."""
 
 import argparse
 import dataclasses
@@ -34,7 +34,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status, when the server has ended."""
+    """Run the server until it ends, and return the exit status."""
     from quire.serve.supervisor import serve, serve_several
 
     check_several(arguments.settings)
@@ -75,7 +75,7 @@ def _check_certificate(server: ServerConfig) -> None:
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password="")
-    except OSError as error:  # SSLError is one
+    except OSError as error:  # includes SSLError
         raise ConfigError(
             f"ssl_certfile={server.ssl_certfile!r} and ssl_keyfile={server.ssl_keyfile!r} cannot be"
             f" used ({error.strerror or error}); give a certificate and its key, without a"

@@ -1,5 +1,5 @@
-"""`quire simulate MODEL --device NAME`: a workload served by the production scheduler, on a device
-that need not be there."""
+"""`quire simulate MODEL --device NAME`: run the production scheduler on a workload, for a device
+that need not exist here."""
 
 import argparse
 from pathlib import Path
@@ -22,7 +22,7 @@ from quire.tools.bench.arguments import (
 if TYPE_CHECKING:
     from quire.tools.simulate.handover import Roles
 
-# Of several devices, what is asked here is how many; the rest is about real ones.
+# Settings that this command defines itself: their meaning differs for simulated devices.
 OWN = {"device", "tensor_parallel_size", "data_parallel_size"}
 
 USUAL = (
@@ -113,7 +113,7 @@ def _add_trace(parser: HelpParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if no request was answered."""
+    """Run the command and return the exit status: 1 if no request got an answer."""
     from quire.tools.simulate.command import Asked, simulate_command
 
     settings = given_settings(arguments)
@@ -127,12 +127,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     config, roles = config_from_flat(**settings), _roles(arguments, replicas)
     num = replicas if roles is None else roles.num_replicas
-    asked = Asked(config, find_config(config.model), device, num, roles)
-    return simulate_command(arguments, asked)
+    simulation = Asked(config, find_config(config.model), device, num, roles)
+    return simulate_command(arguments, simulation)
 
 
 def _roles(arguments: argparse.Namespace, replicas: int) -> "Roles | None":
-    """Return which replicas compute prompts and which answers; None if all do both."""
+    """Return the numbers of prefill and decode replicas; None if all replicas do both."""
     from quire.tools.simulate.handover import Roles
 
     given = arguments.prefill_replicas, arguments.decode_replicas

@@ -1,4 +1,4 @@
-"""`quire trace FILE --output trace.json`: a recording to look at in ui.perfetto.dev."""
+"""`quire trace FILE --output trace.json`: convert a recording for ui.perfetto.dev."""
 
 import argparse
 from pathlib import Path
@@ -22,7 +22,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status, which tells of a recording that is not whole."""
+    """Run the command and return the exit status, which shows an incomplete recording."""
     from quire.tools.replay import Outcome
     from quire.tools.trace import write_trace
 

@@ -1,7 +1,7 @@
-"""`quire verify MODEL`: compares a model with the same weights in the transformers package.
+"""`quire verify MODEL`: compare a model with the same weights in the transformers package.
 
-Exit status 0 if all is equal within rounding, 1 if something differs, 2 if it could not be
-compared.
+The exit status is 0 if all is equal within rounding, 1 if something differs, and 2 if the
+comparison failed.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     try:
         return _verify(arguments)
     except QuireError as error:
@@ -67,9 +67,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     from quire.tools.verify.verify import Asked, verify
 
     config = config_from_flat(**given_settings(arguments))
-    asked = Asked(config, arguments.prompt, arguments.tokens, arguments.against)
+    comparison = Asked(config, arguments.prompt, arguments.tokens, arguments.against)
 
-    report = verify(asked, lambda run: print(f"  {run.name}", file=sys.stderr))
+    report = verify(comparison, lambda run: print(f"  {run.name}", file=sys.stderr))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(as_data(report), indent=2) + "\n", "utf-8")
     for line in lines(report):

@@ -1,6 +1,6 @@
-"""Groups of settings, named as `--help GROUP` and docs/use/settings.md name them: data only.
+"""Groups of settings, with the names in `--help GROUP` and docs/use/settings.md: data only.
 
-Every setting is in exactly one group. The settings of `USUAL` are the ones that `--help` shows.
+Every setting is in exactly one group. `--help` shows the settings of `USUAL`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from quire.engine.wire.logs import FORMAT_VARIABLE
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that belong together. text: what they are about, as `--help` lists the group."""
+    """A group of settings. `text` is the group's subject, as `--help` lists it."""
 
     name: str
     text: str
@@ -137,13 +137,13 @@ USUAL = (
     "api_key", "max_num_seqs", "gpu_memory_utilization", "speculative_config",
     "tensor_parallel_size", "device", "log_level",
 )  # fmt: skip
-# Environment variables that are read where a setting is not given.
+# Environment variables that apply if a setting is not given.
 VARIABLES = {
     "api_key": KEY_VARIABLES,
     "ray_address": ("RAY_ADDRESS",),
     "log_format": (FORMAT_VARIABLE,),
 }
-# Environment variables besides those.
+# Other environment variables.
 OTHER_VARIABLES = {
     "QUIRE_NUM_THREADS": "threads of the C++ core in each process; by default one per usable core",
     "QUIRE_CPU_VARIANT": "kernels of the C++ core, such as `avx2`; by default the fastest",
@@ -158,7 +158,7 @@ OTHER_VARIABLES = {
 
 
 def text_of(name: str, *, has_settings: bool) -> str:
-    """Return what a group of settings, or of other options, is about."""
+    """Return the subject of a group of settings or of other options."""
     if not has_settings:
         return COMMAND_GROUPS.get(name, "")
     return next(group.text for group in GROUPS if group.name == name)

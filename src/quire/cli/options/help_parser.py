@@ -1,7 +1,7 @@
-"""Help in three sizes: `--help` shows the usual options, `--help GROUP` those of one group, and
-`--help all` every option.
+"""Help in three sizes: `--help` shows the usual options, `--help GROUP` shows one group's options,
+and `--help all` shows every option.
 
-An argument group's topic is the first word of its title: `cache settings` is shown by
+The topic of an argument group is the first word of its title: `cache settings` appears under
 `--help cache`.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 from quire.cli.options.groups import GROUPS, USUAL, text_of
 
 BRIEF, ALL = "", "all"
-SETTINGS = " settings"  # ends the title of a group of settings
-MODEL_WORDS = ("given_model", "given_models")  # MODEL without a flag
-MAX_METAVAR = 15  # characters of an option's value in `--help`
+SETTINGS = " settings"  # end of the title of each group of settings
+MODEL_WORDS = ("given_model", "given_models")  # destinations of MODEL without a flag
+MAX_METAVAR = 15  # maximum characters of an option's value in `--help`
 BUILT_IN = ("positional arguments", "options", "commands", "kinds")
 
 
@@ -33,17 +33,17 @@ class HelpParser(argparse.ArgumentParser):
         )  # fmt: skip
 
     def show_usually(self, *names: str) -> None:
-        """Show only these of the command's own options in `--help`, besides its arguments."""
+        """Limit `--help` to these of the command's own options, and to its arguments."""
         self._usual = frozenset(names)
 
     def settings_group(self, name: str) -> argparse._ArgumentGroup:
-        """Return the argument group for settings of a group, which is made once."""
+        """Return the argument group for a group of settings; create it on the first call."""
         title = name + SETTINGS
         found = [group for group in self._action_groups if group.title == title]
         return found[0] if found else self.add_argument_group(title)
 
     def format_help(self, topic: str = BRIEF) -> str:
-        """Return the help on a topic: BRIEF, ALL, a group's name or an option's."""
+        """Return the help on a topic: BRIEF, ALL, or the name of a group or an option."""
         made = argparse.HelpFormatter(self.prog, max_help_position=30)
         if self.formatter_class is not argparse.HelpFormatter:
             made = self._get_formatter()
@@ -63,9 +63,9 @@ class HelpParser(argparse.ArgumentParser):
         return made.format_help()
 
     def print_help(self, file: Any = None, topic: str = BRIEF) -> None:
-        """Print the help on a topic. Stop with wrong usage if there is no such topic.
+        """Print the help on a topic. Exit with a usage error if there is no such topic.
 
-        A parser of commands takes a command's name, too, and has the topics of `quire serve`.
+        The top-level parser also accepts a command's name, and has the topics of `quire serve`.
         """
         commands = self.commands()
         if topic in commands:
@@ -84,7 +84,7 @@ class HelpParser(argparse.ArgumentParser):
         return {name: parser for action in found for name, parser in action.choices.items()}
 
     def _sections(self, topic: str) -> Iterator[tuple[str | None, Sequence[argparse.Action]]]:
-        """Yield the titles and the options to show."""
+        """Yield the title and the options of each section to show."""
         usual_settings: list[argparse.Action] = []
         for group in sorted(self._action_groups, key=_rank):
             actions = [a for a in group._group_actions if self._is_shown(a, group, topic)]
@@ -112,8 +112,9 @@ class HelpParser(argparse.ArgumentParser):
         return self._usual is None or topic_of(group) is None or action.dest in self._usual
 
     def _hidden_topics(self) -> dict[str, str]:
-        """Return the topics that show more than `--help` does, each with what it is about; none if
-        it shows everything."""
+        """Return the topics that show more than `--help`, each with its subject.
+
+        Return none if `--help` shows everything."""
         found: dict[str, str] = {}
         is_complete = True
         for group in sorted(self._action_groups, key=_rank):
@@ -151,18 +152,18 @@ class _Help(argparse.Action):
 
 
 def topic_of(group: argparse._ArgumentGroup) -> str | None:
-    """Return the topic of a group; None for the groups that every parser has."""
+    """Return the topic of a group; None for argparse's own groups."""
     title = group.title or ""
     return None if title in BUILT_IN else title.split()[0]
 
 
 def is_settings(group: argparse._ArgumentGroup) -> bool:
-    """Tell whether a group holds settings."""
+    """Return whether a group holds settings."""
     return (group.title or "").endswith(SETTINGS)
 
 
 def _rank(group: argparse._ArgumentGroup) -> int:
-    """Return the place of a group in the help: settings come last, in the order of GROUPS."""
+    """Return the position of a group in the help: settings come last, in the order of GROUPS."""
     names = [each.name for each in GROUPS]
     return names.index(topic_of(group) or "") if is_settings(group) else -1
 
@@ -182,5 +183,5 @@ def _in_brief(action: argparse.Action) -> argparse.Action:
 
 
 def _topic_line(name: str, text: str) -> argparse.Action:
-    """Return a line of the help that names a topic, as an option."""
+    """Return a pseudo option, whose help line names a topic."""
     return argparse.Action([f"--help {name}"], "", nargs=0, help=text)

@@ -1,4 +1,4 @@
-"""Parts of a JSON setting as flags of their own, as vLLM takes them.
+"""Parts of a JSON setting as separate flags, as in vLLM.
 
 --speculative-config.method ngram --speculative-config.num-speculative-tokens 3
 ->  --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -16,10 +16,12 @@ Json = dict[str, Any]
 
 
 def join_parts(words: Sequence[str], names: Collection[str], known: Collection[str]) -> list[str]:
-    """Return words with the parts of each setting put together, behind all others: they win over
-    the same part of the setting's own JSON. names: settings that have parts, with underscores;
-    known: flags that are no parts although they look so. Raises ConfigError for parts without a
-    value."""
+    """Merge the parts of each setting into one JSON flag at the end.
+
+    A part overrides the same part of the setting's own JSON.
+    names: settings with parts, with underscores.
+    known: flags that only look like parts.
+    Raises ConfigError for a part without a value."""
     found: dict[str, Json] = {}
     kept: list[str] = []
     rest = iter(words)
@@ -35,20 +37,20 @@ def join_parts(words: Sequence[str], names: Collection[str], known: Collection[s
     for name, parts in found.items():
         flag = "--" + name.replace("_", "-")
         whole = json.dumps(_merged(_given(kept, flag), parts))
-        kept = [*_before(kept), flag, whole, *_behind(kept)]
+        kept = [*_up_to_dashes(kept), flag, whole, *_from_dashes(kept)]
     return kept
 
 
-def _before(words: list[str]) -> list[str]:
+def _up_to_dashes(words: list[str]) -> list[str]:
     return words[: words.index("--")] if "--" in words else words
 
 
-def _behind(words: list[str]) -> list[str]:
+def _from_dashes(words: list[str]) -> list[str]:
     return words[words.index("--") :] if "--" in words else []
 
 
 def _value(word: str, given: str | None, rest: Iterator[str]) -> Any:
-    """Return the value of a part: JSON if it is any, else the text."""
+    """Return the value of a part: parsed JSON, or the text if it is not JSON."""
     text = next(rest, None) if given is None else given
     if text is None:
         raise ConfigError(f"{word} needs a value, such as {word} VALUE.")
@@ -70,7 +72,7 @@ def _put(found: Json, keys: list[str], value: Any) -> None:
 
 
 def _given(words: list[str], flag: str) -> Json:
-    """Return what the setting's own flag says; what is no JSON object is left to its check."""
+    """Return the JSON of the setting's own flag; {} for invalid JSON, which is checked later."""
     texts = [words[i + 1] for i, word in enumerate(words[:-1]) if word == flag]
     texts += [word[len(flag) + 1 :] for word in words if word.startswith(flag + "=")]
     try:

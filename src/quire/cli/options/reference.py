@@ -51,7 +51,7 @@ for vLLM, and [Settings](settings.md) lists quire's own flags.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages; returns the exit status."""
+    """Write the pages and return the exit status."""
     name = "python -m quire.cli.options.reference"
     parser = argparse.ArgumentParser(prog=name, description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
@@ -107,7 +107,7 @@ def _row(option: Option, group: Group) -> str:
 
 
 def _value(option: Option) -> str:
-    """Return what kind of value an option takes, with its unit."""
+    """Return the kind of an option's value, with its unit."""
     if option.choices:
         more = [" or an installed package's"] if option.is_open else []
         return ", ".join(f"`{choice}`" for choice in option.shown_choices) + "".join(more)
@@ -117,7 +117,7 @@ def _value(option: Option) -> str:
 
 
 def _fate(meaning: Synonym) -> str:
-    """Say what becomes of a flag."""
+    """Return how quire treats a flag."""
     parts = []
     if meaning.becomes:
         parts.append(f"`{' '.join(meaning.becomes)}`")
@@ -136,7 +136,7 @@ def _codes(words: Sequence[str]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return a text as a sentence in a cell of a table."""
+    """Return a text as a sentence for a table's cell."""
     first = text[0].upper() + text[1:]
     return first.replace("|", "\\|") + "."
 

@@ -1,5 +1,4 @@
-"""Flags of llama.cpp, Ollama, SGLang and TGI, and what each becomes here: one table, data only.
-
+"""Flags of llama.cpp, Ollama, SGLang and TGI, and quire's flags for them: one table, data only.
 vLLM's flags are in serve/vllm_flags.py. docs/use/other-flags.md is generated from this table.
 """
 
@@ -11,21 +10,14 @@ LLAMA, SGLANG, TGI, OLLAMA = "llama.cpp", "SGLang", "TGI", "Ollama"
 
 @dataclass(frozen=True)
 class Synonym:
-    """What a flag of another engine becomes.
+    """quire's replacement for a flag of another engine."""
 
-    becomes: the words that replace the flag; none if quire has no such setting.
-    values: the words that replace the flag with a certain value, where quire spells it differently.
-    others: whether other values are taken as they are.
-    ignored: why the flag can be left out. advice: what to do instead of it.
-    is_switch: whether it has no value.
-    """
-
-    becomes: tuple[str, ...] = ()
-    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    others: bool = True
-    ignored: str = ""
-    advice: str = ""
-    is_switch: bool = False
+    becomes: tuple[str, ...] = ()  # replacement words; empty without a counterpart
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by value, if not the same
+    others: bool = True  # whether other values stay as they are
+    ignored: str = ""  # reason to ignore the flag
+    advice: str = ""  # advice on what to use instead
+    is_switch: bool = False  # whether the flag has no value
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class Spellings:
 
 
 def _same(ours: str, flags: str, *engines: str, **values: tuple[str, ...]) -> Spellings:
-    """A flag with the same values; `values` are those that are replaced, `_` for a minus sign."""
+    """Return a flag with the same values. `values` are replaced values, with `_` for a minus."""
     changed = {value.replace("_", "-"): words for value, words in values.items()}
     return Spellings(tuple(flags.split()), engines, Synonym((ours,), changed))
 

@@ -1,4 +1,4 @@
-"""Replaces flags of other engines on the command line by quire's, or says what to do instead."""
+"""Replace flags of other engines on the command line by quire's, or explain the alternative."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from quire.cli.options.synonyms import SYNONYMS, Spellings
 
 @dataclass
 class _Taken:
-    """What the flags of other engines gave so far. words: of each replacement, by our flag."""
+    """Replacements so far. `words` maps quire's flag to the original flag and the new words."""
 
     words: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def add(self, flag: str, words: tuple[str, ...]) -> None:
-        """Note a replacement. Raises ConfigError for one that contradicts an earlier one."""
+        """Record a replacement. Raises ConfigError if it contradicts an earlier one."""
         if not words:
             return
         earlier, before = self.words.setdefault(words[0], (flag, words))
@@ -29,10 +29,10 @@ class _Taken:
 def translate(
     words: Sequence[str], known: Collection[str], command: str
 ) -> tuple[list[str], list[str]]:
-    """Return the words of a command line with quire's flags, and notes on flags that are ignored.
+    """Return the words of a command line with quire's flags, and notes on ignored flags.
 
-    known: the flags of the command. command: what errors call it. Raises ConfigError for a flag
-    that has no counterpart, with the advice of the table.
+    known: flags of the command. command: its name in errors. Raises ConfigError with the table's
+    advice for a flag without counterpart.
     """
     taken, found = _Taken(), list[str]()
     rest = iter(words)
@@ -52,8 +52,7 @@ def translate(
 def _replaced(
     each: Spellings, flag: str, given: str | None, rest: Iterator[str], taken: _Taken
 ) -> tuple[str, ...]:
-    """Return the words that stand for a flag and its value. given: the value, if it is part of the
-    word."""
+    """Return the replacement of a flag and its value. given: the value, if part of the word."""
     meaning = each.meaning
     if not (meaning.becomes or meaning.values or meaning.ignored):
         raise ConfigError(f"{flag} is not a flag of quire: {meaning.advice}.")
@@ -76,7 +75,7 @@ def _replaced(
 
 
 def _check_known(each: Spellings, flag: str, known: Collection[str], command: str) -> None:
-    """Raise ConfigError if a command lacks the flag that another engine's stands for."""
+    """Raise ConfigError if the command lacks the replacement of a flag."""
     for ours in each.meaning.becomes[:1]:
         if ours not in known:
             raise ConfigError(f"{flag} stands for {ours}, which `{command}` does not take.")

@@ -2,8 +2,8 @@
 
 The reader emits a call only once the call is certain. By then the name is complete and the text the
 syntax demands follows, up to the start of the arguments. An emitted call cannot be taken back. If
-its arguments turn out not to be JSON, the model's text is still emitted as arguments, up to the
-closing mark or the end of the answer.
+its arguments turn out not to be JSON, the text up to the closing mark still counts as arguments.
+Without a closing mark they end with the answer.
 """
 
 import json
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[\w.\-:/]*")
 
 
 def can_read_name(name: str) -> bool:
-    """Tell whether the parser can read this tool name when it stands unquoted in the text."""
+    """Return whether the parser can read this tool name when it stands unquoted in the text."""
     return _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
 
 
@@ -46,8 +46,7 @@ class CallReader:
         """Consume the calls of one section, whose opening word `opened` is already consumed.
 
         Return False if the section holds no call; the caller then rewinds the feed. On return the
-        text after the last valid call is held.
-        """
+        text after the last valid call is held."""
         feed = self._feed
         head = syntax.begin + syntax.open
         rest = head[head.index(opened) + len(opened) :]
@@ -193,8 +192,7 @@ class _ObjectReader:
 
     names: tool names to accept; None accepts every name.
     is_open: whether the arguments have begun and not yet ended.
-    has_ended: whether the arguments have ended; the text after them is held.
-    """
+    has_ended: whether the arguments have ended; the text after them is held."""
 
     def __init__(
         self, feed: Feed, writer: Writer, body: ObjectBody, names: Collection[str] | None
@@ -258,7 +256,7 @@ class _ObjectReader:
         return is_json
 
     def _call_at_once(self) -> bool:
-        """Emit a call whose arguments were read completely before its name, or not at all."""
+        """Emit a complete call whose arguments were not streamed; return False if it is invalid."""
         arguments = _object_text(self._arguments or NONE)
         if not self._name or arguments is None:
             return False
@@ -270,7 +268,7 @@ class _ObjectReader:
 
 
 def _object_text(value: str) -> str | None:
-    """Return arguments as the text of a JSON object, or None if they are no object.
+    """Return arguments as the text of a JSON object, or None for other values.
 
     The arguments may be wrapped in a JSON string. null becomes an empty object."""
     try:

@@ -91,8 +91,7 @@ class Feed:
     def run(self, pattern: re.Pattern[str], limit: int | None = None) -> Reading[str]:
         """Consume up to `limit` characters that match the pattern, a starred character class.
 
-        Return the consumed text, or an empty string if `sink` received it.
-        """
+        Return the consumed text, or an empty string if `sink` received it."""
         pieces: list[str] = []
         size = 0
         while (yield from self.peek()):

@@ -34,11 +34,11 @@ class AnswerFormat:
     shown_special_token_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def begins_in_reasoning(self, prompt: str) -> bool:
-        """Tell whether the prompt ends with the mark that opens reasoning."""
+        """Return whether the prompt ends with the mark that opens reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open.rstrip())
 
     def has_reasoned(self, prompt: str) -> bool:
-        """Tell whether the prompt ends with the mark that closes reasoning.
+        """Return whether the prompt ends with the mark that closes reasoning.
 
         Templates write this mark when thinking is off. Always False for formats whose content has
         an opening mark of its own."""
@@ -70,8 +70,7 @@ def detect_format(
     """Return the format of a model's answers, from its chat template or from parser names.
 
     The names are vLLM's parser names, a plug-in's name, or `none` to read nothing of that kind.
-    Raises ConfigError for unknown names.
-    """
+    Raises ConfigError for unknown names."""
     template = template or ""
     tokens = () if tokenizer is None else tokenizer.added_tokens.values()
     found = AnswerFormat(
@@ -141,13 +140,12 @@ class AskedAnswer:
     def grammar(self, added_tokens: Mapping[str, int]) -> str:
         """Return the Lark grammar of the whole answer; an empty string if it is unconstrained.
 
-        added_tokens: the tokenizer's added tokens, from text to id. Raises RequestError.
-        """
+        added_tokens: the tokenizer's added tokens, from text to id. Raises RequestError."""
         if not self.is_constrained:
             return ""
         lark = Lark(added_tokens)
         reasoning = self.format.reasoning
-        rest = self._behind_reasoning(lark)
+        rest = self._after_reasoning(lark)
         budget = self.thinking_token_budget
         if budget is not None and reasoning is None:
             raise RequestError(NO_REASONING.format(budget), "thinking_token_budget")
@@ -160,7 +158,7 @@ class AskedAnswer:
         first = reasoning_rule(lark, reasoning, self.begins_in_reasoning, budget)
         return lark.text(f"{first} {rest}")
 
-    def _behind_reasoning(self, lark: Lark) -> str | None:
+    def _after_reasoning(self, lark: Lark) -> str | None:
         """Return the expression for the text after the reasoning; None if it is unconstrained."""
         content = None
         if self.content is not None:

@@ -4,7 +4,7 @@
     reasoning?  text  calls?             optional calls, some of them strict
 
 A format's words are mandatory; the white space in its marks is optional. Free text contains no
-added tokens except those of the format.
+added tokens except the format's.
 """
 
 import json
@@ -61,8 +61,7 @@ def free_rule(
     """Add rules for free text that calls may follow; return the first rule's name.
 
     In the text, an opening mark always begins calls. Formats without an opening mark, or with a
-    mark before the content, allow either text or calls.
-    """
+    mark before the content, allow either text or calls."""
     syntax = form.syntaxes[0]
     text = text_without(lark, content_marks(form, reasoning), may_be_object=not syntax.is_bare)
     content_open = reasoning.content_open if reasoning is not None else ""
@@ -93,8 +92,7 @@ def reasoning_rule(lark: Lark, form: ReasoningFormat, begun: bool, budget: int |
     """Add rules for the reasoning and the text after it; return the first rule's name.
 
     begun: the prompt opens the reasoning; otherwise the rule makes all reasoning optional.
-    budget: maximum number of tokens. If no token closes the reasoning, characters are counted.
-    """
+    budget: maximum number of tokens. If no token closes the reasoning, characters are counted."""
     if budget is not None and lark.is_token(form.close):
         body = f"{lark.tokens(at_most=budget)} {lark.literal(form.close)}"
     else:
@@ -142,10 +140,10 @@ def _body(lark: Lark, syntax: CallSyntax, tool: Tool) -> str:
 
 def _arguments(lark: Lark, tool: Tool) -> str:
     """Return the name of a rule for the arguments as a JSON object."""
-    wanted = StructuredOutputsParams(
+    constraint = StructuredOutputsParams(
         json=object_schema(tool.parameters), disable_additional_properties=True
     )
-    return content_rule(lark, wanted, strict=tool.strict, field=TOOLS_FIELD)
+    return content_rule(lark, constraint, strict=tool.strict, field=TOOLS_FIELD)
 
 
 def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _KEY = re.compile(r'[^<>"\n]*')
 
 
 def can_read_key(key: str) -> bool:
-    """Tell whether the parser can read an argument with this name."""
+    """Return whether the parser can read an argument with this name."""
     return _KEY.fullmatch(key) is not None and len(key) <= MAX_KEY and key == key.strip()
 
 
@@ -49,8 +49,7 @@ class ParametersReader:
         """Consume all arguments; `key`, the first argument's name, is already consumed.
 
         Return False if the text ends within an argument. Otherwise text after the arguments is
-        held.
-        """
+        held."""
         feed, writer = self._feed, self._writer
         before = "{"
         while key is not None:

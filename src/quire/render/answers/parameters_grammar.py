@@ -44,14 +44,14 @@ def _parameter(
     before = f"{lark.literal(body.open)} {lark.spelled(name)} {lark.literal(body.after_key)}"
     close = body.close.rstrip()
     space = body.close[len(close) :]
-    behind = f" ({lark.literal(space)})?" if space else ""
+    after = f" ({lark.literal(space)})?" if space else ""
     if is_text(schema, root):
         each = [_text(lark, close, one, field) for one in alternatives(schema, root)]
-        return f"{before} ({' | '.join(each)}){behind}"
-    wanted = StructuredOutputsParams(
+        return f"{before} ({' | '.join(each)}){after}"
+    constraint = StructuredOutputsParams(
         json=_with_definitions(schema, root), disable_additional_properties=True
     )
-    return f"{before} {content_rule(lark, wanted, field=field)} {lark.literal(close)}{behind}"
+    return f"{before} {content_rule(lark, constraint, field=field)} {lark.literal(close)}{after}"
 
 
 def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
@@ -67,9 +67,9 @@ def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
         return f"({' | '.join(map(lark.spelled, texts))}) {lark.literal(close)}"
     parts = [ANY_TEXT, "~" + regex(f"(?s:.*){re.escape(close.strip())}(?s:.*)")]
     unbounded = len(parts)
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if least or most != "":
-        parts.append(f"/(?s:.{{{least},{most}}})/")
+    min_length, max_length = schema.get("minLength", 0), schema.get("maxLength", "")
+    if min_length or max_length != "":
+        parts.append(f"/(?s:.{{{min_length},{max_length}}})/")
     if isinstance(schema.get("pattern"), str):
         parts.append(_searched(schema["pattern"]))
     # Where every character counts, so does the line break that is not the string's.

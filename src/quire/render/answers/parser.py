@@ -122,7 +122,7 @@ class _Answer:
         writer.end()
 
     def _is_at_mark(self) -> Reading[bool]:
-        """Tell whether a mark follows, after any white space."""
+        """Return whether a mark follows, after any white space."""
         self._feed.hold()
         yield from self._feed.space()
         found = False

@@ -49,7 +49,7 @@ def joined(parts: list[Part]) -> list[Part]:
             continue
         if not part.text:
             continue
-        if not (texts and _goes_on(found[-1], part)):
+        if not (texts and _continues(found[-1], part)):
             _close(found, texts)
             found.append(part)
         texts.append(part.text)
@@ -57,7 +57,7 @@ def joined(parts: list[Part]) -> list[Part]:
     return found
 
 
-def _goes_on(last: Part, part: Part) -> bool:
+def _continues(last: Part, part: Part) -> bool:
     if isinstance(last, CallArguments) and isinstance(part, CallArguments):
         return last.index == part.index
     return type(last) is type(part)

@@ -19,7 +19,7 @@ def property_schema(parameters: Mapping[str, Any] | None, name: str) -> object:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema, or the schema that its `$ref` points to; {} if that is no object."""
+    """Return the schema, or the schema that its `$ref` points to; {} without an object."""
     for _ in range(MAX_REFERENCES):
         if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
             break
@@ -28,7 +28,7 @@ def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """Tell whether the schema allows only strings."""
+    """Return whether the schema allows only strings."""
     types = types_of(schema, root)
     return types is not None and types == frozenset(("string",))
 
@@ -91,8 +91,7 @@ def type_of(value: object) -> str:
 def typed(text: str, types: frozenset[str] | None) -> str:
     """Return an unquoted value as JSON text of one of the allowed types.
 
-    A value of no allowed type becomes a JSON string, so that no text is lost.
-    """
+    A value of no allowed type becomes a JSON string, so that no text is lost."""
     solid = text.strip()
     word = solid.lower()
     if types is not None:

@@ -37,8 +37,7 @@ class NamedBody:
 class ParametersBody:
     """A call is an unquoted name, followed by each argument between marks.
 
-    Arguments of type string are unquoted; other arguments are JSON.
-    """
+    Arguments of type string are unquoted; other arguments are JSON."""
 
     after_name: str
     open: str
@@ -50,8 +49,7 @@ class ParametersBody:
 class CodeBody:
     """A call is code up to the end of the answer. Grammars do not write such calls.
 
-    The code becomes the first parameter of the first of these tools that the request has.
-    """
+    The code becomes the first parameter of the first of these tools that the request has."""
 
     tools: tuple[str, ...]
 
@@ -63,8 +61,7 @@ Body = ObjectBody | NamedBody | ParametersBody | CodeBody
 class CallSyntax:
     """The calls of an answer: begin open BODY close (between open BODY close)* end.
 
-    Without `begin` and `open` the answer must begin with a call of a known tool.
-    """
+    Without `begin` and `open` the answer must begin with a call of a known tool."""
 
     body: Body
     begin: str = ""

@@ -1,7 +1,7 @@
-"""The formats there are. A row is all that a model's way of writing calls or reasoning needs.
+"""The table of formats. Each row describes how one family of models writes calls or reasoning.
 
-Detection takes the first row whose marks are in the chat template: special cases stand before what
-they are cases of.
+Detection takes the first row whose marks are in the chat template, so special cases precede the
+general format.
 """
 
 from quire.render.answers.syntax import (
@@ -16,7 +16,7 @@ from quire.render.answers.syntax import (
 
 OBJECT = ObjectBody()
 
-# {"name": "f", "arguments": {...}} between tags, one by one
+# {"name": "f", "arguments": {...}}, each between tags
 HERMES = CallFormat(
     ("hermes", "qwen", "granite4", "ernie45"),
     (("<tool_call>",),),
@@ -171,7 +171,7 @@ HARMONY = CallFormat(
                 open=f"{begin}to=functions.",
                 close="<|call|>",
             )
-            for begin in ("<|start|>assistant ", "")  # it may stand in the prompt
+            for begin in ("<|start|>assistant ", "")  # the prompt may already contain it
             for end in _HARMONY_ENDS
         ),
     ),

@@ -21,8 +21,7 @@ class Writer:
     White space before content is dropped if reasoning or a call precedes the content. White space
     after content is dropped if the answer has a call. An answer of content only stays unchanged.
 
-    id_chars: length of a call's id in letters and digits; 0 for any unique id.
-    """
+    id_chars: length of a call's id in letters and digits; 0 for any unique id."""
 
     def __init__(self, id_chars: int = 0) -> None:
         self.num_calls = 0

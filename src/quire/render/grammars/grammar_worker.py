@@ -18,8 +18,8 @@ from quire.render.grammars.lark import GBNF
 from quire.render.jobs.job_worker import serve_jobs
 
 MAX_MESSAGE = 300
-LEAST_IDS = 1 << 10
-MOST_IDS = 1 << 21  # far beyond any vocabulary
+MIN_IDS = 1 << 10
+MAX_IDS = 1 << 21  # far beyond any vocabulary
 NUM_BYTES = 256
 
 
@@ -101,10 +101,10 @@ def _without_long_escapes(text: str) -> str:
 def _num_ids(grammar: str) -> int:
     """Return the size of a vocabulary, a power of 2, that contains every id the grammar names."""
     named = re.findall(r"<\[([\d^,\s-]+)\]>", grammar)
-    most = max((int(one[:9]) for part in named for one in re.findall(r"\d+", part)), default=0)
-    if most >= MOST_IDS:
-        raise RequestError(f"there is no token {most}")
-    return max(LEAST_IDS, 1 << (most + 1).bit_length())
+    largest = max((int(one[:9]) for part in named for one in re.findall(r"\d+", part)), default=0)
+    if largest >= MAX_IDS:
+        raise RequestError(f"there is no token {largest}")
+    return max(MIN_IDS, 1 << (largest + 1).bit_length())
 
 
 @lru_cache(maxsize=4)

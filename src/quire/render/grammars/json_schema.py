@@ -45,8 +45,7 @@ def prepared(
     strict: whether an unsupported keyword is an error.
     whitespace: regular expression for white space between tokens; None allows no white space.
     closed: whether objects may have only the properties that the schema names.
-    Raises RequestError if the schema is invalid or too large.
-    """
+    Raises RequestError if the schema is invalid or too large."""
     found = _parsed(schema, field)
     check_size(found, field)
     if closed:
@@ -129,12 +128,11 @@ def _close(schema: Schema) -> None:
 
 
 def _with_inner_bounds(schema: Schema) -> Schema:
-    """Work around a bug of llguidance 1.9: for 3 < x < 3.75 it accepts 3.
+    """Replace bounds that llguidance 1.9 gets wrong: for 3 < x < 3.75 it accepts 3.
 
     The bug concerns a whole exclusive bound with an opposite bound less than 1 away. Such a bound
     moves inwards by STEP and becomes inclusive, so values within STEP of it are lost. The function
-    compares bounds of the whole document, because `allOf` and `$ref` can combine them.
-    """
+    compares bounds of the whole document, because `allOf` and `$ref` can combine them."""
     bounds: dict[str, set[float]] = {name: set() for pair in _BOUNDS for name in pair}
 
     def collect(one: Schema) -> None:

@@ -26,8 +26,7 @@ MAX_CHARS = 1 << 20  # length of a whole grammar
 _UNSAFE = re.compile(r"\\.|/|\n|\\\Z", re.DOTALL)
 ANY_TEXT = "/(?s:.*)/"  # matches no added token
 OPTIONS = "x-guidance"  # key of llguidance's options within a schema
-# White space between JSON tokens: one line break and at most 16 characters of indentation. A model
-# that may repeat white space for ever sometimes does.
+# White space allowed between JSON tokens. A model that may repeat it for ever sometimes does.
 WHITESPACE = r"(\r?\n)?[ \t]{0,16}"
 _DECODER = json.JSONDecoder()
 GBNF = "gbnf_grammar"  # key of a nested grammar that `grammar_worker.py` must convert to Lark
@@ -47,8 +46,7 @@ class Lark:
     """Collects rules and terminals. Raises RequestError beyond MAX_CHARS characters.
 
     added_tokens: from text to token id, for tokens that the tokenizer never produces from ordinary
-    text, special or not.
-    """
+    text, special or not."""
 
     def __init__(self, added_tokens: Mapping[str, int] | None = None) -> None:
         self._ids = dict(added_tokens or {})
@@ -105,8 +103,7 @@ class Lark:
         """Return the expression for any number of tokens.
 
         but: added tokens to exclude; None excludes all added tokens.
-        at_most: maximum number of tokens; None for no limit.
-        """
+        at_most: maximum number of tokens; None for no limit."""
         if at_most == 0:
             return '""'
         names = self._ids if but is None else [name for name in but if name in self._ids]
@@ -124,7 +121,7 @@ class Lark:
         return f"@{name}"
 
     def is_token(self, text: str) -> bool:
-        """Tell whether this text is one added token."""
+        """Return whether this text is one added token."""
         return text in self._ids
 
     def text(self, start: str) -> str:
@@ -200,7 +197,7 @@ def _whitespace_of(text: str, begin: int) -> str | None:
 
 
 def is_gbnf(text: str) -> bool:
-    """Tell whether a grammar is in llama.cpp's notation (GBNF) instead of Lark's."""
+    """Return whether a grammar is in llama.cpp's notation (GBNF) instead of Lark's."""
     return "::=" in text and not re.search(r"(?m)^[^\S\n]*(%llguidance\b|[?!]?start\s*:[^:])", text)
 
 

@@ -60,8 +60,7 @@ class _Formats:
         return RequestError(f"{self._field}: {what} {rule}.", self._field)
 
     def get(self, node: Node, name: str, kind: type, where: str, default: Any = None) -> Any:
-        """Return a field after a check of its type. Raises RequestError if a mandatory field (one
-        without default) is missing."""
+        """Return a field, checked for its type. A field without a default must be there."""
         value = node.get(name)
         if value is None and default is not None:
             return default
@@ -202,11 +201,11 @@ class _Formats:
         return elements
 
     def _times(self, node: Node) -> str:
-        least = self.get(node, "min", int, "repeat")
-        most = self.get(node, "max", int, "repeat")
-        if not 0 <= least <= MAX_TIMES or not (most == -1 or least <= most <= MAX_TIMES):
+        minimum = self.get(node, "min", int, "repeat")
+        maximum = self.get(node, "max", int, "repeat")
+        if not 0 <= minimum <= MAX_TIMES or not (maximum == -1 or minimum <= maximum <= MAX_TIMES):
             raise self.wrong("repeat", f"needs 0 <= min <= max <= {MAX_TIMES}, or max -1")
-        return f"{{{least},{'' if most == -1 else most}}}"
+        return f"{{{minimum},{'' if maximum == -1 else maximum}}}"
 
     def _begin(self, tag: Any) -> str:
         if not isinstance(tag, dict):

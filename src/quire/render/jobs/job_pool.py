@@ -56,7 +56,7 @@ class JobPool:
         heavy: whether the job must leave a process to normal jobs.
         Raises RequestError if the job is invalid or takes too much. Raises EngineBusy if too many
         jobs wait, or if the machine gives the process too little time."""
-        place = self._ask(heavy)
+        place = self._join_queue(heavy)
         if not place.done():
             self._grow_after(place)
         process = _living(self._given(place))
@@ -76,7 +76,7 @@ class JobPool:
 
     async def run_bytes_async(self, data: bytes, heavy: bool = False) -> bytes:
         """Do the same as `run_bytes` without blocking the event loop."""
-        place = self._ask(heavy)
+        place = self._join_queue(heavy)
         living = _living(place.result() if place.done() else await self._wait(place, heavy))
         try:
             process = living
@@ -96,7 +96,7 @@ class JobPool:
 
     # ---- assignment of processes -------------------------------------------------------------
 
-    def _ask(self, heavy: bool) -> Place:
+    def _join_queue(self, heavy: bool) -> Place:
         """Join the queue. The place resolves to a process, or to None if one must be started."""
         place = Place()
         with self._lock:
@@ -193,10 +193,9 @@ class JobPool:
         return self._refused(end.text)
 
     def _leave(self, process: JobProcess, heavy: bool) -> None:
-        """Release the process of a cancelled job.
+        """Release the process of a cancelled job. A process that is still starting stays usable.
 
-        A process that has the job is killed, because its answer would come too late. A process that
-        is still starting can take another job."""
+        A process that has the job is killed, because no one waits for its answer any more."""
         if process.is_at_rest:
             self._give_back(process, heavy)
         else:

@@ -33,8 +33,7 @@ class JobKind:
     """One kind of worker: its program, its limits, and the words of its error messages.
 
     `cpu_s` and `memory_bytes` limit a job. The other limits are wall time. They guard against a
-    machine that gives the process no processor time, and exceeding them is not the job's fault.
-    """
+    machine that gives the process no processor time, and exceeding them is not the job's fault."""
 
     module: str  # the worker's program
     cpu_s: float
@@ -60,8 +59,7 @@ class JobProcess:
     """One worker process, for one job at a time.
 
     The process starts in the background. The first job waits until the process is ready; only then
-    does the job's time limit begin.
-    """
+    does the job's time limit begin."""
 
     def __init__(self, kind: JobKind) -> None:
         ours, theirs = socket.socketpair()
@@ -110,10 +108,10 @@ class JobProcess:
         self._socket.settimeout(self._kind.answer_s)
         self._socket.sendall(LENGTH.pack(len(job)) + job)
         reading = _answer()
-        wanted = next(reading)
+        limit = next(reading)
         while True:
             try:
-                wanted = reading.send(self._socket.recv(min(wanted, READ_BYTES)))
+                limit = reading.send(self._socket.recv(min(limit, READ_BYTES)))
             except StopIteration as done:
                 found: tuple[bytes, bytes] = done.value
                 self.is_at_rest = True
@@ -130,11 +128,11 @@ class JobProcess:
         try:
             await loop.sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
             reading = _answer()
-            wanted = next(reading)
+            limit = next(reading)
             while True:
                 try:
-                    data = await loop.sock_recv(self._socket, min(wanted, READ_BYTES))
-                    wanted = reading.send(data)
+                    data = await loop.sock_recv(self._socket, min(limit, READ_BYTES))
+                    limit = reading.send(data)
                 except StopIteration as done:
                     found: tuple[bytes, bytes] = done.value
                     self.is_at_rest = True

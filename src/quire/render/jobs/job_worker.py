@@ -79,8 +79,8 @@ def _limit_memory(num_bytes: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:  # not on Linux
         pages = 0
-    most = pages * resource.getpagesize() + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:

@@ -1,8 +1,8 @@
 """Decode an image file into upright RGB pixels.
 
 Input: the bytes of a file from a client. Output: a uint8 array [H, W, 3]. The caller runs this in a
-process whose CPU time and memory are bounded (`media_worker.py`); this module adds the bounds that
-are cheaper to check first: the file's size, its format, and the number of pixels in its header.
+process with limits on CPU time and memory (`media_worker.py`). This module first checks cheaper
+limits: the file's size, its format, and the number of pixels in its header.
 
 EXIF rotation is applied and transparency is composited onto white. Pillow's own rules convert
 everything else, 16-bit values included, as in transformers' PIL processors.

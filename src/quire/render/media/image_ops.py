@@ -1,8 +1,8 @@
 """Operations on pixels [H, W, C] in uint8, and the table that turns uint8 into model input.
 
 Resizing is Pillow's. Rescaling and normalising map each of the 256 values of a channel to one
-float32, so they are a table [C, 256]: pixels stay uint8 until the vision tower looks them up. The
-table holds the bits that transformers' PIL processors compute.
+float32. So they are a table [C, 256], and pixels stay uint8 until the vision tower looks them up.
+The table's values equal transformers' PIL processors bit for bit.
 """
 
 import numpy as np
@@ -35,11 +35,11 @@ def center_crop(image: Pixels, height: int, width: int) -> Pixels:
     return cropped
 
 
-def _crop_range(size: int, wanted: int) -> tuple[slice, slice]:
+def _crop_range(size: int, length: int) -> tuple[slice, slice]:
     """Return the range of the image to keep, and its range in the crop."""
-    start = (size - wanted) // 2
+    start = (size - length) // 2
     if start >= 0:
-        return slice(start, start + wanted), slice(0, wanted)
+        return slice(start, start + length), slice(0, length)
     return slice(0, size), slice(-start, size - start)
 
 

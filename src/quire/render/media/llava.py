@@ -146,11 +146,11 @@ def unpadded(height: int, width: int, rows: int, columns: int) -> tuple[int, int
     return rows, columns - (columns - covered) // 2 * 2
 
 
-def _scaled_into(height: int, width: int, most_height: int, most_width: int) -> tuple[int, int]:
-    by_width, by_height = most_width / width, most_height / height
+def _scaled_into(height: int, width: int, max_height: int, max_width: int) -> tuple[int, int]:
+    by_width, by_height = max_width / width, max_height / height
     if by_width < by_height:
-        return min(math.ceil(height * by_width), most_height), most_width
-    return most_height, min(math.ceil(width * by_height), most_width)
+        return min(math.ceil(height * by_width), max_height), max_width
+    return max_height, min(math.ceil(width * by_height), max_width)
 
 
 def _tiles(image: Pixels, size: int) -> list[Pixels]:

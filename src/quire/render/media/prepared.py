@@ -1,4 +1,4 @@
-"""Images and videos that are ready for a prompt, and a cache of the last ones."""
+"""Preprocessed images and videos, and a cache of recently used images."""
 
 import hashlib
 import json
@@ -20,17 +20,13 @@ MAX_CACHE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PreparedMedia:
-    """One image or video after preprocessing.
-
-    items: one for each run of placeholder tokens, in the order of the prompt, with `start` 0. Most
-    media have one item. An image of Gemma 3 has one for each crop, a video of Qwen3-VL one for each
-    entry of the grid's first dimension. seconds: for each of these the time in the video; empty
-    unless the prompt names it.
-    """
+    """One image or video after preprocessing."""
 
     kind: str
+    # One for each run of placeholder tokens, in the prompt's order, with start 0. Usually one item.
+    # Gemma 3 has one for each crop of an image; Qwen3-VL one for each time step of a video's grid.
     items: tuple[MediaItem, ...]
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()  # each item's time in the video, if the prompt contains it
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +46,7 @@ def media_item(
     seconds_per_grid: float = 0.0,
     is_whole: bool = False,
 ) -> MediaItem:
-    """Return the item of a preprocessed image. Its digest covers everything but its place.
+    """Return the item of a preprocessed image. Its digest covers all of it except its start.
 
     family: the model's `model_type`, because families read the same pixels differently.
     """
@@ -76,9 +72,9 @@ def media_item(
 
 
 class MediaCache:
-    """Prepared images by the SHA-256 of their files; the least recently used leave first.
+    """Cache of prepared images by the SHA-256 of their files. All methods are thread-safe.
 
-    max_bytes: of pixels and tables together. May be used from any thread.
+    max_bytes: limit for all pixels and tables; the least recently used image is evicted first.
     """
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
@@ -89,11 +85,11 @@ class MediaCache:
 
     @staticmethod
     def key(data: bytes) -> bytes:
-        """Return the name of a file in the cache."""
+        """Return the cache key of a file."""
         return hashlib.sha256(data).digest()
 
     def get(self, key: bytes) -> PreparedMedia | None:
-        """Return the image of a file, which becomes the most recently used one."""
+        """Return the image of a file and mark it as most recently used; None if it is absent."""
         with self._lock:
             found = self._found.get(key)
             if found is not None:

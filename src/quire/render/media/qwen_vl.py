@@ -96,16 +96,17 @@ class QwenImages(SettledImages):
                 f" {MAX_ASPECT_RATIO} times its shorter side. Crop it."
             )
         unit = self.patch_size * self.merge_size
-        least, most = self.settings.size["shortest_edge"], self.settings.size["longest_edge"]
+        size = self.settings.size
+        min_pixels, max_pixels = size["shortest_edge"], size["longest_edge"]
         rounded = round(height / unit) * unit, round(width / unit) * unit
         total = round(num_frames / depth) * depth * rounded[0] * rounded[1]
-        if total > most:
-            shrink = math.sqrt(num_frames * height * width / most)
+        if total > max_pixels:
+            shrink = math.sqrt(num_frames * height * width / max_pixels)
             return (
                 max(unit, math.floor(height / shrink / unit) * unit),
                 max(unit, math.floor(width / shrink / unit) * unit),
             )
-        if total < least:
-            grow = math.sqrt(least / (num_frames * height * width))
+        if total < min_pixels:
+            grow = math.sqrt(min_pixels / (num_frames * height * width))
             return math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
         return rounded

@@ -1,12 +1,12 @@
-"""Messages of a conversation: checked, and brought into the form that a chat template takes.
+"""Check the messages of a conversation and convert them to the form that a chat template takes.
 
-A message is {"role": ..., "content": text or list of parts, ...}; a part is a text or
-{"type": "text", "text": ...}, or it stands for an image or a video ({"type": "image"}). Further
-fields (name, tool_calls, tool_call_id, reasoning_content and what a model's template knows) are
-handed on as plain data, unless they are null. The caller's objects are not changed.
+A message is {"role": ..., "content": text or list of parts, ...}. A part is a text,
+{"type": "text", "text": ...}, or an image or a video ({"type": "image"}). Other fields (name,
+tool_calls, tool_call_id, reasoning_content and fields of the template's own) are passed on as plain
+data, unless they are null. The caller's objects are not changed.
 
-Arguments of past calls are JSON objects or text. Clients send back what a model wrote, so they may
-be cut off, or be no JSON at all. Neither is an error: such a conversation can continue.
+Arguments of past calls are JSON objects or text. Clients send back the model's text, so it may be
+truncated or invalid JSON. Neither is an error: such a conversation can continue.
 """
 
 import json
@@ -17,25 +17,26 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.render.templates.template_forms import TemplateForms
 
-INVALID = "INVALID_JSON"  # the only name in the arguments of a call that has no JSON object
+INVALID = "INVALID_JSON"  # key for arguments that contain no JSON object
 _CLOSING = {"{": "}", "[": "]"}
-# Of JSON: a string, with its end if it has one, or what structures objects and lists.
+# A string of JSON, with its end if it has one, or a bracket or comma.
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\],]', re.DOTALL)
-# What may follow the last whole value of a text that is cut off: a name, or a word or a number.
+# Text that may follow the last whole value of truncated JSON: a name, or part of a word or number.
 _CUT_OFF = re.compile(
     r'\s*,?\s*(?:"[^"\\]*(?:\\.[^"\\]*)*(?:"\s*(?::\s*)?)?)?'
     r"(?:tr?u?|fa?l?s?|nu?l?|[-+.eE0-9]+)?",
     re.DOTALL,
 )
-# An escape that is cut off, or the first half of two that belong together; with it what is before.
+# A truncated escape, or the first half of a surrogate pair, and the backslashes before it.
 _HALF_ESCAPE = re.compile(
     r"(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\u[0-9a-fA-F]{0,3})?$"
 )
 
 
 def arguments_object(given: object) -> dict[str, Any]:
-    """Return arguments as an object. Of a text that is cut off, return what is there of it; what is
-    no object stands under the name INVALID."""
+    """Return arguments as an object.
+
+    Truncated JSON yields its complete members. Text without an object is stored under INVALID."""
     if isinstance(given, dict):
         return given
     text = arguments_text(given)
@@ -49,17 +50,18 @@ def arguments_object(given: object) -> dict[str, Any]:
 
 
 def arguments_text(given: object) -> str:
-    """Return arguments as text, unchanged if they are one. No arguments are an empty object."""
+    """Return arguments as text. Text stays unchanged; empty arguments become an empty object."""
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     return "{}" if text.strip() in ("", "null") else text
 
 
 def _ended(text: str) -> list[str]:
-    """Return a JSON text that is cut off with an end, in two ways: behind all of it, which is JSON
-    unless a name or a word is cut off, and behind its last whole value. Return none of a text that
-    is not cut off."""
-    open_: list[str] = []  # what closes the objects and lists around here
-    whole = 0  # where the last whole value ends
+    """Close the open strings and brackets of truncated JSON, in up to two ways.
+
+    The first candidate keeps all text; it is invalid if the text ends within a name or a word. The
+    second ends after the last whole value. Return no candidates if the text is not truncated."""
+    open_: list[str] = []  # closing brackets of the objects and lists that are open
+    whole = 0  # end of the last whole value
     last = ""
     for token in _TOKEN.finditer(text):
         word = token[0]
@@ -83,7 +85,7 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 IMAGE_PARTS = ("image_url", "input_image")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MAX_DEPTH = 64
-MEDIA_PARTS = ({"type": "image"}, {"type": "video"})  # as transformers' templates take them
+MEDIA_PARTS = ({"type": "image"}, {"type": "video"})  # as transformers' templates expect them
 Message = dict[str, Any]
 Media = dict[str, str]
 
@@ -91,9 +93,9 @@ Media = dict[str, str]
 def prepare_messages(
     messages: object, forms: TemplateForms, content_format: str = "auto"
 ) -> list[Message]:
-    """Return checked copies of the messages. Raises RequestError that names the message at fault.
+    """Return checked copies of the messages. Raises RequestError that names the invalid message.
 
-    forms: what the template takes. content_format: see `ChatOptions`.
+    forms: the forms that the template takes. content_format: see `ChatOptions`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise RequestError("a conversation must be a non-empty list of messages.")
@@ -107,13 +109,13 @@ def prepare_messages(
 
 
 def check_messages(messages: Sequence[object]) -> None:
-    """Raise RequestError that names the message at fault, before other messages join them."""
+    """Raise RequestError that names the first invalid message."""
     for index, message in enumerate(messages):
         _checked(message, index)
 
 
 def prepare_tools(tools: object) -> list[Message] | None:
-    """Checked copies of tool descriptions ({"type": "function", "function": {...}}), or None."""
+    """Return checked copies of tools ({"type": "function", "function": {...}}); None if empty."""
     if tools is None or tools == []:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
@@ -127,8 +129,8 @@ def prepare_tools(tools: object) -> list[Message] | None:
 
 
 def described_function(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return what a tool's description says of its function. Raise RequestError that names `where`
-    if this has no name."""
+    """Return the function of a tool's description. Raises RequestError with the name `where` if the
+    function has no name."""
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
@@ -138,14 +140,14 @@ def described_function(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]
 
 
 def plain_data(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a copy made of JSON's types only, so that a template can reach nothing else."""
+    """Return a copy in JSON's types only, so that a template can reach no other objects."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{where} is nested more than {MAX_DEPTH} levels deep.", where)
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain_data(item, where, depth + 1) for key, item in value.items()}
-    if isinstance(value, str):  # a subclass, such as an enum's member; also below
+    if isinstance(value, str):  # a subclass, such as a member of an enum; likewise below
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
@@ -160,12 +162,12 @@ def plain_data(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _wrong(index: int, rule: str) -> RequestError:
-    """Refuse a message that is none."""
+    """Return the error for an invalid message, with the message as the error's field."""
     return RequestError(f"messages[{index}] {rule}.", f"messages[{index}]")
 
 
 def _wrong_part(index: int, rule: str) -> RequestError:
-    """Refuse something in a message; the field is all of them."""
+    """Return the error for an invalid part of a message, without a field."""
     return RequestError(f"messages[{index}] {rule}.")
 
 
@@ -184,7 +186,7 @@ def _checked(message: object, index: int) -> Message:
 
 
 def _texts(message: Message, index: int) -> str | list[str | Media]:
-    """Return a message's content; that of calls alone is an empty text."""
+    """Return a message's content; an empty text for an assistant's message without content."""
     content = message.get("content")
     if content is None and message["role"] != "assistant":
         raise _wrong(index, f"needs a content, which only an assistant's message ({message['role']}"
@@ -200,9 +202,10 @@ def _texts(message: Message, index: int) -> str | list[str | Media]:
 
 
 def _with_known_roles(messages: list[Message], forms: TemplateForms) -> list[Message]:
-    """Return the messages in which developers speak as the system, unless the template knows them.
-    A developer message next to a system message becomes a part of it: many templates take only one
-    of the two."""
+    """Replace the role `developer` by `system`, unless the template knows the former.
+
+    A developer message next to a system message is merged with it, because many templates take only
+    one of the two."""
     found: list[Message] = []
     for message in messages:
         roles = {message["role"], found[-1]["role"]} if found else set()
@@ -231,7 +234,7 @@ def _joined(content: str | list[str | Media]) -> str:
 
 
 def _set_content(message: Message, forms: TemplateForms, content_format: str) -> None:
-    """Set parts or a text, as the template takes it."""
+    """Set a message's content to parts or a text, whichever the template takes."""
     role, content = message["role"], message["content"]
     if not content and "tool_calls" in message:
         message["content"] = forms.call_content
@@ -277,10 +280,10 @@ def _check_tool_calls(message: Message, index: int) -> None:
 
 
 def _set_tool_calls(message: Message, forms: TemplateForms) -> None:
-    """Set the arguments of calls: templates want an object or text, clients send JSON text."""
+    """Convert the arguments of calls to an object or to JSON text, as the template takes them."""
     calls = message.get("tool_calls")
     if not calls:
-        message.pop("tool_calls", None)  # templates ask only whether there are any
+        message.pop("tool_calls", None)  # templates test only whether the field exists
         return
     formed = arguments_text if forms.wants_argument_text else arguments_object
     for call in calls:
@@ -289,7 +292,7 @@ def _set_tool_calls(message: Message, forms: TemplateForms) -> None:
 
 
 def _set_reasoning(message: Message) -> None:
-    """Reasoning goes by three names; templates read one or another of them."""
+    """Copy the reasoning to the fields that templates read; clients use three names for it."""
     given = next((message[key] for key in REASONING if message.get(key) is not None), None)
     if given is not None:
         message["reasoning_content"] = given

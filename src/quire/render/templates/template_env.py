@@ -1,7 +1,7 @@
-"""The jinja2 environment of chat templates: sandboxed, with the names that models' templates use.
+"""The jinja2 environment of chat templates: sandboxed, with the functions that templates call.
 
-A template comes with a model's files or with a request, so it is foreign code: it sees plain data
-only and cannot change it. It can still burn time and memory: `job_worker.py` bounds these.
+A template comes from a model's files or from a request, so it is untrusted code. It sees only plain
+data and cannot change the data. `job_worker.py` limits its time and memory.
 """
 
 import json
@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the model's words for training: no effect."""
+    """Ignore `{% generation %}...{% endgeneration %}`, which matters only for training."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's interface)
 
@@ -29,8 +29,7 @@ class GenerationTag(Extension):
 def template_environment(
     now: Callable[[], datetime] = datetime.now,
 ) -> ImmutableSandboxedEnvironment:
-    """Return the environment that Hugging Face templates are written for. now: the date they may
-    show."""
+    """Return the environment that Hugging Face templates expect. now: clock for their dates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, LoopControlExtension]
     )
@@ -47,7 +46,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where jinja2's own filter would escape it for HTML."""
+    """Return JSON without the escapes for HTML that jinja2's own filter adds."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

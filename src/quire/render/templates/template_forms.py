@@ -1,12 +1,12 @@
-"""Which forms of a message a chat template takes, found by rendering short conversations.
+"""Find out which forms of a message a chat template takes, by rendering short conversations.
 
-    content      a text, or a list of parts, or of one     {"type": "text", "text": ...}
+    content      a text, a list of parts, or a list of one part   {"type": "text", "text": ...}
     arguments    of calls: an object, or its JSON text
-    developer    a role of its own, or the system's
+    developer    a role of its own, or the role `system`
 
-A form is taken if what was said stands in the template's output, and does not stand there as Python
-or JSON writes a list or an object. Each question is asked once, when a conversation needs the
-answer: a template is foreign code that may be slow.
+The template takes a form if its output contains the text. The text must not be within a list or an
+object as Python or JSON writes it. Each test runs once, when a conversation needs its result,
+because a template is untrusted code that may be slow.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ CONTENTS: dict[str, object] = {
     PART: [_part(f"{ONE} {TWO}")],
     PARTS: [_part(ONE), _part(TWO)],
 }
-# How Python and JSON write a part, and how Python writes an object.
+# A part as Python and JSON write it, and an object's value as Python writes it.
 LISTED = tuple(f"{quote}text{quote}: {quote}{ONE}" for quote in "'\"")
 AS_PYTHON = f"'{ONE}'"
 CALL_FORMS: tuple[tuple[object, str | None], ...] = (
@@ -62,8 +62,11 @@ CALL_FORMS: tuple[tuple[object, str | None], ...] = (
 
 
 class TemplateForms:
-    """What one template takes. tree: its syntax. render: runs it on messages and tools; raises
-    RequestError."""
+    """The forms of messages that one template takes.
+
+    tree: the template's syntax tree.
+    render: renders messages and tools; raises RequestError.
+    """
 
     def __init__(self, tree: "nodes.Template", render: Render) -> None:
         self._tree = tree
@@ -72,31 +75,32 @@ class TemplateForms:
         self._later: dict[str, bool] = {}
 
     def takes_parts(self, role: str) -> bool:
-        """Return whether a message's content may be a list of any number of parts."""
+        """Return whether a message's content may be a list of parts."""
         return self._takes(role, PARTS)
 
     def wants_part(self, role: str) -> bool:
-        """Return whether a text must be the one part of a list."""
+        """Return whether a text must be wrapped in a list of one part."""
         return not self._takes(role, TEXT) and self._takes(role, PART)
 
     @property
     def wants_argument_text(self) -> bool:
-        """Whether the arguments of calls are to be JSON text, and not an object."""
+        """Whether the arguments of calls must be JSON text instead of an object."""
         return isinstance(self._call_form[0], str)
 
     @property
     def call_content(self) -> str | None:
-        """The content of a message that has calls and says nothing: an empty text or None."""
+        """The content of a message that has only calls: an empty text or None."""
         return self._call_form[1]
 
     def developer_role(self, is_first: bool) -> str:
-        """Return the role of a developer's message: `developer`, if the template names it and
-        writes what the message says, otherwise `system`. In the middle of a conversation a template
-        may drop one of the two; the other one counts then. is_first: it begins the conversation."""
+        """Return the role for a developer's message: `developer` or `system`.
+
+        For the first message the result is `developer` if the template names and renders that role.
+        Later in a conversation a template may drop one of the roles; then the other one is used."""
         if is_first:
-            return "developer" if self._names_developer and self._says("developer") else "system"
+            return "developer" if self._names_developer and self._renders("developer") else "system"
         roles = ("developer", "system") if self._names_developer else ("system", "developer")
-        return next((role for role in roles if self._says_later(role)), "system")
+        return next((role for role in roles if self._renders_later(role)), "system")
 
     @cached_property
     def _names_developer(self) -> bool:
@@ -104,11 +108,11 @@ class TemplateForms:
 
         return any(each.value == "developer" for each in self._tree.find_all(nodes.Const))
 
-    def _says(self, role: str) -> bool:
+    def _renders(self, role: str) -> bool:
         return any(self._takes(role, form) for form in CONTENTS)
 
-    def _says_later(self, role: str) -> bool:
-        """Return whether the template writes such a message behind an answer."""
+    def _renders_later(self, role: str) -> bool:
+        """Return whether the template renders a message of this role after an answer."""
         if role not in self._later:
             answer = self._user | {"role": "assistant"}
             messages = [self._user, answer, *self._conversation(role, CONTENTS[TEXT])]
@@ -117,7 +121,7 @@ class TemplateForms:
 
     @cached_property
     def _call_form(self) -> tuple[object, str | None]:
-        """Return the first form of arguments and content in which a call is written."""
+        """Return the first form of arguments and content with which the template renders a call."""
         for form in CALL_FORMS:
             conversation = [self._user, _calling(*form), RESULT]
             for messages in (conversation, conversation[:2]):
@@ -126,29 +130,29 @@ class TemplateForms:
         return CALL_FORMS[0]
 
     def _takes(self, role: str, form: str) -> bool:
-        role = role if role in ROLES else "user"  # of other roles nothing is known
+        role = role if role in ROLES else "user"  # unknown roles are treated like users
         if (role, form) not in self._taken:
             messages = self._conversation(role, CONTENTS[form])
             self._taken[role, form] = self._shows(messages, ONE, TWO, but=LISTED)
         return self._taken[role, form]
 
     def _conversation(self, role: str, content: object) -> list[Json]:
-        said = {"role": role, "content": content}
+        message = {"role": role, "content": content}
         if role == "tool":
             arguments, empty = self._call_form
             none = "{}" if isinstance(arguments, str) else {}
-            return [self._user, _calling(none, empty), said | {"tool_call_id": CALL_ID, **NAME}]
+            return [self._user, _calling(none, empty), message | {"tool_call_id": CALL_ID, **NAME}]
         if role == "assistant":
-            return [self._user, said, self._user]
-        return [said] if role == "user" else [said, self._user]
+            return [self._user, message, self._user]
+        return [message] if role == "user" else [message, self._user]
 
     @cached_property
     def _user(self) -> Json:
-        """Return a message of the user in a form that the template takes."""
+        """Return a user's message in a form that the template takes."""
         return {"role": "user", "content": [_part("hi")] if self.wants_part("user") else "hi"}
 
     def _shows(self, messages: list[Json], *words: str, but: tuple[str, ...]) -> bool:
-        """Return whether a template writes all of these words, and none of the others."""
+        """Return whether the rendered text has all of `words` and none of `but`."""
         for tools in (None, [TOOL]):
             try:
                 text = self._render(messages, tools)

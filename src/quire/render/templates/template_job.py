@@ -1,7 +1,7 @@
-"""One conversation to be put through a chat template, and who does that.
+"""One conversation to render with a chat template, and the interface of renderers.
 
-`InThisProcess` does it here and now: nothing keeps a template from running for ever, or from taking
-all memory. `TemplatePool` (`template_pool.py`) does it in processes that can be ended.
+`InThisProcess` renders without limits of time and memory. `TemplatePool` (`template_pool.py`)
+renders in worker processes with limits.
 """
 
 import json
@@ -18,19 +18,16 @@ MAX_KEPT_TEMPLATES = 8
 
 @dataclass(frozen=True)
 class TemplateJob:
-    """source: the template's text. variables: what it may refer to, such as bos_token.
+    """One conversation and its template."""
 
-    is_foreign: whether the template came with the request, not from the operator.
-    """
-
-    source: str
-    variables: Mapping[str, str]
+    source: str  # the template's text
+    variables: Mapping[str, str]  # default variables, such as bos_token
     messages: object
     options: ChatOptions
-    is_foreign: bool = False
+    is_foreign: bool = False  # whether the template came with the request
 
     def pack(self) -> bytes:
-        """JSON, for `unpack` in another process. Raises RequestError for what is not plain data."""
+        """Encode as JSON for `unpack`. Raises RequestError for objects that are not plain data."""
         try:
             return _as_json(self._parts())
         except (TypeError, ValueError, RecursionError):
@@ -43,12 +40,12 @@ class TemplateJob:
         return self.source, dict(self.variables), self.messages, *shown, o.content_format, kwargs
 
     def _plain(self) -> "TemplateJob":
-        """Return the same in JSON's types: a caller in Python may use classes of his own."""
+        """Return the job in JSON's types; a Python caller may have used its own classes."""
         o, messages = self.options, self.messages
         if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
             messages = [plain_data(one, f"messages[{i}]") for i, one in enumerate(messages)]
         else:
-            messages = None  # what it is does not matter, since it is no conversation
+            messages = None  # no conversation, so its value does not matter
         options = replace(
             o,
             tools=plain_data(o.tools, "tools"),
@@ -60,31 +57,31 @@ class TemplateJob:
 
 def unpack(data: bytes) -> TemplateJob:
     parts = json.loads(data.decode("utf-8", "surrogatepass"))
-    source, variables, messages, begins, goes_on, tools, documents, form, kwargs = parts
-    options = ChatOptions(begins, goes_on, tools, documents, form, kwargs)
+    source, variables, messages, begins, continues, tools, documents, form, kwargs = parts
+    options = ChatOptions(begins, continues, tools, documents, form, kwargs)
     return TemplateJob(source, variables, messages, options)
 
 
 def _as_json(value: object) -> bytes:
-    """Encode as JSON, halves of surrogate pairs included, which may come from a client's."""
+    """Encode as JSON, and keep lone surrogates, which a client's JSON may contain."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 class TemplateRunner(Protocol):
-    """Renders conversations; raises RequestError for what a template cannot do, and EngineBusy
-    where too many wait."""
+    """Renders conversations. Raises RequestError if a template fails, and EngineBusy if too many
+    conversations wait."""
 
     def prepare(self) -> None:
-        """Begin what the first conversation would have to wait for; to be called once."""
+        """Start processes in advance. Call this at most once."""
 
     def render(self, job: TemplateJob) -> str: ...
 
     async def render_async(self, job: TemplateJob) -> str:
-        """Do the same without holding up an event loop."""
+        """Do the same as `render` without blocking the event loop."""
 
 
 class InThisProcess:
-    """Keeps the last few compiled templates. now: the clock of templates that tell the date."""
+    """Renders without limits, and caches compiled templates. now: clock for templates' dates."""
 
     def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
         self._now = now

@@ -1,6 +1,6 @@
-"""Chat templates in processes of their own, which the kernel ends when they take too much.
+"""Renders chat templates in worker processes, under limits that the kernel enforces.
 
-Long conversations, and templates that came with a request, leave a process to the others.
+Long conversations, and templates that came with a request, leave a process to other jobs.
 """
 
 from dataclasses import replace
@@ -26,12 +26,12 @@ _ahead = list[JobProcess]()
 
 
 def start_ahead() -> None:
-    """Start the first process of the next pool now, beside what is to be done before that."""
+    """Start the first process of the next pool now, while the server still loads."""
     _ahead.append(JobProcess(TEMPLATES))
 
 
 class TemplatePool:
-    """May be used from any thread and any event loop."""
+    """Renders in worker processes. All methods are thread-safe and work from any event loop."""
 
     def __init__(self, max_processes: int = MAX_PROCESSES, cpu_s: float = TEMPLATES.cpu_s) -> None:
         idle = [_ahead.pop()] if _ahead else []

@@ -1,8 +1,7 @@
-"""A process that puts conversations through chat templates: python -m
-quire.render.templates.template_worker.
+"""A process that renders chat templates: python -m quire.render.templates.template_worker.
 
-A template is foreign code. The sandbox keeps it from files and from Python's insides, not from
-looping for ever or making a text that fills the memory: `job_worker.py` does.
+A template is untrusted code. The sandbox keeps it away from files and from Python's internals.
+`job_worker.py` limits its time and memory.
 """
 
 from quire.render.jobs.job_worker import serve_jobs
@@ -10,7 +9,7 @@ from quire.render.templates.template_job import InThisProcess, unpack
 
 
 def main() -> None:
-    """Render one conversation after the other."""
+    """Render conversations one after the other until the parent closes the socket."""
     templates = InThisProcess()
     serve_jobs(
         lambda data: templates.render(unpack(data)),

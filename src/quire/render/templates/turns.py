@@ -1,11 +1,11 @@
-"""More messages of a conversation whose tokens are kept: only what is new becomes tokens.
+"""Append messages to a conversation whose tokens are retained: only new text is tokenized.
 
-    kept    ... <|im_start|>assistant\n Hello! <|im_end|>      as it was computed and sampled
-    new     \n <|im_start|>user\n And you? <|im_end|>\n <|im_start|>assistant\n
+    retained    ... <|im_start|>assistant\n Hello! <|im_end|>      as computed and sampled
+    new         \n <|im_start|>user\n And you? <|im_end|>\n <|im_start|>assistant\n
 
-What a template writes behind an answer is found by letting it write one that can be told: what
-stands behind that is new. So no turn is tokenised twice, and what the model has seen does not
-change, whatever the template would make of it later.
+The template renders the new messages after an answer that is a random mark. The text after the mark
+is new. So no turn is tokenized twice, and retained tokens stay the same even if the template would
+now render earlier turns differently.
 """
 
 import secrets
@@ -19,21 +19,23 @@ Json = Mapping[str, Any]
 
 
 def behind_an_answer(messages: Sequence[Json]) -> tuple[list[Json], str]:
-    """Return a conversation in which these messages follow an answer; and what that answer is.
+    """Return a conversation in which these messages follow an answer, and that answer's text.
 
-    Raises RequestError that names the message at fault.
+    Raises RequestError that names the invalid message.
     """
     check_messages(messages)
     mark = f"mark{secrets.token_hex(8)}"
     answer: dict[str, Any] = {"role": "assistant", "content": mark}
     if calls := [_call_of(each) for each in messages if each.get("role") == "tool"]:
-        answer["tool_calls"] = calls  # templates want to have seen them
+        answer["tool_calls"] = calls  # templates expect the calls before their results
     return [{"role": "user", "content": "?"}, answer, *messages], mark
 
 
 def text_behind(whole: str, mark: str, end: str) -> str:
-    """Return what a template has written behind that answer. end: with which the kept tokens end
-    already, if they do. Raises RequestError where it has not written the answer as it is, once."""
+    """Return the text that a template rendered after the answer `mark`.
+
+    end: text to drop from the start, because the retained tokens already end with it.
+    Raises RequestError unless the mark occurs exactly once."""
     _, found, tail = whole.partition(mark)
     if not found or mark in tail:
         raise RequestError(
@@ -45,7 +47,7 @@ def text_behind(whole: str, mark: str, end: str) -> str:
 
 
 def _call_of(message: Json) -> dict[str, Any]:
-    """Return a call to which a tool's message is the answer."""
+    """Return a call that a tool's message may answer."""
     function = {"name": str(message.get("name") or "f"), "arguments": {}}
     return {
         "id": str(message.get("tool_call_id") or "call"),

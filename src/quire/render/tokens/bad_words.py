@@ -1,4 +1,4 @@
-"""Token sequences that `bad_words` forbids, and tokens at which DRY's repetitions end."""
+"""Token sequences for `bad_words`, and the tokens that break DRY's repetitions."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return each word as it is tokenised at the start of a text and behind a space.
+    """Return the tokens of each word, at the start of a text and after a space.
 
-    Where the form with a space is a token for the space and then the word's, it is left out: it
-    cannot come without the word. (vLLM also leaves it out where the two forms differ in length, and
-    so lets a word come that is one token behind a space and several without one.)
+    The form with a space is omitted if it ends with the tokens of the form without: the shorter one
+    already forbids it. (vLLM also omits it if the forms differ in length. Then a word that is one
+    token after a space, but several without, is not forbidden.)
     """
     found: list[tuple[int, ...]] = []
     for word in words:
@@ -26,8 +26,10 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
 
 
 def breaker_ids(params: SamplingParams, tokenizer: Tokenizer) -> list[int]:
-    """Return the last token of each breaker, alone and behind a letter (as text-generation-webui
-    has it), and those that are given as tokens."""
+    """Return the tokens that break a repetition, without duplicates.
+
+    These are the breakers given as tokens, and the last token of each breaker text, alone and after
+    a letter, as in text-generation-webui."""
     breakers, found = params.dry_sequence_breakers, list(params.dry_breaker_token_ids or ())
     for text in DRY_BREAKERS if breakers is None else breakers:
         for around in (text, "a" + text):

@@ -1,17 +1,16 @@
-"""Where a long text may be cut so that the tokens of its parts are those of the whole.
+"""Cut a long text so that the tokens of its parts equal the tokens of the whole.
 
-Tokenising takes memory for each byte that is worked on at once; in parts it takes that of a part.
-A cut is not exact in general. It is between an ASCII letter and a blank that another one follows,
-for tokenizers of which that can be shown:
+Tokenizing takes memory for each byte processed at once, so parts save memory. In general a cut
+changes the tokens. Cuts are made before a blank between two ASCII letters, and only for tokenizers
+for which this provably changes nothing:
 
-    byte-level      the rule for words is a known one. No match of it holds a letter with a blank
-                    behind it, or looks beyond, so matches end at the cut, and others begin there.
-    sentencepiece   no token holds a character with a blank behind it, so merges never cross the
-                    cut. What the tokenizer puts before a text is the blank itself, or nothing
-                    before one.
+    byte-level      the pattern for words is a known one. No match contains a letter followed by a
+                    blank, and none looks beyond it. So matches end at the cut, and others begin.
+    sentencepiece   no token contains a character followed by a blank, so merges never cross the
+                    cut. The tokenizer prepends to a text the blank itself, or nothing.
 
-Added tokens must not hold such a place, or take in the blank. Composition (NFC) never reaches over
-a blank.
+No added token may contain such a place or absorb the blank. Composition (NFC) never crosses a
+blank.
 """
 
 import re
@@ -31,14 +30,16 @@ PART_CHARS = 1 << 16
 
 
 class Cuts:
-    """drops_blank: whether a part begins behind the blank, which the tokenizer puts there again."""
+    """Cuts texts of one tokenizer.
+
+    drops_blank: whether parts begin after the blank, because the tokenizer prepends one.
+    """
 
     def __init__(self, drops_blank: bool) -> None:
         self._drops_blank = drops_blank
 
     def parts(self, text: str) -> list[str]:
-        """Return the text in parts of about PART_CHARS characters, or more where it has no place to
-        be cut at."""
+        """Return the text in parts of about PART_CHARS characters; longer where no cut exists."""
         found, start = [], 0
         while len(text) - start > 2 * PART_CHARS:
             place = CUT.search(text, start + PART_CHARS)
@@ -50,7 +51,7 @@ class Cuts:
 
 
 def read_cuts(backend: "tokenizers.Tokenizer") -> Cuts | None:
-    """Return where this tokenizer's texts may be cut; None if no place can be shown to be right."""
+    """Return the cuts of this tokenizer; None unless cuts provably keep its tokens."""
     from tokenizers import models
 
     model = backend.model
@@ -71,7 +72,7 @@ def read_cuts(backend: "tokenizers.Tokenizer") -> Cuts | None:
 
 
 def _cuts_words(words: list[dict[str, Any]]) -> bool:
-    """Return whether all rules are known ones, and one of them cuts at blanks."""
+    """Return whether all patterns are known, and one of them splits at blanks."""
     *rules, level = words
     patterns = [_pattern(rule) for rule in rules]
     is_known = all(pattern in (*KNOWN_RULES, DIGITS) for pattern in patterns)
@@ -93,7 +94,7 @@ def _sentence_piece(
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
     before = {"type": "Prepend", "prepend": SPACE_MARK}
     if normalizers == [before, spaces] and not words:
-        # A blank between a word and an added token is not one before a word.
+        # A blank between a word and an added token is not a word's prefix.
         is_apart = not any(re.search("^[A-Za-z]|[A-Za-z]$", text) for text in added)
         return Cuts(True) if is_apart else None
     if normalizers == [spaces] and not words:
@@ -105,8 +106,9 @@ def _sentence_piece(
 
 
 def _joins_words(backend: "tokenizers.Tokenizer") -> bool:
-    """Return whether a token holds a blank behind another character; a blank that is no token may
-    be taken together with what is before it."""
+    """Return whether a token contains a blank after another character.
+
+    Also return True if the blank is no token, because it may then merge with the text before it."""
     joined = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}").search
     if backend.model.token_to_id(SPACE_MARK) is None:
         return True
@@ -118,7 +120,7 @@ def _only_composes(normalizers: list[dict[str, Any]]) -> bool:
 
 
 def _spoils(token: Any) -> bool:
-    """Return whether an added token may hold a cut, or take in the blank at one."""
+    """Return whether an added token may contain a cut, or absorb the blank at a cut."""
     text: str = token.content
     ends = token.rstrip and re.search("[A-Za-z]$", text)
     begins = token.lstrip and re.match("[A-Za-z]", text)

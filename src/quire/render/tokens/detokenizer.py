@@ -1,11 +1,13 @@
-"""`IncrementalDetokenizer`: the tokens of one continuation, as they come, to the text to show.
+"""`IncrementalDetokenizer`: converts the tokens of one sequence to text, while they arrive.
 
-Token ids go through a token stream (whole characters only) and through the stop strings. The cost
+Token ids pass through a token stream (whole characters only) and through the stop strings. The cost
 is linear in the number of tokens.
 
-Invariants of stop strings: text is held back only while it may begin a stop string; text that is
-released never holds a stop string that counts; where the text is cut does not depend on the pieces.
-The stop string whose end comes first wins; of two that end together, the one named first.
+Invariants of stop strings:
+- Text is held back only while it may begin a stop string.
+- Released text contains no stop string that counts.
+- The place of the cut does not depend on the pieces in which the text arrives.
+- The stop string that ends first wins; of two with the same end, the one listed first.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """matched: the stop string that was found; nothing may be pushed after that."""
+    """Search a text for stop strings. `matched` is the one found; push nothing after a match."""
 
     __slots__ = ("_floor", "_held", "_include", "_stops", "matched")
 
@@ -24,11 +26,11 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include_in_output
         self._held = ""
-        self._floor = 0  # a stop string must end behind this place in the held text
+        self._floor = 0  # index in the held text after which a stop string must end
         self.matched: str | None = None
 
     def push(self, text: str, counts: bool = True) -> str:
-        """New text to give out. counts: whether a stop string that ends in `text` stops."""
+        """Return the text to release. counts: whether a stop string that ends in `text` stops."""
         text = self._held + text
         if counts:
             place = self._search(text)
@@ -43,12 +45,12 @@ class StopStrings:
         return text[:keep]
 
     def flush(self) -> str:
-        """Return what was held back, when nothing follows any more."""
+        """Return the held text, when no more text follows."""
         held, self._held = self._held, ""
         return held
 
     def _search(self, text: str) -> int:
-        """Return where to cut the text; -1 if no stop string ends in it."""
+        """Return the index at which to cut the text; -1 without a stop string."""
         best_end, cut = len(text) + 1, -1
         for stop in self._stops:
             at = text.find(stop, max(0, self._floor - len(stop) + 1))
@@ -59,8 +61,7 @@ class StopStrings:
         return cut
 
     def _beginning(self, text: str) -> int:
-        """Return where the longest end of the text begins that is the beginning of a stop
-        string."""
+        """Return the start of the longest end of the text that may begin a stop string."""
         keep = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
@@ -72,9 +73,10 @@ class StopStrings:
 
 
 class IncrementalDetokenizer:
-    """num_tokens: how many tokens count so far; one after a stop string does not.
+    """Detokenizes one sequence.
 
-    stop_string: the stop string that ended the text; tokens that come after it are ignored.
+    num_tokens: number of tokens so far, without tokens after a stop string.
+    stop_string: the stop string that ended the text; later tokens are ignored.
     """
 
     __slots__ = ("_min_tokens", "_stops", "num_tokens", "stream")
@@ -85,7 +87,7 @@ class IncrementalDetokenizer:
         params: SamplingParams | None = None,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """prompt_token_ids: what the text continues; leave it out to decode ids on their own."""
+        """Open the stream. The text continues `prompt_token_ids`; without them it starts a text."""
         params = params or SamplingParams()
         self.stream = open_stream(
             tokenizer,
@@ -104,7 +106,7 @@ class IncrementalDetokenizer:
         return None if self._stops is None else self._stops.matched
 
     def push(self, token_id: int, hidden: bool = False) -> str:
-        """New text to show after one more token. hidden: the token counts, but has no text."""
+        """Return the text that one more token releases. A hidden token counts, but has no text."""
         stops = self._stops
         if stops is not None and stops.matched is not None:
             return ""
@@ -115,11 +117,11 @@ class IncrementalDetokenizer:
         return stops.push(text, self.num_tokens > self._min_tokens)
 
     def update(self, token_ids: Sequence[int]) -> str:
-        """`push` several tokens."""
+        """Push several tokens and return the text that they release."""
         return "".join([self.push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return the rest, when no token follows: text held back and an unfinished character."""
+        """Return the rest when no token follows: held text and an unfinished character."""
         stops = self._stops
         if stops is None:
             return self.stream.flush()

@@ -1,8 +1,9 @@
-"""The tokenizer inside a GGUF file: vocabulary, special tokens, chat templates, ends of sequence.
+"""The tokenizer inside a GGUF file: vocabulary, special tokens, chat templates, end tokens.
 
-In: an opened file. Out: a tokenizer of the `tokenizers` library and what a model directory would
-say beside it. Two families: `gpt2` (bytes merged by a list of merges) and `llama` (SentencePiece's:
-characters merged by the score of what they give, and bytes for what is not in the vocabulary).
+Input: an opened file. Output: a tokenizer of the `tokenizers` library, and the settings that a
+model directory has in tokenizer_config.json. There are two families. `gpt2` merges bytes by a list
+of merges. `llama` (SentencePiece) merges characters by the score of the resulting token, and uses
+byte tokens for characters outside of the vocabulary.
 """
 
 import math
@@ -27,14 +28,14 @@ NAMED_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",  # spelt so
+    "sep_token": "seperator_token_id",  # spelled like this in the format
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
-LLAMA_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # where the file names none
+LLAMA_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # defaults if the file names none
 STOP_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Control tokens that end a turn; files of chat models often name only one of theirs.
-RETURN, END = "<|return|>", "<|end|>"  # END is of a turn, but of a message where there is RETURN
+# Control tokens that end a turn. Files of chat models often name only one of their end tokens.
+RETURN, END = "<|return|>", "<|end|>"  # with RETURN, END only ends a message, not a turn
 STOP_TEXTS = frozenset(
     (
         "<|im_end|>",
@@ -58,7 +59,7 @@ SAMPLING_KEYS = {
 
 
 def gguf_tokenizer(file: GGUFFile) -> tuple["tokenizers.Tokenizer", TokenizerFiles]:
-    """Build the tokenizer. Raise ModelError for a vocabulary of a kind that is not supported."""
+    """Build the tokenizer. Raises ModelError for an unsupported kind of vocabulary."""
     vocabulary = Vocabulary(file)
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     model = file.text(f"{KEY}.model", "")
@@ -77,11 +78,11 @@ def gguf_tokenizer(file: GGUFFile) -> tuple["tokenizers.Tokenizer", TokenizerFil
         raise
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{file.path} holds a tokenizer that cannot be used ({error}).") from error
-    return backend, _beside(file, vocabulary)
+    return backend, _settings(file, vocabulary)
 
 
 def gguf_generation(file: GGUFFile) -> dict[str, Any]:
-    """Return what ends a sequence and how to sample, under the names of generation_config.json."""
+    """Return end tokens and sampling defaults, under the names of generation_config.json."""
     vocabulary = Vocabulary(file)
     names = [f"{KEY}.{name}" for name in STOP_IDS]
     ids = [file.integer(name) for name in names if name in file.metadata]
@@ -95,7 +96,12 @@ def gguf_generation(file: GGUFFile) -> dict[str, Any]:
 
 
 class Vocabulary:
-    """texts: of all ids. kinds: their types. ids: of each text, without unused tokens."""
+    """The vocabulary of a GGUF file.
+
+    texts: text of each id.
+    kinds: token type of each id.
+    ids: from text to id, without unused tokens.
+    """
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -119,7 +125,7 @@ class Vocabulary:
 
     @property
     def pre_tokenizer(self) -> PreTokenizer:
-        """How the file says to cut texts into words; for byte-level vocabularies."""
+        """The rule that splits texts into words, for byte-level vocabularies."""
         name = self.file.text(f"{KEY}.pre", "default")
         if name not in PRE_TOKENIZERS:
             raise ModelError(
@@ -179,10 +185,10 @@ def _sentence_piece(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
 
 
 def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, the highest score first.
+    """List the pairs of tokens that join to a token, highest score first.
 
-    SentencePiece merges whatever neighbours give the token of the highest score; with a merge for
-    each pair of tokens that is a token, merging by rank does the same.
+    SentencePiece merges the neighbours whose joined token has the highest score. A merge for each
+    such pair, ranked by that score, gives the same result.
     """
     scores = vocabulary.file.numbers(f"{KEY}.scores")
     if len(scores) != len(vocabulary.texts):
@@ -200,7 +206,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(backend: "tokenizers.Tokenizer", vocabulary: Vocabulary) -> None:
-    """Add the tokens that are found in a text before anything is cut or merged."""
+    """Add the tokens that are matched in a text before it is split or merged."""
     from tokenizers import AddedToken
 
     def tokens(kind: int, special: bool) -> list[AddedToken]:
@@ -211,8 +217,8 @@ def _add_tokens(backend: "tokenizers.Tokenizer", vocabulary: Vocabulary) -> None
     backend.add_tokens(tokens(USER_DEFINED, False))
 
 
-def _beside(file: GGUFFile, vocabulary: Vocabulary) -> TokenizerFiles:
-    """Return what tokenizer_config.json says in a model directory."""
+def _settings(file: GGUFFile, vocabulary: Vocabulary) -> TokenizerFiles:
+    """Return the settings that a model directory has in tokenizer_config.json."""
     is_llama = file.text(f"{KEY}.model", "") == "llama"
     if is_llama:
         adds_bos = True

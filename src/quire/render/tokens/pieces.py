@@ -1,13 +1,13 @@
-"""What each token adds to a text, as tables: the way to detokenise without decoding again.
+"""Tables of the text that each token adds, for detokenizing without repeated decoding.
 
-A tokenizer's decoder is read from its JSON. For the two families that matter the text of a token
-does not depend on its neighbours, apart from the first token and from characters that are spread
-over several tokens:
+The tables follow from a tokenizer's decoder as its JSON describes it. In two families the text of a
+token does not depend on its neighbours. The exceptions are the first token and characters that span
+several tokens:
 
-    byte-level      every token is some bytes; all bytes together are UTF-8 (GPT-2, Llama 3, Qwen)
+    byte-level      each token is a string of bytes; the joined bytes are UTF-8 (GPT-2, Llama 3)
     sentencepiece   a token is text with U+2581 for a space, or one byte `<0xE4>` (Llama 2, Gemma)
 
-Any other decoder has no table (`read_pieces` gives None) and is decoded in a sliding window.
+For any other decoder `read_pieces` returns None, and a sliding window is decoded instead.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def byte_of_char() -> dict[str, int]:
 
 
 class PieceTable(dict[int, "str | bytes"]):
-    """Token id -> text, or the bytes of a token that is not whole characters. Filled on use."""
+    """Maps a token id to its text, or to bytes if these are not whole characters. Filled lazily."""
 
     def __init__(self, make: Callable[[int], "str | bytes"]) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class PieceTable(dict[int, "str | bytes"]):
 
 @dataclass(frozen=True)
 class Pieces:
-    """A table and how its pieces are joined.
+    """A table of pieces, and the rules for joining them.
 
-    byte_level: broken bytes give one U+FFFD per broken sequence; otherwise one per byte.
-    strip: how many leading spaces of the whole text are dropped.
-    first: the text of a token that begins the whole text, where that differs (Metaspace).
+    byte_level: invalid bytes give one U+FFFD per sequence if True, one per byte if False.
+    strip: number of leading spaces to drop from the whole text.
+    first: returns the text of the first token if the table's text does not apply (Metaspace).
     """
 
     table: PieceTable
@@ -55,8 +55,7 @@ class Pieces:
 
 
 def read_pieces(decoder: Any, token: TokenText) -> Pieces | None:
-    """Return the table for a decoder as tokenizer.json writes it; None if its tokens need
-    context."""
+    """Return the table for a decoder in tokenizer.json's form; None if tokens need context."""
     if not isinstance(decoder, dict):
         return None
     kind = decoder.get("type")
@@ -77,7 +76,7 @@ def _byte_level(token: TokenText) -> Pieces:
         text = token(token_id) or ""
         values = [byte_of.get(char) for char in text]
         if None in values:
-            return text  # an added token, written as itself
+            return text  # an added token, which stands for its own text
         data = bytes(value for value in values if value is not None)
         try:
             return data.decode()
@@ -101,7 +100,7 @@ def _metaspace(part: dict[str, Any], token: TokenText) -> Pieces:
 
 
 def _sentencepiece(parts: list[dict[str, Any]], token: TokenText) -> Pieces | None:
-    """Replace..., ByteFallback, Fuse, Strip: in this order, each but Fuse optional."""
+    """Return the table for Replace..., ByteFallback, Fuse, Strip: in this order, Fuse required."""
     kinds = [part.get("type") for part in parts]
     order = ["Replace", "ByteFallback", "Fuse", "Strip"]
     if "Fuse" not in kinds or any(kind not in order for kind in kinds):
@@ -129,7 +128,7 @@ def _sentencepiece(parts: list[dict[str, Any]], token: TokenText) -> Pieces | No
 
 
 def _fallback_byte(text: str) -> bytes | None:
-    """`<0xE4>` is the byte E4; an ASCII byte is a character by itself."""
+    """Return the byte of a token such as `<0xE4>`; None for any other text."""
     if len(text) != 6 or not text.startswith("<0x") or not text.endswith(">"):
         return None
     try:

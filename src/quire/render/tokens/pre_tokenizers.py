@@ -1,8 +1,8 @@
-"""How byte-level vocabularies of GGUF files cut a text into words before they merge bytes.
+"""The rules by which byte-level vocabularies of GGUF files split a text into words.
 
-A GGUF file only names the rule (tokenizer.ggml.pre), with names that llama.cpp gives; this is what
-the names mean. Where llama.cpp comes close to the model's own tokenizer.json but differs, the rule
-here is that of tokenizer.json.
+A GGUF file only names its rule (tokenizer.ggml.pre), by llama.cpp's names; this file defines the
+rules. Where llama.cpp only approximates the model's tokenizer.json, these rules follow
+tokenizer.json.
 """
 
 from dataclasses import dataclass
@@ -31,17 +31,15 @@ TEKKEN = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """patterns: each cuts what the one before it left; matches and what is between them are words.
+    """One rule: patterns that split a text, applied one after the other, and its flags.
 
-    ignore_merges: a word that is in the vocabulary is one token, whatever the merges say.
-    add_bos: whether texts begin with the begin of sequence where the file does not say.
-    is_composed: whether texts are brought into Unicode's composed form (NFC) first.
+    Both the matches of a pattern and the texts between them are words.
     """
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-    is_composed: bool = False
+    ignore_merges: bool = False  # whether a word in the vocabulary is one token despite the merges
+    add_bos: bool = False  # whether texts get a begin token if the file does not set it
+    is_composed: bool = False  # whether texts are normalized to Unicode's composed form (NFC)
 
 
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))

@@ -1,11 +1,12 @@
-"""How many tokens a text has at least, known without tokenising it.
+"""A lower bound on the number of a text's tokens, computed without tokenizing it.
 
-Every byte value gets a weight such that the bytes of no token weigh more than 1 together: one over
-the length of the longest token that the byte is part of. A text then has at least as many tokens as
-its bytes weigh. That is certain only for tokenizers that write down every byte of a text, so it is
-asked of tokenizer.json: byte-level ones, and SentencePiece's with a token for each byte. A token
-that takes in the blanks beside it (`lstrip`, `rstrip`) may take in any number: blanks weigh nothing
-then. Unicode's composed form (NFC) may shorten a text to a third.
+Every byte value has a weight: 1 over the length of the longest token that contains the byte. So the
+bytes of one token weigh at most 1, and a text has at least as many tokens as its bytes weigh.
+
+This holds only for tokenizers that drop no byte of a text. tokenizer.json shows it for byte-level
+ones, and for SentencePiece's with a token for each byte. A token that absorbs neighbouring blanks
+(`lstrip`, `rstrip`) may absorb any number, so blanks then weigh nothing. Unicode's composed form
+(NFC) may shorten a text to a third.
 """
 
 import json
@@ -19,7 +20,7 @@ from quire.render.tokens.pieces import SPACE_MARK, byte_of_char
 if TYPE_CHECKING:
     import tokenizers
 
-PART_CHARS = 1 << 16  # of a text, counted at once
+PART_CHARS = 1 << 16  # characters of a text to count at once
 BLANKS = "".join(c for c in map(chr, range(0x3001)) if c.isspace() or c == "\u200b").encode()
 COMPOSED_SHRINK = 3
 KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
@@ -27,17 +28,14 @@ KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 @dataclass(frozen=True)
 class TextBound:
-    """longest: bytes of the longest token. groups: byte values by the length of the longest token
-    that they are part of. composes: whether texts are brought into composed form first.
-    """
+    """The weights of one tokenizer's bytes."""
 
-    longest: int
-    groups: tuple[tuple[int, bytes], ...]
-    composes: bool
+    longest: int  # bytes of the longest token
+    groups: tuple[tuple[int, bytes], ...]  # byte values, by the longest token that contains them
+    composes: bool  # whether texts are first normalized to the composed form
 
     def at_least(self, text: str) -> int:
-        """Return a number of tokens that the text has at least, without those put before and
-        behind."""
+        """Return a lower bound on the text's tokens, without special tokens around it."""
         if self.composes and not text.isascii():
             num_bytes = sum(map(len, _parts(text)))
             return num_bytes // (COMPOSED_SHRINK * self.longest) if self._all_weigh else 0
@@ -54,13 +52,13 @@ class TextBound:
 
 
 def _parts(text: str) -> Iterator[bytes]:
-    """Yield the bytes of a text, of which there is never a whole copy."""
+    """Yield the bytes of a text in parts, so that no whole copy exists."""
     for start in range(0, len(text), PART_CHARS):
         yield text[start : start + PART_CHARS].encode("utf-8", "surrogatepass")
 
 
 def text_bound(backend: "tokenizers.Tokenizer") -> TextBound | None:
-    """Return a tokenizer's bound; None if it may drop parts of a text or take any number as one."""
+    """Return a tokenizer's bound; None if it may drop text or join any amount into one token."""
     rules = _Rules(backend)
     if not (rules.is_byte_level or rules.is_sentence_piece):
         return None
@@ -78,7 +76,7 @@ def text_bound(backend: "tokenizers.Tokenizer") -> TextBound | None:
 
 
 class _Rules:
-    """What tokenizer.json says about the way of a text to its tokens."""
+    """The properties of a tokenizer that the bound depends on."""
 
     def __init__(self, backend: "tokenizers.Tokenizer") -> None:
         self._model = backend.model
@@ -111,7 +109,7 @@ class _Rules:
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Merges of characters, cut into words without losing any."""
+        """Whether the tokenizer is plain BPE over words, and splitting into words drops nothing."""
         from tokenizers import models
 
         model = self._model
@@ -126,15 +124,14 @@ class _Rules:
         return self._model.token_to_id(token) is not None
 
     def bytes_of(self, token: str) -> bytes:
-        """Return as many bytes as the longest text has that may become the token, with all its
-        bytes."""
+        """Return all bytes that may become the token; at least as many as any such text has."""
         written = token.encode("utf-8", "surrogatepass")
         if self.is_byte_level:
             meant = bytes(self._byte_of[char] for char in token if char in self._byte_of)
             return (
                 meant if len(meant) == len(token) and token not in self._added else written + meant
             )
-        if SPACE_MARK in token:  # of a blank, or written as such
+        if SPACE_MARK in token:  # stands for a blank, or for itself
             written += b" "
         if len(token) == 6 and token.startswith("<0x"):
             written += bytes.fromhex(token[3:5])
@@ -142,7 +139,7 @@ class _Rules:
 
 
 def flat_parts(part: Any, key: str) -> list[dict[str, Any]]:
-    """Return a normalizer or pre-tokenizer as a list of simple ones."""
+    """Return a normalizer or pre-tokenizer as a flat list of its simple parts."""
     if part is None:
         return []
     return _flat(json.loads(part.__getstate__()), key)
@@ -155,14 +152,14 @@ def _flat(state: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _keeps(cut: dict[str, Any]) -> bool:
-    """Return whether a rule for words drops no character."""
+    """Return whether a rule that splits words drops no character."""
     if cut["type"] in ("Split", "Punctuation"):
         return cut.get("behavior") in KEEPING
     return cut["type"] in ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 
 
 def _keeps_spaces(part: dict[str, Any]) -> bool:
-    """Return whether a normalizer only writes blanks as U+2581, and puts them before a text."""
+    """Return whether a normalizer only replaces blanks by U+2581 or prepends text."""
     if part["type"] == "Replace":
         return bool(part["pattern"] == {"String": " "} and part["content"] == SPACE_MARK)
     return bool(part["type"] == "Prepend")

@@ -1,12 +1,12 @@
-"""Tokens to text, one at a time, without decoding the output again and again.
+"""Convert tokens to text one at a time, without repeated decoding of the whole output.
 
-Invariant: what `push` gave for a list of tokens, joined, and `flush` behind it, is what
-`Tokenizer.decode` gives for the list, and `push` never gives half a character. One exception, for
-the better: sentencepiece's decode throws away a whole run of byte tokens if one of them is
-broken; a stream keeps the characters that were whole before it.
+Invariants: the joined results of `push` for a list of tokens, followed by `flush`, equal
+`Tokenizer.decode` of the list. `push` never returns part of a character. One exception is an
+improvement: if one byte token of a run is invalid, sentencepiece's decode drops the whole run; a
+stream keeps the valid characters before it.
 
-A stream may begin behind a prompt. Then its text continues the prompt's: a leading space stays, and
-a character that the prompt began is given whole.
+A stream may continue a prompt. Then a leading space stays, and a character that the prompt began is
+returned whole.
 """
 
 import codecs
@@ -17,21 +17,21 @@ from quire.render.tokens.pieces import Pieces
 from quire.render.tokens.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
-CONTEXT = 8  # tokens of the prompt that can matter: an unfinished character has at most 3 bytes
-WINDOW = 24  # tokens decoded at once where there is no table
+CONTEXT = 8  # last tokens of the prompt to consider; an unfinished character has at most 3 bytes
+WINDOW = 24  # tokens decoded at once if there is no table
 
 
 class TokenStream(Protocol):
     """Text of a growing list of tokens."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that became certain with this token."""
+        """Return the text that this token makes certain."""
 
     def peek(self, token_id: int) -> str:
-        """Return what this token would add; special tokens are shown even if `push` skips them."""
+        """Return the text that this token would add, also if `push` skips it as special."""
 
     def flush(self) -> str:
-        """Return what is left of an unfinished character."""
+        """Return the rest of an unfinished character."""
 
 
 def open_stream(
@@ -41,8 +41,9 @@ def open_stream(
     spaces_between_special_tokens: bool = True,
     shown_special_ids: Iterable[int] = (),
 ) -> TokenStream:
-    """Return a stream that continues the prompt: by table where the decoder allows, else by
-    window. shown_special_ids: of special tokens that are not skipped."""
+    """Return a stream that continues the prompt; by table if the decoder allows, else by window.
+
+    shown_special_ids: special tokens that are not skipped."""
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
     skipped = skipped.difference(shown_special_ids)
     if tokenizer.pieces is not None:
@@ -52,7 +53,7 @@ def open_stream(
 
 
 class PieceStream:
-    """Looks the text of each token up; joins characters that are spread over tokens."""
+    """Looks up the text of each token, and joins characters that span several tokens."""
 
     __slots__ = ("_at_start", "_byte_level", "_first", "_pending", "_skipped", "_strip", "_table")
 
@@ -95,7 +96,7 @@ class PieceStream:
         return BROKEN * len(pending)
 
     def _begin(self, token_id: int, piece: str | bytes) -> str:
-        """Return the first text of all: without the space that the tokenizer put before it."""
+        """Return the first text, without the space that the tokenizer prepended."""
         if self._first is not None:
             self._at_start = piece == ""
             return self._first(token_id)
@@ -119,7 +120,7 @@ class PieceStream:
         return self._join_byte(piece)
 
     def _join_byte(self, byte: bytes) -> str:
-        """Add one byte; those before it that it cannot continue are broken."""
+        """Append one byte; earlier bytes that it cannot continue are invalid."""
         try:
             data = self._pending + byte
             text, used = codecs.utf_8_decode(data, "strict", False)
@@ -132,7 +133,7 @@ class PieceStream:
 
 
 def _context(prompt_token_ids: Sequence[int], skipped: frozenset[int], pieces: Pieces) -> list[int]:
-    """Return the last tokens of the prompt that have text, in order."""
+    """Return the last CONTEXT tokens of the prompt that have text, in order."""
     found: list[int] = []
     for token_id in reversed(prompt_token_ids):
         if token_id not in skipped and pieces.table[token_id] != "":
@@ -143,7 +144,7 @@ def _context(prompt_token_ids: Sequence[int], skipped: frozenset[int], pieces: P
 
 
 class WindowStream:
-    """Decodes the last few tokens anew for each token: for decoders without a table."""
+    """Decodes the last few tokens again for each token, for decoders without a table."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class WindowStream:
         self._skipped = skipped
         self._glue = spaces_between_added_tokens
         self._ids = [i for i in prompt_token_ids if self._has_text(i)][-CONTEXT:]
-        self._whole = 0  # so many ids gave whole characters before the latest ones
+        self._whole = 0  # number of ids whose characters were whole at the last push
         self._shown = tokenizer.decode(self._ids).rstrip(BROKEN)
 
     def push(self, token_id: int) -> str:
@@ -190,8 +191,8 @@ class WindowStream:
         return self._tokenizer.decode([*self._ids, token_id])
 
     def _new(self, text: str, token_id: int) -> str:
-        """Return what is new in the window's text; a token added after an added one may have no
-        space."""
+        """Return the new part of the window's text, without a space between two added tokens
+        unless spaces are on."""
         added = self._tokenizer.added_tokens
         if not self._glue and len(self._ids) > 1 and {token_id, self._ids[-2]} <= added.keys():
             return added[token_id]

@@ -1,12 +1,12 @@
-"""`Tokenizer`: text to token ids and back, from a model directory or a GGUF file.
+"""`Tokenizer`: converts text to token ids and back, from a model directory or a GGUF file.
 
-A thin layer over the `tokenizers` library that adds what the files next to tokenizer.json say:
-special tokens, begin and end of sequence, chat templates. It gives the ids that transformers'
-fast tokenizer gives. `tokenizers` is imported when the first tokenizer is loaded.
+A thin layer over the `tokenizers` library. It adds the settings of the files next to
+tokenizer.json: special tokens, begin and end tokens, chat templates. Its ids equal the ids of
+transformers' fast tokenizer. `tokenizers` is imported when the first tokenizer is loaded.
 
-Since transformers 5 the class `LlamaTokenizer` takes the file's vocabulary, merges, added tokens
-and post-processor, and builds the rest from `add_prefix_space` and `legacy` of
-tokenizer_config.json. So a space after a special token is not what the file's own rule makes of it.
+The class `LlamaTokenizer` of transformers 5 keeps only parts of tokenizer.json: vocabulary, merges,
+added tokens and post-processor. It builds the rest from `add_prefix_space` and `legacy` in
+tokenizer_config.json. So spaces after special tokens do not follow tokenizer.json.
 """
 
 import json
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 SPACE = "\u2581"
-# Models whose tokenizer.json transformers takes as it is, whatever class their files name.
+# Types of models whose tokenizer.json transformers uses unchanged, whatever class the files name.
 AS_IT_IS = ("mistral", "qwen2")
 BYTE_LEVEL = '"type":"ByteLevel"'
 
@@ -52,11 +52,11 @@ def is_llama(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> bool:
 
 
 def build_as_llama(backend: "tokenizers.Tokenizer", config: dict[str, Any]) -> None:
-    """Give a tokenizer the rule, and the decoder, that the class builds. config: of the files."""
+    """Replace pre-tokenizer and decoder by LlamaTokenizer's. config: tokenizer_config.json."""
     from tokenizers import decoders, pre_tokenizers
 
-    asked = config.get("add_prefix_space")
-    prefixes = asked is None or bool(asked)
+    prefix_setting = config.get("add_prefix_space")
+    prefixes = prefix_setting is None or bool(prefix_setting)
     scheme = "never"
     if prefixes:
         scheme = "always" if config.get("legacy", False) else "first"
@@ -75,7 +75,7 @@ def _is_byte_level(part: Any) -> bool:
 
 
 def is_mark(text: str, is_special: bool) -> bool:
-    """Tell an added token that is named, as `<tool_call>`, from one that stands for its text."""
+    """Return whether an added token is a mark such as `<tool_call>`, not an ordinary text."""
     return is_special or (text.startswith("<") and text.endswith(">"))
 
 
@@ -91,8 +91,9 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> dict[str, int]:
-        """Return the ids, by their texts, of the added tokens that never stand for their text; the
-        others are words, which grammars take for ordinary tokens."""
+        """Return the ids of added tokens that are marks, by their texts.
+
+        Other added tokens are words, which grammars treat as ordinary tokens."""
         return {
             text: token_id
             for token_id, text in self.added_tokens.items()
@@ -101,8 +102,9 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """Load tokenizer.json, or vocab.json with merges.txt, or what a GGUF file holds. Raises
-        ModelError without them."""
+        """Load tokenizer.json, or vocab.json with merges.txt, or a GGUF file's vocabulary.
+
+        Raises ModelError if there is none."""
         if is_gguf(path):
             backend, files = gguf_tokenizer(GGUFFile(path))
         else:
@@ -117,18 +119,18 @@ class Tokenizer:
         return cls(backend, files)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with begin and end of sequence as the model's files ask for.
+        """Return the token ids of a text, with begin and end tokens as the files configure them.
 
-        Other threads go on meanwhile: of the library's calls only those for batches let them. A
-        long text is worked on in parts where that gives the same ids.
+        Releases the GIL: of the library's calls, only those for batches do. A long text is
+        tokenized in parts if that gives the same ids. Raises RequestError for invalid Unicode.
         """
         if len(text) <= 2 * PART_CHARS or self._cuts is None:
             return self._encode(text, add_special_tokens)
-        before, behind = self._around if add_special_tokens else ([], [])
+        before, after = self._around if add_special_tokens else ([], [])
         token_ids = list(before)
         for part in self._cuts.parts(text):
             token_ids += self._encode(part, False)
-        return token_ids + behind
+        return token_ids + after
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -145,14 +147,15 @@ class Tokenizer:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What is put before a text, and behind it."""
+        """Return the special tokens before and after a text."""
         whole, text = self._encode("a", True), self._encode("a", False)
         start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
 
     def frame(self, num_parts: int) -> list[list[int]]:
-        """Return the special tokens around one text, or two that belong together: before the first,
-        between them, and behind the last."""
+        """Return the special tokens around one text or a pair of texts.
+
+        The lists hold the tokens before the first text, between the texts, and after the last."""
         if num_parts == 1:
             return [list(part) for part in self._around]
         text = self._encode("a", False)
@@ -165,15 +168,14 @@ class Tokenizer:
         return [*found, rest]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of all ids at once. Ids outside of the vocabulary give no text. Other
-        threads go on meanwhile."""
+        """Return the text of all ids at once, and release the GIL. Unknown ids give no text."""
         return self._backend.decode_batch(
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )[0]
 
     @cached_property
     def bound(self) -> TextBound | None:
-        """What tells that a text is too long without tokenising it; None if nothing is certain."""
+        """The lower bound on a text's tokens, to reject long texts cheaply; None without one."""
         return text_bound(self._backend)
 
     def token(self, token_id: int) -> str | None:
@@ -181,20 +183,20 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return `token` of each id, with an empty string outside of the vocabulary."""
+        """Return the tokens of several ids, with an empty string for unknown ids."""
         return [self.token(token_id) or "" for token_id in token_ids]
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary writes it."""
+        """Return the id of a token in the vocabulary's spelling; None if there is none."""
         return self._backend.token_to_id(token)
 
     def to_json(self) -> str:
-        """Return what tokenizer.json would hold, with all that other files have added."""
+        """Return the tokenizer as tokenizer.json, including the settings of other files."""
         return self._backend.to_str()
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens, with the added ones. The model's own table may be padded beyond this."""
+        """The number of tokens with added ones. The model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -207,7 +209,7 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token, ... -> text, as chat templates refer to them."""
+        """The texts of bos_token, eos_token and so on, as chat templates refer to them."""
         return self._files.named_tokens
 
     @property
@@ -217,12 +219,12 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the usual chat template."""
+        """The text of the default chat template; None if there is none."""
         return self._files.chat_templates.get(DEFAULT_TEMPLATE)
 
     @cached_property
     def pieces(self) -> Pieces | None:
-        """The text of each token in the middle of a text, where the decoder allows to know it."""
+        """The table of each token's text; None if the decoder needs context."""
         return read_pieces(_state(self._backend.decoder), self.token)
 
     def _named_id(self, name: str) -> int | None:
@@ -256,7 +258,7 @@ def _gpt2_backend(files: TokenizerFiles) -> "tokenizers.Tokenizer":
 
 
 def _mark_special(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
-    """Add the tokens that only tokenizer_config.json knows; mark the named ones as special."""
+    """Add tokens that only tokenizer_config.json declares; mark named tokens as special."""
     from tokenizers import AddedToken
 
     for token_id, fields in _declared(files):
@@ -298,11 +300,10 @@ def _declared(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _set_bos_eos(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
-    """Set begin and end of sequence. Without a tokenizer.json the config decides on begin and end
-    of sequence.
+    """Set the begin and end tokens from tokenizer_config.json if there is no tokenizer.json.
 
-    With one, its post-processor does, also if it has none: transformers 5 does not read
-    add_bos_token and add_eos_token then.
+    Otherwise tokenizer.json's post-processor applies, even if absent, because transformers 5 then
+    ignores add_bos_token and add_eos_token.
     """
     from tokenizers import processors
 
@@ -328,14 +329,12 @@ def _set_bos_eos(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None
 
 
 def _adds_tokens(backend: "tokenizers.Tokenizer") -> bool:
-    """Return whether the post-processor of tokenizer.json can add tokens; one for bytes alone
-    cannot."""
+    """Return whether the post-processor can add tokens; a purely byte-level one cannot."""
     state = _state(backend.post_processor)
     parts = state.get("processors", [state])
     return any(part.get("type", "ByteLevel") != "ByteLevel" for part in parts)
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """Return a decoder or post-processor as tokenizer.json writes it (the library pickles it
-    so)."""
+    """Return a decoder or post-processor in tokenizer.json's form, which the library pickles."""
     return {} if part is None else json.loads(part.__getstate__())

@@ -1,6 +1,6 @@
-"""What a model directory says about its tokenizer, read but not yet interpreted.
+"""Reads the tokenizer's files of a model directory, without interpreting them.
 
-In: a directory in the Hugging Face layout. Out: `TokenizerFiles`. Nothing is downloaded.
+Input: a directory in the Hugging Face layout. Output: `TokenizerFiles`. Nothing is downloaded.
 """
 
 import re
@@ -24,35 +24,30 @@ NAMED_TOKENS = (
 GPT2_END = "<|endoftext|>"
 GPT2_CLASSES = ("", "GPT2Tokenizer", "GPT2TokenizerFast")
 DEFAULT_TEMPLATE = "default"
-# Where the metadata of a GGUF file has its vocabulary, or else all of tokenizer.json.
+# Keys of a GGUF file's metadata: chat template, vocabulary, or the whole of tokenizer.json.
 GGUF_TEMPLATE = "tokenizer.chat_template"
 GGUF_TOKENS, WHOLE_TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.huggingface.json"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Where the vocabulary is, and the settings beside it.
-
-    named_tokens: bos_token, eos_token, ... -> text; also what chat templates may refer to.
-    special_tokens: texts that count as special beside those marked so in tokenizer.json.
-    chat_templates: name -> template; the usual one is called `default`.
-    """
+    """The paths of the vocabulary's files, and the settings next to them."""
 
     directory: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    named_tokens: dict[str, str] = field(default_factory=dict)
-    special_tokens: tuple[str, ...] = ()
-    chat_templates: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    named_tokens: dict[str, str] = field(default_factory=dict)  # by name, such as eos_token
+    special_tokens: tuple[str, ...] = ()  # special texts besides tokenizer.json's
+    chat_templates: dict[str, str] = field(default_factory=dict)  # by name, such as `default`
 
     @property
     def tokenizer_class(self) -> str:
-        """The class of transformers that the files name, without `Fast`; may be empty."""
+        """The name of transformers' class in the files, without `Fast`; may be empty."""
         name = self.config.get("tokenizer_class") or self._model_config.get("tokenizer_class")
         return name.removesuffix("Fast") if isinstance(name, str) else ""
 
     @property
     def model_type(self) -> str | None:
-        """That of config.json."""
+        """The model type in config.json."""
         return self._model_config.get("model_type")
 
     @property
@@ -73,7 +68,7 @@ class TokenizerFiles:
 
 
 def has_tokenizer(directory: str | Path) -> bool:
-    """Return whether `Tokenizer.from_directory` would find a vocabulary there."""
+    """Return whether `Tokenizer.from_directory` finds a vocabulary there."""
     if is_gguf(directory):
         return any(key in GGUFFile(directory).metadata for key in (GGUF_TOKENS, WHOLE_TOKENIZER))
     files = TokenizerFiles(Path(directory))
@@ -98,8 +93,9 @@ def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
 
 
 def chat_templates(directory: str | Path) -> dict[str, str]:
-    """Return the chat templates of a directory or a GGUF file by name, without reading the
-    vocabulary; none where there is no tokenizer."""
+    """Return the chat templates of a directory or a GGUF file by name.
+
+    Does not read the vocabulary. Returns none if there is no tokenizer."""
     if is_gguf(directory):
         return gguf_templates(GGUFFile(directory))
     if not has_tokenizer(directory):
@@ -109,7 +105,7 @@ def chat_templates(directory: str | Path) -> dict[str, str]:
 
 
 def gguf_templates(file: GGUFFile) -> dict[str, str]:
-    """Return the usual template under its own key, others under the key and their name."""
+    """Return a GGUF file's chat templates by name."""
     found = {}
     for key in file.metadata:
         named = re.fullmatch(rf"{re.escape(GGUF_TEMPLATE)}(?:\.(.+))?", key)
@@ -143,7 +139,7 @@ def _check_gpt2(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _token_text(value: Any) -> str | None:
-    """Return a token's text, which is written as such or as an object with `content`."""
+    """Return a token's text, from a text or an object with `content`; None for neither."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
@@ -175,8 +171,7 @@ def _special_tokens(
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return templates by name. A file of its own comes before the text inside
-    tokenizer_config.json."""
+    """Return templates by name. Template files override the text in tokenizer_config.json."""
     found = _inline_templates(config.get("chat_template"))
     if not found:
         found = _inline_templates(read_json(folder / "chat_template.json").get("chat_template"))
@@ -189,7 +184,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _inline_templates(value: Any) -> dict[str, str]:
-    """Read a text, a list of {name, template}, or an object of templates by name."""
+    """Return templates by name, from a text, a list of {name, template}, or an object."""
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
     if isinstance(value, list):

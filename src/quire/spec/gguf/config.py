@@ -1,7 +1,7 @@
-"""A GGUF file's metadata as the Hugging Face config that the same model has elsewhere.
+"""Convert a GGUF file's metadata to the Hugging Face config of the same model.
 
-In: an opened file. Out: a dictionary for `parse_spec`. Numbers that only an architecture's file
-reads stand in it under the names that this file knows.
+Input: an opened file. Output: a dictionary for `parse_spec`. Values that only one architecture's
+file reads keep names that the file defines.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from quire.spec.gguf.metadata import Metadata
 GPT2 = "gpt2"
 ARCHITECTURES = (*FAMILIES, GPT2)
 TOKENS = "tokenizer.ggml"
-NO_TOKEN = (-1, (1 << 32) - 1)  # as llama.cpp writes that there is none
-# What changes the numbers of models of these architectures elsewhere, and has no effect if it has
-# this value; models here do not know it.
+NO_TOKEN = (-1, (1 << 32) - 1)  # llama.cpp's values for no token
+# Metadata that change the computation in some architectures, and the value without effect. Other
+# values are rejected unless the family supports the key.
 WITHOUT_EFFECT: dict[str, float] = {
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -30,7 +30,7 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """Make a config of a file's metadata."""
+    """Return a config made from a file's metadata. Raises ModelError for unsupported models."""
     architecture = file.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
@@ -49,8 +49,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     for key, neutral in WITHOUT_EFFECT.items():
         is_obeyed = family is not None and key in family.obeys
         if not is_obeyed and meta.number(key, neutral) != neutral:
-            what = f"{meta.number(key)}, which quire does not support"
-            raise meta.error(key, f"{what}; only {neutral:g} is supported")
+            reason = f"{meta.number(key)}, which quire does not support"
+            raise meta.error(key, f"{reason}; only {neutral:g} is supported")
     own: dict[str, Any] = {"tie_word_embeddings": HEAD not in file.tensors}
     own |= _gpt2(meta) if family is None else decoder(meta, family)
     for name in ("bos_token_id", "eos_token_id"):
@@ -85,8 +85,7 @@ def _gpt2(meta: Metadata) -> dict[str, Any]:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Return the matrices' dtype if all are floats; quantised ones are computed with in
-    bfloat16."""
+    """Return the matrices' dtype if all are floats; bfloat16 if any is quantized."""
     kinds = {place.kind.name for place in file.tensors.values() if len(place.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"

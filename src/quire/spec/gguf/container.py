@@ -1,4 +1,4 @@
-"""The container of GGUF files (versions 2 and 3): metadata, and where each tensor's bytes are.
+"""The container of GGUF files (versions 2 and 3): metadata, and the place of each tensor's bytes.
 
     "GGUF" | version u32 | tensors u64 | pairs u64
     pairs:    key | type u32 | value             value: number, text, or type u32 | count u64 | ...
@@ -6,9 +6,9 @@
     padding up to a multiple of general.alignment
     data: blocks of each tensor at its offset
 
-All little-endian; a text is its length (u64) and that many bytes. The file is mapped, not read.
-Whoever made the file may mean ill: each length is checked against what is left of the file before
-it is used, and arrays stay in the file until they are asked for.
+All numbers are little-endian. A text is its length (u64) and that many bytes. The file is mapped,
+not read. Files are untrusted: each length is checked against the rest of the file before use.
+Arrays stay in the file until they are requested.
 """
 
 import mmap
@@ -32,7 +32,7 @@ MAX_NESTING = 4
 DEFAULT_ALIGNMENT = 32
 ALIGNMENTS = (8, 1 << 20)
 
-# Types of metadata values: number -> struct's letter.
+# Number types of metadata values, with their letters for struct.
 NUMBERS = {
     0: "B",
     1: "b",
@@ -51,7 +51,7 @@ TEXT, ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class TensorKind:
-    """How values are stored: blocks of `block_size` values in `block_bytes` bytes."""
+    """A storage format: blocks of `block_size` values in `block_bytes` bytes."""
 
     name: str
     block_size: int
@@ -59,7 +59,7 @@ class TensorKind:
 
     @property
     def is_float(self) -> bool:
-        """Tell whether each value stands for itself."""
+        """Whether values are plain floats, not quantized blocks."""
         return self.block_size == 1
 
 
@@ -79,7 +79,7 @@ KINDS = {
     30: TensorKind("BF16", 1, 2),
     39: TensorKind("MXFP4", 32, 17),
 }
-# Only for the error message.
+# Known but unsupported kinds, named in the error message.
 OTHER_KINDS = {
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
     22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
@@ -90,7 +90,7 @@ Scalar = int | float | bool | str
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """An array of the metadata that has been measured but not read."""
+    """An array of the metadata whose size was checked, but which was not read."""
 
     kind: int
     count: int
@@ -99,7 +99,7 @@ class ArrayPlace:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of the file. shape: as torch writes it (the file has the dimensions reversed)."""
+    """The place of a tensor in the file. `shape` is torch's; the file reverses the dimensions."""
 
     name: str
     shape: tuple[int, ...]
@@ -109,7 +109,7 @@ class TensorPlace:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Tell whether this is a GGUF file, by its first bytes or at least by its name."""
+    """Return whether this is a GGUF file, by its suffix or by its first bytes."""
     path = Path(path)
     if not path.is_file():
         return False
@@ -120,7 +120,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 class GGUFFile:
-    """An opened file. Raises ModelError for one that is damaged or of another version."""
+    """An opened file. Raises ModelError if it is damaged or of another version."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -134,14 +134,14 @@ class GGUFFile:
         self.metadata = _read_pairs(cursor, num_pairs)
         infos = [_read_tensor(cursor) for _ in range(num_tensors)]
         alignment = self.integer("general.alignment", DEFAULT_ALIGNMENT)
-        least, most = ALIGNMENTS
-        if not least <= alignment <= most or alignment & (alignment - 1):
+        minimum, maximum = ALIGNMENTS
+        if not minimum <= alignment <= maximum or alignment & (alignment - 1):
             raise cursor.error(f"its alignment is {alignment}, not a power of two")
         data_start = -(-cursor.position // alignment) * alignment
         self.tensors = _placed(infos, data_start, alignment, cursor)
 
     def describe(self) -> str:
-        """Tell how many tensors there are of which kind, such as `Q8_0 197, F32 113`."""
+        """Return the number of tensors of each kind, such as `Q8_0 197, F32 113`."""
         counts = Counter(place.kind.name for place in self.tensors.values())
         return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
@@ -150,14 +150,14 @@ class GGUFFile:
         return memoryview(self._map)[place.start : place.start + place.num_bytes]
 
     def forget(self, place: TensorPlace) -> None:
-        """Let the system take back the memory that holds a tensor's blocks; they can be read
-        again."""
+        """Release the memory of a tensor's mapped blocks; the next access reads them again."""
         first = place.start // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, first, place.start + place.num_bytes - first)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of the metadata. Raises ModelError if it is none, or absent without
-        a default; so do the others."""
+        """Return a whole number of the metadata.
+
+        Raises ModelError for another type, or if absent without a default; so do the others."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, "a whole number")
@@ -182,7 +182,7 @@ class GGUFFile:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """Return an array of texts; empty if absent. What is no UTF-8 is replaced."""
+        """Return an array of texts; empty if absent. Invalid UTF-8 is replaced."""
         place = self._array(key, "an array of texts", {TEXT})
         if place is None:
             return []
@@ -204,22 +204,22 @@ class GGUFFile:
             raise ModelError(f"{self.path} lacks the metadata {key}, so it cannot be used.")
         return value
 
-    def _array(self, key: str, wanted: str, kinds: set[int]) -> ArrayPlace | None:
+    def _array(self, key: str, rule: str, kinds: set[int]) -> ArrayPlace | None:
         value = self.metadata.get(key)
         if value is None:
             return None
         if not isinstance(value, ArrayPlace) or (value.kind not in kinds and value.count):
-            raise self._wrong(key, wanted)
+            raise self._wrong(key, rule)
         return value
 
-    def _wrong(self, key: str, wanted: str) -> ModelError:
+    def _wrong(self, key: str, rule: str) -> ModelError:
         value = self.metadata.get(key)
         shown = "an array" if isinstance(value, ArrayPlace) else repr(value)[:60]
-        return ModelError(f"{self.path}: the metadata {key} must be {wanted}, not {shown}.")
+        return ModelError(f"{self.path}: the metadata {key} must be {rule}, not {shown}.")
 
 
 class _Cursor:
-    """Reads one thing after the other, never beyond the end."""
+    """Reads the header from start to end, never beyond the end."""
 
     def __init__(self, data: mmap.mmap, path: Path, position: int = 0) -> None:
         self._data, self._path, self.position = data, path, position
@@ -230,7 +230,7 @@ class _Cursor:
         return min(self.size, MAX_HEADER_BYTES) - self.position
 
     def skip(self, num_bytes: int) -> int:
-        """Step over so many bytes; returns where they begin."""
+        """Skip a number of bytes and return their start. Raises ModelError beyond the end."""
         start = self.position
         if num_bytes > self.left:
             reason = "its header ends too early" if self.size <= MAX_HEADER_BYTES else "too large"
@@ -259,14 +259,14 @@ class _Cursor:
         return self.raw_text().decode("utf-8", errors="replace")
 
     def name(self) -> str:
-        """Return a text that identifies something, so it must be exact."""
+        """Return a text that identifies something, so it must be valid UTF-8."""
         try:
             return self.raw_text().decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error("a name in it is not UTF-8") from error
 
     def array(self, depth: int = 0) -> ArrayPlace:
-        """Step over an array, checking that all of it is there."""
+        """Skip an array after a check that the file contains all of it."""
         kind, count = self.integer("I"), self.integer("Q")
         start = self.position
         if kind in NUMBERS:
@@ -297,7 +297,7 @@ class _Cursor:
         )
 
     def _skip_texts(self, count: int) -> None:
-        """Step over texts; a vocabulary has 150,000, so there are no calls of our own inside."""
+        """Skip texts, without calls in the loop, because a vocabulary may have 150,000."""
         self._check_count(count)
         data, position, end = self._data, self.position, self.position + self.left
         unpack = struct.Struct("<Q").unpack_from
@@ -311,13 +311,13 @@ class _Cursor:
         self.position = position
 
     def _check_count(self, count: int) -> None:
-        """Refuse a count that cannot be: each text or array takes 8 bytes at least."""
+        """Raise ModelError for a count too large for the file; each element takes 8 bytes."""
         if count > self.left // 8:
             raise self.error(f"it announces {count} elements where there is no room for them")
 
 
 def _read_start(cursor: _Cursor) -> tuple[int, int]:
-    """Read the head: (number of tensors, number of pairs)."""
+    """Read the head; return the numbers of tensors and of pairs."""
     size = cursor.left
     if size < len(MAGIC) or cursor.integer("I") != int.from_bytes(MAGIC, "little"):
         raise cursor.error("it does not begin with GGUF")
@@ -345,7 +345,7 @@ def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Scalar | ArrayPlace]:
 
 
 def _read_tensor(cursor: _Cursor) -> TensorPlace:
-    """Return a tensor's place, counted from the start of the data."""
+    """Return a tensor's place, with `start` relative to the start of the data."""
     name = cursor.name()
     num_dims = cursor.integer("I")
     if not 1 <= num_dims <= MAX_DIMS:
@@ -368,7 +368,7 @@ def _read_tensor(cursor: _Cursor) -> TensorPlace:
 def _placed(
     infos: list[TensorPlace], data_start: int, alignment: int, cursor: _Cursor
 ) -> dict[str, TensorPlace]:
-    """Return the tensors by name, with their places counted from the start of the file."""
+    """Return the tensors by name, with `start` relative to the start of the file."""
     tensors: dict[str, TensorPlace] = {}
     for info in infos:
         start = data_start + info.start

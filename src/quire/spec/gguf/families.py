@@ -1,6 +1,6 @@
-"""What GGUF files of each architecture say beside their sizes, as configs write it.
+"""The families of GGUF architectures: metadata beyond the common sizes, converted to configs.
 
-What a file cannot say is what llama.cpp takes for it.
+Values that a file omits are llama.cpp's defaults.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from quire.spec.layer_windows import FULL, FULL_INTERVAL, SLIDING
 from quire.spec.linear_attention import LINEAR
 
 Config = dict[str, Any]
-GEMMA_WINDOW = 4096  # of files that have none
-# Gemma's largest models scale scores by the width of a query's share of the stream instead of by
-# that of a head; files tell them by their number of layers alone.
+GEMMA_WINDOW = 4096  # window of files without one
+# Gemma's largest models scale scores by hidden_size / num_heads instead of head_dim. In files only
+# the number of layers distinguishes these models.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 RECURRENT, UNRUN_LAYERS = "attention.recurrent_layers", "nextn_predict_layers"
 
@@ -26,28 +26,22 @@ def _nothing(meta: Metadata, sizes: Config) -> Config:
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture. model_type: of its config. own: reads what only it has, given the sizes.
+    """One architecture: how to read its metadata."""
 
-    queries: the matrix of queries, or of queries, keys and values. fuses_gate: gate and up are one
-    matrix. turns_part: of each head. reads_rope: given how many dimensions that is. eps: of its
-    norms. is_hybrid: some layers have linear attention, and queries have gates. obeys: metadata
-    that others must not have.
-    """
-
-    model_type: str
-    own: Callable[[Metadata, Config], Config] = _nothing
-    queries: str = "attn_q"
-    fuses_gate: bool = False
-    turns_part: bool = False
-    reads_rope: Callable[[Metadata, int], Config] = rope
+    model_type: str  # model type in the config
+    own: Callable[[Metadata, Config], Config] = _nothing  # reads its own metadata, given the sizes
+    queries: str = "attn_q"  # matrix of the queries, or of queries, keys and values
+    fuses_gate: bool = False  # whether one matrix holds gate and up projection
+    turns_part: bool = False  # whether only a part of each head is rotated
+    reads_rope: Callable[[Metadata, int], Config] = rope  # given the number of rotated dimensions
     may_have_experts: bool = False
-    is_hybrid: bool = False
-    eps: str = "attention.layer_norm_rms_epsilon"
-    obeys: tuple[str, ...] = ()
+    is_hybrid: bool = False  # whether layers may have linear attention; queries then have gates
+    eps: str = "attention.layer_norm_rms_epsilon"  # key of the norms' epsilon
+    obeys: tuple[str, ...] = ()  # supported keys of WITHOUT_EFFECT (config.py)
 
 
 def _llama(meta: Metadata, sizes: Config) -> Config:
-    """Llama; with a window it is Mistral, with experts Mixtral."""
+    """Read Llama's own metadata. With a window the model is Mistral, with experts Mixtral."""
     key, found = "attention.sliding_window", {}
     if meta.has(key):
         found = {"model_type": "mistral", "sliding_window": meta.count(key)}
@@ -63,7 +57,7 @@ def _qwen3_moe(meta: Metadata, sizes: Config) -> Config:
 
 
 def _qwen2_moe(meta: Metadata, sizes: Config) -> Config:
-    """Read the experts, and the one of all tokens beside them."""
+    """Read the experts, and the shared expert that all tokens pass."""
     first = meta.file.tensors.get("blk.0.ffn_gate_shexp.weight")
     shared = meta.count("expert_shared_feed_forward_length", 0 if first is None else first.shape[0])
     found = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
@@ -71,7 +65,7 @@ def _qwen2_moe(meta: Metadata, sizes: Config) -> Config:
 
 
 def _gpt_oss(meta: Metadata, sizes: Config) -> Config:
-    """Read its experts. Its yarn does not round where the blending begins and ends."""
+    """Read the experts and windows. This family's yarn does not round the blending's ends."""
     experts = _experts(meta, sizes)
     inner = experts.pop("moe_intermediate_size")
     rope_parameters = sizes["rope_parameters"] | {"truncate": False}
@@ -84,7 +78,7 @@ def _num_experts(meta: Metadata) -> int:
 
 
 def _experts(meta: Metadata, sizes: Config) -> Config:
-    """Read the experts that all layers have. Old files do not say the size of one."""
+    """Read the experts that all layers have. Old files omit the size of an expert."""
     first = meta.file.tensors.get("blk.0.ffn_gate_exps.weight")
     inner = first.shape[1] if first is not None and len(first.shape) == 3 else 1
     inner = meta.count("expert_feed_forward_length", inner)
@@ -108,7 +102,7 @@ def _gemma2(meta: Metadata, sizes: Config) -> Config:
 
 
 def _gemma3(meta: Metadata, sizes: Config) -> Config:
-    """Layers without a window have the rotary embedding of the file, those with one another."""
+    """Read the windows and two rotary embeddings: the file's for full layers, one for sliding."""
     cap = meta.number("final_logit_softcapping", 0.0)
     found = {
         "query_pre_attn_scalar": _gemma_scalar(sizes, GEMMA3_27B_LAYERS),
@@ -132,8 +126,10 @@ def _gemma_scalar(sizes: Config, largest: int) -> int:
 def _in_turn(
     meta: Metadata, sizes: Config, every: int, default_window: int | None = None
 ) -> Config:
-    """Read which layers have a window: all but the last of every so many, if the file does not say
-    it of each."""
+    """Read which layers have a window.
+
+    If the file does not list them, all layers have one except each layer whose number is a multiple
+    of `every`."""
     key, num_layers = "attention.sliding_window_pattern", sizes["num_hidden_layers"]
     if meta.is_array(key):
         has_window = meta.flags(key)
@@ -149,14 +145,14 @@ def _in_turn(
 
 
 def _olmo2(meta: Metadata, sizes: Config) -> Config:
-    key = "attention.sliding_window"  # of OLMo 3, which has the same name in files
+    key = "attention.sliding_window"  # set by OLMo 3, whose files have the same architecture name
     if meta.count(key, 0, least=0):
         raise meta.error(key, f"{meta.count(key)}; models of olmo2 have no windows here")
     return {}
 
 
 def _granite(meta: Metadata, sizes: Config) -> Config:
-    """Read its factors. llama.cpp scales scores by 1 / sqrt(head dim) where a file says nothing."""
+    """Read the multipliers. llama.cpp's default scale of scores is 1 / sqrt(head dim)."""
     if not meta.flag("rope.scaling.finetuned", True):
         raise meta.error("rope.scaling.finetuned", "false; granite has a rotary embedding here")
     factors = {
@@ -181,7 +177,7 @@ def _cohere2(meta: Metadata, sizes: Config) -> Config:
 
 
 def _phi3(meta: Metadata, sizes: Config) -> Config:
-    """Read its windows, which llama.cpp does not obey, and the length of its training."""
+    """Read the window, which llama.cpp ignores, and the context length of the training."""
     window = meta.count("attention.sliding_window", 0, least=0)
     length = meta.count("rope.scaling.original_context_length", sizes["max_position_embeddings"])
     return {"sliding_window": window or None, "original_max_position_embeddings": length}
@@ -197,7 +193,7 @@ def _glm4(meta: Metadata, sizes: Config) -> Config:
 
 
 def layer_count(meta: Metadata) -> int:
-    """Count the layers, without those behind them that guess more tokens."""
+    """Return the number of layers, without the layers at the end that propose draft tokens."""
     num_blocks, others = meta.count("block_count"), meta.count(UNRUN_LAYERS, 0, least=0)
     if others >= num_blocks:
         raise meta.error(UNRUN_LAYERS, f"{others} of {num_blocks} layers (block_count)")
@@ -205,7 +201,7 @@ def layer_count(meta: Metadata) -> int:
 
 
 def attending_layers(meta: Metadata, num_layers: int) -> list[int]:
-    """Return the layers that attend: the others have linear attention."""
+    """Return the layers with softmax attention; the others have linear attention."""
     if not meta.is_array(RECURRENT):
         every = meta.count("full_attention_interval", FULL_INTERVAL)
         return [layer for layer in range(num_layers) if (layer + 1) % every == 0]
@@ -216,8 +212,7 @@ def attending_layers(meta: Metadata, num_layers: int) -> list[int]:
 
 
 def linear_attention(meta: Metadata, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Read the kinds of layers and the sizes of linear attention, and hold them against the
-    matrices."""
+    """Read the kinds of layers and the sizes of linear attention; check them against matrices."""
     num_layers, hidden = sizes["num_hidden_layers"], sizes["hidden_size"]
     attending = attending_layers(meta, num_layers)
     key_dim, key_heads = meta.count("ssm.state_size"), meta.count("ssm.group_count")
@@ -244,7 +239,7 @@ def _qwen3_next(meta: Metadata, sizes: Config) -> Config:
 
 
 def _qwen3_5_moe(meta: Metadata, sizes: Config) -> Config:
-    """Read the experts, and the one of all tokens beside them."""
+    """Read the experts, the shared expert that all tokens pass, and linear attention."""
     shared = meta.count("expert_shared_feed_forward_length")
     experts = _experts(meta, sizes) | {"shared_expert_intermediate_size": shared}
     return experts | linear_attention(meta, sizes)
@@ -298,7 +293,7 @@ FAMILIES = {
 
 
 def decoder(meta: Metadata, family: Family) -> Config:
-    """Make a config of an architecture with rotary attention."""
+    """Return the config of an architecture with rotary attention."""
     sizes = _sizes(meta, family)
     first = next(iter(_attending(meta, family, sizes["num_hidden_layers"])), 0)
     biases = {
@@ -315,19 +310,19 @@ def _attending(meta: Metadata, family: Family, num_layers: int) -> Sequence[int]
 
 
 def _sizes(meta: Metadata, family: Family) -> Config:
-    """Read the sizes and the rotary embedding, and hold them against the matrices."""
+    """Read the sizes and the rotary embedding, and check them against the matrices' shapes."""
     heads, hidden = meta.count("attention.head_count"), meta.count("embedding_length")
     kv_heads = meta.count("attention.head_count_kv", heads)
     num_layers = layer_count(meta) if family.is_hybrid else meta.count("block_count")
     num_experts = _num_experts(meta)
-    # Where all layers have experts, a file may leave it out.
+    # The file may omit this length if all layers have experts.
     inner = meta.count("feed_forward_length", 1 if family.is_hybrid and num_experts else None)
     head_dim = meta.count("attention.key_length", max(1, hidden // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         found, may_differ = meta.count(key, head_dim), family.turns_part and key.startswith("rope")
         if found != head_dim and not may_differ:
-            what = f"{found}, but heads have {head_dim} dimensions"
-            raise meta.error(key, f"{what}; models where these differ are not supported")
+            reason = f"{found}, but heads have {head_dim} dimensions"
+            raise meta.error(key, f"{reason}; models where these differ are not supported")
     rotated = meta.count("rope.dimension_count", head_dim)
     rope_parameters = family.reads_rope(meta, rotated)
     if family.turns_part:

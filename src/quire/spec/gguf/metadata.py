@@ -1,6 +1,6 @@
-"""Read the metadata of a GGUF file's architecture, and check its tensors' shapes against them.
+"""Read the metadata of one architecture in a GGUF file, and check shapes of tensors against them.
 
-Rotary embeddings and layers with linear attention are returned as configs write them.
+Rotary embeddings are returned in the form of a config.
 """
 
 import math
@@ -13,7 +13,7 @@ from quire.spec.gguf.container import ArrayPlace, GGUFFile
 
 
 class Metadata:
-    """The metadata of one architecture, whose name is in front of all its keys."""
+    """The metadata of one architecture; its name is the prefix of all keys."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
@@ -25,7 +25,7 @@ class Metadata:
         return isinstance(self.file.metadata.get(self.name(key)), ArrayPlace)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a number of things, of which there are at least so many."""
+        """Return a whole number from `least` on. Raises ModelError for any other value."""
         value = self.file.integer(self.name(key), default)
         if not least <= value < 1 << 31:
             raise self.error(key, str(value))
@@ -50,12 +50,11 @@ class Metadata:
         return f"{self.architecture}.{key}"
 
     def error(self, key: str, what: str) -> ModelError:
-        """Return the error to raise about a value. what: continues `the metadata KEY is `."""
+        """Return an error about a value. what: completes the sentence `the metadata KEY is `."""
         return ModelError(f"{self.file.path}: the metadata {self.name(key)} is {what}.")
 
     def vector(self, name: str, length: int) -> list[float]:
-        """Return the numbers of a tensor that belongs to the config, all above 0; empty if the file
-        has none of this name."""
+        """Return a float32 tensor of positive numbers as a list; empty if the file lacks it."""
         place = self.file.tensors.get(name)
         if place is None:
             return []
@@ -67,31 +66,31 @@ class Metadata:
         return found
 
     def check_layers(self, layers: Iterable[int], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the matrices that fix all other sizes, before memory is taken for what the metadata
-        says."""
+        """Check the shapes of matrices that fix all sizes, before any memory is allocated."""
         for layer in layers:
             for part, shape in shapes.items():
                 self.check_shape(f"blk.{layer}.{part}.weight", shape)
 
-    def check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         place = self.file.tensors.get(name)
-        if place is None or place.shape != wanted:
+        if place is None or place.shape != expected:
             found = "is missing" if place is None else f"has the shape {list(place.shape)}"
             raise ModelError(
                 f"{self.file.path}: the tensor {name} {found}, but the metadata asks for"
-                f" {list(wanted)}: the file contradicts itself."
+                f" {list(expected)}: the file contradicts itself."
             )
 
 
 FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
-OF_CONFIG = (FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that no layer has
+OF_CONFIG = (FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to no layer
 
 
 def rope(meta: Metadata, rotated: int) -> dict[str, Any]:
-    """Return `rope_parameters`, with the frequencies' divisors if there are any. rotated: how many
-    dimensions of a head are turned."""
+    """Return `rope_parameters`, including divisors of the frequencies if the file has them.
+
+    rotated: number of rotated dimensions per head."""
     theta = meta.number("rope.freq_base", 10000.0)
     kind = meta.text("rope.scaling.type", "none")
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
@@ -120,7 +119,7 @@ def rope(meta: Metadata, rotated: int) -> dict[str, Any]:
 
 
 def longrope(meta: Metadata, rotated: int) -> dict[str, Any]:
-    """Return the same for Phi 3, whose files may hold two sets of divisors."""
+    """Return `rope_parameters` for Phi 3, whose files may hold two sets of divisors."""
     long, short = (meta.vector(name, rotated // 2) for name in (LONG_FACTORS, SHORT_FACTORS))
     if not long and not short:
         return rope(meta, rotated)
@@ -133,13 +132,13 @@ def longrope(meta: Metadata, rotated: int) -> dict[str, Any]:
 
 
 def turned_part(rotated: int, head_dim: int) -> float:
-    """Return the share of each head that is turned; `int(head_dim * share)` is `rotated`."""
+    """Return the rotated share of each head, such that `int(head_dim * share) == rotated`."""
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
 
 
 def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
-    """Read yarn's fields. llama.cpp multiplies yarn's own factor on attention by `attn_factor`."""
+    """Return yarn's parameters. As in llama.cpp, `attn_factor` multiplies yarn's own factor."""
     sharpness = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     config = {
         "rope_type": "yarn",

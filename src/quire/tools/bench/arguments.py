@@ -30,7 +30,7 @@ SAMPLERS: dict[str, tuple[type, str]] = {
 def add_dataset_arguments(
     parser: argparse.ArgumentParser, num_prompts: int | None, input_len: int, output_len: int
 ) -> None:
-    """Add the options of the requests. The numbers are the defaults of a benchmark."""
+    """Add the options of the requests. The numbers are the benchmark's defaults."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--dataset-name", choices=DATASETS, default="random",
@@ -57,7 +57,7 @@ def add_dataset_arguments(
     )  # fmt: skip
     add_count(
         group, ("--random-prefix-len", "--prefix-len"), 0,
-        "tokens of a prefix that all random prompts share", least=0,
+        "tokens of a prefix that all random prompts share", minimum=0,
     )  # fmt: skip
     add_count(
         group, ("--sharegpt-output-len",), None,
@@ -76,11 +76,11 @@ def add_dataset_arguments(
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `bench throughput`, without the settings of the engine (which bring
-    --model and --seed)."""
+    """Add the options of `bench throughput`, without the engine's settings, which include --model
+    and --seed."""
     add_dataset_arguments(parser, num_prompts=16, input_len=128, output_len=64)
     group = parser.add_argument_group("measurement")
-    add_count(group, ("--num-warmups",), 1, "short runs before the measurement", least=0)
+    add_count(group, ("--num-warmups",), 1, "short runs before the measurement", minimum=0)
     add_count(group, ("--rounds",), 1, "number of runs; the median is shown")
     _add_output(group)
 
@@ -119,7 +119,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of the results; returns the group."""
+    """Add the options of the results and return the group."""
     group = parser.add_argument_group("results")
     group.add_argument(
         "--percentile-metrics", default="ttft,tpot,itl", metavar="LIST",
@@ -171,7 +171,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of the arrivals; returns the group."""
+    """Add the options of the arrivals and return the group."""
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate", type=positive, default=math.inf, metavar="PER_SECOND",
@@ -188,7 +188,7 @@ def add_rate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = add_rate_arguments(parser)
     add_count(group, ("--max-concurrency",), None, "maximum number of open requests")
-    add_count(group, ("--num-warmups",), 0, "requests before the measurement", least=0)
+    add_count(group, ("--num-warmups",), 0, "requests before the measurement", minimum=0)
     group.add_argument(
         "--seed", type=int, default=0,
         help="seed of prompts, lengths and arrivals; a run with the same seed hits the prefix cache"
@@ -217,14 +217,14 @@ def add_count(
     flags: tuple[str, ...],
     default: int | None,
     text: str,
-    least: int = 1,
+    minimum: int = 1,
 ) -> None:
     """Add an option for a whole number of at least `least`."""
 
     def count(given: str) -> int:
         value = int(given)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{given} is below {least}")
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{given} is below {minimum}")
         return value
 
     count.__name__ = "int"  # argparse names the type in its error

@@ -1,7 +1,7 @@
-"""One request of a serving benchmark: what is sent, and when what comes back.
+"""One request of a serving benchmark: its body, and the times of its response's chunks.
 
-Both back ends stream and read the token counts from `usage`. A chat's first chunk, which only says
-who speaks, is passed over: it holds no token, and servers send it at different times.
+Both back ends stream, and read the token counts from `usage`. A chat's first chunk only names the
+role. It is ignored, because it holds no token and servers send it at different times.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ENDPOINTS = {
 
 @dataclass(frozen=True)
 class Asker:
-    """Sends requests to one endpoint. common: what all bodies hold."""
+    """Sends requests to one endpoint. `common` holds the fields of all bodies."""
 
     client: HttpClient
     path: str
@@ -34,7 +34,7 @@ class Asker:
     common: dict[str, Any]
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
-        """Make the body. A chat needs a text as prompt."""
+        """Return the body of a request. A chat's prompt must be a text."""
         if self.is_chat:
             own = {
                 "messages": [{"role": "user", "content": request.prompt}],
@@ -61,7 +61,7 @@ class Asker:
 
 
 class _Reading:
-    """The chunks of one answer."""
+    """Collects the chunks of one response."""
 
     def __init__(self, result: RequestResult, is_chat: bool) -> None:
         self.result = result
@@ -71,23 +71,23 @@ class _Reading:
         self._texts: list[str] = []
 
     def take(self, payload: str, now_s: float) -> None:
-        """Take in one payload. Raises HttpError for what is no chunk."""
+        """Process one payload. Raises HttpError for an error or an invalid chunk."""
         try:
             chunk = json.loads(payload)
         except ValueError as error:
             raise HttpError(f"a chunk is not JSON ({error}): {payload[:200]!r}") from error
         if chunk.get("error"):
-            said = chunk["error"]
-            raise HttpError(str(said.get("message", said) if isinstance(said, dict) else said))
+            fault = chunk["error"]
+            raise HttpError(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices", ())[:1]:
             self._take_choice(choice, now_s)
 
     def _take_choice(self, choice: dict[str, Any], now_s: float) -> None:
-        said = choice.get("delta") or {} if self._is_chat else choice
-        text = said.get("content" if self._is_chat else "text")
+        part = choice.get("delta") or {} if self._is_chat else choice
+        text = part.get("content" if self._is_chat else "text")
         ended = choice.get("finish_reason")
-        if self._is_chat and self._last_s is None and said.get("role") and not (text or ended):
+        if self._is_chat and self._last_s is None and part.get("role") and not (text or ended):
             return
         if self._last_s is None:
             self.result.ttft_s = now_s - self.result.start_s
@@ -115,7 +115,7 @@ class _Reading:
 
 
 def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> Asker:
-    """Make an asker. Raises ConfigError for an --extra-body that is no object."""
+    """Return an asker. Raises ConfigError if --extra-body is not a JSON object."""
     is_chat = options.backend == "openai-chat"
     common: dict[str, Any] = {
         "model": model,
@@ -127,15 +127,15 @@ def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> A
     if options.ignore_eos:
         common["ignore_eos"] = True
     if options.logprobs is not None:
-        wanted: dict[str, Any] = {"logprobs": options.logprobs}
-        common |= {"logprobs": True, "top_logprobs": options.logprobs} if is_chat else wanted
+        fields: dict[str, Any] = {"logprobs": options.logprobs}
+        common |= {"logprobs": True, "top_logprobs": options.logprobs} if is_chat else fields
     common |= _extra_body(options.extra_body)
     return Asker(client, ENDPOINTS[options.backend], is_chat, common)
 
 
 def as_texts(requests: list[BenchRequest], tokens: Tokens) -> list[BenchRequest]:
-    """Turn prompts into texts for a chat, which takes no token ids. The text may be tokenised
-    otherwise than it was."""
+    """Convert prompts to texts, because a chat needs texts. The server may tokenize a text
+    differently."""
     return [
         BenchRequest(tokens.decode(request.prompt), request.prompt_len, request.output_len)
         if isinstance(request.prompt, list)

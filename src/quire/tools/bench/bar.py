@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Bar:
-    """Requests done, on standard error, if that is a terminal."""
+    """Shows the number of finished requests if standard error is a terminal."""
 
     def __init__(self, num: int, enabled: bool) -> None:
         self._progress: Any = None

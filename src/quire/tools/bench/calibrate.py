@@ -1,11 +1,11 @@
-"""How long steps take on this machine: a real engine runs a spread of them, and a regression tells.
+"""Measure how long steps take on this machine, and fit a model of their duration.
 
     quire bench calibrate --model demo --output-json demo.json
     quire simulate demo --device cpu --fit demo.json
 
-Requests are drawn so that steps of all kinds come: few and many rows, short and long contexts,
-prompts alone and beside others that are decoded, all at once and one by one, with and without a
-pause before them.
+An engine runs random requests that produce many kinds of steps. Steps have few or many rows, short
+or long contexts, and prompts alone or together with decoding rows. Requests arrive all at once or
+one by one, with and without a pause before.
 """
 
 import argparse
@@ -25,17 +25,17 @@ from quire.tools.report import print_head
 from quire.tools.step_fitting import Fitted, Measured, fit_steps, lines_of, write_fitted
 
 MOST_OUTPUT = 24
-MOST_TRAFFIC = 16  # requests, half of that
-PAUSES = 0.3  # of requests
+MAX_TRAFFIC = 16  # half the maximum number of requests that arrive one by one
+PAUSES = 0.3  # share of requests that follow a pause
 PAUSE_S = (0.005, 0.04)
-FEWEST_BATCHES = 6
-LONGEST = 4096  # prompts
+MIN_BATCHES = 6
+LONGEST = 4096  # maximum tokens of a prompt
 MOVED = "blocks moved"
 
 
 @dataclass
 class StepListener:
-    """Listens to an engine: its plans with their durations, in their order."""
+    """Records an engine's plans with their durations, in order, from its events."""
 
     plans: dict[int, Planned] = field(default_factory=dict)
     steps: list[Measured] = field(default_factory=list)
@@ -54,12 +54,12 @@ class StepListener:
                 self._ended_s = event.at_s
 
     def forget(self) -> None:
-        """Forget what was seen: it warmed up."""
+        """Drop the recorded steps of the warm-up."""
         self.steps.clear()
         self._last = self._ended_s = None
 
     def _see_host(self, planned: Planned) -> None:
-        """Note what passed between the plan before and this one beside the step, if rows go on."""
+        """Record the host's time between the previous plan and this one, if rows continue."""
         last, plan = self._last, planned.plan
         self._last = planned
         if last is None or last.plan is None or plan is None or self.plans:
@@ -74,10 +74,10 @@ class StepListener:
 def draw_batch(
     rng: np.random.Generator, most_rows: int, longest: int, vocab_size: int
 ) -> list[BenchRequest]:
-    """Draw requests of one call: their number and each one's length evenly over the magnitudes."""
+    """Draw one call's requests. Their number and lengths are uniform over orders of magnitude."""
     num = round(2 ** rng.uniform(0, np.log2(2 * most_rows)))
-    most = min(LONGEST, max(2, longest - MOST_OUTPUT - 1))
-    lengths = np.exp2(rng.uniform(1, np.log2(most), num)).astype(int).tolist()
+    max_length = min(LONGEST, max(2, longest - MOST_OUTPUT - 1))
+    lengths = np.exp2(rng.uniform(1, np.log2(max_length), num)).astype(int).tolist()
     return [
         BenchRequest(
             rng.integers(0, vocab_size, length).tolist(),
@@ -89,26 +89,27 @@ def draw_batch(
 
 
 class Driver:
-    """Lets an engine serve what is drawn."""
+    """Makes an engine serve random requests."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         config = llm.engine.config
         self._llm, self._client = llm, llm.engine.client
         self._rng = np.random.default_rng(seed)
-        self._most_rows = config.scheduler.max_num_seqs or 1
+        self._max_rows = config.scheduler.max_num_seqs or 1
         self._longest = config.model.max_model_len or 2
         self._num_requests = 0
 
     def run_batch(self) -> None:
-        """Serve some requests that come together."""
-        requests = self._draw(self._most_rows)
+        """Serve requests that arrive together."""
+        requests = self._draw(self._max_rows)
         params = [greedy(each.output_len) for each in requests]
         self._llm.generate([each.prompt for each in requests], params, use_tqdm=False)
 
     def run_traffic(self) -> None:
-        """Serve some requests that come one by one: a few steps after the one before, or some time
-        after all have ended."""
-        requests = self._draw(MOST_TRAFFIC)
+        """Serve requests that arrive one by one.
+
+        Each arrives a few steps after the previous request, or in a pause after all have ended."""
+        requests = self._draw(MAX_TRAFFIC)
         for each in requests:
             if self._rng.random() < PAUSES:
                 self._advance(None)
@@ -124,19 +125,19 @@ class Driver:
         vocab_size = self._llm.engine.spec.vocab_size
         return draw_batch(self._rng, most_rows, self._longest, vocab_size)
 
-    def _advance(self, most: int | None) -> None:
-        """Serve until as many steps are done, or all requests have ended."""
+    def _advance(self, max_steps: int | None) -> None:
+        """Serve until `most` steps are done or all requests have ended."""
         num = 0
-        while self._client.num_unfinished and (most is None or num < most):
+        while self._client.num_unfinished and (max_steps is None or num < max_steps):
             num += bool(self._client.advance())
 
 
 def run_steps(llm: LLM, seconds: float, seed: int) -> list[Measured]:
-    """Run batches and traffic for so long; the first ones warm up and do not count."""
+    """Run batches and traffic for `seconds`. The first round is a warm-up and does not count."""
     driver, listener = Driver(llm, seed), StepListener()
     llm.engine.client.core.subscribe(listener)
     ends_s, num = time.monotonic() + seconds, 0
-    while num <= FEWEST_BATCHES or time.monotonic() < ends_s:
+    while num <= MIN_BATCHES or time.monotonic() < ends_s:
         driver.run_batch()
         driver.run_traffic()
         if num == 0:
@@ -146,7 +147,7 @@ def run_steps(llm: LLM, seconds: float, seed: int) -> list[Measured]:
 
 
 def calibrate(llm: LLM, model: str, seconds: float, seed: int) -> Fitted:
-    """Measure and fit. What no step has moved is taken from how fast blocks are copied."""
+    """Measure and fit. If no step moved blocks, derive that time from the speed of copies."""
     engine = llm.engine
     steps = run_steps(llm, seconds, seed)
     copied = engine.client.core.executor.copy_bytes_per_s()
@@ -160,7 +161,7 @@ def calibrate(llm: LLM, model: str, seconds: float, seed: int) -> Fitted:
 
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
-    """Run the command. given: the engine's settings that were given. Returns the exit status."""
+    """Run the command with the engine's given settings; return the exit status."""
     model = given.get("model", "demo")
     print_head(f"{model}: how long steps take; {options.seconds:g} s")
     settings = {"model": model, "enable_prefix_caching": False} | given

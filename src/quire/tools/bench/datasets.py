@@ -1,7 +1,7 @@
-"""What a benchmark asks: prompts and output lengths, all drawn from one seed.
+"""The requests of a benchmark: prompts and output lengths, drawn from one seed.
 
-In: the options of `arguments.py` and a tokenizer. Out: `BenchRequest`s. Prompts of random tokens
-stay token ids; those from files stay texts.
+Input: the options of `arguments.py` and a tokenizer. Output: `BenchRequest`s. Random prompts are
+token ids; prompts from files are texts.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import numpy as np
 from quire.base.errors import ConfigError
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 
-# What the field leaves out of ShareGPT: turns too short to mean anything, and too long ones.
+# Common limits for ShareGPT: they exclude turns that are too short to be meaningful, or too long.
 MIN_TOKENS = 4
 MAX_PROMPT_TOKENS = 1024
 MAX_TOTAL_TOKENS = 2048
@@ -24,7 +24,7 @@ MAX_TOTAL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """prompt: a text or token ids. prompt_len, output_len: tokens."""
+    """A prompt (text or token ids), its length in tokens, and the number of output tokens."""
 
     prompt: str | list[int]
     prompt_len: int
@@ -32,11 +32,11 @@ class BenchRequest:
 
 
 class Tokens(Protocol):
-    """The tokenizer of the model that is asked."""
+    """The tokenizer of the model under test."""
 
     @property
     def vocab_size(self) -> int:
-        """Return the bound below which ids may stand in a prompt."""
+        """The bound below which token ids may occur in a prompt."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -45,7 +45,7 @@ class Tokens(Protocol):
 
 
 def make_requests(options: argparse.Namespace, tokens: Tokens, seed: int) -> list[BenchRequest]:
-    """Make the requests that the options describe. Raises ConfigError."""
+    """Return the requests that the options describe. Raises ConfigError."""
     num, rng = options.num_prompts, np.random.default_rng(seed)
     output_len: int | None = options.random_output_len
     match options.dataset_name:
@@ -84,8 +84,9 @@ def random_requests(
     vocab_size: int,
     rng: np.random.Generator,
 ) -> list[BenchRequest]:
-    """Make prompts of a shared prefix, then own tokens. lengths: own prompt tokens, output tokens;
-    each varies evenly within `range_ratio` of itself."""
+    """Return prompts of a shared prefix and own tokens.
+
+    lengths: own prompt tokens, and output tokens; each is uniform within `range_ratio`."""
     prefix = _ids(rng, prefix_len, vocab_size)
     drawn = []
     for length in lengths:
@@ -106,7 +107,7 @@ def prefix_requests(
     vocab_size: int,
     rng: np.random.Generator,
 ) -> list[BenchRequest]:
-    """Make prompts of shared prefixes, each of which begins about as many; shuffled."""
+    """Return prompts with shared prefixes, the same number for each prefix, in random order."""
     prefixes = [_ids(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
     prompts = [prefixes[i % num_prefixes] + _ids(rng, suffix_len, vocab_size) for i in range(num)]
     return [
@@ -115,8 +116,8 @@ def prefix_requests(
 
 
 def like_requests(workload: Workload, num: int, vocab_size: int, seed: int) -> list[BenchRequest]:
-    """Make prompts of random tokens in the lengths of a data set."""
-    rng = np.random.default_rng([seed, 1])  # not the bits that the lengths come from
+    """Return prompts of random tokens with the lengths of a data set."""
+    rng = np.random.default_rng([seed, 1])  # independent of the lengths' random numbers
     inputs, outputs = workload.sample(num, seed)
     return [
         BenchRequest(_ids(rng, prompt_len, vocab_size), prompt_len, output_len)
@@ -127,7 +128,7 @@ def like_requests(workload: Workload, num: int, vocab_size: int, seed: int) -> l
 def sharegpt_requests(
     path: Path, num: int, tokens: Tokens, rng: np.random.Generator, output_len: int | None
 ) -> list[BenchRequest]:
-    """Take the first question of each conversation, and as many tokens as its answer has."""
+    """Return each conversation's first question, with its answer's length as output length."""
     pairs = list(_first_turns(_read_json(path), path))
     found: list[BenchRequest] = []
     for i in rng.permutation(len(pairs)):
@@ -151,7 +152,7 @@ def sharegpt_requests(
 def custom_requests(
     path: Path, num: int, tokens: Tokens, rng: np.random.Generator, output_len: int
 ) -> list[BenchRequest]:
-    """Make one prompt per line, in random order."""
+    """Return one prompt per line of a file, in random order."""
     prompts = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if line.strip():
@@ -168,7 +169,7 @@ def custom_requests(
 
 
 def _first_turns(conversations: Any, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the first turn of a person that is answered, with the answer."""
+    """Yield each conversation's first answered question of a user, with its answer."""
     if not isinstance(conversations, list):
         raise ConfigError(f"{path} is not a list of conversations in the ShareGPT format.")
     num_read = 0
@@ -177,9 +178,9 @@ def _first_turns(conversations: Any, path: Path) -> Iterator[tuple[str, str]]:
         if not isinstance(turns, list):
             continue
         num_read += 1
-        said = [(turn.get("from"), turn.get("value")) for turn in turns if isinstance(turn, dict)]
-        for (who, question), (other, answer) in zip(said, said[1:], strict=False):
-            if who in ("human", "user") and other not in ("human", "user"):
+        pairs = [(turn.get("from"), turn.get("value")) for turn in turns if isinstance(turn, dict)]
+        for (speaker, question), (other, answer) in zip(pairs, pairs[1:], strict=False):
+            if speaker in ("human", "user") and other not in ("human", "user"):
                 if isinstance(question, str) and isinstance(answer, str):
                     yield question, answer
                 break
@@ -193,7 +194,7 @@ def _first_turns(conversations: Any, path: Path) -> Iterator[tuple[str, str]]:
 def _oversample(
     found: list[BenchRequest], num: int, rng: np.random.Generator
 ) -> list[BenchRequest]:
-    """Repeat some, if there are too few."""
+    """Repeat random requests until there are `num`."""
     missing = num - len(found)
     return found + [found[i] for i in rng.integers(0, len(found), max(0, missing))]
 

@@ -1,5 +1,6 @@
-"""How many of a server's guesses at tokens were right (speculative decoding), from its `/metrics`
-before and after a run, under vLLM's names.
+"""Draft tokens of a server and their acceptance, from its `/metrics` before and after a run.
+
+The counters have vLLM's names.
 """
 
 from collections.abc import Mapping
@@ -11,21 +12,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.tools.http_client import HttpClient, HttpError
 
 TIMEOUT_S = 10.0
-NAME = ":spec_decode_num_"  # behind the server's own prefix
+NAME = ":spec_decode_num_"  # follows the server's own prefix
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """Counts since the server began, or of a run. num_drafts: steps of a row that tried guesses;
-    num_tokens: these; accepted_at: how often the first of them was right, the second, and so on."""
+    """Counts of draft tokens, since the server's start or for one run."""
 
-    num_drafts: float = 0
-    num_tokens: float = 0
-    num_accepted: float = 0
+    num_drafts: float = 0  # drafts: one for each row and step with draft tokens
+    num_tokens: float = 0  # draft tokens
+    num_accepted: float = 0  # accepted draft tokens
+    # by index in the draft: how often that draft token was accepted
     accepted_at: Mapping[int, float] = field(default_factory=dict)
 
     def since(self, before: "Guesses") -> "Guesses":
-        """Return what came after another count."""
+        """Return the counts since an earlier count."""
         places = {i: n - before.accepted_at.get(i, 0) for i, n in self.accepted_at.items()}
         return Guesses(
             self.num_drafts - before.num_drafts,
@@ -36,23 +37,23 @@ class Guesses:
 
     @property
     def acceptance_rate(self) -> float:
-        """Percent of the guesses that were right."""
+        """The accepted draft tokens in percent."""
         return 100 * self.num_accepted / self.num_tokens if self.num_tokens else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a row got on average in a step in which it tried guesses."""
+        """The mean number of tokens that a row got in a step with draft tokens."""
         return 1 + self.num_accepted / self.num_drafts
 
     @property
     def rates_at(self) -> list[float]:
-        """By place, in how many of these steps that guess was right."""
+        """The acceptance rate of each index in the draft."""
         last = max(self.accepted_at, default=-1)
         return [self.accepted_at.get(i, 0) / self.num_drafts for i in range(last + 1)]
 
 
 async def read_guesses(client: HttpClient) -> Guesses:
-    """Ask a server; one that has no such counters has tried none."""
+    """Read a server's counts; all zero if it has no such counters."""
     try:
         return parse_guesses((await client.request("/metrics", timeout_s=TIMEOUT_S)).text)
     except (HttpError, ValueError):
@@ -60,7 +61,7 @@ async def read_guesses(client: HttpClient) -> Guesses:
 
 
 def parse_guesses(text: str) -> Guesses:
-    """Read the counters, summed up over all engines. Raises ValueError for another format."""
+    """Return the counts, summed over all engines. Raises ValueError for another format."""
     counts: dict[str, float] = {}
     accepted_at: dict[int, float] = {}
     for family in text_string_to_metric_families(text):
@@ -82,7 +83,7 @@ def parse_guesses(text: str) -> Guesses:
 
 
 def block_lines(guesses: Guesses) -> list[str]:
-    """Lay out vLLM's part of the printed block; nothing if no guesses were tried."""
+    """Return vLLM's lines on speculative decoding; none if there were no draft tokens."""
     if not guesses.num_drafts:
         return []
     lines = [f"{'Speculative Decoding':-^50}"]
@@ -102,7 +103,7 @@ def block_lines(guesses: Guesses) -> list[str]:
 
 
 def json_keys(guesses: Guesses) -> dict[str, Any]:
-    """Return the numbers under the keys of vLLM's result files; none if no guesses were tried."""
+    """Return the counts under the keys of vLLM's result files; none without draft tokens."""
     if not guesses.num_drafts:
         return {}
     return {

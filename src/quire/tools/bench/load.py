@@ -1,4 +1,4 @@
-"""When requests come, at a given rate."""
+"""Arrival times of requests, at a given rate."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Load:
-    """How requests arrive."""
+    """The load of a benchmark."""
 
     rate_per_s: float
     burstiness: float
@@ -16,8 +16,9 @@ class Load:
     seed: int
 
     def arrivals_s(self, num: int) -> list[float]:
-        """Draw when each request is sent. Stretched so that the last one comes at num / rate: the
-        rate of the run is the one asked for, also where the run is short."""
+        """Draw the time of each request's arrival.
+
+        Times are scaled so that the last is num / rate: even a short run has the given rate."""
         if self.rate_per_s == math.inf:
             return [0.0] * num
         rng = np.random.default_rng([self.seed, 2])

@@ -1,11 +1,10 @@
-"""The numbers of a serving benchmark, as vLLM defines, names and prints them.
+"""The metrics of a serving benchmark, with vLLM's definitions, names and layout.
 
-TTFT: from sending to the first streamed chunk. ITL: the gaps between chunks, of all requests
-together; a chunk may hold several tokens. TPOT: (latency - TTFT) / (output tokens - 1), per
-request with more than one. E2EL: from sending to the last chunk. Goodput: requests per second that
-meet all limits (a TPOT of one token is 0). Tokens are what the server's `usage` says. The peak of
-tokens per second shares a request's tokens out over its chunks, which is vLLM's count of chunks
-where each holds one.
+TTFT: from sending to the first chunk. ITL: the gaps between chunks, over all requests; a chunk may
+hold several tokens. TPOT: (latency - TTFT) / (output tokens - 1), for requests with more than one.
+E2EL: from sending to the last chunk. Goodput: requests per second that meet all limits (a TPOT of
+one token is 0). The server's `usage` counts tokens. The peak of tokens per second spreads a
+request's tokens evenly over its chunks; with one token per chunk it equals vLLM's count of chunks.
 """
 
 import math
@@ -26,7 +25,7 @@ HEADERS = {
 
 @dataclass
 class RequestResult:
-    """What one request met. Times in seconds; start_s on the benchmark's clock."""
+    """The outcome of one request. Times are in seconds; `start_s` is on the benchmark's clock."""
 
     start_s: float
     prompt_len: int
@@ -50,7 +49,7 @@ class RequestResult:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one kind of time, in milliseconds; all zero without samples."""
+    """Statistics of one kind of time, in milliseconds; all zero without samples."""
 
     mean: float
     median: float
@@ -72,7 +71,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class ServingMetrics:
-    """All of a run. goodput: requests per second; None if no limits were given."""
+    """All metrics of a run. `goodput` is None without limits."""
 
     completed: int
     failed: int
@@ -107,7 +106,7 @@ def measure(
     percentiles: tuple[float, ...],
     limits_ms: dict[str, float],
 ) -> ServingMetrics:
-    """Compute all numbers of a run. limits_ms: of goodput, by metric; empty is none."""
+    """Compute the metrics of a run. limits_ms: limits of goodput by metric; empty for none."""
     done = [result for result in results if result.is_ok]
     tokens_per_s, open_per_s = _by_second(done)
     times = {
@@ -135,7 +134,7 @@ def _is_good(result: RequestResult, limits_ms: dict[str, float]) -> bool:
 
 
 def _by_second(done: list[RequestResult]) -> tuple[Any, Any]:
-    """Count tokens that came, and requests that were open, in each second of the run."""
+    """Return the tokens that arrived, and the open requests, in each second of the run."""
     if not done:
         return np.zeros(0), np.zeros(0, np.int64)
     began = min(result.start_s for result in done)
@@ -158,8 +157,7 @@ def block(
     request_rate: float,
     more: Sequence[str] = (),
 ) -> str:
-    """Lay out vLLM's printed block. shown: metrics in METRICS' order, whose times are printed;
-    more: lines at the end."""
+    """Return vLLM's printed block. shown: metrics whose times are printed. more: lines to add."""
     lines = [f"{' Serving Benchmark Result ':=^50}"]
 
     def add(name: str, value: object, form: str = "") -> None:
@@ -192,7 +190,7 @@ def block(
 
 
 def json_keys(metrics: ServingMetrics) -> dict[str, Any]:
-    """Return the numbers under the keys of vLLM's result files."""
+    """Return the metrics under the keys of vLLM's result files."""
     found: dict[str, Any] = {
         "duration": metrics.duration_s,
         "completed": metrics.completed,
@@ -215,7 +213,7 @@ def json_keys(metrics: ServingMetrics) -> dict[str, Any]:
 
 
 def json_details(results: list[RequestResult]) -> dict[str, Any]:
-    """Return one entry per request, in the order in which they were asked."""
+    """Return lists with one entry per request, in the order of the requests."""
     return {
         "input_lens": [result.prompt_len for result in results],
         "output_lens": [result.output_len for result in results],

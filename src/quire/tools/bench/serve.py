@@ -1,12 +1,12 @@
-"""Latency and throughput of a server, under a load that arrives at a given rate.
+"""Measure latency and throughput of a server, under a load with a given arrival rate.
 
     quire bench serve --num-prompts 64 --request-rate 4
 
-Any server with OpenAI's API will do. Requests arrive as a Poisson process (or burstier, or evener),
-at the same times for the same seed; `--max-concurrency` holds back those that would be too many,
-whose time begins when they are sent. The client is one thread on one event loop: where a server
-gives more chunks per second than it can read, it is the client that is measured (it then uses a
-whole core, which `client_cpu_share` of the results shows).
+Any server with OpenAI's API works. Requests arrive as a Poisson process (or burstier or smoother),
+at the same times for the same seed. `--max-concurrency` delays requests beyond it; their time
+starts when they are sent. The client is one thread with one event loop. If a server sends more
+chunks than the client can read, the benchmark measures the client. `client_cpu_share` in the
+results is then a whole core.
 """
 
 import argparse
@@ -49,13 +49,12 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run. client_cpu_share: of a core, that this process used. guesses: that the server
-    tried meanwhile."""
+    """The outcome of one run."""
 
     results: list[RequestResult]
     duration_s: float
-    client_cpu_share: float
-    guesses: Guesses = Guesses()
+    client_cpu_share: float  # cores that this process used
+    guesses: Guesses = Guesses()  # the server's draft tokens during the run
 
 
 async def send_all(
@@ -64,7 +63,7 @@ async def send_all(
     load: Load,
     done: Callable[[], None],
 ) -> Outcome:
-    """Send each request when it is due. done: called after each."""
+    """Send each request when it is due, and call `done` after each."""
     slots = (
         nullcontext() if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
     )
@@ -89,7 +88,7 @@ async def send_all(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status: 1 if all requests failed."""
+    """Run the command and return the exit status: 1 if all requests failed."""
     wanted = Wanted.from_options(options)
     client = HttpClient(_base_url(options), _headers(options), verify=not options.insecure)
     load = Load(
@@ -120,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def wait_until_ready(client: HttpClient, timeout_s: float) -> None:
-    """Wait until the server lists its models; the first refusal is final once it answers at all."""
+    """Wait until the server lists its models. Raises HttpError on timeout or another error."""
     deadline = time.monotonic() + timeout_s
     while timeout_s > 0:
         try:
@@ -133,7 +132,7 @@ async def wait_until_ready(client: HttpClient, timeout_s: float) -> None:
 
 
 async def _warm_up(asker: Asker, request: BenchRequest, num: int) -> None:
-    """Send some one at a time; a server that refuses the first one would refuse them all."""
+    """Send requests one by one. Raises HttpError if one fails."""
     for _ in range(num):
         result = await asker.ask(request)
         if not result.is_ok:
@@ -166,7 +165,7 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _show_errors(results: list[RequestResult]) -> None:
-    """Print the first different ones."""
+    """Print the first few distinct errors."""
     errors = list(dict.fromkeys(result.error for result in results if not result.is_ok))
     for error in errors[:ERRORS_SHOWN]:
         print(f"failed: {error}", file=sys.stderr)
@@ -177,7 +176,7 @@ def _show_errors(results: list[RequestResult]) -> None:
 def _save(
     options: argparse.Namespace, model: str, metrics: ServingMetrics, outcome: Outcome
 ) -> None:
-    """Write the results where --output-json and --save-result say."""
+    """Write the results to the files of --output-json and --save-result."""
     now = datetime.now()
     date = now.strftime("%Y%m%d-%H%M%S")
     rate = "inf" if options.request_rate == math.inf else options.request_rate

@@ -1,9 +1,9 @@
-"""Throughput of a model on this machine, and how far that is from what the machine can do.
+"""Measure a model's throughput on this machine, as a share of the machine's limits.
 
     quire bench throughput --model shape:qwen3-0.6b --num-prompts 16 --input-len 128
 
-All requests arrive at once, and none ends before its last token. The lines of totals and
-the JSON keys are those of `vllm bench throughput`.
+All requests arrive at once, and none ends before its last token. The printed totals and the JSON
+keys are the same as in `vllm bench throughput`.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
 from quire.tools.report import print_head, write_report
 
 MIB = 1 << 20
-MOST_ROWS = 64  # with no more requests than this, all of them run at once
+MAX_ROWS = 64  # up to this number of requests, all run at the same time
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine: how many tokens it computed for how many rows, in how long."""
+    """One step of the engine: its rows, tokens and duration."""
 
     num_rows: int
     num_tokens: int
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass
 class StepTimes:
-    """Listens to an engine: a step takes from one plan to the next one, or to the end."""
+    """Records plans from an engine's events. A step lasts until the next plan, or the end."""
 
     plans: list[Planned] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class Run:
 
 
 def greedy(output_len: int) -> SamplingParams:
-    """Ask for exactly `output_len` tokens, the most probable ones."""
+    """Return parameters for exactly `output_len` tokens with greedy sampling."""
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
 
@@ -98,8 +98,9 @@ def run_once(
 def run_requests(
     llm: LLM, times: StepTimes, requests: list[BenchRequest], resets: bool = True
 ) -> Run:
-    """Continue the prompts, from an empty prefix cache if it resets that. times: listens to this
-    LLM."""
+    """Run requests and measure them. `times` must listen to this LLM.
+
+    resets: whether to empty the prefix cache first."""
     if resets:
         llm.reset_prefix_cache()
     times.plans.clear()
@@ -124,7 +125,7 @@ def run_requests(
 
 @dataclass(frozen=True)
 class Share:
-    """What a run reached of the machine's limits. `of_limit` counts each step by its own limit."""
+    """A run's share of the machine's limits. `of_limit` compares each step with its own limit."""
 
     flops_per_s: float
     of_flops: float
@@ -135,26 +136,26 @@ class Share:
 
 
 def share_of_limits(run: Run, cost: StepCost, limits: Limits) -> Share:
-    """Compare a run with the limits. The decode step is the median of those with the most rows."""
+    """Compare a run with the limits. The decode step is the median of steps at maximum rows."""
     decode = [step for step in run.steps if step.is_decode]
-    most = max((step.num_rows for step in decode), default=0)
-    full = [step.duration_s for step in decode if step.num_rows == most]
+    max_rows = max((step.num_rows for step in decode), default=0)
+    full = [step.duration_s for step in decode if step.num_rows == max_rows]
     decode_s = statistics.median(full) if full else float("nan")
-    # A chunk of a prompt samples only at its end; that its rows all sample is close enough.
+    # A prompt's chunk samples only at its end; counting all its rows as sampling is close enough.
     flops = sum(cost.flops(step.num_tokens, step.num_rows) for step in run.steps)
-    least = sum(cost.least_s(step.num_tokens, step.num_rows, limits) for step in run.steps)
+    limit_s = sum(cost.least_s(step.num_tokens, step.num_rows, limits) for step in run.steps)
     return Share(
         flops_per_s=flops / run.elapsed_s,
         of_flops=flops / run.elapsed_s / limits.flops_per_s,
         decode_step_s=decode_s,
         decode_bytes_per_s=cost.weight_bytes / decode_s,
         of_bytes=cost.weight_bytes / decode_s / limits.bytes_per_s,
-        of_limit=least / run.elapsed_s,
+        of_limit=limit_s / run.elapsed_s,
     )
 
 
 def print_run(run: Run) -> None:
-    """Print vLLM's lines, and how long the requests were."""
+    """Print vLLM's lines, and the mean lengths of requests."""
     print(
         f"Throughput: {run.num_requests / run.elapsed_s:.2f} requests/s, "
         f"{run.num_tokens / run.elapsed_s:.2f} total tokens/s, "
@@ -170,7 +171,7 @@ def print_run(run: Run) -> None:
 
 
 def print_share(share: Share, cost: StepCost, limits: Limits) -> None:
-    """Print the limits beside the results."""
+    """Print the results as shares of the limits."""
     print(
         f"Arithmetic: {share.flops_per_s / 1e9:,.1f} GFLOP/s, {share.of_flops:.0%} of the"
         f" {limits.flops_per_s / 1e9:,.1f} of a large matrix product"
@@ -186,7 +187,7 @@ def print_share(share: Share, cost: StepCost, limits: Limits) -> None:
 def results(
     model: str, runs: list[Run], cost: StepCost, limits: Limits, engine: Engine
 ) -> dict[str, Any]:
-    """Return the keys of `vllm bench throughput` for the median run, and ours beside them."""
+    """Return the keys of `vllm bench throughput` for the median run, and quire's own keys."""
     run = median_run(runs)
     return {
         "model_id": model,
@@ -205,22 +206,21 @@ def results(
 
 
 def median_run(runs: list[Run]) -> Run:
-    """Return the run in the middle; the slower of two."""
+    """Return the median run; of an even number the slower one of the middle."""
     return sorted(runs, key=lambda run: run.elapsed_s)[len(runs) // 2]
 
 
 def settings_for(requests: list[BenchRequest], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings: as given, and where nothing was, large enough for these
-    requests."""
+    """Return the given engine settings, with defaults that are large enough for the requests."""
     longest = max(request.prompt_len + request.output_len for request in requests)
     settings = {"model": "demo", "max_model_len": longest} | given
-    if len(requests) <= MOST_ROWS:
+    if len(requests) <= MAX_ROWS:
         settings.setdefault("max_num_seqs", len(requests))
     return settings
 
 
 def described(requests: list[BenchRequest]) -> str:
-    """Return how long prompts and outputs are, and what all of them have together."""
+    """Return a text about the lengths of prompts and outputs, and their totals."""
     prompts = [request.prompt_len for request in requests]
     outputs = [request.output_len for request in requests]
     return (
@@ -230,14 +230,14 @@ def described(requests: list[BenchRequest]) -> str:
 
 
 def _range(lengths: list[int]) -> str:
-    least, most = min(lengths), max(lengths)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    shortest, longest = min(lengths), max(lengths)
+    return f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
 
 
 def measure_rounds(
     llm: LLM, requests: list[BenchRequest], options: argparse.Namespace
 ) -> list[Run]:
-    """Do short runs that warm up, then those that count."""
+    """Run the warm-ups, then return the measured runs."""
     times = StepTimes.of(llm)
     for _ in range(options.num_warmups):
         run_requests(llm, times, [replace(request, output_len=4) for request in requests])
@@ -245,7 +245,7 @@ def measure_rounds(
 
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
-    """Run the command. given: the engine's settings that were given. Returns the exit status."""
+    """Run the command with the engine's given settings; return the exit status."""
     model, revision = given.get("model", "demo"), given.get("revision")
     tokens = LocalTokens(model, given.get("tokenizer"), revision)
     requests = make_requests(options, tokens, given.get("seed", 0))

@@ -1,4 +1,4 @@
-"""Tokenizers of the model that is measured: its files on this machine, or the server's routes."""
+"""Tokenizers of the measured model: from its files on this machine, or by the server's routes."""
 
 import asyncio
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SAFE_VOCAB_SIZE = 1000
 
 
 class LocalTokens:
-    """Of a model directory, hub id or shape. A shape has no tokenizer, but a vocabulary."""
+    """The tokenizer of a model directory, hub id or shape. A shape only has a vocabulary size."""
 
     def __init__(self, model: str, tokenizer: str | None = None, revision: str | None = None):
         directory = resolve_model(model, revision, files=TEXT_FILES).directory
@@ -44,7 +44,7 @@ class LocalTokens:
 
 @dataclass(frozen=True)
 class ServerTokens:
-    """Through /tokenize and /detokenize. runner: of the event loop that the client lives in."""
+    """Tokenizes through /tokenize and /detokenize. `runner` runs the client's event loop."""
 
     runner: asyncio.Runner
     client: HttpClient
@@ -60,9 +60,9 @@ class ServerTokens:
         return text
 
     def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
-        asked = self.client.request(path, "POST", {"model": self.model} | body)
+        exchange = self.client.request(path, "POST", {"model": self.model} | body)
         try:
-            return self.runner.run(asked).json()[key]
+            return self.runner.run(exchange).json()[key]
         except HttpError as error:
             if error.status != 404:
                 raise

@@ -1,4 +1,4 @@
-"""Which results of a benchmark are wanted: read from the options before anything runs."""
+"""The results that a benchmark must show, read from the options before anything runs."""
 
 import argparse
 import math
@@ -12,7 +12,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which results: read from the options before anything runs."""
+    """The metrics and percentiles to show, and the limits of goodput in milliseconds."""
 
     shown: tuple[str, ...]
     percentiles: tuple[float, ...]
@@ -20,7 +20,7 @@ class Wanted:
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> "Wanted":
-        """Read what is wanted from the options. Raises ConfigError."""
+        """Read the options. Raises ConfigError."""
         shown = tuple(name for name in options.percentile_metrics.split(",") if name)
         for name in shown:
             _check_metric(name, "--percentile-metrics", METRICS)
@@ -40,11 +40,11 @@ def _check_metric(name: str, flag: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{flag} knows {', '.join(known)}, not {name!r}.")
 
 
-def _number(text: str, flag: str, most: float) -> float:
+def _number(text: str, flag: str, maximum: float) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= most:
-        raise ConfigError(f"{flag}: {text!r} is not a number from 0 to {most:g}.")
+    if not 0 <= value <= maximum:
+        raise ConfigError(f"{flag}: {text!r} is not a number from 0 to {maximum:g}.")
     return value

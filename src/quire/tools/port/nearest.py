@@ -1,8 +1,8 @@
-"""Which of our architectures a checkpoint is nearest to, and what differs.
+"""Find the supported architecture nearest to a checkpoint, and the differences.
 
-Each architecture is asked what it would make of the checkpoint's config: which fields it reads,
-which it refuses, which tensors it would ask for. Nearest is the one with most names of tensors in
-common, numbers in them left out, then the one that refuses fewest and reads most fields.
+Each architecture parses the checkpoint's config. The result is the fields that it reads, the fields
+that it rejects, and the tensors that it would load. The nearest shares most tensor names, with
+numbers ignored. Among equals it rejects the smallest number of fields and reads most.
 """
 
 import re
@@ -24,7 +24,7 @@ from quire.spec.model_spec import ModelSpec, parse_spec, read_config
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
-# What a size is called where it is not called as we do.
+# Other names of sizes in configs.
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model", "dim", "model_dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -34,21 +34,21 @@ OTHER_NAMES = {
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
     "vocab_size": ("padded_vocab_size",),
 }
-# Of training, of tokens and of how a class is called: they change no numbers.
+# Fields about training, tokens and names of classes, which change no numbers.
 WITHOUT_EFFECT = re.compile(
     r"_.*|.*(dropout|pdrop|_token_id|_coef|initializer.*|init_.*)|architectures|model_type|auto_map"
     r"|(torch_)?dtype|transformers_version|use_cache|return_dict|output_.*|id2label|label2id"
     r"|problem_type|pretraining_tp|is_encoder_decoder|is_decoder|chunk_size_feed_forward"
 )
-ALIKE = 0.7  # of names: difflib's measure
+MIN_SIMILARITY = 0.7  # minimum similarity of names, by difflib's measure
 PLAINEST = "llama"
-MOST_REFUSED = 8  # fields of a config; one that refuses more is not near
+MAX_REFUSED = 8  # an architecture that rejects more fields is not near
 
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A field of the config that the nearest architecture refuses, or does not read. ours: what it
-    has instead."""
+    """A field of the config that the nearest architecture rejects or ignores. `ours` is a text
+    about the nearest field that it has."""
 
     name: str
     value: Any
@@ -58,28 +58,25 @@ class FieldDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor, with `N` for numbers in its name. shapes: there and in ours, None where there is
-    none. count: how many there are of it."""
+    """A tensor with a different shape, or on one side only."""
 
-    name: str
-    theirs: Shape | None
-    ours: Shape | None
-    count: int
+    name: str  # with `N` for numbers
+    theirs: Shape | None  # shape in the checkpoint; None if missing
+    ours: Shape | None  # shape in the architecture; None if missing
+    count: int  # number of tensors with this name
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """model_type: ours. shared, count: names of tensors that both have, and that either has.
-    only_ours: fields that it reads and the config does not have. spec_differs: names of ModelSpec's
-    numbers that are read in another way if the type is unknown."""
+    """The nearest architecture, and the differences from it."""
 
-    model_type: str
-    shared: int
-    count: int
+    model_type: str  # type of the architecture
+    shared: int  # names of tensors that both have
+    count: int  # names of tensors that either has
     fields: tuple[FieldDifference, ...]
     tensors: tuple[TensorDifference, ...]
-    only_ours: int
-    spec_differs: tuple[str, ...]
+    only_ours: int  # fields that it reads and the config lacks
+    spec_differs: tuple[str, ...]  # ModelSpec's numbers that differ if the type is unknown
 
     @property
     def is_same(self) -> bool:
@@ -87,7 +84,7 @@ class Nearest:
 
     @property
     def likeness(self) -> tuple[float, int, bool, int]:
-        """Rank: the larger the nearer; the plainest where nothing else tells."""
+        """The sort key: larger is nearer; ties go to the plainest architecture."""
         num_fields = len(self.fields) + sum(field.is_refused for field in self.fields)
         share = self.shared / max(1, self.count)
         return share, -num_fields, self.model_type == PLAINEST, -self.only_ours
@@ -95,7 +92,7 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """shapes: of its tensors; empty if it has no weights."""
+    """A checkpoint's config and tensor shapes; no shapes if it has no weights."""
 
     directory: Path
     config: dict[str, Any]
@@ -107,8 +104,9 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read a directory's config and the headers of its weights. Raises ModelError for what is not
-    one, and ConfigError for a type that is supported."""
+    """Read a directory's config and the headers of its weights.
+
+    Raises ModelError for an invalid checkpoint, and ConfigError for a supported type."""
     config = read_config(directory)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
@@ -128,7 +126,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def find_nearest(checkpoint: Checkpoint) -> Nearest:
-    """Compare with all of ours. Raises ModelError if none takes the config's sizes."""
+    """Compare with all architectures. Raises ModelError if none can read the config's sizes."""
     found = [each for each in (compare(checkpoint, name) for name in MODELS) if each is not None]
     if not found:
         raise ModelError(
@@ -139,12 +137,12 @@ def find_nearest(checkpoint: Checkpoint) -> Nearest:
 
 
 def compare(checkpoint: Checkpoint, model_type: str) -> Nearest | None:
-    """Tell what differs from one of ours; None if it can make nothing of the config."""
+    """Return the differences from one architecture; None if it cannot read the config."""
     made = _understood(checkpoint, model_type)
     if made is None:
         return None
-    spec, wanted, read, refused = made
-    theirs, ours = _by_pattern(_with_prefix(checkpoint.shapes, wanted)), _by_pattern(wanted)
+    spec, expected, read, refused = made
+    theirs, ours = _by_pattern(_with_prefix(checkpoint.shapes, expected)), _by_pattern(expected)
     tensors = [] if not theirs else list(_tensor_differences(theirs, ours))
     read |= _read_of_sizes(_with_our_names(checkpoint.config, model_type))
     fields = [*refused, *_unread(checkpoint.config, model_type, read, refused)]
@@ -163,7 +161,7 @@ def compare(checkpoint: Checkpoint, model_type: str) -> Nearest | None:
 
 
 class _Noted(dict[str, Any]):
-    """A config that remembers which of its fields were asked for."""
+    """A config that records which of its fields are read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -177,10 +175,11 @@ class _Noted(dict[str, Any]):
 def _understood(
     checkpoint: Checkpoint, model_type: str
 ) -> tuple[ModelSpec, Shapes, set[str], list[FieldDifference]] | None:
-    """Return what an architecture makes of the config without the fields that it refuses: spec,
-    tensors, fields that it read, and those that it refused."""
+    """Return spec, tensors, read fields and rejected fields of the config in one architecture.
+
+    Rejected fields are removed until the rest is accepted."""
     config, refused = _with_our_names(checkpoint.config, model_type), list[FieldDifference]()
-    while len(refused) <= MOST_REFUSED:
+    while len(refused) <= MAX_REFUSED:
         found = _attempt(config)
         if not isinstance(found, ModelError):
             return (*found, refused)
@@ -193,7 +192,7 @@ def _understood(
 
 
 def _with_our_names(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Add sizes under our names, and the type."""
+    """Return the config with its sizes under quire's names, and with the type."""
     found = {**config, "model_type": model_type}
     for name, others in OTHER_NAMES.items():
         value = next((config[each] for each in others if isinstance(config.get(each), int)), None)
@@ -215,8 +214,8 @@ def _attempt(config: Mapping[str, Any]) -> tuple[ModelSpec, Shapes, set[str]] | 
 
 
 def _read_of_sizes(config: Mapping[str, Any]) -> set[str]:
-    """Return what is read for the sizes also where a switch stands the other way, or where layers
-    are not listed one by one."""
+    """Return the fields that are read for the sizes, also with a switch in its other position, or
+    without a list of layers."""
     found: set[str] = set()
     for name, value in config.items():
         for left_out in ((), ("layer_types",)):
@@ -229,7 +228,7 @@ def _read_of_sizes(config: Mapping[str, Any]) -> set[str]:
 
 
 def _refused_field(config: Mapping[str, Any], message: str) -> str | None:
-    """Find the field without which the config is not refused, or for another reason."""
+    """Return the field whose removal changes or removes the error; None if there is none."""
     named = [name for name in config if name != "model_type" and name in message]
     for name in (*named, *(name for name in config if name not in named)):
         found = _attempt({key: value for key, value in config.items() if key != name})
@@ -250,8 +249,8 @@ def _unread(
 
 
 def _nearest_field(name: str, model_type: str, read: set[str]) -> str:
-    """Say what an architecture has that is called alike."""
-    close = get_close_matches(name, sorted(read), n=1, cutoff=ALIKE)
+    """Return a text about the field with the most similar name."""
+    close = get_close_matches(name, sorted(read), n=1, cutoff=MIN_SIMILARITY)
     if not close:
         return f"{model_type} does not read a similar field"
     default = defaults_of(model_type).get(close[0])
@@ -260,7 +259,7 @@ def _nearest_field(name: str, model_type: str, read: set[str]) -> str:
 
 
 def _spec_differs(spec: ModelSpec, unknown_type: str) -> Iterable[str]:
-    """Name the sizes that are read in another way where the type is not known."""
+    """Yield the names of sizes that are read differently if the type is unknown."""
     try:
         other = parse_spec({**spec.raw, "model_type": unknown_type})
     except ModelError:
@@ -280,15 +279,15 @@ def _spec_differs(spec: ModelSpec, unknown_type: str) -> Iterable[str]:
 # ---- tensors ---------------------------------------------------------------------------------
 
 
-def _with_prefix(shapes: Shapes, wanted: Shapes) -> Shapes:
-    """Return the tensors under the names of a whole model, which those of its base leave out."""
-    prefixes = {"", *(f"{name.split('.')[0]}." for name in wanted if "." in name)}
+def _with_prefix(shapes: Shapes, expected: Shapes) -> Shapes:
+    """Return the tensors with a whole model's prefix, which base models' tensors lack."""
+    prefixes = {"", *(f"{name.split('.')[0]}." for name in expected if "." in name)}
     renamed = ({f"{prefix}{name}": s for name, s in shapes.items()} for prefix in prefixes)
-    return max(renamed, key=lambda each: len(each.keys() & wanted.keys()))
+    return max(renamed, key=lambda each: len(each.keys() & expected.keys()))
 
 
 def _by_pattern(shapes: Shapes) -> dict[str, list[Shape]]:
-    """Group tensors by name, with `N` in place of numbers."""
+    """Return the shapes by name, with `N` in place of numbers."""
     found: dict[str, list[Shape]] = {}
     for name, shape in shapes.items():
         found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "N", name), []).append(shape)

@@ -1,5 +1,6 @@
-"""Writes what a class for a checkpoint's type begins with: the class, its test, and the file that
-makes a package of them. What is open is listed beside the class, and refused until it is done."""
+"""Write the beginning of a class for a checkpoint's type, its test, and a package file for both.
+
+Open differences are listed next to the class, which rejects them until they are implemented."""
 
 import json
 import keyword
@@ -13,7 +14,7 @@ from quire.base.errors import ConfigError
 from quire.models.registry import MODELS
 from quire.tools.port.nearest import OTHER_NAMES, Checkpoint, Nearest
 
-# Sizes of the test's model.
+# The sizes of the test's model.
 TINY = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 9,
@@ -27,7 +28,7 @@ NOT_IN_TINY = (
 
 
 def write_skeleton(checkpoint: Checkpoint, nearest: Nearest, folder: Path) -> list[Path]:
-    """Write the files; returns them. Raises ConfigError, with nothing written, if one is there."""
+    """Write the files and return them. Raises ConfigError, before writing, if a file exists."""
     module = module_name(checkpoint.model_type)
     files = {
         f"{module}.py": model_file(checkpoint, nearest),
@@ -47,7 +48,7 @@ def write_skeleton(checkpoint: Checkpoint, nearest: Nearest, folder: Path) -> li
 
 
 def module_name(model_type: str) -> str:
-    """Return a type's name as a module may be called."""
+    """Return a type's name as a valid name of a module."""
     name = re.sub(r"\W", "_", model_type).lower()
     return f"model_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
 
@@ -57,7 +58,7 @@ def class_name(model_type: str) -> str:
 
 
 def model_file(checkpoint: Checkpoint, nearest: Nearest) -> str:
-    """Return the text of the class."""
+    """Return the text of the class's file."""
     base = MODELS[nearest.model_type]
     assert isinstance(base, type)
     name, ours = class_name(checkpoint.model_type), base.__name__
@@ -116,7 +117,7 @@ def _refusal(model_type: str) -> str:
 
 
 def test_file(checkpoint: Checkpoint) -> str:
-    """Return the text of the test, which needs nothing but the package."""
+    """Return the text of the test, which needs only the package."""
     model_type = checkpoint.model_type
     module, name = module_name(model_type), class_name(model_type)
     return f'''"""{name} compared with transformers: random weights, every way to compute it.
@@ -159,7 +160,7 @@ def test_it_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def package_file(checkpoint: Checkpoint) -> str:
-    """Return the text of pyproject.toml: installed, the type is found by its entry point."""
+    """Return the text of pyproject.toml, whose entry point makes the type known."""
     module, name = module_name(checkpoint.model_type), class_name(checkpoint.model_type)
     return f"""[project]
 name = "quire-{module.replace("_", "-")}"
@@ -174,7 +175,7 @@ py-modules = ["{module}"]
 
 
 def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with small sizes, and all else as it is."""
+    """Return a config with small sizes; other fields stay as they are."""
     names = {other: ours for ours, others in OTHER_NAMES.items() for other in others}
     found = {}
     for name, value in config.items():
@@ -198,7 +199,7 @@ def _is_number(value: object) -> bool:
 
 
 def _literal(value: Any, indent: str = "") -> str:
-    """Write a value as Python, one line for each item of a dictionary."""
+    """Return a value as Python code, with one line for each item of a dictionary."""
     if not isinstance(value, dict):
         return json.dumps(value) if isinstance(value, str) else repr(value)
     inner = indent + "    "

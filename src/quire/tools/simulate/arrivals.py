@@ -1,4 +1,4 @@
-"""Requests of a simulation, and when they come."""
+"""Requests of a simulation, and their arrival times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ import numpy.typing as npt
 from quire.base.messages import Control, Request
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 
-STOP, OTHER = 1, 2  # what a simulated row samples: the end of its sequence, or a word
-FIRST_WORD = 3  # the least id in a prompt
+STOP, OTHER = 1, 2  # tokens that a simulated row samples: the stop token, or any other
+FIRST_WORD = 3  # smallest token id in a prompt
 SMALLEST_VOCABULARY = 16
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and when it comes; it ends after num_output tokens, if nothing ends it before. The
-    scheduler cannot know that number."""
+    """A request and its arrival time.
+
+    It ends after `num_output` tokens, unless another limit ends it; the scheduler cannot know."""
 
     at_s: float
     request: Request
@@ -26,7 +27,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Message:
-    """A control message and when it comes, to every replica."""
+    """A control message to every replica, and its arrival time."""
 
     at_s: float
     control: Control
@@ -39,7 +40,7 @@ def simulated_request(
     tenant: str = "",
     priority: int = 0,
 ) -> Request:
-    """Make a request that stops at the simulation's stop token."""
+    """Return a request that stops at the simulation's stop token."""
     params = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
     )
@@ -49,8 +50,9 @@ def simulated_request(
 
 
 def token_ids_of(parts: Sequence[tuple[int, int]], vocab_size: int) -> list[int]:
-    """Make a prompt of parts, each a name and a number of tokens: parts of one name are the same
-    tokens, wherever they stand, so that equal beginnings are found in the cache."""
+    """Return a prompt made of parts, each a name and a number of tokens.
+
+    Parts with the same name have the same tokens, so that equal prefixes give prefix hits."""
     names = np.array([name & 0xFFFF_FFFF_FFFF for name, _ in parts], np.uint64)
     counts = np.array([count for _, count in parts], np.int64)
     total = int(counts.sum())
@@ -62,7 +64,7 @@ def token_ids_of(parts: Sequence[tuple[int, int]], vocab_size: int) -> list[int]
 
 
 def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread numbers over 64 bits (the finaliser of SplitMix64)."""
+    """Mix the bits of 64-bit numbers (the finalizer of SplitMix64)."""
     x = values + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,5 +1,5 @@
-"""From a model, a device and settings to simulated cores: the engine's own memory plan, sizes and
-scheduler, with step times in the place of a model."""
+"""Build simulated cores: the engine's own memory plan, sizes and scheduler, with step times instead
+of a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,24 +27,23 @@ from quire.tools.simulate.replica import Replica, VirtualStores
 from quire.tools.simulate.run import Run
 from quire.tools.step_times import StepTimes
 
-AMPLE_BYTES = 1 << 50  # of host memory beside a GPU: as much as is asked for
+AMPLE_BYTES = 1 << 50  # host memory next to a GPU: enough for any setting
 
 
 @dataclass(frozen=True)
 class Engines:
-    """What is simulated. config: with all derived values. spec: of one rank. follows_time: whether
-    a step's tokens follow how long steps take, as on a CPU where nothing else is asked for."""
+    """The parts of the simulated engines."""
 
-    config: EngineConfig
-    spec: ModelSpec
+    config: EngineConfig  # with all derived values
+    spec: ModelSpec  # of one rank
     num_blocks: tuple[int, ...]
     host_limits: tuple[int, ...] | None
-    follows_time: bool
+    follows_time: bool  # whether the step budget adapts to step times, as by default on a CPU
 
     @classmethod
     def of(cls, found: Fit, asked: EngineConfig) -> "Engines":
-        """Take what fits the device. asked: the settings as they were given. Raises ConfigError for
-        a setting that has no meaning here."""
+        """Build from the memory plan and the given settings. Raises ConfigError for a setting that
+        cannot be simulated."""
         check_settings(asked)
         num_ranks = asked.parallel.tensor_parallel_size
         own = found.spec.of_ranks(num_ranks)
@@ -60,7 +59,7 @@ class Engines:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block that may be found in the cache; 0 if none are kept."""
+        """Tokens per cacheable block; 0 if the prefix cache is disabled."""
         cache = self.config.cache
         return cache.block_size if cache.enable_prefix_caching else 0
 
@@ -74,7 +73,7 @@ class Engines:
         return list(block_bytes_of(self.config, self.spec))
 
     def check_stores(self) -> None:
-        """Raise ConfigError where nothing that others have computed could come in."""
+        """Raise ConfigError if replicas could not take each other's blocks."""
         if self.host_limits is None:
             raise ConfigError(
                 "replicas share computed blocks through host memory and the prefix cache; set"
@@ -89,7 +88,7 @@ class Engines:
         run: Run,
         stores: Callable[[int], VirtualStores | None] = lambda number: None,
     ) -> list[Replica]:
-        """Make so many cores of one run. stores: where the core of this number finds blocks."""
+        """Return the cores of one run. stores: returns a core's store, given its number."""
         made = []
         for number in range(num):
             store = stores(number)
@@ -119,25 +118,27 @@ class Engines:
             host_limits=self.host_limits,
             make_eviction=make_eviction(cache.eviction_policy),
         )
-        most_tokens = config.scheduler.max_num_batched_tokens or 0
+        max_tokens = config.scheduler.max_num_batched_tokens or 0
         policy = make_policy(config.scheduler.scheduling_policy)
-        memory = Memory(kv, most_tokens, cache.watermark, digester=Digester(self.block_hash))
+        memory = Memory(kv, max_tokens, cache.watermark, digester=Digester(self.block_hash))
         return Scheduler(memory, config.scheduler, config.model.most_tokens, policy, num_stores)
 
     def _record(self, replica: Replica, number: int | None) -> None:
-        """Record the run as an engine would, so that it can be explained."""
+        """Attach a recorder if the settings ask for a recording."""
         config = self.config
         if config.record is None:
             return
         path = Path(config.record) if number is None else Path(config.record) / str(number)
-        core, most = replica.core, config.record_max_mb * 1_000_000
+        core, limit = replica.core, config.record_max_mb * 1_000_000
         core.attach(
-            Recorder(core.scheduler, path, most, config.record_tokens, public_settings(config), 0.0)
+            Recorder(
+                core.scheduler, path, limit, config.record_tokens, public_settings(config), 0.0
+            )
         )
 
 
 def check_settings(asked: EngineConfig) -> None:
-    """Raise ConfigError for a setting that a simulation cannot do justice to."""
+    """Raise ConfigError for a setting that cannot be simulated."""
     if asked.cache.stores:
         raise ConfigError("kv_disk_dir and kv_store are not simulated; remove them.")
     parallel = asked.parallel

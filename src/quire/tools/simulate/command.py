@@ -1,4 +1,4 @@
-"""What `quire simulate` does: device, step times, workload, run, report."""
+"""The steps of `quire simulate`: device, step times, workload, run, report."""
 
 import argparse
 import math
@@ -33,18 +33,18 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """What is simulated."""
+    """The engine to simulate."""
 
     config: EngineConfig
     source: ModelSource
     device: Device
     num_replicas: int
-    roles: Roles | None = None  # which of them compute prompts and which answers
+    roles: Roles | None = None  # division into prefill and decode replicas
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run, with all that it was made of. wall_s: that it took."""
+    """A run with its inputs. `wall_s` is the real time that it took."""
 
     found: Fit
     times: StepTimes
@@ -54,28 +54,28 @@ class Simulated:
 
 
 def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
-    """Simulate and report. Returns the exit status: 1 if no request was answered."""
+    """Simulate and report. Return the exit status: 1 if no request got an answer."""
     wanted = Wanted.from_options(options)
     found = fit(asked.config, asked.source, asked.device)
     engines = Engines.of(found, asked.config)
     times = step_times(options, found)
     work = _work(options, asked, found.spec.vocab_size)
-    _tell_head(asked, found, work)
+    _print_head(asked, found, work)
     with Bar(work.num, enabled=not options.disable_tqdm) as bar:
         done = simulate_work(engines, times, work, asked.num_replicas, bar, asked.roles)
     results = results_of(done.run, wanted)
     simulated = Simulated(found, times, done.run, results, done.wall_s)
     print(text_of(results, wanted, work.rate_per_s), flush=True)
-    _tell_end(simulated)
+    _print_end(simulated)
     write_report(options.output_json, _as_json(asked, simulated, work), plain_facts)
-    title, facts = f"{_what(asked, found)}: {work.name}", _facts(simulated)
+    title, facts = f"{_title(asked, found)}: {work.name}", _facts(simulated)
     write_plot(options.plot, title, facts, done.run, results)
     return 0 if results.serving.completed else 1
 
 
 @dataclass(frozen=True)
 class Done:
-    """A run and the seconds that it took."""
+    """A run and the real time that it took, in seconds."""
 
     run: Run
     wall_s: float
@@ -89,7 +89,7 @@ def simulate_work(
     bar: Bar,
     roles: Roles | None = None,
 ) -> Done:
-    """Serve a workload by so many replicas. roles: if some compute prompts and others answers."""
+    """Serve a workload with `num_replicas` replicas. roles: division into prefill and decode."""
     clock, run = FakeClock(), Run()
     if roles is None:
         cores, cores_of = engines.replicas(num_replicas, times, clock, run), None
@@ -116,7 +116,7 @@ def simulate_work(
 
 
 def step_times(options: argparse.Namespace, found: Fit) -> StepTimes:
-    """Return the step times that the options ask for. Raises ConfigError."""
+    """Return the step times for the options. Raises ConfigError."""
     times: Roofline | Fitted
     if options.fit is None:
         times = roofline_of(found)
@@ -137,17 +137,17 @@ def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
             math.inf if rate is None else rate, options.burstiness, None, asked.config.model.seed
         )
         return synthetic(options, asked.config.model, load)
-    most = options.num_prompts
+    max_requests = options.num_prompts
     if is_recording(options.trace):
         recorded = read_recorded(options.trace)
         for note in recorded.outcome.notes:
             print(f"note: {note}", file=sys.stderr)
-        return RecordedWork(recorded, vocab_size, rate, most=most)
-    return Traced(read_trace(options.trace, options.trace_piece, most), vocab_size, rate)
+        return RecordedWork(recorded, vocab_size, rate, most=max_requests)
+    return Traced(read_trace(options.trace, options.trace_piece, max_requests), vocab_size, rate)
 
 
-def _what(asked: Asked, found: Fit) -> str:
-    """Say which model runs on what."""
+def _title(asked: Asked, found: Fit) -> str:
+    """Return a description of model, device and replicas."""
     num_ranks = asked.config.parallel.tensor_parallel_size
     ranks = f", {num_ranks} devices share each layer" if num_ranks > 1 else ""
     copies = f", {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
@@ -157,7 +157,7 @@ def _what(asked: Asked, found: Fit) -> str:
 
 
 def _facts(simulated: Simulated) -> list[str]:
-    """Return what stands above the charts."""
+    """Return the lines above the charts."""
     serving, engine = simulated.results.serving, simulated.results.engine
     return [
         f"{serving.completed:,} requests in {serving.duration_s:,.1f} s,"
@@ -167,12 +167,12 @@ def _facts(simulated: Simulated) -> list[str]:
     ]
 
 
-def _tell_head(asked: Asked, found: Fit, work: Work) -> None:
-    print(f"# {_what(asked, found)}; simulated: {work.name}")
+def _print_head(asked: Asked, found: Fit, work: Work) -> None:
+    print(f"# {_title(asked, found)}; simulated: {work.name}")
     print(f"# {found.memory.describe()}", flush=True)
 
 
-def _tell_end(simulated: Simulated) -> None:
+def _print_end(simulated: Simulated) -> None:
     run, wall_s = simulated.run, max(simulated.wall_s, 1e-9)
     print(
         f"# {run.duration_s:,.1f} s were simulated in {wall_s:.1f} s:"

@@ -1,13 +1,13 @@
-"""Prefill disaggregation (T 4.4.4): prompts are computed by some replicas, answers by others.
+"""Prefill disaggregation (T 4.4.4): some replicas compute prompts, others the answers.
 
-    arrives -> a prefill replica computes the prompt and samples the first token
-            -> what it has computed is there for others, by its blocks' names
+    request -> a prefill replica computes the prompt and samples the first token
+            -> other replicas can find its blocks by their names
             -> a decode replica gets prompt and first token, looks the names up, fetches the blocks
-               over its link into host memory, loads them, and begins with `handed_over()`
+               over its link into host memory, loads them, and starts with `handed_over()`
 
-Look-up, fetching, loading and what becomes of a block that did not come are the scheduler's own
-stores (`scheduler/reuse/stores.py`), in virtual time: a fetch takes its bytes by the link's rate,
-one after the other for each decode replica. Blocks are offered when the prompt is done, at no cost.
+The scheduler's own stores (`scheduler/reuse/stores.py`) look blocks up, fetch and load them, and
+handle missing blocks; time is virtual. A fetch takes its bytes over the link's rate, one fetch
+after the other per decode replica. Blocks are offered when the prompt is computed, at no cost.
 """
 
 import hashlib
@@ -37,13 +37,12 @@ from quire.tools.simulate.arrivals import OTHER, Arrival
 from quire.tools.simulate.run import Coming, Run
 from quire.tools.simulate.workload import Work
 
-DECODES = " decodes"  # what the second leg's id ends with
+DECODES = " decodes"  # end of the second leg's id
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Replicas 0 to num_prefill - 1 compute prompts, the others answers. link_bytes_per_s: at which
-    one of these gets blocks."""
+    """Prefill replicas come first, then decode replicas. The link's rate is per decode replica."""
 
     num_prefill: int
     num_decode: int
@@ -62,8 +61,7 @@ class Roles:
 
 @dataclass
 class Offered:
-    """The blocks that prefill replicas have computed and others may fetch. block_hash: of the
-    replicas."""
+    """The blocks that prefill replicas have computed and others may fetch, by name."""
 
     num_groups: int
     block_size: int
@@ -80,11 +78,11 @@ class Offered:
 
 
 class Link:
-    """A decode replica's store: what others offer, at a rate. It takes the place of `Connections`
-    in virtual time. block_bytes: by cache group."""
+    """A decode replica's store: fetches offered blocks at a fixed rate. It replaces `Connections`
+    in virtual time. `block_bytes` is by cache group."""
 
-    num_open = 0  # nobody waits for it in real time
-    next_s = None  # no answer is ever overdue
+    num_open = 0  # nothing waits in real time
+    next_s = None  # no answer has a deadline
 
     def __init__(
         self, offered: Offered, block_bytes: Sequence[int], bytes_per_s: float, clock: Clock
@@ -93,7 +91,7 @@ class Link:
         self._bytes_per_s, self._clock = bytes_per_s, clock
         self._answers: list[tuple[float, int, Answer]] = []
         self._num_answers = 0
-        self._free_s = -math.inf  # from when on nothing is on the link
+        self._free_s = -math.inf  # time at which the link becomes idle
         self.num_bytes = 0
 
     @property
@@ -117,10 +115,10 @@ class Link:
         return found
 
     def close(self, until_s: float, clock: Clock) -> None:
-        """End; there is nothing to keep."""
+        """Close the store, which has nothing to save."""
 
     def _answer(self, order: Order) -> tuple[float, Answer]:
-        """Return an answer, and when it comes."""
+        """Return the time of an answer, and the answer."""
         now, names = self._clock.now(), self._offered.names
         if isinstance(order, LookUp):
             found = [name in names for name in order.names]
@@ -132,26 +130,26 @@ class Link:
             self.num_bytes += num_bytes
             ok = [(group, digest) in names for group, digest, _ in order.items]
             return self._free_s, Fetched(order.store, order.ticket, ok, num_bytes, duration_s)
-        if isinstance(order, Keep):  # of what it evicts: nobody asks for that
+        if isinstance(order, Keep):  # evicted blocks, which no replica looks up
             return now, Kept(order.store, order.ticket, [True] * len(order.items), 0, 0.0)
         self._offered.names.difference_update(order.names)
         return now, Removed(order.store, order.ticket, [True] * len(order.names))
 
 
 class HandedOver:
-    """A workload whose requests have two legs. It is one, too."""
+    """A workload whose requests have two legs, made from another workload."""
 
     def __init__(self, work: Work, offered: Offered) -> None:
         self.name, self.num, self.rate_per_s = work.name, work.num, work.rate_per_s
         self._work, self._offered = work, offered
-        self._open: dict[str, Arrival] = {}  # in their first leg
+        self._open: dict[str, Arrival] = {}  # requests in their first leg
 
     def arrivals(self) -> Iterator[Coming]:
         for coming in self._work.arrivals():
             yield self._first(coming) if isinstance(coming, Arrival) else coming
 
     def then(self, request_id: str, now: float) -> Arrival | None:
-        """Return the second leg of one that has ended its first, or what comes of its end."""
+        """Return the second leg of a request, or the arrival that its end causes."""
         whole = self._open.pop(request_id, None)
         if whole is not None:
             request, num_left = whole.request, whole.num_output - 1
@@ -171,8 +169,7 @@ class HandedOver:
 
 
 def join_legs(run: Run) -> None:
-    """Make one request of two legs: it came with the first, got its first token from it, and ended
-    with the second. What it waited for between the two is a gap between tokens."""
+    """Merge the two legs of each request. The time between the legs is a gap between tokens."""
     for leg_id in [name for name in run.by_id if name.endswith(DECODES)]:
         second, first = run.by_id.pop(leg_id), run.by_id[leg_id.removesuffix(DECODES)]
         gap_s = second.first_token_s - first.first_token_s

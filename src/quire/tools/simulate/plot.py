@@ -1,4 +1,4 @@
-"""A simulated run as a sheet of charts in SVG: lines over two axes, and bars. Needs no library."""
+"""Draw a simulated run as a sheet of charts in SVG: lines and bars. Needs no library."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from quire.tools.simulate.results import MS, Results, by_second, served_well
 from quire.tools.simulate.run import Run
 from quire.tools.simulate.served import Float64
 
-WIDTH, HEIGHT = 470, 250  # of a chart, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44  # around what is drawn
+WIDTH, HEIGHT = 470, 250  # size of a chart, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44  # margins, in pixels
 COLOURS = ("#1f6fb2", "#d1495b", "#2e8b57", "#8a5a9e", "#c98a1b")
 NUM_TICKS = 5
 STYLE = (
@@ -25,7 +25,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: points from left to right."""
+    """A curve, with points from left to right."""
 
     name: str
     x: Sequence[float]
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over two axes that begin at 0 below; most_y: the end of the upright one, if given."""
+    """Lines over two axes; the vertical axis starts at 0 and ends at `most_y`, if given."""
 
     title: str
     x_label: str
@@ -42,13 +42,13 @@ class LineChart:
     most_y: float | None = None
 
     def draw(self) -> list[str]:
-        """Return the chart's elements."""
+        """Return the chart's SVG elements."""
         low = min((x for line in self.lines for x in line.x), default=0.0)
-        most_x = max((x for line in self.lines for x in line.x), default=0.0)
-        low = 0.0 if low < most_x / 2 else low
+        max_x = max((x for line in self.lines for x in line.x), default=0.0)
+        low = 0.0 if low < max_x / 2 else low
         most_y = self.most_y or max((y for line in self.lines for y in line.y), default=0.0)
         across, up = (
-            _Axis(low, most_x, LEFT, WIDTH - RIGHT),
+            _Axis(low, max_x, LEFT, WIDTH - RIGHT),
             _Axis(0.0, most_y, HEIGHT - BOTTOM, TOP),
         )
         parts = [_text(LEFT, 18, self.title, "t")]
@@ -78,33 +78,33 @@ class LineChart:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars to the right, a name and a number each. unit: behind the numbers."""
+    """Horizontal bars, each with a name and a number in `unit`."""
 
     title: str
     unit: str
     bars: Sequence[tuple[str, float]] = field(default_factory=tuple)
 
     def draw(self) -> list[str]:
-        """Return the chart's elements."""
+        """Return the chart's SVG elements."""
         parts = [_text(LEFT, 18, self.title, "t")]
-        begin, most = 190, max((value for _, value in self.bars), default=0.0)
+        begin, largest = 190, max((value for _, value in self.bars), default=0.0)
         height = (HEIGHT - TOP - 20) / max(1, len(self.bars))
         for number, (name, value) in enumerate(self.bars):
             y = TOP + number * height
-            width = round((WIDTH - begin - 110) * value / most, 1) if most else 0
+            width = round((WIDTH - begin - 110) * value / largest, 1) if largest else 0
             colour = COLOURS[number % len(COLOURS)]
             parts.append(_text(begin - 8, round(y + height / 2 + 4, 1), name, "n", "end"))
             parts.append(
                 f'<rect x="{begin}" y="{y + 4:.1f}" width="{width}" height="{height - 8:.1f}"'
                 f' fill="{colour}"/>'
             )
-            told = f"{_number(value)} {self.unit}"
-            parts.append(_text(begin + width + 6, round(y + height / 2 + 4, 1), told, "n"))
+            label = f"{_number(value)} {self.unit}"
+            parts.append(_text(begin + width + 6, round(y + height / 2 + 4, 1), label, "n"))
         return parts
 
 
 def sheet(title: str, facts: Sequence[str], charts: Sequence[LineChart | BarChart]) -> str:
-    """Return a page of charts, two beside each other, under a title and some facts."""
+    """Return an SVG sheet with a title, some facts, and charts in two columns."""
     head = 34 + 17 * len(facts)
     height = head + HEIGHT * -(-len(charts) // 2) + 10
     width = 2 * WIDTH
@@ -123,7 +123,7 @@ def sheet(title: str, facts: Sequence[str], charts: Sequence[LineChart | BarChar
 
 @dataclass(frozen=True)
 class _Axis:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     low: float
     high: float
@@ -135,7 +135,7 @@ class _Axis:
         return round(self.begins + (value - self.low) / span * (self.ends - self.begins), 1)
 
     def ticks(self) -> list[float]:
-        """Return round numbers along it."""
+        """Return round values along the axis."""
         span = self.high - self.low
         if span <= 0:
             return [self.low]
@@ -157,11 +157,11 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
-POINTS = 240  # of a curve
+POINTS = 240  # points of a curve
 
 
 def write_plot(path: Path | None, title: str, facts: list[str], run: Run, results: Results) -> None:
-    """Write the sheet, if a path was given. Raises ConfigError."""
+    """Write the sheet if a path is given. Raises ConfigError."""
     if path is None:
         return
     try:
@@ -172,7 +172,7 @@ def write_plot(path: Path | None, title: str, facts: list[str], run: Run, result
 
 
 def charts_of(run: Run, results: Results) -> list[LineChart | BarChart]:
-    """Make the charts: waits, gaps, rows, memory, speed, and where time went."""
+    """Return the charts: waits, gaps, rows, memory, speed, and a request's time by phase."""
     done = served_well(run)
     waits = np.array([each.wait_s for each in done]) * MS
     tokens, num_open = by_second(run)
@@ -195,7 +195,7 @@ def charts_of(run: Run, results: Results) -> list[LineChart | BarChart]:
 
 
 def _shares(values: Float64) -> Line:
-    """Return how many are at most so large."""
+    """Return the cumulative distribution of values."""
     shares = np.linspace(0, 1, POINTS)
     if not len(values):
         return Line("", [], [])
@@ -203,7 +203,7 @@ def _shares(values: Float64) -> Line:
 
 
 def _shorter(values: Float64) -> tuple[list[float], list[float]]:
-    """Return seconds and means of neighbours, so that no curve has more than POINTS."""
+    """Return times in seconds and means, so that a curve has at most POINTS points."""
     size = max(1, -(-len(values) // POINTS))
     edges = np.arange(0, len(values), size)
     counts = np.diff([*edges, len(values)])
@@ -211,7 +211,7 @@ def _shorter(values: Float64) -> tuple[list[float], list[float]]:
 
 
 def _over_time(run: Run, name: str) -> tuple[list[float], list[float]]:
-    """Return means over equal parts of the run: sums over the replicas, of `used` the greatest."""
+    """Return means over equal intervals: summed over replicas, but the maximum for `used`."""
     edges = np.linspace(0, max(run.duration_s, 1e-9), POINTS + 1)
     found = []
     for each in run.listeners:

@@ -1,8 +1,8 @@
-"""A recording as a workload, and as measured steps.
+"""Use a recording as a workload and as measured steps.
 
-It is replayed once: its requests, when they came and how much they said, become arrivals; its plans
-with their durations become what a fit learns from. Where it holds no tokens, prompts are made of
-the digests of their blocks: equal digests are equal tokens, so what was shared stays shared.
+The recording is replayed once. Its requests, with arrival times and output lengths, become the
+workload. Its plans with their durations become the input of a fit. Without tokens, prompts are
+built from their blocks' digests: equal digests give equal tokens, so shared prefixes stay shared.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from quire.tools.simulate.run import ANY_VOCABULARY, Coming, Run, run_all
 from quire.tools.simulate.traces import OWN
 from quire.tools.step_fitting import Fitted, Measured, fit_steps
 
-MOST_OUTPUT = 1 << 30  # of a request that something else ends
+MOST_OUTPUT = 1 << 30  # output length of a request that something else ends
 
 
 @dataclass
 class RecordedStep:
-    """A plan, when it was made and when its result was taken."""
+    """A plan, with the times of its creation and of its result."""
 
     plan: Plan
     planned_s: float
@@ -41,7 +41,7 @@ class RecordedStep:
 
 @dataclass
 class RecordedRequest:
-    """A request and what became of it. is_ended: within the recording."""
+    """A request and its outcome."""
 
     at_s: float
     request: Request
@@ -53,7 +53,7 @@ class RecordedRequest:
 
 @dataclass
 class Recorded:
-    """All of a recording. controls: messages with their times; begins_s: of its clock."""
+    """The contents of a recording. `controls` are messages with their times."""
 
     has_tokens: bool
     block_size: int
@@ -74,8 +74,9 @@ class Recorded:
         return max((each.copy_bytes_per_s for each in rates), default=0.0)
 
     def measured(self) -> list[Measured]:
-        """List the steps for a fit. The host's time is known between two plans of which one goes on
-        where the other ended, with nothing in flight between."""
+        """Return the steps for a fit.
+
+        The host's time is known only between two plans that share a row, with no step in flight."""
         found, last_s = list[Measured](), 0.0
         for step, after in zip(self.steps, [*self.steps[1:], None], strict=True):
             idle_s, last_s = max(0.0, step.planned_s - last_s), step.taken_s
@@ -88,11 +89,11 @@ class Recorded:
         return found
 
     def fit(self, model: str = "", device: str = "") -> Fitted:
-        """Learn how long its steps take. Raises ConfigError for too few of them."""
+        """Fit step times. Raises ConfigError for too few steps."""
         return fit_steps(self.measured(), self.copy_bytes_per_s, model, device)
 
     def prompt(self, place: int, vocab_size: int) -> list[int]:
-        """Return the tokens of a request's prompt, or others that are shared alike."""
+        """Return a request's prompt, or substitute tokens with the same shared prefixes."""
         each = self.requests[place]
         known = each.request.prompt_token_ids
         if self.has_tokens:
@@ -107,7 +108,7 @@ class Recorded:
 
 
 def is_recording(path: Path) -> bool:
-    """Tell whether a path is a recording's directory, or one segment of it."""
+    """Return whether a path is a recording's directory or one of its segments."""
     if path.is_dir():
         return True
     try:
@@ -118,7 +119,7 @@ def is_recording(path: Path) -> bool:
 
 
 def read_recorded(path: Path) -> Recorded:
-    """Read a recording. Raises ConfigError, and EngineError for one that cannot be replayed."""
+    """Read a recording. Raises ConfigError, and EngineError if it cannot be replayed."""
     found: list[Recorded] = []
     by_step: dict[int, RecordedStep] = {}
     by_id: dict[str, RecordedRequest] = {}
@@ -165,9 +166,9 @@ def read_recorded(path: Path) -> Recorded:
 
 
 class RecordedWork:
-    """The requests of a recording, as they came, or stretched or squeezed to another mean rate;
-    those that were not answered by its end are left out. exact: with all messages besides, at the
-    very times."""
+    """The answered requests of a recording, optionally scaled to another mean rate.
+
+    exact: includes all requests and control messages, at the recorded times."""
 
     name = "a recording"
 
@@ -225,18 +226,18 @@ class RecordedWork:
 
 
 def _is_usable(each: RecordedRequest) -> bool:
-    """Tell whether a request can be asked again: it was answered, and all it needs is known."""
+    """Return whether a request can be repeated: it is plain, and was answered."""
     request = each.request
     is_plain = not (request.is_open or request.params.use_beam_search) and request.pin_s is None
     return is_plain and each.num_output > 0
 
 
 class RecordedTimes:
-    """The very times of a recording, for one who plans as it did."""
+    """The recorded times, for a scheduler that makes the recorded plans."""
 
     def __init__(self, recorded: Recorded) -> None:
         begins_s = recorded.begins_s
-        self.copy_bytes_per_s = 0.0  # its messages tell
+        self.copy_bytes_per_s = 0.0  # the recorded messages contain it
         self._planned_s = {e.plan.step_id: e.planned_s - begins_s for e in recorded.steps}
         self._taken_s = {e.plan.step_id: e.taken_s - begins_s for e in recorded.steps}
         self._last_s = max(self._taken_s.values(), default=0.0)
@@ -249,8 +250,9 @@ class RecordedTimes:
 
 
 def simulate_as_recorded(recorded: Recorded) -> tuple[list[Plan], Run]:
-    """Simulate a recording from an engine's start in its own times; returns the plans made. They
-    are those of the recording if the simulation is right, up to the tokens in them."""
+    """Simulate a recording from an engine's start at its own times; return plans and run.
+
+    A correct simulation makes the recorded plans, except for token ids. Raises ConfigError."""
     if recorded.first is None or recorded.first.header["new"] is None:
         raise ConfigError("the recording does not begin with the engine's start.")
     clock, run, plans = FakeClock(), Run(), list[Plan]()

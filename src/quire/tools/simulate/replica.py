@@ -1,8 +1,8 @@
-"""One engine core on a virtual device: core, scheduler and memory of production, virtual time.
+"""One simulated engine core: production's core, scheduler and memory, on a virtual device.
 
-The seam for other engines is `SimulatedCore`. A baseline with batching or memory of its own is
-another class of that form, with the same workloads, step times and measures. The executor has no
-device: plans take virtual time, and rows end when their requests say so.
+`SimulatedCore` is the interface for other engines. A baseline with its own batching or memory is
+another class with this interface, and uses the same workloads, step times and metrics. The executor
+has no device: plans take virtual time, and sequences end at their requests' output lengths.
 """
 
 import math
@@ -32,22 +32,23 @@ NEVER = np.iinfo(np.int64).max
 
 
 class VirtualExecutor:
-    """Carries out the scheduler's plans one after the other. outputs: by request id, the number of
-    tokens after which a sequence ends."""
+    """Executes plans one after the other in virtual time.
+
+    outputs: by request id, the number of tokens after which a sequence ends."""
 
     def __init__(
         self, scheduler: Scheduler, times: StepTimes, clock: Clock, outputs: Mapping[str, int]
     ) -> None:
         self._table = scheduler.rows.table
         self._times, self._clock, self._outputs = times, clock, outputs
-        self._length = np.zeros(self._table.num_rows, np.int64)  # [rows] tokens known
-        self._last = np.full(self._table.num_rows, NEVER)  # [rows] tokens known at the end
+        self._length = np.zeros(self._table.num_rows, np.int64)  # [rows] known tokens
+        self._last = np.full(self._table.num_rows, NEVER)  # [rows] known tokens at the end
         self._results: deque[tuple[float, StepResult]] = deque()
         self._ends_s = 0.0
 
     @property
     def next_s(self) -> float | None:
-        """When the oldest plan in flight is done."""
+        """The time at which the oldest plan in flight is done."""
         return self._results[0][0] if self._results else None
 
     def start(self, on_result: Callable[[], None]) -> None:
@@ -77,7 +78,7 @@ class VirtualExecutor:
         self._results.clear()
 
     def _sample(self, plan: Plan) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        """Return the stop token for rows that get their last one, some other for all others."""
+        """Return the stop token for rows at their last token, another token for other rows."""
         for start in plan.started:
             request_id = self._table.sequences[start.row].request.request_id
             self._length[start.row] = len(start.token_ids)
@@ -97,25 +98,25 @@ ANY_LOGPROBS = -1
 
 
 class SimulatedCore(Protocol):
-    """What a run asks of an engine. Nothing of it waits."""
+    """The interface of a simulated engine. No method waits."""
 
     @property
     def listener(self) -> Ledger:
-        """What became of its requests."""
+        """The record of its requests' progress."""
         ...
 
     def add(self, request: Request, num_output: int, served: Served) -> None:
-        """Take a request, which ends after so many tokens. Raises RequestError."""
+        """Add a request that ends after `num_output` tokens. Raises RequestError."""
         ...
 
     def control(self, message: Control) -> None: ...
 
     def turn(self) -> None:
-        """Do what is to be done at this moment of the clock."""
+        """Do the work that is due at the clock's present time."""
         ...
 
     def next_s(self) -> float | None:
-        """Return when there is something to do by itself; None: not before a message comes."""
+        """Return the time of the next work; None if only a message can cause work."""
         ...
 
 
@@ -124,13 +125,14 @@ class VirtualStores(OpenStores, Protocol):
 
     @property
     def next_answer_s(self) -> float | None:
-        """When the next answer comes; None if nothing was asked."""
+        """The time of the next answer; None if no order is open."""
         ...
 
 
 class Replica:
-    """A core of ours. clock: of the whole run. wrap: puts an executor around the one without a
-    device, for what that does not know."""
+    """A core of quire in a simulation.
+
+    clock: clock of the whole run. wrap: wraps the virtual executor, to add features it lacks."""
 
     def __init__(
         self,
@@ -153,12 +155,12 @@ class Replica:
         self.core = EngineCore(scheduler, wrap(self._executor), clock, limits, step_budget)
         self.listener = Listener(scheduler, number, by_id)
         self.core.subscribe(self.listener)
-        self._plans_s: float | None = None  # when the host has made the next plan
+        self._plans_s: float | None = None  # time at which the host finishes the next plan
 
     def connect(self, stores: VirtualStores) -> None:
-        """Let these carry out what the scheduler orders of its stores."""
+        """Attach stores that carry out the scheduler's orders."""
         self._stores = stores
-        keeps = False  # at the end: there is nobody to come
+        keeps = False  # no later engine would use blocks written at the end
         self.core.attach(StoresAttachment(stores, self._clock, keeps_at_end=keeps))
 
     def add(self, request: Request, num_output: int, served: Served) -> None:
@@ -189,7 +191,7 @@ class Replica:
         self.core.close()
 
     def _wake(self) -> None:
-        """The host begins to plan, unless it does already or has nothing to plan."""
+        """Start planning, unless the host is planning already or has nothing to plan."""
         if self._plans_s is None and not self.core.num_in_flight and self.core.rest_s() == 0.0:
             step_id = self._scheduler.planner.next_step_id
             self._plans_s = self._times.plans_s(step_id, self._clock.now())
@@ -199,7 +201,7 @@ class Replica:
             return self._plans_s
         rest_s, now = self.core.rest_s(), self._clock.now()
         times = []
-        if rest_s is not None:  # a time that rounding took away would never come
+        if rest_s is not None:  # a wait that rounding makes 0 would repeat for ever
             times = [max(now + rest_s, math.nextafter(now, math.inf)) if rest_s else now]
         if self._executor.next_s is not None:
             times.append(max(now, self._executor.next_s))

@@ -1,4 +1,4 @@
-"""The numbers of a simulated run: those of `quire bench serve`, and what only the engine knows."""
+"""The metrics of a simulated run: the metrics of `quire bench serve`, and the engine's own."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -17,37 +17,33 @@ MS = 1e3
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the requests' time went, in ms per request. waiting: before the first admission, or for
-    a return after a preemption, by what was lacking; prefill: from the admission to the first
-    token; away: without a row after a preemption (which counts as waiting, too); decode: the
-    rest."""
+    """The mean time of a request by phase, in ms."""
 
-    waiting: dict[str, float]
-    prefill: float
-    decode: float
-    away: float
+    waiting: dict[str, float]  # before admission or after a preemption, by the missing resource
+    prefill: float  # from admission to the first token
+    decode: float  # the rest
+    away: float  # without a row after a preemption; also part of `waiting`
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the schedulers did. cached: share of the prompts' tokens that was found in the cache;
-    used: mean share of the pool in use, over steps; per_replica: requests that each one got."""
+    """The schedulers' statistics."""
 
     num_steps: int
     num_sequence_steps: int
     mean_rows: float
-    used: float
+    used: float  # mean share of the pool in use, over steps
     most_used: float
     num_preemptions: int
     num_lost_tokens: int
-    cached: float
+    cached: float  # share of prompt tokens with prefix hits
     num_loaded_blocks: int
-    per_replica: tuple[int, ...]
+    per_replica: tuple[int, ...]  # requests of each replica
 
 
 @dataclass(frozen=True)
 class Results:
-    """All of a run."""
+    """All metrics of a run."""
 
     serving: ServingMetrics
     engine: EngineFacts
@@ -56,12 +52,12 @@ class Results:
 
 
 def served_well(run: Run) -> list[Served]:
-    """List the requests that were answered."""
+    """Return the requests that got an answer."""
     return [each for each in run.by_id.values() if not each.error and each.reason != "abort"]
 
 
 def results_of(run: Run, wanted: Wanted) -> Results:
-    """Compute all numbers of a run."""
+    """Compute all metrics of a run."""
     done = served_well(run)
     errors = tuple(each.error for each in run.by_id.values() if each.error)
     return Results(_serving(run, done, wanted), _engine(run, done), _spent(run, done), errors)
@@ -96,7 +92,7 @@ def _is_good(served: Served, limits_ms: dict[str, float]) -> bool:
 
 
 def by_second(run: Run) -> tuple[Float64, npt.NDArray[np.int64]]:
-    """Count tokens that came, and requests that were open, in each second of the run."""
+    """Return the tokens that arrived, and the open requests, in each second of the run."""
     num = math.floor(run.duration_s) + 1
     tokens, num_open = np.zeros(num), np.zeros(num + 1, np.int64)
     for each in run.listeners:
@@ -138,11 +134,11 @@ def _spent(run: Run, done: list[Served]) -> Spent:
     return Spent(waiting, prefill * MS / num, decode * MS / num, away * MS / num)
 
 
-# ---- told ------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------
 
 
 def text_of(results: Results, wanted: Wanted, rate_per_s: float) -> str:
-    """Lay out what `quire bench serve` prints, and the engine's numbers behind it."""
+    """Return the block that `quire bench serve` prints, followed by the engine's metrics."""
     facts, spent = results.engine, results.spent
     lines = [f"{'Engine':-^50}"]
 
@@ -170,7 +166,7 @@ def text_of(results: Results, wanted: Wanted, rate_per_s: float) -> str:
 
 
 def as_data(results: Results) -> dict[str, Any]:
-    """Return all numbers, for JSON; those of serving under the keys of vLLM's result files."""
+    """Return all metrics as JSON data; serving metrics have vLLM's keys."""
     return json_keys(results.serving) | {
         "engine": asdict(results.engine),
         "spent_ms": asdict(results.spent),

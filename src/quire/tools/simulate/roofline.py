@@ -1,8 +1,8 @@
-"""Step times of a model on a device that is not there, from its shape and the device's data sheet.
+"""Estimate a model's step times on an absent device, from its shape and the device's data sheet.
 
-A step cannot take less time than a roofline says, and takes more. What steps reach of the promised
-rates is taken as a share, the same for all devices: a claim to begin with. Who has the device
-measures instead (`quire bench calibrate`).
+A step takes at least the time of a roofline, and in practice more. The shares of the peak rates
+that steps reach are assumed to be the same for all devices. With access to the device, measure them
+instead (`quire bench calibrate`).
 """
 
 from dataclasses import dataclass
@@ -19,26 +19,25 @@ from quire.tools.fit import Fit
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
 from quire.tools.step_times import Attention, Roofline
 
-MEMORY_SHARE = 0.85  # of the promised bytes per second
-FLOPS_SHARE = 0.55  # of the promised operations per second, of products of many rows
-ATTENTION_SHARE = 0.4  # of the same
-COPY_SHARE = 0.8  # of a link
-GPU_STEP_S, CPU_STEP_S = 300e-6, 200e-6  # beside all that
-EXCHANGE_S = 8e-6  # to begin a sum over several devices
-SUMS_PER_LAYER = 2  # behind attention, and behind the feed-forward layer
+MEMORY_SHARE = 0.85  # share of the memory's peak bytes per second
+FLOPS_SHARE = 0.55  # share of the peak operations per second, for products of many rows
+ATTENTION_SHARE = 0.4  # share of the peak operations per second, for attention
+COPY_SHARE = 0.8  # share of a link's peak bytes per second
+GPU_STEP_S, CPU_STEP_S = 300e-6, 200e-6  # fixed time of a step
+EXCHANGE_S = 8e-6  # latency of a sum over several devices
+SUMS_PER_LAYER = 2  # after attention, and after the feed-forward layer
 CPU_COPY_BYTES_PER_S = 4e9
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What steps reach: operations per second, in attention, bytes per second of the memory, of the
-    link to the host and of those to other devices."""
+    """The rates that steps reach, per second."""
 
-    flops: float
-    attention: float
-    memory: float
-    host: float
-    peers: float
+    flops: float  # operations in matrix products
+    attention: float  # operations in attention
+    memory: float  # bytes of the memory
+    host: float  # bytes over the link to the host
+    peers: float  # bytes over the links to other devices
 
     @classmethod
     def of_gpu(cls, speed: Speed, is_in_8: bool) -> "Rates":
@@ -53,14 +52,15 @@ class Rates:
 
     @classmethod
     def of_cpu(cls, limits: Limits) -> "Rates":
-        """Take what was measured here."""
+        """Return the rates measured on this machine."""
         memory = limits.bytes_per_s
         return cls(limits.flops_per_s, limits.flops_per_s, memory, CPU_COPY_BYTES_PER_S, memory)
 
 
 def roofline_of(found: Fit) -> Roofline:
-    """Return the step times of a model on its device, or on those that share each layer. Raises
-    ConfigError for a device that only its size is known of."""
+    """Return a model's step times on its device, or on the devices that share each layer.
+
+    Raises ConfigError for a device without a data sheet."""
     model = found.config.model
     formats, dtype = weight_formats(model), getattr(torch, model.dtype)
     if found.device.kind == CPU:
@@ -71,7 +71,7 @@ def roofline_of(found: Fit) -> Roofline:
 
 
 def roofline(found: Fit, cost: StepCost, rates: Rates) -> Roofline:
-    """Make it of what a step costs and what the device reaches. cost: of the whole model."""
+    """Return step times from a step's cost and the device's rates. cost: of the whole model."""
     num_ranks = found.config.parallel.tensor_parallel_size
     spec, on_cpu = found.spec.of_ranks(num_ranks), found.device.kind == CPU
     token_bytes = spec.hidden_size * DTYPE_BYTES[found.config.model.dtype]
@@ -94,8 +94,8 @@ def roofline(found: Fit, cost: StepCost, rates: Rates) -> Roofline:
 
 
 def _reading(spec: ModelSpec, cost: StepCost, bytes_per_s: float) -> tuple[float, float, float]:
-    """Return seconds to read what all tokens need, all experts, and the share of these that a token
-    is sent to. cost counts the experts of one token."""
+    """Return three values: seconds to read the weights that all tokens use, seconds to read all
+    experts, and the share of experts per token. `cost` counts one token's experts."""
     experts, total_s = spec.experts, cost.weight_bytes / bytes_per_s
     if experts is None:
         return total_s, 0.0, 1.0
@@ -107,8 +107,9 @@ def _reading(spec: ModelSpec, cost: StepCost, bytes_per_s: float) -> tuple[float
 
 
 def _attention(found: Fit, spec: ModelSpec, rates: Rates) -> list[Attention]:
-    """Return what attention costs, by window. Layers with linear attention read a state, whose time
-    is small beside the weights'."""
+    """Return the cost of attention by window.
+
+    Layers with linear attention are omitted, as reading their state takes little time."""
     size = found.config.cache.block_size
     parts = []
     for group, fit in zip(spec.cache_groups, found.groups, strict=True):

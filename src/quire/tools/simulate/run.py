@@ -1,7 +1,7 @@
-"""The run itself: a clock that jumps from one thing that happens to the next.
+"""Run a simulation: a clock that jumps from event to event.
 
-The schedulers are the engine's own, so a run shows what they would decide; how long the steps take
-is the formula's claim. Of several replicas a request goes where `quire serve` would send it.
+The schedulers are the engine's own, so a run shows their real decisions. The duration of steps is
+an estimate. With several replicas, requests are routed as `quire serve` routes them.
 """
 
 import heapq
@@ -22,12 +22,12 @@ from quire.tools.step_times import StepTimes
 ANY_VOCABULARY = 1 << 31
 NextArrival = Callable[[str, float], Arrival | None]
 Coming = Arrival | Message
-CoresOf = Callable[[str], Collection[int]]  # which may get a request
+CoresOf = Callable[[str], Collection[int]]  # returns the cores that may get a request, by its id
 
 
 @dataclass
 class Run:
-    """by_id: all requests; listeners: one of each replica."""
+    """The record of a run. `by_id` has all requests; each replica has one of `listeners`."""
 
     by_id: dict[str, Served] = field(default_factory=dict)
     listeners: list[Ledger] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def num_sequence_steps(self) -> int:
-        """Rows of all steps."""
+        """The rows of all steps."""
         return sum(sum(each.series.num_rows) for each in self.listeners)
 
     @property
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def used(self) -> float:
-        """Mean share of the pools in use, over steps."""
+        """The mean share of the pools in use, over steps."""
         shares = [share for each in self.listeners for share in each.series.used]
         return sum(shares) / max(1, len(shares))
 
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Requests x seconds that were waited before the first admission or a return, by reason."""
+        """Waiting time before admissions, in requests x seconds, by reason."""
         return {name: sum(each.waits[name] for each in self.listeners) for name in REASONS}
 
 
@@ -87,7 +87,7 @@ def simulate(
     times: StepTimes,
     then: NextArrival = lambda request_id, now: None,
 ) -> Run:
-    """Serve arrivals, in the order of their times, by one scheduler; `run_all` says more."""
+    """Serve arrivals with one scheduler; see `run_all`."""
     clock, run = FakeClock(), Run()
     replica = Replica(scheduler, times, clock, 0, run.by_id, ANY_VOCABULARY)
     in_order = sorted(arrivals, key=lambda coming: coming.at_s)
@@ -104,12 +104,12 @@ def run_all(
     block_size: int = 0,
     cores_of: CoresOf | None = None,
 ) -> Run:
-    """Serve the arrivals, in the order of their times, until all of them have ended.
+    """Serve arrivals, which are ordered by time, until all of them have ended.
 
-    clock and run: those that the cores were made with. then: what comes because a request has
-    ended, such as the next turn of a conversation. block_size: of prefixes that a replica may know;
-    0 is none. cores_of: where a request may go; None is anywhere.
-    """
+    clock, run: objects of the cores.
+    then: returns the arrival that a request's end causes, such as a conversation's next turn.
+    block_size: tokens of a block for routing by prefix; 0 disables it.
+    cores_of: returns the cores that may get a request; None for all."""
     run.listeners = [core.listener for core in cores]
     choice = CoreChoice(len(cores), block_size)
     return _World(cores, arrivals, clock, run, choice, cores_of).run(then, progress)
@@ -129,7 +129,7 @@ class _World:
         self._cores, self._clock, self._run, self._choice = cores, clock, run, choice
         self._arrivals = iter(arrivals)
         self._next = next(self._arrivals, None)
-        self._more: list[tuple[float, int, Arrival]] = []  # that came of others' end
+        self._more: list[tuple[float, int, Arrival]] = []  # arrivals caused by other requests' end
         self._loads = [OpenLoad() for _ in cores]
         self._wake_s: list[float | None] = [None] * len(cores)
         self._num_more = 0
@@ -152,7 +152,7 @@ class _World:
         return self._run
 
     def _due_s(self) -> float | None:
-        """When something happens next."""
+        """Return the time of the next event."""
         due_s = None if self._next is None else self._next.at_s
         if self._more and (due_s is None or self._more[0][0] < due_s):
             due_s = self._more[0][0]
@@ -209,7 +209,7 @@ class _World:
         progress(len(ended))
 
     def _check(self) -> None:
-        """Raise EngineError if somebody was left waiting: a mistake of the scheduler's or ours."""
+        """Raise EngineError if a request never ended: a bug of the scheduler or the simulation."""
         left = [name for core in self._cores for name in core.listener.open]
         if left:
             raise EngineError(f"{len(left)} requests were never served, {left[0]!r} among them.")

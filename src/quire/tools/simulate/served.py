@@ -1,7 +1,7 @@
-"""What became of the requests of a simulation, learned from the cores' events.
+"""Record the progress of a simulation's requests, from the cores' events.
 
-Per step there is only array arithmetic, as in `engine/observability/metrics.py`; but here every gap
-between two tokens is kept, and the state of the pool and the queue after every plan.
+Each step only takes array arithmetic, as in `engine/observability/metrics.py`. But this module
+keeps every gap between tokens, and the pool's and queue's state after every plan.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ REASONS = (STEP, ROW, MEMORY, BUDGET)
 
 @dataclass(slots=True)
 class Served:
-    """What became of a request; times since the run began."""
+    """The progress of a request. Times are relative to the run's start."""
 
     arrived_s: float
     num_prompt: int = 0
@@ -29,14 +29,14 @@ class Served:
     finished_s: float = -1.0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    away_s: float = 0.0  # without its row, after a preemption
+    away_s: float = 0.0  # time without a row, after preemptions
     reason: str = ""
     replica: int = 0
     error: str = ""
 
     @property
     def wait_s(self) -> float:
-        """From arrival to the first token."""
+        """Time from arrival to the first token."""
         return self.first_token_s - self.arrived_s
 
     @property
@@ -45,13 +45,13 @@ class Served:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of a token after the first one."""
+        """Mean time per token after the first."""
         return (self.finished_s - self.first_token_s) / max(1, self.num_output - 1)
 
 
 @dataclass(slots=True)
 class Series:
-    """A replica after each of its plans: time, rows, who waits, share of the pool in use."""
+    """A replica's state after each of its plans. `used` is the share of the pool in use."""
 
     at_s: list[float] = field(default_factory=list)
     num_rows: list[int] = field(default_factory=list)
@@ -61,47 +61,48 @@ class Series:
 
 
 class Ledger:
-    """What became of the requests of one core, whoever's it is. by_id: all requests of the run,
-    which its cores share; open: those of this core that have not ended."""
+    """The record of one core's requests, for any kind of engine.
+
+    by_id: all requests of the run, shared by its cores. open: this core's unfinished requests."""
 
     def __init__(self, replica: int, by_id: dict[str, Served]) -> None:
         self.series = Series()
-        self.gaps: list[Float64] = []  # between two tokens of a sequence
-        self.tokens: list[tuple[float, int]] = []  # when, and how many came
-        self.waits = dict.fromkeys(REASONS, 0.0)  # requests x seconds
+        self.gaps: list[Float64] = []  # times between two tokens of a sequence
+        self.tokens: list[tuple[float, int]] = []  # time and number of new tokens
+        self.waits = dict.fromkeys(REASONS, 0.0)  # waiting time in requests x seconds
         self.open: dict[str, Served] = {}
-        self.ended: list[str] = []  # since somebody took them last
+        self.ended: list[str] = []  # requests since the last call of take_ended
         self.num_lost_tokens = 0
         self.most_used = 0
         self._replica, self._by_id = replica, by_id
 
     @property
     def num_loaded_blocks(self) -> int:
-        """Blocks that were found in host memory."""
+        """Blocks that were loaded from host memory."""
         return 0
 
     def begin(self, request_id: str, served: Served) -> None:
-        """Expect a request, which is about to be added."""
+        """Register a request that is about to be added."""
         served.replica = self._replica
         self._by_id[request_id] = self.open[request_id] = served
 
     def take_ended(self) -> list[str]:
-        """Take the requests that have ended since this was asked last."""
+        """Return the requests that ended since the last call."""
         found, self.ended = self.ended, []
         return found
 
 
 class Listener(Ledger):
-    """A subscriber of one core of ours."""
+    """Subscribes to the events of a core of quire."""
 
     def __init__(self, scheduler: Scheduler, replica: int, by_id: dict[str, Served]) -> None:
         super().__init__(replica, by_id)
         num_rows = scheduler.rows.table.num_rows
         self._scheduler = scheduler
         self._owner: list[Served | None] = [None] * num_rows
-        self._last_s = np.full(num_rows, np.nan)  # [rows] when the row got its last token
-        self._left_s: dict[str, tuple[float, float]] = {}  # preempted: when, and its last token
-        # Since when so many wait that the last plan left, what they lack, and how many came since.
+        self._last_s = np.full(num_rows, np.nan)  # [rows] time of the row's last token
+        self._left_s: dict[str, tuple[float, float]] = {}  # preemption's and last token's time
+        # Time of the last change, requests that the last plan left, their reason, later arrivals.
         self._wait = (0.0, 0, ROW, 0)
 
     def __call__(self, event: Event) -> None:
@@ -150,7 +151,7 @@ class Listener(Ledger):
         self._wait = (event.at_s, num_waiting, reason, 0)
 
     def _reason(self, num_tokens: int) -> str:
-        """Tell what those lack who wait behind a plan of so many tokens."""
+        """Return the reason why requests wait after a plan of `num_tokens` tokens."""
         if not self._scheduler.num_free_rows:
             return ROW
         rates = self._scheduler.memory.rates.step_tokens
@@ -158,7 +159,7 @@ class Listener(Ledger):
         return BUDGET if num_tokens >= min(budget, rates or budget) else MEMORY
 
     def _count_waits(self, now: float) -> tuple[float, int, str, int]:
-        """Count who has waited up to now, and for what; returns who it was."""
+        """Add the waiting time up to now, and return the state that caused it."""
         since_s, num_left, reason, num_new = self._wait
         self.waits[reason] += num_left * (now - since_s)
         self.waits[STEP] += num_new * (now - since_s)

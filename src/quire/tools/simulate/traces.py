@@ -1,13 +1,13 @@
-"""Traces of requests that people publish, told apart by their content.
+"""Read published traces of requests, whose format is detected from their content.
 
     Azure, 2023 and 2024 (CSV)   TIMESTAMP, ContextTokens, GeneratedTokens
     BurstGPT (CSV)               Timestamp, Request tokens, Response tokens
     Mooncake (JSONL)             timestamp [ms], input_length, output_length, hash_ids
 
-Of the first two only lengths are known: no prompt begins like another. Mooncake's hash_ids name
-pieces of 512 tokens: here equal ids become equal tokens, so that prompts share what they shared.
-Lines with a session_id and a delay [ms] come so long after the line before them in their session
-was answered. Recordings of our own are read by `recorded.py`.
+The first two only have lengths, so no prompts share a prefix. Mooncake's hash_ids name pieces of
+512 tokens: equal ids become equal tokens, so that shared prefixes stay shared. A line with a
+session_id and a delay [ms] arrives that long after the answer to its session's previous line.
+`recorded.py` reads quire's own recordings.
 """
 
 import csv
@@ -21,8 +21,8 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 
-PIECE_TOKENS = 512  # that a hash id of Mooncake's names
-OWN = 1 << 47  # names of tokens that nobody shares are above this
+PIECE_TOKENS = 512  # tokens per hash id in Mooncake's traces
+OWN = 1 << 47  # names of unshared tokens are above this
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURST = ("Timestamp", "Request tokens", "Response tokens")
 MOONCAKE = ("timestamp", "input_length", "output_length")
@@ -35,14 +35,13 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A line of a trace. at_s: since the first; after an earlier one's end, if follows names it.
-    prompt: names of parts and their numbers of tokens (`arrivals.token_ids_of`)."""
+    """A line of a trace."""
 
-    at_s: float
-    prompt: tuple[tuple[int, int], ...]
+    at_s: float  # seconds since the first line, or since the end of the request `follows`
+    prompt: tuple[tuple[int, int], ...]  # (name, number of tokens) of parts (`token_ids_of`)
     num_output: int
     tenant: str = ""
-    follows: int | None = None
+    follows: int | None = None  # index of the request that must end before
 
     @property
     def num_prompt(self) -> int:
@@ -51,7 +50,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """num_left_out: lines without an answer, which say nothing of how long one takes."""
+    """A trace. `num_left_out` counts lines without output, which cannot be simulated."""
 
     requests: list[TraceRequest]
     format: str
@@ -59,8 +58,9 @@ class Trace:
 
 
 def read_trace(path: Path, piece_tokens: int = PIECE_TOKENS, most: int | None = None) -> Trace:
-    """Read a trace, or the first `most` requests of it, in the order of their times. Raises
-    ConfigError, which says what is needed."""
+    """Read a trace, or its first `most` requests, ordered by time.
+
+    Raises ConfigError with the known formats."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = next((line for line in file if line.strip()), "")
@@ -77,13 +77,13 @@ def read_trace(path: Path, piece_tokens: int = PIECE_TOKENS, most: int | None = 
 
 
 def _from_zero(trace: Trace) -> Trace:
-    """Order requests by time, and let the first one come at 0."""
-    came = [each for each in trace.requests if each.follows is None]
+    """Order requests by time, and move the first one to time 0."""
+    independent = [each for each in trace.requests if each.follows is None]
     if any(each.follows is not None for each in trace.requests):
-        order = trace.requests  # whose places `follows` names
+        order = trace.requests  # `follows` refers to indices in this order
     else:
-        order = sorted(came, key=lambda each: each.at_s)
-    begin_s = min(each.at_s for each in came)
+        order = sorted(independent, key=lambda each: each.at_s)
+    begin_s = min(each.at_s for each in independent)
     moved = [
         each if each.follows is not None else _moved(each, each.at_s - begin_s) for each in order
     ]
@@ -139,7 +139,7 @@ def _lengths(
 
 
 def _seconds(text: str) -> float:
-    """Read seconds, or a date and time with any number of digits behind the second."""
+    """Parse seconds, or a date and time with any number of decimals."""
     try:
         return float(text)
     except ValueError:
@@ -158,7 +158,7 @@ def _mooncake(
     path: Path, lines: Iterable[str], piece_tokens: int, most: int | None
 ) -> list[TraceRequest]:
     found: list[TraceRequest] = []
-    last_of: dict[str, int] = {}  # session -> the place of its last line
+    last_of: dict[str, int] = {}  # session -> index of its last line
     for number, item in _objects(path, lines):
         if most is not None and len(found) == most:
             break
@@ -213,7 +213,7 @@ def _of_object(path: Path, number: int, item: dict[str, Any], piece_tokens: int)
 
 
 def _number(path: Path, number: int, item: dict[str, Any], *names: str) -> float:
-    """Return the first of these fields that is there."""
+    """Return the first of these fields that is a number. Raises ConfigError if there is none."""
     for name in names:
         value = item.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""What a simulated engine is asked: a trace, or requests drawn from one seed; and when.
+"""The workload of a simulation: a trace, or random requests from one seed, with arrival times.
 
-Requests are made when they come, so that prompts of a long trace do not fill the memory.
+Requests are created when they arrive, so that a long trace's prompts do not fill the memory.
 """
 
 import argparse
@@ -21,24 +21,24 @@ from quire.tools.simulate.traces import Trace, TraceRequest
 
 
 class Work(Protocol):
-    """What is asked. num: requests, of all; rate_per_s: of them; name: for people."""
+    """A workload: its name, number of requests, and mean rate."""
 
     name: str
     num: int
     rate_per_s: float
 
     def arrivals(self) -> Iterator[Coming]:
-        """Yield what comes by itself, in the order of time."""
+        """Yield the independent arrivals, ordered by time."""
         ...
 
     def then(self, request_id: str, now: float) -> Arrival | None:
-        """Return what comes because a request has ended."""
+        """Return the arrival that a request's end causes, if any."""
         ...
 
 
 @dataclass
 class Synthetic:
-    """Requests of the benchmarks' datasets, arriving as `load` says."""
+    """Requests of the benchmarks' datasets, with the arrival times of `load`."""
 
     name: str
     requests: list[BenchRequest]
@@ -64,13 +64,12 @@ class Synthetic:
 
 
 class Traced:
-    """Requests of a trace. rate_per_s: stretches or squeezes its times to this mean rate; None
-    leaves them."""
+    """Requests of a trace. `rate_per_s` scales its times to this mean rate; None keeps them."""
 
     def __init__(self, trace: Trace, vocab_size: int, rate_per_s: float | None = None) -> None:
-        came = [each for each in trace.requests if each.follows is None]
-        span_s = max(each.at_s for each in came)
-        own_rate = len(came) / span_s if span_s else math.inf
+        independent = [each for each in trace.requests if each.follows is None]
+        span_s = max(each.at_s for each in independent)
+        own_rate = len(independent) / span_s if span_s else math.inf
         self.name = f"{trace.format}'s trace"
         self.num = len(trace.requests)
         self.rate_per_s = own_rate if rate_per_s is None else rate_per_s
@@ -87,8 +86,8 @@ class Traced:
         }
 
     def arrivals(self) -> Iterator[Coming]:
-        came = [i for i, each in enumerate(self._requests) if each.follows is None]
-        for i in sorted(came, key=lambda i: self._requests[i].at_s):
+        independent = [i for i, each in enumerate(self._requests) if each.follows is None]
+        for i in sorted(independent, key=lambda i: self._requests[i].at_s):
             yield self._arrival(i, self._requests[i].at_s)
 
     def then(self, request_id: str, now: float) -> Arrival | None:

@@ -1,1 +1,1 @@
-"""`quire verify`: a model here beside the same weights in transformers' class."""
+"""`quire verify`: compares quire's model with the same weights in transformers' class."""

@@ -1,4 +1,4 @@
-"""How far two traces are apart, where that begins, and what it does to the tokens chosen.
+"""Compare two traces: their distance, the point where it starts, and its effect on greedy tokens.
 
 Shape legend: L tokens of the sequence, D any dimension, V vocabulary.
 """
@@ -10,62 +10,51 @@ import torch
 
 from quire.tools.verify.watch import LOGITS, Trace
 
-# What rounding may come to, relative to the values' size. Of float64 it is what a wrong option
-# never stays below; of 16 bits what many layers add up to.
+# Bounds on rounding, relative to the values' size. In float64 a wrong option always exceeds it. In
+# 16 bits it covers the sum of many layers' rounding.
 BOUNDS = {
     torch.float64: 1e-10,
     torch.float32: 2e-4,
     torch.float16: 0.02,
     torch.bfloat16: 0.1,
 }
-LOSSY = 0.15  # what products in integers, and keys and values in 8 bits, may come to
+LOSSY = 0.15  # bound for integer products, and for keys and values in 8 bits
 INT8_EPS = 1 / 127
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one point, over all positions.
-
-    relative: the error's norm over the values'. units: the same in units of what the dtype rounds,
-    or 8 bits do where these are what differs.
-    median: of the relative errors of single tokens. largest: of the errors of single values.
-    position: the first token whose own relative error exceeds the bound; None where none does.
-    """
+    """The difference at one point, over all positions."""
 
     point: str
-    relative: float
-    median: float
-    units: float
-    largest: float
-    position: int | None
+    relative: float  # norm of the error over norm of the values
+    median: float  # median of single tokens' relative errors
+    units: float  # `relative` in units of the rounding: the dtype's, or that of 8 bits
+    largest: float  # largest error of a single value
+    position: int | None  # first token whose relative error exceeds the bound; None if none does
 
 
 @dataclass(frozen=True)
 class TokensChosen:
-    """Tokens that are chosen greedily after the prompt and what was chosen before, here and there.
-
-    same: how many are. position: of the first that differs, among those after the prompt; then
-    margin is by how much their logit is above that of ours, there, and error the largest difference
-    of the logits at that place.
-    """
+    """The greedy tokens of both sides at each place after the prompt, given the same context."""
 
     count: int
-    same: int
-    position: int | None = None
-    margin: float = 0.0
-    error: float = 0.0
+    same: int  # places with equal tokens
+    position: int | None = None  # first place after the prompt with different tokens
+    margin: float = 0.0  # there: transformers' logit of its token minus that of quire's token
+    error: float = 0.0  # there: largest difference between the two sides' logits
 
     @property
     def is_tie(self) -> bool:
-        """Tell whether the first that differs was so near that the error explains it."""
+        """Return whether the first difference is a near tie, which the error explains."""
         return self.position is not None and self.margin <= 2 * self.error
 
 
 def differences(got: Trace, wanted: Trace, dtype: torch.dtype, bound: float) -> list[Difference]:
-    """Compare the points that both have, in the order in which the model computes them. bound: that
-    of the dtype, or LOSSY.
+    """Compare the points that both traces have, in the order in which the model computes them.
 
-    Raises ValueError for a point of another shape: the traces are not of one model.
+    bound: the dtype's bound, or LOSSY. Raises ValueError for a point of different shapes, as the
+    traces then belong to different models.
     """
     found = []
     for point, values in wanted.items():
@@ -79,22 +68,22 @@ def differences(got: Trace, wanted: Trace, dtype: torch.dtype, bound: float) -> 
 
 
 def _difference(
-    point: str, got: torch.Tensor, wanted: torch.Tensor, eps: float, bound: float
+    point: str, got: torch.Tensor, expected: torch.Tensor, eps: float, bound: float
 ) -> Difference:
-    exact = wanted.double()
+    exact = expected.double()
     error_LD = got.double() - exact
     size = exact.norm().item()
     relative = error_LD.norm().item() / size if size else error_LD.norm().item()
     sizes_L = exact.norm(dim=1).clamp(min=size / len(exact) ** 0.5)
     errors_L = error_LD.norm(dim=1)
-    beyond_L = ~(errors_L <= bound * sizes_L)  # in this form, which takes NaN for beyond it
+    beyond_L = ~(errors_L <= bound * sizes_L)  # in this form NaN counts as beyond
     position = int(beyond_L.nonzero()[0]) if beyond_L.any() else None
     median, largest = (errors_L / sizes_L).median().item(), error_LD.abs().max().item()
     return Difference(point, relative, median, relative / eps, largest, position)
 
 
 def tokens_chosen(got: Trace, wanted: Trace, tokens: Sequence[int], prompt: int) -> TokensChosen:
-    """Compare what each side chooses at every place after the prompt, given the same tokens."""
+    """Compare both sides' greedy tokens at each place after the prompt, given the same tokens."""
     places = slice(prompt - 1, len(tokens) - 1)
     ours_LV, theirs_LV = got[LOGITS][places].double(), wanted[LOGITS][places].double()
     ours, theirs = ours_LV.argmax(-1), theirs_LV.argmax(-1)

@@ -1,4 +1,4 @@
-"""A model here, over paged memory, computed in each way that an engine might: what its parts give.
+"""Run quire's model over paged memory, in each way that an engine may compute a sequence.
 
 Shape legend: L tokens of the sequence.
 """
@@ -20,13 +20,13 @@ AT_ONCE, TOKEN_BY_TOKEN, CHUNKS = "at once", "token by token", "in odd chunks"
 BESIDE_OTHERS = "in chunks with other rows"
 WAYS = (AT_ONCE, TOKEN_BY_TOKEN, CHUNKS, BESIDE_OTHERS)
 ODD = (7, 1, 5, 13, 1, 3)
-OTHERS = (5, 61, 1)  # lengths of the neighbours
+OTHERS = (5, 61, 1)  # lengths of the other rows' sequences
 OTHERS_CHUNKS = ((2, 0, 3), (0, 17, 1, 1, 30, 12), (0, 0, 0, 1))
 
 
 @dataclass(frozen=True)
 class Way:
-    """Sequences and how they are cut into steps. watched: the number of that which is compared."""
+    """Sequences with their chunks per step. `watched` is the index of the compared sequence."""
 
     sequences: Sequence[Sequence[int]]
     chunks: Chunks
@@ -34,7 +34,7 @@ class Way:
 
 
 def way(name: str, tokens: Sequence[int], vocab_size: int) -> Way:
-    """Cut a sequence in one of WAYS."""
+    """Return a sequence cut in one of WAYS."""
     if name == AT_ONCE:
         return Way([tokens], [[len(tokens)]])
     if name == TOKEN_BY_TOKEN:
@@ -56,11 +56,10 @@ def _cut(length: int) -> Iterator[int]:
 
 
 def trace(model: Any, spec: ModelSpec, asked: Way, paging: Paging) -> Trace:
-    """Return what the parts of the model give for the watched sequence; of a model that runs in one
-    call only what enters the head, and logits.
+    """Return the outputs of the model's parts for the watched sequence.
 
-    Raises ConfigError for a backend that cannot serve it here, Untraceable for a model that cannot
-    run in one call.
+    For a model that runs in one call, only the head's input and the logits are available. Raises
+    ConfigError for an unsuitable backend, and Untraceable for a model that cannot run in one call.
     """
     watched = asked.watched
     layers = 0 if paging.native else spec.num_layers
@@ -70,7 +69,7 @@ def trace(model: Any, spec: ModelSpec, asked: Way, paging: Paging) -> Trace:
         first = sum(lens[:watched])
         watcher.rows = slice(first, first + lens[watched])
 
-    # What their code computes in float32 it computes there also when it runs here.
+    # transformers' code computes parts in float32; do the same if its class runs here.
     is_theirs = spec.implementation == TRANSFORMERS and paging.dtype.itemsize == 8
     with watcher.watching(), WholePrecision() if is_theirs else nullcontext():
         logits = run_paged(model, spec, asked.sequences, asked.chunks, paging, on_step)
@@ -78,7 +77,7 @@ def trace(model: Any, spec: ModelSpec, asked: Way, paging: Paging) -> Trace:
 
 
 def runs_in_one_call(model: Any) -> bool:
-    """Tell whether the C++ core runs the whole model in one call."""
+    """Return whether the C++ core can run the whole model in one call."""
     try:
         trace_operations(model)
     except Untraceable:

@@ -1,9 +1,8 @@
-"""Runs a model over paged KV memory step by step, with any cut of the sequences into chunks.
+"""Run a model over paged KV memory step by step, with any division of sequences into chunks.
 
 Shape legend: T tokens of a step, V vocabulary.
 
-No engine: what the scheduler would plan is given, so that each way to compute a sequence can be
-tried by itself.
+No scheduler is involved: the caller passes the steps, to test each way to compute a sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +24,13 @@ from quire.spec.cache_group import STATE, CacheGroup
 from quire.spec.model_spec import ModelSpec
 
 CPU = torch.device("cpu")
-Chunks = Sequence[Sequence[int]]  # of each sequence, its tokens in step 0, 1, ...; 0 is none
-SPARE_BLOCKS = 3  # so that not all of the pool is in use
+Chunks = Sequence[Sequence[int]]  # [sequence][step]: tokens of the sequence in the step, or 0
+SPARE_BLOCKS = 3  # unused blocks in the pool
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """What a step holds of one row: tokens from `start` to before `end`, and its block tables."""
+    """The part of a step for one row: tokens from `start` to before `end`, and block tables."""
 
     start: int
     end: int
@@ -40,26 +39,22 @@ class RowPart:
 
 @dataclass(frozen=True)
 class Paging:
-    """The memory that sequences run over, and what computes attention over it.
-
-    dtype: the model's. native: by the core's program of the model, in one call. seed: of where in
-    the pool the blocks stand. context: ranks that deal out a sequence's tokens among each other.
-    """
+    """The paged memory, and the way to compute attention over it."""
 
     block_size: int = 4
     backend: str = "torch"
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # the model's dtype
     device: torch.device = CPU
     kv_format: str = "auto"
-    native: bool = False
-    seed: int = 0
-    context: RankGroup = ALONE
+    native: bool = False  # whether the C++ core runs the whole model in one call
+    seed: int = 0  # determines the blocks' places in the pool
+    context: RankGroup = ALONE  # ranks that divide each sequence's tokens
 
 
 def make_step(
     parts: Sequence[RowPart], block_size: int, device: torch.device = CPU
 ) -> AttentionStep:
-    """Make the step that holds these parts one after the other."""
+    """Return the step that consists of these parts, in order."""
     query_lens = np.array([part.end - part.start for part in parts], np.int32)
     context_lens = np.array([part.end for part in parts], np.int32)
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
@@ -91,15 +86,15 @@ def make_step(
 
 
 def make_layout(spec: ModelSpec, num_blocks: int, paging: Paging) -> KVLayout:
-    """Lay out as many blocks for each of the model's cache groups."""
+    """Return a layout with `num_blocks` blocks for each of the model's cache groups."""
     groups, sizes = spec.cache_groups, (num_blocks,) * len(spec.cache_groups)
     return KVLayout(groups, sizes, paging.block_size, paging.dtype, paging.device, paging.kv_format)
 
 
 class PagedRun:
-    """Sequences on their way through a model. Blocks are scattered over the pool.
+    """Runs sequences through a model. Their blocks are scattered over the pool.
 
-    Raises ConfigError for a backend that cannot serve the model here.
+    Raises ConfigError for an unsuitable backend.
     """
 
     def __init__(
@@ -120,8 +115,9 @@ class PagedRun:
         self._done = [0] * len(sequences)
 
     def step(self, lens: Sequence[int], ends_T: Int32 | None = None) -> torch.Tensor:
-        """Compute so many more tokens of each sequence, in one step; returns their logits [T, V],
-        one sequence after the other. ends: see AttentionStep."""
+        """Compute `lens[i]` more tokens of each sequence i in one step; return their logits [T, V].
+
+        ends_T: see `AttentionStep`."""
         rows = [row for row, length in enumerate(lens) if length]
         parts: list[RowPart] = []
         ids: list[int] = []
@@ -135,8 +131,8 @@ class PagedRun:
         return run_step(self._model, self._attention, ids, replace(step, ends_T=ends_T))
 
     def _table(self, group: CacheGroup, row: int, begin: int, end: int) -> list[int]:
-        """Return the blocks of a sequence; of states only those behind the tokens before `begin`
-        and before `end`."""
+        """Return the block table of a sequence; for states only with the blocks that hold the
+        states at `begin` and at `end`."""
         table = self._tables[row]
         if group.kind != STATE:
             return table
@@ -152,9 +148,9 @@ def run_paged(
     paging: Paging,
     on_step: Callable[[Sequence[int]], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the logits [tokens, V] of each sequence. The chunks of one must add up to its length.
+    """Return the logits [tokens, V] of each sequence. Its chunks must add up to its length.
 
-    on_step: is told before each step how many tokens of each sequence it holds.
+    on_step: called before each step with the step's tokens of each sequence.
     """
     run = PagedRun(model, spec, sequences, paging)
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]

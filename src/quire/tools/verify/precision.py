@@ -1,5 +1,6 @@
-"""Computes in float64 what transformers' classes compute in float32 whatever the model's dtype:
-angles, norms, softmax, routing. So that a float64 model of theirs is one."""
+"""Run transformers' classes in full float64.
+
+They compute angles, norms, softmax and routing in float32, whatever the model's dtype."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class WholePrecision(TorchFunctionMode):
-    """While it is entered, torch's functions take float64 for float32, also as a dtype to make.
+    """Within this context, torch's functions use float64 instead of float32, also as a dtype.
 
-    Enter it when the model is made too: frequencies are made there.
+    Create the model within it too, since creation computes frequencies.
     """
 
     def __torch_function__(

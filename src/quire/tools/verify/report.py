@@ -1,4 +1,4 @@
-"""What `quire verify` found: as data, and as text to attach to a bug."""
+"""The result of `quire verify`, as data and as text for a bug report."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,42 +22,37 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One way to compute the tokens, beside what it should give.
+    """One way to compute the tokens, compared with a reference."""
 
-    weights: how they are stored. computed: how the sequence was cut into steps. beside: what it is
-    compared with. bound: of the relative error; of that of most tokens where rounding may send some
-    to other experts (reroutes). refusal: why it cannot be computed so here. weights_rounding:
-    relative error of the logits that comes of the weights' format alone.
-    """
-
-    weights: str
+    weights: str  # storage format of the weights
     dtype: str
     attention: str
     kv: str
-    computed: str
-    beside: str
-    bound: float
+    computed: str  # division of the sequence into steps
+    beside: str  # the reference
+    bound: float  # bound on the relative error
     differences: tuple[Difference, ...] = ()
     tokens: TokensChosen | None = None
-    weights_rounding: float | None = None
-    refusal: str | None = None
+    weights_rounding: float | None = None  # relative error of the logits by the format alone
+    refusal: str | None = None  # reason why this way is impossible
+    # whether rounding may route tokens to other experts; the bound then applies to the median token
     reroutes: bool = False
 
     @property
     def first(self) -> Difference | None:
-        """Return the first point that is beyond the bound."""
+        """Return the first point that exceeds the bound."""
         return next((d for d in self.differences if not self._error(d) <= self.bound), None)
 
     @property
     def is_within(self) -> bool:
-        """Tell whether rounding explains what differs."""
+        """Return whether rounding explains all differences."""
         tokens = self.tokens
         is_explained = tokens is None or tokens.position is None or tokens.is_tie
         return self.first is None and is_explained
 
     @property
     def is_rerouted(self) -> bool:
-        """Tell whether only some tokens are beyond the bound."""
+        """Return whether only some tokens exceed the bound."""
         return self.first is None and any(d.relative > self.bound for d in self.differences)
 
     def _error(self, difference: Difference) -> float:
@@ -71,13 +66,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """facts: of machine, versions, model and settings, by section and name. cache_error: how far
-    transformers' own logits with a cache are from those without."""
+    """The result of all comparisons."""
 
-    facts: dict[str, dict[str, Any]]
+    facts: dict[str, dict[str, Any]]  # machine, versions, model, settings; by section and name
     prompt: list[int]
     tokens: list[int]
-    cache_error: float
+    cache_error: float  # relative error of transformers' logits with a cache
     runs: tuple[Run, ...]
 
     @property
@@ -91,7 +85,7 @@ class Report:
 
 
 def as_data(report: Report) -> dict[str, Any]:
-    """Return all of a report, for JSON."""
+    """Return a report as JSON data."""
     runs = [
         asdict(run) | {"is_within": run.is_within, "first": run.first and run.first.point}
         for run in report.runs
@@ -135,7 +129,7 @@ def _verdict(report: Report) -> str:
 
 
 def place(difference: Difference) -> str:
-    """Say where a difference arises, as far as the points tell."""
+    """Return a description of the part of the model in which a difference arises."""
     names = difference.point.split(".")
     if len(names) == 3:
         where = f"layer {names[1]}: attention, or the norm before it"
@@ -150,13 +144,13 @@ def place(difference: Difference) -> str:
 
 
 def _cells(run: Run) -> list[str]:
-    how = [run.weights, run.dtype, run.attention, run.kv, run.computed]
+    columns = [run.weights, run.dtype, run.attention, run.kv, run.computed]
     mark = "" if run.is_within else " !"
     if not run.differences:
-        return [*how, f"-{mark}", "-", "-", _tokens(run.tokens)]
+        return [*columns, f"-{mark}", "-", "-", _tokens(run.tokens)]
     logits = run.differences[-1]
     figures = f"{logits.relative:.1e}{mark}", _units(logits.units), f"{logits.largest:.1e}"
-    return [*how, *figures, _tokens(run.tokens)]
+    return [*columns, *figures, _tokens(run.tokens)]
 
 
 def _tokens(tokens: TokensChosen | None) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint in transformers' class: what its layers give, and which tokens it chooses.
+"""Run a checkpoint in transformers' class: collect its layers' outputs and its greedy tokens.
 
 Shape legend: L tokens of the sequence, V vocabulary.
 """
@@ -18,29 +18,24 @@ from quire.tools.verify.precision import WholePrecision
 from quire.tools.verify.watch import Trace, Watcher
 
 Tensors = Mapping[str, torch.Tensor]
-# Plain torch, also for experts: grouped products know no float64.
+# Plain torch, also for experts, because grouped products do not support float64.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-MOST_NAMED = 3
+MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers makes of a prompt.
+    """transformers' results for a prompt."""
 
-    tokens: the prompt and what it chooses after it. trace: of all tokens in one pass. cache_error:
-    how far its own logits with a cache are from those, relative to their size. has_experts: whether
-    it sends tokens to some of several.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # prompt and greedy tokens
     num_prompt: int
-    trace: Trace
-    cache_error: float
+    trace: Trace  # all tokens in one pass
+    cache_error: float  # relative error of its logits with a cache against `trace`
     has_experts: bool
 
 
 def check_transformers() -> None:
-    """Raise MissingDependency where there is no transformers to compare with."""
+    """Raise MissingDependency if transformers is not installed."""
     if not is_available():
         raise MissingDependency(
             f"quire verify compares with the transformers package, which is not installed: {EXTRA}."
@@ -48,23 +43,25 @@ def check_transformers() -> None:
 
 
 class Theirs:
-    """transformers' model. tensors: its weights, where they are not read from the directory.
+    """transformers' model.
 
-    Raises ModelError where the class does not take the config or the weights.
+    tensors: the weights; None to read them from the directory. Raises ModelError if the class
+    rejects the config or the weights.
     """
 
     def __init__(
         self, directory: Path, spec: ModelSpec, dtype: torch.dtype, tensors: Tensors | None
     ) -> None:
         self._spec, self._dtype = spec, dtype
-        # Its class makes the same frequencies here as there; ours makes them in float64.
+        # transformers' own class computes equal frequencies in both; quire's uses float64.
         is_same = spec.implementation == TRANSFORMERS
         with nullcontext() if is_same else self._precision():
             self._model = _load(directory, spec, dtype, tensors)
 
     def reference(self, prompt: Sequence[int], num_tokens: int) -> Reference:
-        """Choose so many tokens greedily with a cache, then compute all of them at once. Raises
-        ModelError where its code fails."""
+        """Choose `num_tokens` greedy tokens with a cache, then compute all tokens in one pass.
+
+        Raises ModelError if transformers' code fails."""
         head = self._model.get_output_embeddings()
         watcher = Watcher(self._model, self._spec.num_layers, head)
         with self._precision(), torch.inference_mode():
@@ -72,7 +69,7 @@ class Theirs:
                 tokens, cached_LV = self._greedy(prompt, num_tokens)
                 with watcher.watching():
                     logits_LV = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
-            except Exception as failure:  # whatever its code raises
+            except Exception as failure:  # transformers' code may raise anything
                 reason = _first_line(failure)
                 raise ModelError(f"transformers does not run this model: {reason}") from failure
             trace = watcher.trace(logits_LV)
@@ -82,7 +79,7 @@ class Theirs:
         return Reference(tokens, len(prompt), trace, error.item(), has_experts)
 
     def _greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
-        """Return the prompt with what follows it, and the logits [new tokens, V] that chose it."""
+        """Return prompt and greedy tokens, and the logits [new tokens, V] that chose them."""
         tokens, ids, cache, rows = list(prompt), list(prompt), None, []
         for _ in range(num_tokens):
             out = self._model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
@@ -112,12 +109,12 @@ def _load(directory: Path, spec: ModelSpec, dtype: torch.dtype, tensors: Tensors
                     None, config=config, state_dict=dict(tensors), dtype=dtype,
                     output_loading_info=True, **EAGER,
                 )  # fmt: skip
-        except Exception as error:  # whatever its checks raise
+        except Exception as error:  # transformers' checks may raise anything
             reason = _first_line(error)
             raise ModelError(f"transformers does not load this model: {reason}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        named = ", ".join(missing[:MOST_NAMED])
+        named = ", ".join(missing[:MAX_NAMED])
         raise ModelError(f"transformers finds no weights for {len(missing)} tensors: {named}.")
     _take_divisors(model, spec)
     return model.eval()
@@ -128,19 +125,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _config(raw: Mapping[str, Any]) -> Any:
-    """Make transformers' config of ours, which may come from a GGUF file."""
+    """Return transformers' config from quire's, which may come from a GGUF file."""
     import transformers
 
     values = {n: v for n, v in raw.items() if n not in ("model_type", "quantization_config")}
-    values.setdefault("pad_token_id", None)  # its default may lie behind the vocabulary
+    values.setdefault("pad_token_id", None)  # the default may exceed the vocabulary
     rope = values.get("rope_parameters") or {}
-    if "divisors" in rope:  # of a GGUF file; put in afterwards
+    if "divisors" in rope:  # of a GGUF file; _take_divisors applies them
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return transformers.AutoConfig.for_model(raw["model_type"], **values)
 
 
 def _take_divisors(model: Any, spec: ModelSpec) -> None:
-    """Divide the frequencies by what a GGUF file says, for which transformers has no name."""
+    """Divide the frequencies by a GGUF file's divisors, which transformers has no field for."""
     divisors = (spec.raw.get("rope_parameters") or {}).get("divisors")
     if divisors is not None:
         for name, buffer in model.named_buffers():
@@ -150,7 +147,7 @@ def _take_divisors(model: Any, spec: ModelSpec) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep its progress bars and warnings off the terminal."""
+    """Hide transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     level, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()

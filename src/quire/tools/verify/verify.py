@@ -1,10 +1,11 @@
-"""Compare a model here with the same weights in transformers' class, in every way to compute it.
+"""Compare quire's model with the same weights in transformers, in every way to compute it.
 
-transformers goes first and is unloaded before ours is loaded, so that one copy at a time is in
-memory; two, where it must be given our numbers because it cannot read the files (a GGUF file, dummy
-weights). All but the formats that round on purpose must be equal within the rounding of the dtype.
-Those are compared with their own dequantised numbers, so that a wrong product is told from a coarse
-format. The report says versions, machine, model and settings.
+transformers' model runs first and is unloaded before quire's is loaded, so that memory holds one
+copy at a time. It holds two copies if transformers cannot read the files (a GGUF file, dummy
+weights) and gets quire's numbers.
+
+All ways must be equal within the dtype's rounding, except formats that round on purpose. These are
+compared with their own dequantized numbers, to separate a wrong product from a coarse format.
 """
 
 import dataclasses
@@ -60,13 +61,13 @@ from quire.tools.verify.weights import checkpoint_tensors, take_dequantised
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "triton")
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-DIGITS = 16  # of the config's digest
+DIGITS = 16  # printed digits of the config's digest
 
 
 def facts_of(
     config: EngineConfig, source: ModelSource, spec: ModelSpec, reference_dtype: str
 ) -> dict[str, dict[str, Any]]:
-    """Collect them by section and name."""
+    """Return the facts by section and name."""
     sizes = {name: getattr(spec, name) for name in SIZES}
     return {
         "versions": {"quire": QUIRE_VERSION, **{name: _version(name) for name in PACKAGES}},
@@ -91,7 +92,7 @@ def _version(package: str) -> str:
 
 
 def _given(config: EngineConfig) -> dict[str, Any]:
-    """Return the settings that are not the defaults."""
+    """Return the settings that differ from their defaults."""
     defaults, given = public_settings(EngineConfig()), public_settings(config)
     return {name: value for name, value in given.items() if value != defaults[name]}
 
@@ -102,39 +103,35 @@ PROMPT = (
     "Once upon a time a little fox lived at the edge of a wood. Every evening it counted: one, two,"
     " three, 17 + 25 = 42. Then it asked:"
 )
-RANDOM_TOKENS = 40  # of a model without a tokenizer
-MOST_MORE = 512  # tokens that are added so that a window is left
-ROOM = 1.25  # of the weights, for what computing takes besides
+RANDOM_TOKENS = 40  # prompt length for a model without a tokenizer
+MAX_ADDED_TOKENS = 512  # maximum number of tokens added to exceed a window
+ROOM = 1.25  # memory for the comparison, relative to the weights
 ENGINE_ROWS = 4
 MIB = 1 << 20
 OnRun = Callable[[Run], None]
-Chosen = tuple[str, bool]  # an attention backend, and whether the model runs in one call
+Chosen = tuple[str, bool]  # attention backend, and whether the model runs in one call
 
 
 @dataclass(frozen=True)
 class Asked:
-    """config: whose settings say which model, and limit what is tried where they are given. prompt:
-    a text; None is one of ours. num_tokens: that transformers chooses. against: a directory that
-    transformers reads in the model's place. spec: what the model here is made of, if not of its own
-    config."""
+    """The comparison to make."""
 
-    config: EngineConfig
-    prompt: str | None = None
-    num_tokens: int = 16
-    against: str | None = None
-    spec: ModelSpec | None = None
+    config: EngineConfig  # selects the model; given settings limit the ways that are compared
+    prompt: str | None = None  # None for a built-in text
+    num_tokens: int = 16  # tokens that transformers generates
+    against: str | None = None  # directory that transformers reads instead of the model
+    spec: ModelSpec | None = None  # spec of quire's model; by default from its config
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is compared. spec: of ours, for sequences of the length that is computed. exact: the
-    dtype in which nothing but that may differ."""
+    """The model under comparison."""
 
     asked: Asked
     source: ModelSource
-    spec: ModelSpec
+    spec: ModelSpec  # of quire's model, for the length of the sequence
     device: torch.device
-    exact: torch.dtype
+    exact: torch.dtype  # dtype of the reference, in which only rounding may differ
 
     @property
     def config(self) -> EngineConfig:
@@ -143,17 +140,17 @@ class Model:
     def load(
         self, dtype: torch.dtype, formats: WeightFormats, device: torch.device | None = None
     ) -> Any:
-        """Load ours."""
+        """Load quire's model."""
         load_format = load_format_of(self.config, self.source)
         options = LoadOptions(load_format, self.config.model.seed, formats)
         return load_model(self.source.directory, self.spec, dtype, device or self.device, options)
 
 
 def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
-    """Compare in all ways. on_run: is told each result as it comes.
+    """Compare in all ways. on_run: called with each result.
 
-    Raises MissingDependency without transformers, ModelError for a model that one of the two does
-    not load, OutOfMemory where it does not fit, ConfigError for a wrong setting.
+    Raises MissingDependency without transformers, ModelError if either side cannot load the model,
+    OutOfMemory if it does not fit, and ConfigError for a wrong setting.
     """
     check_transformers()
     config = asked.config
@@ -173,7 +170,7 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
         )
     spec = spec.served_up_to(length)
     if not is_gguf(source.directory) and load_format_of(config, source) != "dummy":
-        check_files(weight_files(source.directory), spec)  # says more than transformers does
+        check_files(weight_files(source.directory), spec)  # better errors than transformers'
     given = _is_given(asked, source, spec)
     model = Model(asked, source, spec, choose_device(config.device), _exact_dtype(spec, given))
     reference = _reference(model, prompt, given)
@@ -190,14 +187,14 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
 
 
 def _is_given(asked: Asked, source: ModelSource, spec: ModelSpec) -> bool:
-    """Tell whether transformers must be given our numbers, because it cannot read the files."""
+    """Return whether transformers cannot read the files and must get quire's numbers."""
     is_dummy = load_format_of(asked.config, source) == "dummy"
     is_quantised = spec.raw.get("quantization_config") is not None
     return asked.against is None and (is_gguf(source.directory) or is_dummy or is_quantised)
 
 
 def _exact_dtype(spec: ModelSpec, given: bool) -> torch.dtype:
-    """Choose float64 where there is room for it, else float32. Raises OutOfMemory."""
+    """Return float64 if memory suffices, else float32. Raises OutOfMemory."""
     free, needed, copies = available_cpu_bytes(), 0, 2 if given else 1
     for dtype in (torch.float64, torch.float32):
         empty = empty_model(spec, dtype, CPU)
@@ -231,22 +228,22 @@ def _reference(model: Model, prompt: list[int], given: bool) -> Reference:
 
 def _our_tensors(model: Model) -> Tensors:
     ours = model.load(model.exact, IN_THE_DTYPE, CPU)
-    take_dequantised(ours, ours)  # in float32 it is packed
+    take_dequantised(ours, ours)  # float32 weights are packed
     return checkpoint_tensors(ours)
 
 
-# ---- our side ----------------------------------------------------------------------------------
+# ---- quire's side ------------------------------------------------------------------------------
 
 
 class Runs:
-    """Each way to compute the tokens here, beside what transformers gives for them."""
+    """Computes the tokens in each way, and compares the results with transformers'."""
 
     def __init__(self, model: Model, reference: Reference) -> None:
         self._model, self._reference = model, reference
         self._config, self._spec = model.config, model.spec
 
     def all(self) -> Iterator[Run]:
-        """Yield them, the exact ones first."""
+        """Yield the runs, exact ones first."""
         config, exact = self._config, self._model.exact
         asks_plain = config.model.quantization in (None, "none")
         yield from self._plain_runs(exact, [("reference", False)], WAYS)
@@ -262,7 +259,7 @@ class Runs:
         yield self._served_run()
 
     def _backends(self) -> list[Chosen]:
-        """Return those to try, the one that an engine takes last."""
+        """Return the backends to compare; the last one is the engine's choice."""
         name = self._config.attention_backend
         found: list[Chosen] = [("torch", False)]
         if self._model.device.type != "cpu":
@@ -298,7 +295,7 @@ class Runs:
         return Paging(size, backend, dtype, self._model.device, native=native)
 
     def _served(self, model: Any, dtype: torch.dtype) -> Paging:
-        """Return what an engine would run the model by."""
+        """Return the paging with which an engine would run the model."""
         name, native = self._backends()[-1]
         return self._paging(name, dtype, native and runs_in_one_call(model))
 
@@ -316,8 +313,8 @@ class Runs:
         return dataclasses.replace(run, differences=tuple(found), tokens=self._tokens(got))
 
     def _trace(self, model: Any, paging: Paging, how: str) -> Trace:
-        asked = way(how, self._reference.tokens, self._spec.vocab_size)
-        return trace(model, self._spec, asked, paging)
+        chunked = way(how, self._reference.tokens, self._spec.vocab_size)
+        return trace(model, self._spec, chunked, paging)
 
     def _tokens(self, got: Trace) -> TokensChosen | None:
         reference = self._reference
@@ -326,14 +323,13 @@ class Runs:
         return tokens_chosen(got, reference.trace, reference.tokens, reference.num_prompt)
 
     def _reroutes(self, bound: float) -> bool:
-        """Tell whether rounding of this size may change which experts a token is sent to."""
+        """Return whether rounding of this size may route tokens to other experts."""
         return self._reference.has_experts and bound > BOUNDS[torch.float32]
 
     # ---- formats that round ----------------------------------------------------------------------
 
     def _quantised(self) -> Iterator[tuple[str, WeightFormats]]:
-        """Yield what to quantise to: what was asked for, else all that there is; and what a file
-        holds quantised."""
+        """Yield the formats to compare: the file's own, and the requested quantization or all."""
         model = self._config.model
         if self._keeps_stored(torch.float32):
             yield AS_STORED, AS_THEY_ARE
@@ -344,7 +340,7 @@ class Runs:
                 yield name, weight_formats(dataclasses.replace(model, quantization=name))
 
     def _keeps_stored(self, dtype: torch.dtype) -> bool:
-        """Tell whether weights stay quantised as the file holds them."""
+        """Return whether weights stay quantized as in the file."""
         model, formats = self._model, weight_formats(self._config.model)
         if formats != AS_THEY_ARE or load_format_of(self._config, model.source) == "dummy":
             return False
@@ -353,7 +349,7 @@ class Runs:
         return bool(formats_of_file(directory, self._spec, empty, dtype, device, formats))
 
     def _quantised_run(self, name: str, formats: WeightFormats) -> Run:
-        """Compare quantised weights with a model that has their numbers in float."""
+        """Compare quantized weights with a float32 model of the same numbers."""
         beside = f"{DEQUANTISED} in float32"
         reroutes = self._reroutes(LOSSY)
         run = Run(name, "float32", "", "auto", BESIDE_OTHERS, beside, LOSSY, reroutes=reroutes)
@@ -377,7 +373,7 @@ class Runs:
     # ---- the engine ------------------------------------------------------------------------------
 
     def _served_run(self) -> Run:
-        """Let the whole engine choose the tokens, with the settings that were given."""
+        """Generate the tokens with the whole engine, under the given settings."""
         reference = self._reference
         prompt = reference.tokens[: reference.num_prompt]
         settings = flat_settings(self._config) | {"disable_log_stats": True}
@@ -401,18 +397,19 @@ class Runs:
         )  # fmt: skip
 
     def _same_until(self, chosen: Sequence[int], config: EngineConfig) -> TokensChosen:
-        """Compare tokens that were chosen one after the other. Behind the first that differs
-        nothing can be compared. The error of logits there is what rounding may come to."""
+        """Compare generated tokens up to the first difference, after which contexts differ.
+
+        The assumed error of the logits there is the bound on rounding."""
         reference = self._reference
-        wanted = reference.tokens[reference.num_prompt :]
-        pairs = list(zip(chosen, wanted, strict=False))
+        expected = reference.tokens[reference.num_prompt :]
+        pairs = list(zip(chosen, expected, strict=False))
         place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
-        if place == len(wanted):
+        if place == len(expected):
             return TokensChosen(place, place)
-        if place == len(chosen):  # the engine gave up
-            return TokensChosen(len(wanted), place, place, math.inf)
+        if place == len(chosen):  # the engine stopped early
+            return TokensChosen(len(expected), place, place, math.inf)
         logits_V = reference.trace[LOGITS][reference.num_prompt - 1 + place].double()
-        margin = (logits_V[wanted[place]] - logits_V[chosen[place]]).item()
+        margin = (logits_V[expected[place]] - logits_V[chosen[place]]).item()
         dtype = torch_dtype(config.model.dtype)
         is_exact = config.model.quantization is None and config.cache.kv_cache_dtype == "auto"
         is_exact = is_exact and not self._keeps_stored(dtype)
@@ -420,8 +417,8 @@ class Runs:
         return TokensChosen(len(pairs), place, place, margin, error if is_exact else margin)
 
 
-def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    error = (got.double() - wanted.double()).norm() / wanted.double().norm()
+def _relative(got: torch.Tensor, exact: torch.Tensor) -> float:
+    error = (got.double() - exact.double()).norm() / exact.double().norm()
     return float(error.item())
 
 
@@ -434,8 +431,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _prompt(asked: Asked, source: ModelSource, spec: ModelSpec) -> list[int]:
-    """Return token ids: of the text, or random ones for a model without a tokenizer; in front of
-    ours random ones, if else no token would leave a window."""
+    """Return the prompt's token ids.
+
+    Without a tokenizer they are random. Random ones also precede the built-in text if no token
+    would otherwise leave a window."""
     tokenizer = build_text_side(asked.config.model, source).tokenizer
     numbers = random.Random(0)
     if tokenizer is None and asked.prompt is not None:
@@ -449,7 +448,7 @@ def _prompt(asked: Asked, source: ModelSource, spec: ModelSpec) -> list[int]:
     found = []
     if tokenizer is not None:
         found = [each for each in tokenizer.encode(PROMPT) if each < spec.vocab_size]
-    windows = [w for w in spec.layer_windows if w is not None and w <= MOST_MORE]
+    windows = [w for w in spec.layer_windows if w is not None and w <= MAX_ADDED_TOKENS]
     length = max([RANDOM_TOKENS, *(2 * w for w in windows)])
     length = max(1, min(length, spec.max_position - asked.num_tokens))
     more = [numbers.randrange(spec.vocab_size) for _ in range(length - len(found))]

@@ -1,10 +1,10 @@
-"""Collects what the parts of a model give for the tokens of one sequence: of ours and of
-transformers' alike.
+"""Collect the outputs of a model's parts for one sequence, for quire's and transformers' models.
 
 Shape legend: T tokens of a pass, L tokens of the sequence, D any dimension.
 
-A point is a place in the model whose numbers both sides have: what enters the first layer, what
-each layer's attention gives, the residual stream after each layer, what enters the head, logits.
+A point is a place in the model whose numbers both sides have. Points are the input of the first
+layer, each attention's output, the residual stream after each layer, the head's input, and the
+logits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 EMBEDDING, HIDDEN, LOGITS = "embedding", "hidden", "logits"
-Trace = dict[str, torch.Tensor]  # [L, D] by point, in the order in which they are computed
+Trace = dict[str, torch.Tensor]  # [L, D] by point, in the order of computation
 
 
 def layer_point(layer: int) -> str:
@@ -27,9 +27,9 @@ def attention_point(layer: int) -> str:
 
 
 class Watcher:
-    """Takes notes of a model's passes while it is `watching`, of `rows` of the pass's tokens.
+    """Records a model's passes while `watching`, for the pass's tokens in `rows`.
 
-    head: the model's, whose input is a point. What a model does not have is left out.
+    head: the model's head, whose input is a point. Points that a model lacks are omitted.
     """
 
     def __init__(self, model: nn.Module, num_layers: int, head: nn.Module) -> None:
@@ -40,7 +40,7 @@ class Watcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Listen to the model's parts."""
+        """Record the outputs of the model's parts within this context."""
         handles = [self._before(self._head, HIDDEN)]
         for number, layer in enumerate(self._layers):
             if number == 0:
@@ -56,7 +56,7 @@ class Watcher:
                 handle.remove()
 
     def trace(self, logits_LV: torch.Tensor) -> Trace:
-        """Return all that was noted, in the model's order, and forget it."""
+        """Return the records [L, D] by point, in the model's order, and clear them."""
         order = [EMBEDDING]
         for number in range(len(self._layers)):
             order += [attention_point(number), layer_point(number)]
@@ -83,7 +83,7 @@ class Watcher:
 
 
 def _stream(output: Any) -> Any:
-    """Return the residual stream, which our layers carry in two parts; of attention its result."""
+    """Return the residual stream, the sum of two parts in quire's layers; or attention's output."""
     if not isinstance(output, tuple):
         return output
     first, *others = output
@@ -94,7 +94,7 @@ def _stream(output: Any) -> Any:
 
 
 def _layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """Return the model's layers: the first list of so many."""
+    """Return the model's layers: the first module list of length `num_layers`."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
@@ -102,5 +102,5 @@ def _layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
 
 
 def _attention(layer: nn.Module) -> nn.Module | None:
-    """Return the part of a layer whose class is called some attention."""
+    """Return the child of a layer whose class name contains Attention."""
     return next((m for m in layer.children() if "Attention" in type(m).__name__), None)

@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint, made of a loaded model again: what transformers' class is given
-where it cannot read the files itself."""
+"""Rebuild a checkpoint's tensors from a loaded model, for transformers' class if it cannot read the
+files itself."""
 
 from collections.abc import Iterator
 
@@ -15,13 +15,12 @@ from quire.ops.weights.gpu_weights import GPUWeight
 from quire.ops.weights.opaque import OpaqueWeight
 from quire.ops.weights.packed import PackedParts, PackedWeight
 
-AT_ONCE = 1024  # inputs
+AT_ONCE = 1024  # inputs per product
 LARGEST_INT8 = 127.0
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that would fill a model whose weights are plain, by the names that its
-    checkpoints have, whatever those of its file."""
+    """Return the tensors of a plain checkpoint for the model, by its family's names."""
     found: dict[str, torch.Tensor] = {}
     for layer in model.modules():
         if isinstance(layer, ExpertLinear):
@@ -46,7 +45,7 @@ def _sources(model: nn.Module) -> Iterator[Source]:
 
 
 def _as_stored(source: Source) -> torch.Tensor:
-    """Undo `Source.fill`."""
+    """Return the tensor in its stored form: the inverse of `Source.fill`."""
     values = source.destination.detach().cpu()
     values = values.log() if source.is_logarithm else values - source.offset
     if source.repeated:
@@ -59,8 +58,9 @@ def _as_stored(source: Source) -> torch.Tensor:
 
 
 def take_dequantised(plain: nn.Module, packed: nn.Module) -> None:
-    """Give a model of float32 the numbers that another one of the same config has packed, or its
-    own. Raises ConfigError for experts that are packed side by side."""
+    """Copy dequantized weights of a packed model, or its own, into a float32 model.
+
+    Raises ConfigError for experts that are packed for a GPU."""
     others, device = dict(packed.named_modules()), next(plain.parameters()).device
     for name, module in plain.named_modules():
         for field, weight in list(vars(others[name]).items()):
@@ -74,8 +74,9 @@ def take_dequantised(plain: nn.Module, packed: nn.Module) -> None:
 
 
 def _dequantised(weight: OpaqueWeight, device: torch.device) -> torch.Tensor:
-    """Return what a packed weight [N, K] multiplies by, in float32: its products with unit vectors
-    times the largest int8, of which nothing is rounded: activations' scales are then 1."""
+    """Return a packed weight [N, K] in float32: its products with scaled unit vectors.
+
+    The scale is the largest int8, so that activations' scales are 1 and nothing is rounded."""
     assert isinstance(weight, PackedWeight | PackedParts | GPUWeight)
     units_KK = torch.eye(weight.shape[1], device=device) * LARGEST_INT8
     products = [linear(units, weight).T for units in units_KK.split(AT_ONCE)]
