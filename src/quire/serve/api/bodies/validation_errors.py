@@ -1,7 +1,7 @@
-"""What is wrong with a body, in our own words: each field, its value, and what it must be.
+"""Errors of a body in plain words: each field, its value, and the values that it accepts.
 
-pydantic finds the errors; its wording speaks of Python's types and is used only where we have no
-better one. A field that may be of several kinds gives one error per kind; they are joined here.
+pydantic finds the errors. Its own wording names Python's types, so it is used only for errors
+without an entry in WANTED. A field of several kinds gives one error for each; they are joined.
 """
 
 import difflib
@@ -20,7 +20,7 @@ MAX_ERRORS = 8
 MAX_SHOWN_CHARS = 60
 MAX_PATH = 8
 
-# What a value must be, by pydantic's type of error; {} are filled from the error's context.
+# The accepted values, by pydantic's type of error. The error's context fills the braces.
 WANTED = {
     "string_type": "a string",
     "string_unicode": "a string of valid Unicode",
@@ -53,7 +53,7 @@ WANTED = {
     "string_too_long": "of at most {max_length} characters",
     "string_too_short": "of at least {min_length} characters",
 }
-# The same for one of the kinds that a field may be of, by the name that pydantic gives the kind.
+# The same for a kind of a union, by pydantic's name of the kind.
 KINDS = {
     "str": "a string",
     "int": "an integer",
@@ -68,7 +68,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class _Problem:
-    """path: the field. sentence: what to say; or wanted: what it must be, and value: what came."""
+    """An error of a field: a sentence, or the wanted values and the given value."""
 
     path: str
     sentence: str = ""
@@ -77,12 +77,12 @@ class _Problem:
 
 
 def invalid_request(error: RequestValidationError, request: fastapi.Request) -> ApiError:
-    """Make one 400 with all fields that are wrong; `param` is the first of them."""
+    """Make one 400 that names all wrong fields; `param` is the first one."""
     return invalid_fields(error.errors(), _field_names(request))
 
 
 def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:
-    """Make the same for pydantic's errors, whose places begin with `body`. known: all fields."""
+    """Make the same of pydantic's errors, whose locations begin with `body`. known: all fields."""
     whole = _whole_body(errors[0])
     if whole is not None:
         return whole
@@ -99,7 +99,7 @@ def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON writes it, shortened; lists and objects by their size."""
+    """Return a value as shortened JSON, and lists and objects by their size."""
     if isinstance(value, str):
         cut = value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "..."
         return json.dumps(cut, ensure_ascii=False)
@@ -113,7 +113,7 @@ def shown(value: object) -> str:
 
 
 def _whole_body(item: Mapping[str, Any]) -> ApiError | None:
-    """Tell of a body that is not an object, or not JSON at all."""
+    """Return the error of a body that is not a JSON object; None for other errors."""
     loc, value = tuple(item["loc"]), item.get("input")
     if item["type"] == "json_invalid":
         reason = item["ctx"]["error"]
@@ -131,7 +131,7 @@ def _whole_body(item: Mapping[str, Any]) -> ApiError | None:
 
 
 def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
-    """Return the field that an error is about, and what to say of it."""
+    """Return the field of an error, and its sentence or its wanted values."""
     names, kind = _split(item["loc"])
     path, what, value = _path(names), item["type"], shown(item.get("input"))
     context = item.get("ctx") or {}
@@ -139,8 +139,8 @@ def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
     if what == "missing":
         return _Problem(path, f"{name} is required; add it.")
     if what == "extra_forbidden":
-        guessable = len(names) == 1 and len(names[0]) <= MAX_SHOWN_CHARS
-        close = difflib.get_close_matches(names[0], known, n=1) if guessable else []
+        is_short = len(names) == 1 and len(names[0]) <= MAX_SHOWN_CHARS
+        close = difflib.get_close_matches(names[0], known, n=1) if is_short else []
         hint = f"did you mean {close[0]!r}?" if close else "remove it."
         return _Problem(path, f"there is no field {name!r}; {hint}")
     if what in ("value_error", "assertion_error"):
@@ -154,7 +154,7 @@ def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
 
 
 def _line(problems: list[_Problem]) -> str:
-    """Return one sentence about one field; what it may be is joined with `or`."""
+    """Return one sentence about one field, with its kinds joined by `or`."""
     for problem in problems:
         if problem.sentence:
             return problem.sentence
@@ -163,9 +163,9 @@ def _line(problems: list[_Problem]) -> str:
 
 
 def _split(loc: Sequence[str | int]) -> tuple[list[str], str | None]:
-    """Return the names of the fields down to the wrong value, and the kind that was tried for it.
+    """Return the names of the fields down to the wrong value, and the kind of a union.
 
-    Between them pydantic puts the names of the kinds of a union, such as list[int] or a class.
+    pydantic puts the names of kinds, such as list[int] or a class, between the fields.
     """
     names: list[str] = []
     for part in loc[1 : MAX_PATH + 1]:
