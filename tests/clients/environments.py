@@ -1,4 +1,4 @@
-"""An environment for each client, made from requirements/NAME.txt and made again when it changes."""
+"""An environment for each client, made from requirements/NAME.txt remade when it changes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Partial results of attention kernels over a part of a sequence, and ranks that share sequences."""
+"""Partial results of attention over parts of a sequence, and ranks that share sequences."""
 
 import threading
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Exchanges of ranks, by each kind of group that runs here, compared with results computed by hand."""
+"""Exchanges of ranks, by each kind of group that runs here, against results by hand."""
 
 import threading
 import time

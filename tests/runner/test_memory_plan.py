@@ -1,4 +1,4 @@
-"""The memory of a device, a step's need, and the rest: dtype, workspace and the plan of the pool."""
+"""The memory of a device and a step's need: dtype, workspace and the plan of the pool."""
 
 import dataclasses
 from pathlib import Path

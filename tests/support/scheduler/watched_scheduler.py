@@ -1,4 +1,4 @@
-"""A scheduler in a random run for watchers, and the state of its blocks, computed block by block."""
+"""A scheduler in a random run, and the state of its blocks, computed block by block."""
 
 from collections.abc import Iterator
 from contextlib import suppress
