@@ -16,13 +16,7 @@ from quire.base.requests.media_items import items_before
 from quire.base.requests.validation import MAX_KEEP_S
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.bodies.open_body import (
-    PROMPT,
-    StrictBody,
-    becomes,
-    check_neutral,
-    unsupported,
-)
+from quire.serve.api.bodies.open_body import PROMPT, StrictBody, becomes, check_neutral, unsupported
 from quire.serve.api.bodies.params import checked_stream_options
 from quire.serve.api.bodies.protocol import (
     MAX_N,
