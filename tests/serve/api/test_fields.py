@@ -19,8 +19,9 @@ from starlette.testclient import TestClient
 from quire.base.settings.config import ServerConfig
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.serve.api.app import create_app
-from quire.serve.api.bodies.open_body import body_class
+from quire.serve.api.bodies.open_body import body_class, check_neutral
 from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import ApiError
 from quire.serve.api.fields import IGNORED, REFUSED, TAKEN, Row, bodies, rows
 from tests.serve.api.conftest import small_engine
 from tests.serve.fields_page import main, page
@@ -321,6 +322,19 @@ def test_a_field_that_is_refused_is_a_400_with_its_name_and_advice(
             assert error["message"].startswith(f"{row.field}="), row
             assert row.advice in error["message"]
             assert name.startswith("messages") or error["param"] == row.field
+
+
+def test_refused_fields_of_all_bodies_are_accepted_at_neutral_values_only() -> None:
+    kinds = bodies()
+    refused = [row for row in rows() if row.fate == REFUSED]
+    assert {row.api for row in refused} >= {"embeddings", "score", "rerank", "stream"}
+    for row in refused:
+        kind = kinds[row.api]
+        for value in (None, *row.values):
+            check_neutral(kind.model_construct(**{row.field: value}))
+        with pytest.raises(ApiError) as error:
+            check_neutral(kind.model_construct(**{row.field: {"b": 1}}))
+        assert (error.value.status, error.value.param) == (400, row.field)
 
 
 def test_two_equal_streams_are_equal(served: tuple[TestClient, ApiContext]) -> None:
