@@ -130,8 +130,8 @@ migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests i
 settings: $(VENV)/.installed ## write docs/use/settings.md and other-flags.md from the configuration
 	$(BIN)/python -m quire.cli.options.reference docs/use
 
-fields: $(VENV)/.installed ## write docs/use/fields.md from the bodies that the server accepts
-	$(BIN)/python -m quire.serve.api.fields docs/use
+fields: $(VENV)/.installed-test ## write docs/use/fields.md from the bodies that the server accepts
+	$(BIN)/python -m tests.serve.fields_page
 
 gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|ranks|bench|peers
 	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)

@@ -83,7 +83,7 @@ BUDGETS = {
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
     "serve": 2330,
-    "serve/api": 2290,
+    "serve/api": 2180,
     "serve/api/batches": 2310,
     "serve/api/bodies": 1880,
     "serve/api/http": 1130,

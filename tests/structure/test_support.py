@@ -20,6 +20,7 @@ COMMANDS = {
     "mutation/",
     "render/golden/make.py",
     "serve/chaos.py",
+    "serve/fields_page.py",
     "serve/vllm_cases/table.py",
     "structure/",
 }

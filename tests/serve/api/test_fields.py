@@ -5,6 +5,7 @@ without each field.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,12 @@ from starlette.testclient import TestClient
 from quire.base.settings.config import ServerConfig
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.serve.api.app import create_app
-from quire.serve.api.bodies.open_body import body_class
+from quire.serve.api.bodies.open_body import body_class, check_neutral
 from quire.serve.api.context import ApiContext
-from quire.serve.api.fields import IGNORED, REFUSED, TAKEN, Row, bodies, main, page, rows
+from quire.serve.api.errors import ApiError
+from quire.serve.api.fields import IGNORED, REFUSED, TAKEN, Row, bodies, rows
 from tests.serve.api.conftest import small_engine
+from tests.serve.fields_page import main, page
 from tests.structure.test_house import ROOT
 from tests.support.serve.fake_client import FakeClient
 
@@ -35,8 +38,17 @@ BODIES: dict[str, dict[str, Any]] = {
     "messages/count_tokens": {"messages": MESSAGES},
     "tokenize": {"messages": MESSAGES},
     "detokenize": {"tokens": [10, 11]},
+    "requests/ID/fork": {"max_tokens": 2, "temperature": 0.5, "seed": 1},
+    "requests/ID/append": {"max_tokens": 2, "temperature": 0.5, "seed": 1},
 }
-ROWS = [row for row in rows() if row.api in BODIES]
+# What sessions add to completions.
+OF_SESSIONS = {"at_token", "index", "keep_source", "token_ids", "messages", "prompt"}
+ROWS = [
+    row
+    for row in rows()
+    if row.api in BODIES
+    and (not row.api.startswith("requests") or row.fate == REFUSED or row.field in OF_SESSIONS)
+]
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ SAMPLES: dict[str, Sample] = {
     "add_special_tokens": Sample(True),
     "completions add_special_tokens": Sample(False),
     "allowed_token_ids": Sample([5]),
+    "at_token": Sample(1),
     "background": Sample(True),
     "bad_words": Sample(["fox"]),
     "beam_width": Sample(3, BEAMS),
@@ -99,10 +112,12 @@ SAMPLES: dict[str, Sample] = {
     "include": Sample(LOGPROBS),
     "include_reasoning": Sample(False),
     "include_stop_str_in_output": Sample(True),
+    "index": Sample(1),
     "input": Sample("Ho"),
     "instructions": Sample("Be brief."),
     "json_schema": Sample(SCHEMA),
     "keep_s": Sample(1.0),
+    "keep_source": Sample(True),
     "kv_transfer_params": Sample({"do_remote_decode": True}),
     "length_penalty": Sample(0.5, BEAMS),
     "logit_bias": Sample({"5": 1}),
@@ -161,6 +176,7 @@ SAMPLES: dict[str, Sample] = {
     "thinking": Sample({"type": "disabled"}),
     "thinking_token_budget": Sample(3),
     "timeout_s": Sample(60.0),
+    "token_ids": Sample([9]),
     "tokens": Sample([12, 13]),
     "tool_choice": Sample("required", {"tools": TOOLS}),
     "responses tool_choice": Sample("required", {"tools": ITEM_TOOLS}),
@@ -186,7 +202,9 @@ SAMPLES: dict[str, Sample] = {
 # Taken where a model or a server allows it: the demo model and this server refuse the sample, by
 # the field's name.
 UNAVAILABLE = {"suffix", "logits_processors", "previous_response_id"}
-NAMES_OF_NO_REQUEST = {"id", "created", "created_at", "completed_at", "system_fingerprint"}
+UNUSUAL = {"whole number": 5, "text": "x"}
+ID_OR_TIME = re.compile(r'"created(_at)?":\d+|\b[a-z]+[-_][0-9a-f]{16,}\b')
+CHANCE = {"id", "created", "created_at", "completed_at", "usage"}
 
 
 def sample_of(row: Row) -> Sample:
@@ -201,7 +219,7 @@ def path_of(api: str) -> str:
 
 def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: without_ids(v) for k, v in value.items() if k not in NAMES_OF_NO_REQUEST}
+        return {k: without_ids(v) for k, v in value.items() if k not in CHANCE}
     return [without_ids(each) for each in value] if isinstance(value, list) else value
 
 
@@ -210,9 +228,14 @@ def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict
     client: Any = context.client
     client.requests.clear()
     given = {key: value for key, value in body.items() if value is not None}
-    answer = api.post(path_of(name), json=given)
+    path = path_of(name)
+    if "/ID/" in path:
+        kept = {"prompt": "Hi", "max_tokens": 2, "keep_s": 60, "n": 2, "seed": 1}
+        path = path.replace("ID", api.post("/v1/completions", json=kept).json()["id"])
+        client.requests.clear()
+    answer = api.post(path, json=given)
     is_json = answer.headers["content-type"] == "application/json"
-    value = without_ids(answer.json()) if is_json else answer.text
+    value = without_ids(answer.json()) if is_json else ID_OR_TIME.sub("", answer.text)
     found: dict[str, Any] = {"status": answer.status_code, "response": value}
     error = answer.json().get("error") if is_json and answer.status_code >= 400 else None
     found["error"] = error
@@ -224,6 +247,9 @@ def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict
         params = msgspec.structs.asdict(request.params)
         found |= {f"SamplingParams.{key}": each for key, each in params.items()}
         found["prompt"], found["grammar"] = request.prompt_token_ids, request.grammar
+        if request.fork is not None:
+            fork = msgspec.structs.asdict(request.fork)
+            found |= {f"Fork.{key}": each for key, each in fork.items()}
     return found
 
 
@@ -280,10 +306,8 @@ def test_a_field_that_is_ignored_changes_nothing(
     ignored = {row.field: {"a": 1} for row in ROWS if row.api == name and row.fate == IGNORED}
     plain = observed(*served, name, BODIES[name])
     with_all = observed(*served, name, BODIES[name] | ignored)
-    of_no_request = {"Request.request_id"}
-    assert {k: v for k, v in plain.items() if k not in of_no_request} == {
-        k: v for k, v in with_all.items() if k not in of_no_request
-    }
+    changes = {key for key, value in plain.items() if with_all[key] != value}
+    assert changes <= {"Request.request_id", "Request.fork", "Fork.request_id"}
     assert with_all["status"] == 200
 
 
@@ -293,10 +317,30 @@ def test_a_field_that_is_refused_is_a_400_with_its_name_and_advice(
 ) -> None:
     for row in ROWS:
         if row.api == name and row.fate == REFUSED:
-            error = observed(*served, name, BODIES[name] | {row.field: {"b": 1}})["error"]
+            value = UNUSUAL.get(row.type, {"b": 1})
+            error = observed(*served, name, BODIES[name] | {row.field: value})["error"]
             assert error["message"].startswith(f"{row.field}="), row
             assert row.advice in error["message"]
             assert name.startswith("messages") or error["param"] == row.field
+
+
+def test_refused_fields_of_all_bodies_are_accepted_at_neutral_values_only() -> None:
+    kinds = bodies()
+    refused = [row for row in rows() if row.fate == REFUSED]
+    assert {row.api for row in refused} >= {"embeddings", "score", "rerank", "stream"}
+    for row in refused:
+        kind = kinds[row.api]
+        for value in (None, *row.values):
+            check_neutral(kind.model_construct(**{row.field: value}))
+        with pytest.raises(ApiError) as error:
+            check_neutral(kind.model_construct(**{row.field: {"b": 1}}))
+        assert (error.value.status, error.value.param) == (400, row.field)
+
+
+def test_two_equal_streams_are_equal(served: tuple[TestClient, ApiContext]) -> None:
+    body = BODIES["completions"] | {"stream": True}
+    first, second = (observed(*served, "completions", body)["response"] for _ in range(2))
+    assert first == second and "data: " in first
 
 
 def test_the_table_has_every_body_of_the_app(served: tuple[TestClient, ApiContext]) -> None:

@@ -18,13 +18,7 @@ from quire.base.errors import EngineDead
 from quire.base.version import QUIRE_VERSION
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.bodies.open_body import PROMPT, RESPONSE, OpenBody, becomes
-from quire.serve.api.bodies.protocol import (
-    Messages,
-    ModelField,
-    TemplateFields,
-    TokenIds,
-    Tools,
-)
+from quire.serve.api.bodies.protocol import Messages, ModelField, TemplateFields, TokenIds, Tools
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.context import Api, ApiContext, knowing
 from quire.serve.api.document import document

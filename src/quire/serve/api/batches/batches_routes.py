@@ -10,12 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from quire.serve.api.batches.app_caller import batch_urls
-from quire.serve.api.batches.batch_store import (
-    MAX_BATCHES,
-    BatchRecord,
-    BatchStore,
-    new_batch_id,
-)
+from quire.serve.api.batches.batch_store import MAX_BATCHES, BatchRecord, BatchStore, new_batch_id
 from quire.serve.api.batches.batches import Batches
 from quire.serve.api.batches.directory import owner_of, page, seen_by
 from quire.serve.api.batches.files_routes import LEAST_S, MOST_S, Kept

@@ -156,9 +156,7 @@ Processor = Annotated[
     WithJsonSchema(schemas.PROCESSOR),
 ]
 Processors = Annotated[
-    list[Processor],
-    Field(max_length=MAX_PROCESSORS, fail_fast=True),
-    at_most(MAX_PROCESSORS),
+    list[Processor], Field(max_length=MAX_PROCESSORS, fail_fast=True), at_most(MAX_PROCESSORS)
 ]
 Format = Annotated[
     dict[str, Any],

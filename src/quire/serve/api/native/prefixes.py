@@ -16,14 +16,7 @@ from quire.engine.client.async_client import pin
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.bodies.open_body import PROMPT, becomes
-from quire.serve.api.bodies.protocol import (
-    Label,
-    Messages,
-    ModelField,
-    Salt,
-    TemplateFields,
-    Tools,
-)
+from quire.serve.api.bodies.protocol import Label, Messages, ModelField, Salt, TemplateFields, Tools
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.schemas import ONE_PROMPT
 from quire.serve.api.bodies.validation_errors import shown

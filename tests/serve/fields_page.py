@@ -1,0 +1,117 @@
+"""`python -m tests.serve.fields_page [FOLDER]`: writes docs/use/fields.md from the table of fields.
+
+Shared fields come first, then the other fields of each body, then fields of other engines.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from quire.serve.api.bodies.foreign_fields import FOREIGN, HARMLESS
+from quire.serve.api.fields import IGNORED, REFUSED, Row, bodies, rows
+
+FOLDER, PAGE = Path("docs/use"), "fields.md"
+MAX_SMALL_LINES = 8  # of a table that is a part of the last one
+HEAD = """\
+# Fields of request bodies
+
+<!-- written by `make fields` from the declarations of the bodies; do not edit -->
+
+Each field of a body is taken, ignored or refused.
+
+- A field that is taken sets a parameter of the engine, such as `Request.priority`, or a part of the
+  plan: the prompt, the grammar or the response. `=` is the field of
+  [`SamplingParams`](sampling.md) with the same name.
+- A field that is ignored is a label or a hint. It cannot change the response.
+- A field that is refused gives status 400 with `param` and the advice in the table. It is accepted
+  at null, and at its neutral values.
+- Unknown fields are ignored, and the header `X-Quire-Ignored-Fields` names them.
+  `--strict-fields` refuses them. Sessions' own calls, prefixes and streams always refuse them.
+"""
+FOREIGN_HEAD = """\
+## Fields of other engines
+
+Bodies are also checked for fields of llama.cpp, SGLang, text-generation-inference and Ollama, and
+so are the lines of a batch. A field in the first table is refused where the API does not have it.
+"""
+
+
+def cells_of(row: Row) -> tuple[str, str, str]:
+    """Return the cells of a field, without the API."""
+    return row.field, row.type, _meaning_of(row)
+
+
+def _meaning_of(row: Row) -> str:
+    if row.fate == REFUSED:
+        neutral = [f"`{json.dumps(each)}`" for each in row.values]
+        accepted = f" ({', '.join(neutral)} accepted)" if neutral else ""
+        return f"refused: {row.advice}{accepted}"
+    if row.fate == IGNORED:
+        return IGNORED
+    own = f"SamplingParams.{row.field}"
+    parts = ["=" if part == own else f"`{part}`" if "." in part else part
+             for part in row.becomes]  # fmt: skip
+    return ", ".join(parts)
+
+
+def page() -> str:
+    """Return the page: shared fields, then the other fields of each API, then foreign fields."""
+    kinds, found = bodies(), rows()
+    bases = {
+        name: base
+        for name, kind in kinds.items()
+        for base, other in kinds.items()
+        if kind is not other and issubclass(kind, other)
+    }
+    apis: dict[tuple[str, ...], list[str]] = {}
+    for row in found:
+        if row.api not in bases:
+            apis.setdefault(cells_of(row), []).append(row.api)
+    shared = [(*cells, ", ".join(names)) for cells, names in apis.items() if len(names) > 1]
+    parts = [HEAD, "## Shared fields", "", *_table("field | type | becomes | bodies", shared)]
+    others: list[tuple[str, ...]] = []
+    for name in kinds:
+        cells = [cells_of(row) for row in found if row.api == name]
+        base = bases.get(name)
+        of_base = {cells_of(row) for row in found if row.api == base}
+        own = [each for each in cells if len(apis.get(each, ())) < 2 and each not in of_base]
+        lines = _table("field | type | becomes", own)
+        if base is None and len(lines) <= MAX_SMALL_LINES:
+            others += [(*each, name) for each in own]
+            continue
+        intro = [] if base is None else [f"The fields of {base}, with these differences:", ""]
+        parts += ["", f"## {name}", "", *intro, *lines]
+    parts += ["", "## Other bodies", "", *_table("field | type | becomes | body", others)]
+    foreign = [(name, each.advice) for name, each in FOREIGN.items()]
+    harmless = [(name, why) for names, why in HARMLESS.items() for name in names.split()]
+    parts += [
+        "", FOREIGN_HEAD, *_table("refused | instead", foreign),
+        "", *_table("ignored | because", harmless), "",
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def _table(head: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table. Fields with equal other cells share a line."""
+    fields: dict[tuple[str, ...], list[str]] = {}
+    for field, *others in rows:
+        fields.setdefault(tuple(others), []).append(f"`{field}`")
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    return lines + [
+        f"| {' | '.join((', '.join(names), *others))} |" for others, names in fields.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.serve.fields_page", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    folder: Path = parser.parse_args(argv).folder
+    (folder / PAGE).write_text(page(), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
