@@ -1,0 +1,1 @@
+"""Bodies of requests: what clients may send, and what it becomes."""

@@ -1,0 +1,1 @@
+"""Observers of an API process: usage, rate limits and traces."""

@@ -1,0 +1,1 @@
+"""Chats, completions, embeddings and scores, as OpenAI's API has them."""
