@@ -15,7 +15,7 @@ from quire.cli.config_file import resolve
 from quire.cli.main import _parse
 from quire.cli.settings import given_server_settings, given_settings
 from quire.engine.observability.exposition import Exposition
-from quire.serve.api.document import PUBLIC
+from quire.serve.native.document import PUBLIC
 from tests.engine.observability.test_metrics import idle_scheduler, new_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -43,8 +43,8 @@ from quire.engine.client.remote import RemoteClient
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import Engine, build_engine
 from quire.engine.wire.core_server import CoreReports, CoreServer
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from quire.tools.report import benchmark_parser, print_head
 
 PACKAGE = Path(quire.__file__).parent

@@ -28,16 +28,16 @@ from quire.base.messages import Ready
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.text import build_text_side
 from quire.models.checkpoint.source import resolve_model
-from quire.serve.api.api_process import MAX_DIGITS
-from quire.serve.api.app import create_app
-from quire.serve.api.bodies.counts import (
+from quire.serve.app import create_app
+from quire.serve.bodies.counts import (
     MAX_CONTAINERS,
     MAX_EXPONENTS,
     MAX_TEXTS,
     MAX_VALUES,
     MAX_WIDE_BYTES,
 )
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
+from quire.serve.server import MAX_DIGITS
 from quire.tools.report import benchmark_parser
 
 PIECE = 1 << 16

@@ -43,7 +43,7 @@ from quire.render.answers.syntax import Tool
 from quire.scheduler.core.queue import Policy
 from quire.scheduler.policy import policies
 from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
-from quire.serve.hooks import Hooks
+from quire.serve.hooks.hooks import Hooks
 from tests.support.commands import run
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.plugin_site import EXAMPLES, Site

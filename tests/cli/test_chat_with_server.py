@@ -11,7 +11,7 @@ import pytest
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.cli.chat_targets import ServerTarget
 from quire.engine.start.build import build_engine
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import serving
 from tests.support.commands import run
 from tests.support.http_server import Seen, Send, send_json

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from quire.serve.api.bodies.foreign_fields import FOREIGN, HARMLESS
-from quire.serve.api.fields import IGNORED, REFUSED, Row, bodies, rows
+from quire.serve.bodies.foreign_fields import FOREIGN, HARMLESS
+from quire.serve.fields import IGNORED, REFUSED, Row, bodies, rows
 
 FOLDER, PAGE = Path("docs/use"), "fields.md"
 MAX_SMALL_LINES = 8  # of a table that is a part of the last one

@@ -18,8 +18,8 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import UNSUPPORTED, RequestError
 from quire.base.messages import Hold, Request
 from quire.base.settings.kv_transfer import KVTransfer
-from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
-from quire.serve.api.document import document
+from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
+from quire.serve.native.document import document
 from tests.support.models.pooling_checkpoints import pooling_checkpoint
 from tests.support.serve.bad_requests import (
     CASES,

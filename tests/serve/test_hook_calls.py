@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from quire.serve.hook_calls import MAX_HUNG, MAX_THREADS, Caller, CallLanes, TooLong, Unavailable
+from quire.serve.hooks.hook_calls import (
+    MAX_HUNG,
+    MAX_THREADS,
+    Caller,
+    CallLanes,
+    TooLong,
+    Unavailable,
+)
 
 SOON_S = 0.05
 

@@ -12,7 +12,7 @@ import pytest
 
 from quire.base.errors import ConfigError, HookFailed, RequestError
 from quire.base.requests.hooks import EndRequest, HookCall, HookContext, HookPiece, HookRequest
-from quire.serve.hooks import Hooks, RequestHooks
+from quire.serve.hooks.hooks import Hooks, RequestHooks
 
 ASKED = HookRequest(HookContext("", "", ""), prompt="hello")
 

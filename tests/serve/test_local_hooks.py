@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, HookFailed, RequestError
 from quire.base.requests.hooks import EndRequest, HookContext, HookPiece, HookRequest
 from quire.base.requests.outputs import RequestOutput
-from quire.serve.hooks import Hooks
+from quire.serve.hooks.hooks import Hooks
 from quire.serve.python.local_hooks import LocalHooks
 from tests.serve.test_llm import assert_idle
 from tests.support.processes.forks import run_forked

@@ -12,7 +12,7 @@ import pytest
 from quire.base.clock import FakeClock
 from quire.base.errors import ConfigError
 from quire.base.settings.config import ServerConfig
-from quire.serve.rate_limits import RateLimits, make_memory
+from quire.serve.observers.rate_limits import RateLimits, make_memory
 
 Make = Callable[..., RateLimits]
 
@@ -133,7 +133,7 @@ def test_as_a_bucket_of_fractions(make: Make, clock: FakeClock) -> None:
 ADMITTING = """
 import sys
 from quire.base.clock import FakeClock
-from quire.serve.rate_limits import RateLimits
+from quire.serve.observers.rate_limits import RateLimits
 limits = RateLimits([(1000, 10**6)], int(sys.argv[1]), FakeClock(50.0))
 sys.stdin.readline()
 found = 0

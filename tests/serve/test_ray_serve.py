@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError, EngineDead, MissingDependency
-from quire.serve.api.batches.app_caller import AppCaller
+from quire.serve.batches.app_caller import AppCaller
 from quire.serve.ray_serve import QuireServer, application
 
 SMALL: dict[str, Any] = {

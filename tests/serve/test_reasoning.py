@@ -9,7 +9,7 @@ import pytest
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.errors import ConfigError, RequestError
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import serving
 from tests.support.serve.fake_client import FakeClient
 

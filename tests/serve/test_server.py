@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.serve.api.responses.state import process_of
+from quire.serve.responses.store import process_of
 from tests.support.processes.forks import run_forked
 from tests.support.processes.servers import Server, Stream, is_running, kill, wait_until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.serve.usage_log import UsageLog, check_usage_log
+from quire.serve.observers.usage_log import UsageLog, check_usage_log
 from tests.support.processes.servers import wait_until
 
 
@@ -74,8 +74,8 @@ def test_a_line_that_was_torn_ends_before_the_next(
         calls.append(fd)
         return write(fd, data[:4] if len(calls) == 1 else data)
 
-    monkeypatch.setattr("quire.serve.usage_log.AGAIN_S", 0.001)
-    monkeypatch.setattr("quire.serve.usage_log.os.write", short_once)
+    monkeypatch.setattr("quire.serve.observers.usage_log.AGAIN_S", 0.001)
+    monkeypatch.setattr("quire.serve.observers.usage_log.os.write", short_once)
     log = UsageLog(path)
     append(log, 7, 8)
     wait_until(lambda: path.read_text().endswith("8}\n"))

@@ -18,9 +18,9 @@ CONSTRUCT = {
 # Files that give a request to a client or a core; all but the first two repeat the check.
 SUBMIT = {
     "engine/client/async_client.py",
-    "serve/api/pipeline/answer.py",
-    "serve/api/observed_client.py",
-    "serve/api/several/leased_client.py",
+    "serve/pipeline/answer.py",
+    "serve/observers/observed_client.py",
+    "serve/several/leased_client.py",
     "engine/client/fleet.py",
     "engine/client/client.py",
     "engine/start/prefix_file.py",

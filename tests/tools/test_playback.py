@@ -15,7 +15,7 @@ from quire.engine.observability.live import LiveTally
 from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.observability.timeline import in_words
 from quire.engine.recording.files import read_recording
-from quire.serve.api.native.live_events import snapshot
+from quire.serve.native.live_events import snapshot
 from quire.tools import playback
 from quire.tools.explain import timelines_of
 from quire.tools.playback import write_playback

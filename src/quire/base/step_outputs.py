@@ -8,7 +8,7 @@ a `SequenceUpdate` instead. The way of a token:
       StepOutputs    made by the fourth door                         scheduler/core/step_results.py
         StepOutputs  each client's part, over its socket             engine/wire/core_server.py
           text       detokenised, ended by stop strings              engine/client/output.py
-            event    taken from a mailbox, written to the socket     serve/api/http/sse.py
+            event    taken from a mailbox, written to the socket     serve/http/sse.py
 """
 
 from typing import Self

@@ -1,6 +1,6 @@
 """`quire batch`: all lines of a file through the server's app in this process, over its own cores.
 
-The output file says what is done (`serve/api/batches/journal.py`), so the same command goes on
+The output file says what is done (`serve/batches/journal.py`), so the same command goes on
 where an earlier one ended, however that was.
 """
 
@@ -19,14 +19,13 @@ from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import TextSide, build_text_side
 from quire.engine.wire.child import collecting_rarely
 from quire.models.checkpoint.source import ModelSource, resolve_source
-from quire.serve.api.app import create_app
-from quire.serve.api.batches.app_caller import AppCaller
-from quire.serve.api.batches.input_index import InputIndex
-from quire.serve.api.batches.journal import Journal
-from quire.serve.api.batches.line_runner import LineOptions, LineRunner
-from quire.serve.api.batches.slots import Slots
-from quire.serve.api.context import ApiContext
-from quire.serve.hooks import Hooks
+from quire.serve.app import create_app
+from quire.serve.batches.app_caller import AppCaller
+from quire.serve.batches.input_index import InputIndex
+from quire.serve.batches.journal import Journal
+from quire.serve.batches.line_runner import LineOptions, LineRunner, Slots
+from quire.serve.context import ApiContext
+from quire.serve.hooks.hooks import Hooks
 from quire.serve.processes.managed_core import ManagedCores
 from quire.serve.progress import BatchBar
 

@@ -10,7 +10,7 @@ from quire.base.requests.outputs import RequestOutput
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from quire.serve.api.batches.tally import Tally
+    from quire.serve.batches.tally import Tally
 
 logger = logging.getLogger("quire")
 

@@ -24,9 +24,9 @@ from quire.engine.client.fleet import client_of
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import TextSide, build_text_side
 from quire.models.checkpoint.source import ModelSource, resolve_source
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.hooks import Hooks
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.hooks.hooks import Hooks
 from quire.serve.processes.managed_core import ManagedCores
 from quire.serve.vllm_compat import drop_vllm_settings
 

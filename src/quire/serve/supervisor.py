@@ -43,6 +43,8 @@ from quire.engine.start.preflight import check_before_loading
 from quire.engine.wire.child import NO_START
 from quire.engine.wire.spawn import start_child
 from quire.models.checkpoint.source import resolve_source
+from quire.serve.observers.rate_limits import make_memory
+from quire.serve.observers.usage_log import check_usage_log
 from quire.serve.processes.children import NEVER, READY, Child, CoreChild, Process
 from quire.serve.processes.cores import CorePlace, core_places
 from quire.serve.processes.launch import (
@@ -51,7 +53,6 @@ from quire.serve.processes.launch import (
     core_end_s,
     remove_abandoned_sockets,
 )
-from quire.serve.rate_limits import make_memory
 from quire.serve.several.served import (
     ApiModel,
     FirstRequest,
@@ -61,7 +62,6 @@ from quire.serve.several.served import (
     own_record,
     start_lines,
 )
-from quire.serve.usage_log import check_usage_log
 
 if TYPE_CHECKING:
     from quire.serve.several.keeper import Keeper
@@ -306,9 +306,7 @@ class Supervisor:
             if self._rates is not None:
                 arguments += ["--rates", str(self._rates)]
                 fds = (*fds, self._rates)
-            return start_child(
-                "quire.serve.api.api_process", arguments, config, fds, self._log_level
-            )
+            return start_child("quire.serve.server", arguments, config, fds, self._log_level)
 
         return Child(f"API process {index}", start, may_restart=True)
 

@@ -27,7 +27,7 @@ from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.observability.timeline import Timeline, Timelines, in_words
 from quire.engine.recording.files import Segment, read_recording
 from quire.scheduler.scheduler import Scheduler
-from quire.serve.api.native.live_events import Json, difference, head, snapshot
+from quire.serve.native.live_events import Json, difference, head, snapshot
 from quire.tools.explain import Listener
 from quire.tools.replay import Outcome, Step, replay_all
 

@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import Engine, build_engine
-from quire.serve.api.api_process import ApiServer, uvicorn_config
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.server import ApiServer, uvicorn_config
 from tests.support.serve.fake_client import FakeClient
 
 MODEL = "demo"

@@ -8,8 +8,8 @@ from starlette.testclient import TestClient
 
 from quire.base.errors import ConfigError
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MakeContext
 from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient

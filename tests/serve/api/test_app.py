@@ -6,12 +6,12 @@ import sys
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
+from quire.serve.app import create_app
 from tests.serve.api.conftest import MakeContext
 
 
 def test_the_api_does_without_torch() -> None:
-    code = "import quire.serve.api.app, sys; print('torch' in sys.modules)"
+    code = "import quire.serve.app, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 
 from quire.base.errors import ConfigError
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.http.auth import has_key
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.http.auth import has_key
 from tests.serve.api.conftest import MakeContext, serving
 
 KEYS = ("first-key", "second-key")

@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from quire import LLM, SamplingParams
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.support.models.reference_checkpoints import text_checkpoint
 from tests.support.serve.fake_client import FakeClient
 

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 
 from quire.base.messages import Request
 from quire.engine.attachments.queue_limit import QueueLimit
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.http.auth import tenant_of
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.http.auth import tenant_of
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.test_sse import CHAT, LONG, REQUESTS, events, held, open_connection
 from tests.support.processes.servers import wait_until

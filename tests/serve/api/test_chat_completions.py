@@ -1,6 +1,6 @@
 """/v1/chat/completions through HTTP with the official client, against the engine itself.
 
-Covers `serve/api/openai/chat_completions.py`, which all endpoints of conversations share.
+Covers `serve/openai/chat_completions.py`, which all endpoints of conversations share.
 """
 
 import openai

@@ -9,7 +9,7 @@ import pytest
 from httpx2 import Response
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
+from quire.serve.app import create_app
 from tests.serve.api.conftest import MakeContext
 
 LIMIT = 4096
@@ -88,7 +88,7 @@ def test_the_limit_is_of_what_comes_out(small: TestClient, size: int | None) -> 
 def test_a_bomb_is_not_unpacked(small: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 MB no more is made than is allowed."""
     made: list[int] = []
-    from quire.serve.api.http.limits import Decoder
+    from quire.serve.http.limits import Decoder
 
     take = Decoder.take
 

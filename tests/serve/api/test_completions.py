@@ -1,6 +1,6 @@
 """/v1/completions through HTTP with the official client, against the engine without a server.
 
-Covers `serve/api/pipeline/answer.py`.
+Covers `serve/pipeline/answer.py`.
 """
 
 import openai

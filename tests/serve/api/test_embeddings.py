@@ -1,6 +1,6 @@
 """/v1/embeddings and /classify of apps over small models that pool, and of one that generates.
 
-Covers `serve/api/pooling/pooled.py`, `serve/api/bodies/pooling_protocol.py`.
+Covers `serve/openai/pooled.py`, `serve/bodies/pooling_protocol.py`.
 """
 
 import base64
@@ -17,9 +17,9 @@ from starlette.testclient import TestClient
 from quire.base.requests.hooks import EndRequest, HookRequest
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.hooks import Hooks
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.hooks.hooks import Hooks
 from tests.support.models.pooling_checkpoints import pooling_checkpoint
 from tests.support.serve.fake_client import FakeClient
 

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from quire.base.errors import ConfigError, EngineDead, EngineError, RequestError
-from quire.serve.api.bodies.validation_errors import invalid_request, shown
-from quire.serve.api.errors import ApiError, ErrorResponse, as_api_error, error_body
+from quire.serve.bodies.validation_errors import invalid_request, shown
+from quire.serve.errors import ApiError, ErrorResponse, as_api_error, error_body
 
 JSON = {"Content-Type": "application/json"}
 DEEP = "[" * 900 + "]" * 900

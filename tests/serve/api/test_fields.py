@@ -1,4 +1,4 @@
-"""The table of fields: each field does what its declaration says (`serve/api/fields.py`).
+"""The table of fields: each field does what its declaration says (`serve/fields.py`).
 
 Requests run in this process. What the engine got and what the client got is compared with and
 without each field.
@@ -18,11 +18,11 @@ from starlette.testclient import TestClient
 
 from quire.base.settings.config import ServerConfig
 from quire.render.tokens.tokenizer import Tokenizer
-from quire.serve.api.app import create_app
-from quire.serve.api.bodies.open_body import body_class, check_neutral
-from quire.serve.api.context import ApiContext
-from quire.serve.api.errors import ApiError
-from quire.serve.api.fields import IGNORED, REFUSED, TAKEN, Row, bodies, rows
+from quire.serve.app import create_app
+from quire.serve.bodies.open_body import body_class, check_neutral
+from quire.serve.context import ApiContext
+from quire.serve.errors import ApiError
+from quire.serve.fields import IGNORED, REFUSED, TAKEN, Row, bodies, rows
 from tests.serve.api.conftest import small_engine
 from tests.serve.fields_page import main, page
 from tests.structure.test_house import ROOT

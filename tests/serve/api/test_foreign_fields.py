@@ -1,5 +1,5 @@
 """Other engines' fields: a field that changes the text is accepted or refused, never ignored
-(`serve/api/bodies/foreign_fields.py`)."""
+(`serve/bodies/foreign_fields.py`)."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from starlette.testclient import TestClient
 
 from quire import SamplingParams
 from quire.base.errors import RequestError
-from quire.serve.api.bodies.foreign_fields import FOREIGN, HARMLESS, check_foreign
-from quire.serve.api.bodies.open_body import IGNORED_HEADER, OpenBody
-from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
-from quire.serve.api.errors import ApiError
-from quire.serve.api.messages.protocol import MessagesRequest
-from quire.serve.api.responses.body import ResponsesRequest
+from quire.serve.anthropic.protocol import MessagesRequest
+from quire.serve.bodies.foreign_fields import FOREIGN, HARMLESS, check_foreign
+from quire.serve.bodies.open_body import IGNORED_HEADER, OpenBody
+from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
+from quire.serve.errors import ApiError
+from quire.serve.responses.body import ResponsesRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, tuple[type[OpenBody], dict[str, Any]]] = {

@@ -11,8 +11,8 @@ from quire.base.events import Stepped
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import build_engine
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.support.serve.fake_client import FakeClient
 
 TEXT = "one two three. one two three. one two three. one two"

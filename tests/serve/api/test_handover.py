@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MODEL
 from tests.support.serve.fake_client import FakeClient
 

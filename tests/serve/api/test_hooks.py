@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 
 from quire.base.requests.hooks import EndRequest, HookCall, HookPiece, HookRequest
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.hooks import Hooks
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.hooks.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS
 from tests.serve.api.test_sse import hang_up, open_connection

@@ -8,8 +8,8 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 
 from quire.base.errors import ConfigError
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.app import create_app
-from quire.serve.api.http.origins import checks_hosts
+from quire.serve.app import create_app
+from quire.serve.http.origins import checks_hosts
 from tests.serve.api.conftest import MakeContext, serving
 
 HERE = "http://127.0.0.1:8000"

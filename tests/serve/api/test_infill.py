@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 
 from quire.render import infill
 from quire.render.infill import InfillTokens
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.support.serve.fake_client import FakeClient
 
 BODY = {"prompt": "def f(x):", "suffix": "print(f(2))", "max_tokens": 3, "temperature": 0}

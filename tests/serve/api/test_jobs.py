@@ -13,8 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MODEL, small_engine
 from tests.support.engine.failing_core import POISON, Troubled
 from tests.support.serve.fake_client import FakeClient

@@ -16,11 +16,11 @@ from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 from starlette.types import Message
 
-from quire.serve.api.api_process import ApiServer
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.http.http import TimedProtocol
-from quire.serve.api.http.limits import generating
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.http.http import TimedProtocol
+from quire.serve.http.limits import generating
+from quire.serve.server import ApiServer
 from tests.serve.api.conftest import MODEL, MakeContext, serving
 from tests.support.serve.fake_client import FakeClient
 
@@ -230,8 +230,8 @@ def test_requests_that_never_get_finished_are_given_up(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body that stops coming in is answered; half a head is not worth an answer."""
-    monkeypatch.setattr("quire.serve.api.http.limits.BODY_S", 0.05)
-    monkeypatch.setattr("quire.serve.api.http.http.HEAD_S", 0.05)
+    monkeypatch.setattr("quire.serve.http.limits.BODY_S", 0.05)
+    monkeypatch.setattr("quire.serve.http.http.HEAD_S", 0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     config = uvicorn.Config(
         create_app(make_context()), http=TimedProtocol, lifespan="off", log_config=None

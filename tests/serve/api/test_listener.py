@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.serve.api.http.http import Listener, report_loop_error
+from quire.serve.http.http import Listener, report_loop_error
 
 
 @pytest.fixture

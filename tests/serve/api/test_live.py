@@ -13,12 +13,12 @@ from starlette.testclient import TestClient
 from quire.base.live import LiveFrame
 from quire.engine.observability import live as live_frames
 from quire.engine.observability.live import LiveFrames
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.http.sse import ALIVE, DONE
-from quire.serve.api.native import live
-from quire.serve.api.native.live import live_events
-from quire.serve.api.native.live_events import difference, snapshot
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.http.sse import ALIVE, DONE
+from quire.serve.native import live
+from quire.serve.native.live import live_events
+from quire.serve.native.live_events import difference, snapshot
 from tests.serve.api.conftest import MakeContext
 from tests.support.scheduler.watched_scheduler import blocks_of, random_run
 from tests.support.serve.fake_client import FakeClient, live_over_the_wire

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import quire
-from quire.serve.api.bodies.logprobs_json import TokenNames
+from quire.serve.bodies.logprobs_json import TokenNames
 from tests.support.serve.direct_engine import direct, twin
 
 PROMPT = "Once upon a time"

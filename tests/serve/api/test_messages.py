@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 from quire.base.requests.hooks import EndRequest, HookCall, HookPiece, HookRequest
 from quire.base.settings.config import ServerConfig
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.hooks import Hooks
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.hooks.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.direct_engine import direct
 from tests.support.serve.fake_client import FakeClient

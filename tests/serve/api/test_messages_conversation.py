@@ -1,13 +1,13 @@
-"""Messages made of blocks become a chat's messages (`serve/api/messages/conversation.py`)."""
+"""Messages made of blocks become a chat's messages (`serve/anthropic/conversation.py`)."""
 
 from typing import Any
 
 import pytest
 
-from quire.serve.api.errors import ApiError
-from quire.serve.api.messages.as_chat import chat_of
-from quire.serve.api.messages.conversation import chat_messages, goes_on
-from quire.serve.api.messages.protocol import CountTokensRequest
+from quire.serve.anthropic.as_chat import chat_of
+from quire.serve.anthropic.conversation import chat_messages, goes_on
+from quire.serve.anthropic.protocol import CountTokensRequest
+from quire.serve.errors import ApiError
 
 TEXT = {"type": "text", "text": "a"}
 CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {"x": [1, "ü"]}}

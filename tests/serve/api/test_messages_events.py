@@ -1,4 +1,4 @@
-"""A chat's chunks as the events of a message, and put together (`serve/api/messages/events.py`);
+"""A chat's chunks as the events of a message, and put together (`serve/anthropic/events.py`);
 errors in the shape of messages."""
 
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, EngineDead
-from quire.serve.api.errors import ApiError, as_api_error, bad_request, too_late
-from quire.serve.api.messages.errors import is_messages, message_error_body
-from quire.serve.api.messages.events import MessageEvents, message_of
-from quire.serve.api.pipeline.answer import UsageCounter
+from quire.serve.anthropic.errors import is_messages, message_error_body
+from quire.serve.anthropic.events import MessageEvents, message_of
+from quire.serve.errors import ApiError, as_api_error, bad_request, too_late
+from quire.serve.pipeline.answer import UsageCounter
 
 
 def chunk(reason: str | None = None, stop: Any = None, **delta: Any) -> dict[str, Any]:

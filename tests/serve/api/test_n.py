@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS, arguments_of
 from tests.support.serve.direct_engine import direct
 

@@ -1,6 +1,6 @@
 """Usage and limits of keys, through the app: what the ledger says, and who is let in.
 
-Covers `serve/api/observers.py` and `serve/api/http/rate_gate.py`.
+Covers `serve/observers/observers.py` and `serve/http/rate_gate.py`.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from starlette.testclient import TestClient
 
 from quire.base.clock import FakeClock
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.observers import Observers
-from quire.serve.rate_limits import RateLimits, make_memory
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.observers.observers import Observers
+from quire.serve.observers.rate_limits import RateLimits, make_memory
 from tests.serve.api.conftest import MakeContext, serving
 from tests.support.processes.servers import wait_until
 from tests.support.serve.direct_engine import direct

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 
 USER = {"role": "user", "content": "hi"}
 BASES: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
-from quire.serve.api.http.origins import SAFE_METHODS
+from quire.serve.app import create_app
+from quire.serve.http.origins import SAFE_METHODS
 from tests.serve.api.conftest import MakeContext
 
 HERE = "http://127.0.0.1:8000"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
-from quire.serve.api.page import FOLDER, TYPES
+from quire.serve.app import create_app
+from quire.serve.native.page import FOLDER, TYPES
 from tests.serve.api.conftest import MakeContext
 
 WEB = Path(__file__).parents[3] / "web"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from quire.tools.playback import write_playback
 from quire.tools.replay import Outcome
 from tests.serve.api.test_live import Viewer

@@ -8,10 +8,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.peers import Peers
-from quire.serve.api.responses.state import Responses, process_of
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.peers import Peers
+from quire.serve.responses.store import Responses, process_of
 from tests.serve.api.conftest import MakeContext, serving, small_engine
 from tests.support.serve.fake_client import FakeClient
 from tests.support.serve.official_types import GREEDY, PATH, Json, events_in

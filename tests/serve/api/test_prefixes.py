@@ -20,8 +20,8 @@ from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.start.build import Engine, build_engine
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MODEL, serving
 from tests.serve.api.test_sse import hang_up, open_connection
 from tests.support.processes.servers import wait_until

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 
-from quire.serve.api.bodies import counts, reading
-from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
-from quire.serve.api.errors import ApiError, ShortRepr
-from quire.serve.api.native.prefixes import PrefixBody
-from quire.serve.api.utility import DetokenizeBody, TokenizeBody
+from quire.serve.bodies import counts, reading
+from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
+from quire.serve.errors import ApiError, ShortRepr
+from quire.serve.native.prefixes import PrefixBody
+from quire.serve.native.utility import DetokenizeBody, TokenizeBody
 
 JSON = {"Content-Type": "application/json"}
 HARD = st.text(st.sampled_from('"\\[]{},:eé🦊\\u'), max_size=6)

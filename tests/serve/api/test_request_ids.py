@@ -1,11 +1,11 @@
-"""`api/http/middleware.py`: lines that are logged for a request name it."""
+"""`http/middleware.py`: lines that are logged for a request name it."""
 
 import asyncio
 
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.engine.wire.logs import current_request
-from quire.serve.api.http.middleware import RequestIds
+from quire.serve.http.middleware import RequestIds
 
 
 async def seen_ids(*headers: tuple[bytes, bytes]) -> tuple[str | None, bytes]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
+from quire.serve.app import create_app
 from tests.serve.api.conftest import MakeContext
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}

@@ -3,7 +3,7 @@
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
+from quire.serve.app import create_app
 from tests.serve.api.conftest import MODEL, MakeContext
 
 BODY = {"model": MODEL, "prompt": "The sea", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -14,7 +14,7 @@ from quire.cli.commands.serve import keys_of_environment
 from quire.engine.start.text import build_text_side
 from quire.models.checkpoint.source import resolve_model
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.app import create_app
+from quire.serve.app import create_app
 from quire.serve.supervisor import bind_unix
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}

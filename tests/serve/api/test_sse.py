@@ -12,7 +12,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MakeContext, serving, small_engine
 from tests.support.processes.servers import wait_until
 from tests.support.serve.direct_engine import direct

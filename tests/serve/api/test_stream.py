@@ -1,6 +1,6 @@
 """/v1/stream in this process: prompts in pieces, what is refused, and how it ends.
 
-Covers `serve/api/native/open_request.py`.
+Covers `serve/native/open_request.py`.
 """
 
 import random
@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MakeContext
 from tests.support.processes.servers import wait_until
 from tests.support.serve.direct_engine import text_of, twin
@@ -384,7 +384,7 @@ def test_a_drain_lets_an_open_prompt_go_on(
 def test_a_prompt_that_stays_open_without_a_word(
     api_context: ApiContext, line: WebSocketTestSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.serve.api.native.stream.IDLE_S", 0.02)
+    monkeypatch.setattr("quire.serve.native.stream.IDLE_S", 0.02)
     line.send_json(START | {"prompt": STORY})
     assert error_of(line)["code"] == "idle_timeout"
     with pytest.raises(WebSocketDisconnect) as closed:
@@ -394,7 +394,7 @@ def test_a_prompt_that_stays_open_without_a_word(
 
 
 def test_a_connection_that_is_not_used(api: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.serve.api.native.stream.REST_S", 0.02)
+    monkeypatch.setattr("quire.serve.native.stream.REST_S", 0.02)
     with api.websocket_connect(PATH) as line:
         assert line.receive_json()["error"]["code"] == "idle_timeout"
         with pytest.raises(WebSocketDisconnect) as closed:

@@ -16,7 +16,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MakeContext, serving
 from tests.support.processes.servers import wait_until
 from tests.support.serve.direct_engine import text_of
@@ -185,7 +185,7 @@ def test_only_the_head_of_a_handshake_is_timed(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of one is given up; a connection that was made stays, whatever came before it."""
-    monkeypatch.setattr("quire.serve.api.http.http.HEAD_S", 0.2)
+    monkeypatch.setattr("quire.serve.http.http.HEAD_S", 0.2)
     with serving(make_context()) as url, opened(url) as line:
         address = urlsplit(url)
         for before in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):

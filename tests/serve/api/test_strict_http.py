@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from quire.serve.api.context import ApiContext
-from quire.serve.api.http.http import MAX_CHUNKS, MAX_HEAD_BYTES
+from quire.serve.context import ApiContext
+from quire.serve.http.http import MAX_CHUNKS, MAX_HEAD_BYTES
 from tests.support.processes.servers import wait_until
 
 JSON = b"Host: localhost\r\nContent-Type: application/json\r\n"

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.grammars.grammars import CHECKS, Grammars
-from quire.serve.api.bodies.protocol import CompletionRequest
-from quire.serve.api.bodies.structured import structured_outputs_of
-from quire.serve.api.context import ApiContext
-from quire.serve.api.errors import ApiError
+from quire.serve.bodies.constraints import structured_outputs_of
+from quire.serve.bodies.protocol import CompletionRequest
+from quire.serve.context import ApiContext
+from quire.serve.errors import ApiError
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}

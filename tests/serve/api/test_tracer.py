@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 
 from quire.base.errors import ConfigError
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.observed_client import ObservedClient, ObservedRequest
-from quire.serve.api.observers import Observers
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from quire.serve.observers.observed_client import ObservedClient, ObservedRequest
+from quire.serve.observers.observers import Observers
 from quire.serve.supervisor import check_tracing
 from tests.serve.api.conftest import MakeContext
 from tests.support.processes.servers import wait_until
@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (  # noqa: E4
     InMemorySpanExporter,
 )
 
-from quire.serve.api.tracer import RequestTracer  # noqa: E402
+from quire.serve.observers.tracer import RequestTracer  # noqa: E402
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "top_p": 0.5}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.serve.api.batches import batch_job, batches
+from quire.serve.batches import batch_job, batches
 from tests.serve.api.conftest import engine, make_context  # noqa: F401
 
 

@@ -1,5 +1,5 @@
 """/v1/batches: from a file to its outputs, and every way to end before
-(`serve/api/batches/batch_job.py`, `serve/api/batches/batches_routes.py`)."""
+(`serve/batches/batch_job.py`, `serve/batches/batches_routes.py`)."""
 
 import asyncio
 import gc
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from quire.base.errors import RequestError
-from quire.serve.api.app import create_app
-from quire.serve.api.batches import batch_store, line_runner
-from quire.serve.api.batches.batch_job import LOW_PRIORITY, BatchJob, Workplace
-from quire.serve.api.batches.batch_store import BatchRecord, BatchStore, new_batch_id
-from quire.serve.api.batches.batches import open_batches
-from quire.serve.api.batches.directory import FilesDirectory
-from quire.serve.api.batches.slots import Slots
+from quire.serve.app import create_app
+from quire.serve.batches import batch_store, line_runner
+from quire.serve.batches.batch_job import LOW_PRIORITY, BatchJob, Workplace
+from quire.serve.batches.batch_store import BatchRecord, BatchStore, new_batch_id
+from quire.serve.batches.batches import open_batches
+from quire.serve.batches.directory import FilesDirectory
+from quire.serve.batches.line_runner import Slots
 from tests.serve.api.conftest import MakeContext
 from tests.support.processes.servers import wait_until
 from tests.support.serve.batch_files import request

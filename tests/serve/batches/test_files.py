@@ -1,5 +1,5 @@
 """/v1/files: what comes in, whose it is, how much there may be; also the form it comes in
-(`serve/api/batches/upload_form.py`, `serve/api/batches/files_routes.py`)."""
+(`serve/batches/upload_form.py`, `serve/batches/files_routes.py`)."""
 
 import os
 import time
@@ -9,10 +9,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.errors import ConfigError, RequestError
-from quire.serve.api.app import create_app
-from quire.serve.api.batches import directory, files_routes
-from quire.serve.api.batches.directory import FilesDirectory
-from quire.serve.api.batches.file_store import FileRecord, FileStore, Upload
+from quire.serve.app import create_app
+from quire.serve.batches import directory, files_routes
+from quire.serve.batches.directory import FilesDirectory
+from quire.serve.batches.file_store import FileRecord, FileStore, Upload
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.batch_server import serving
 
@@ -188,7 +188,7 @@ def test_a_file_expires(
 def test_there_is_an_end_to_the_number_of_files(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.serve.api.batches import file_store
+    from quire.serve.batches import file_store
 
     monkeypatch.setattr(file_store, "MAX_FILES", 2)
     assert files_routes.MAX_FILES == 10_000

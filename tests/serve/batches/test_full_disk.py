@@ -1,5 +1,5 @@
 """Files and batches on a disk that is full, or that lost a part of a file
-(`serve/api/batches/directory.py`, `serve/api/batches/batches.py`)."""
+(`serve/batches/directory.py`, `serve/batches/batches.py`)."""
 
 import errno
 import logging
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quire.base import files as durable
-from quire.serve.api.batches import batches, file_store
-from quire.serve.api.batches.batch_store import BatchStore
-from quire.serve.api.batches.directory import FilesDirectory
-from quire.serve.api.batches.file_store import FileStore
+from quire.serve.batches import batches, file_store
+from quire.serve.batches.batch_store import BatchStore
+from quire.serve.batches.directory import FilesDirectory
+from quire.serve.batches.file_store import FileStore
 from tests.serve.api.conftest import MakeContext
 from tests.support.processes.servers import wait_until
 from tests.support.serve.batch_files import request

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import RequestError
-from quire.serve.api.batches.lines import LineError, id_of
+from quire.serve.batches.lines import LineError, id_of
 from tests.support.serve.batch_files import index_of, request, write
 
 URLS = ("/v1/completions", "/v1/chat/completions")

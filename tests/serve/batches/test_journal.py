@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from quire.base.errors import ConfigError, RequestError
-from quire.serve.api.batches import journal as journal_module
-from quire.serve.api.batches.input_index import InputIndex
-from quire.serve.api.batches.journal import Journal
-from quire.serve.api.batches.lines import Failure, OutputLine, Response, shown_id
-from quire.serve.api.batches.tally import Tally
+from quire.serve.batches import journal as journal_module
+from quire.serve.batches.input_index import InputIndex
+from quire.serve.batches.journal import Journal
+from quire.serve.batches.lines import Failure, OutputLine, Response, shown_id
+from quire.serve.batches.tally import Tally
 from tests.support.serve.batch_files import index_of, request, write
 
 BODY = (

@@ -10,12 +10,11 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from quire.base.errors import EngineDead
-from quire.serve.api.app import create_app
-from quire.serve.api.batches import line_runner
-from quire.serve.api.batches.app_caller import AppCaller, Reply, batch_urls
-from quire.serve.api.batches.journal import Journal
-from quire.serve.api.batches.line_runner import LineOptions, LineRunner
-from quire.serve.api.batches.slots import Slots
+from quire.serve.app import create_app
+from quire.serve.batches import line_runner
+from quire.serve.batches.app_caller import AppCaller, Reply, batch_urls
+from quire.serve.batches.journal import Journal
+from quire.serve.batches.line_runner import LineOptions, LineRunner, Slots
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.batch_files import index_of, read, request, write
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.serve.api.batches.lines import (
+from quire.serve.batches.lines import (
     LineError,
     beginning_of,
     custom_id_of,

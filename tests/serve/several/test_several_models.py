@@ -1,7 +1,7 @@
 """`quire serve A B`, as its user sees it. Real processes with tiny checkpoints.
 
-Covers `serve/several/keeper.py`, `serve/several/served.py`, `serve/api/several/front.py` and
-`serve/api/several/all_models.py`.
+Covers `serve/several/keeper.py`, `serve/several/served.py`, `serve/several/front.py` and
+`serve/several/all_models.py`.
 """
 
 import contextlib

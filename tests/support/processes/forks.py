@@ -53,7 +53,7 @@ IMPORTS = (  # what the processes of a server run, and what they import late
     "quire.cli.commands.serve",
     "quire.serve.supervisor",
     "quire.serve.processes.core_main",
-    "quire.serve.api.api_process",
+    "quire.serve.server",
     "quire.engine.ranks.rank_main",
 )
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.serve.api.batches.input_index import InputIndex
+from quire.serve.batches.input_index import InputIndex
 
 MAX_LINE = 1 << 16
 

@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
-from quire.serve.api.batches.batches import Batches, open_batches
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.batches.batches import Batches, open_batches
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MakeContext
 from tests.support.processes.servers import wait_until
 

@@ -20,23 +20,23 @@ from quire.base.requests.repetition import RepetitionDetectionParams
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.base.settings.config import ServerConfig
 from quire.engine.start.text import TextSide
-from quire.serve.api.app import create_app
-from quire.serve.api.batches.app_caller import AppCaller
-from quire.serve.api.bodies.pooling_protocol import (
+from quire.serve.anthropic.protocol import MessagesRequest
+from quire.serve.app import create_app
+from quire.serve.batches.app_caller import AppCaller
+from quire.serve.bodies.pooling_protocol import (
     ClassifyBody,
     EmbeddingBody,
     RerankBody,
     ScoreBody,
 )
-from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
-from quire.serve.api.context import ApiContext
-from quire.serve.api.errors import as_api_error
-from quire.serve.api.messages.protocol import MessagesRequest
-from quire.serve.api.native.prefixes import PrefixBody
-from quire.serve.api.native.sessions import AppendBody, ForkBody
-from quire.serve.api.responses.body import ResponsesRequest
+from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
+from quire.serve.context import ApiContext
+from quire.serve.errors import as_api_error
 from quire.serve.lanes import Lanes
+from quire.serve.native.prefixes import PrefixBody
+from quire.serve.native.sessions import AppendBody, ForkBody
 from quire.serve.python.beam_search import BeamSearchParams
+from quire.serve.responses.body import ResponsesRequest
 from tests.support.serve.fake_client import FakeClient
 
 Fields = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.wire.wire import LENGTH, body_length
-from quire.serve.api.several.link import ModelLink
+from quire.serve.several.link import ModelLink
 from quire.serve.several.messages import ModelState, States, ToKeeper, keeper_codec
 
 

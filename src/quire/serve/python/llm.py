@@ -24,7 +24,7 @@ from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversat
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.render.truncation import truncated_for
-from quire.serve.hooks import TIMEOUT_S, Hooks
+from quire.serve.hooks.hooks import TIMEOUT_S, Hooks
 from quire.serve.media.local_media import LocalMedia
 from quire.serve.processes.core_processes import ProcessEngine, start_engine
 from quire.serve.progress import LoadBar, RequestBar

@@ -23,8 +23,8 @@ from quire.engine.client.client import InProcessClient
 from quire.engine.start.build import Engine
 from quire.render.renderer import is_conversation
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.hook_calls import OwnLoop
-from quire.serve.hooks import Hooks, RequestHooks, asked_of
+from quire.serve.hooks.hook_calls import OwnLoop
+from quire.serve.hooks.hooks import Hooks, RequestHooks, asked_of
 from quire.serve.processes.core_processes import CoreProcesses, ProcessEngine
 
 NOBODY = HookContext("", "", "")

@@ -23,8 +23,8 @@ from quire.render.media.media_renderer import MediaRenderer
 from quire.render.media.placeholders import Placeholder, Placeholders
 from quire.render.media.processors import MediaSettings
 from quire.render.renderer import Renderer
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.support.serve.fake_client import FakeClient
 
 MARK = "<|endoftext|>"

@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from quire.base.errors import EngineBusy
 from quire.base.settings.config import ServerConfig
 from quire.render.media.prepared import PreparedMedia
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from quire.serve.media import download, request_images
 from quire.serve.media.addresses import Lookups
 from quire.serve.media.download import Downloads

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from quire.base.messages import HeldRequest
 from quire.base.requests.hooks import HookRequest
 from quire.base.requests.media_items import MediaItem
-from quire.serve.api.app import create_app
-from quire.serve.hooks import Hooks
+from quire.serve.app import create_app
+from quire.serve.hooks.hooks import Hooks
 from tests.serve.api.images.conftest import (
     MakeImageContext,
     chat_part,

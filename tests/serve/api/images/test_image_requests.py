@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.messages import Request
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.images.conftest import (
     MARK_ID,
     chat_part,

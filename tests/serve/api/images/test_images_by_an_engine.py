@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.serve.api.images.conftest import chat_part, data_url, file_of, picture, text_part
 from tests.support.render.tiny_tokenizers import write_vision_model
 from tests.support.serve.fake_client import FakeClient

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import serving
 from tests.serve.api.images.conftest import file_of, image_context, picture
 from tests.support.serve.fake_client import FakeClient

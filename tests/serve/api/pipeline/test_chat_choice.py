@@ -12,12 +12,12 @@ from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, THINK
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
-from quire.serve.api.bodies.logprobs_json import TokenNames
-from quire.serve.api.bodies.protocol import ChatCompletionRequest
-from quire.serve.api.pipeline.answer import UsageCounter, usage_json
-from quire.serve.api.pipeline.chat_choice import ChatChoice, ReasoningCount
-from quire.serve.api.pipeline.plan import ChatPlan
-from quire.serve.api.pipeline.requests import PromptJob
+from quire.serve.bodies.logprobs_json import TokenNames
+from quire.serve.bodies.protocol import ChatCompletionRequest
+from quire.serve.pipeline.answer import UsageCounter, usage_json
+from quire.serve.pipeline.chat_choice import ChatChoice, ReasoningCount
+from quire.serve.pipeline.plan import ChatPlan
+from quire.serve.pipeline.requests import PromptJob
 from tests.support.serve.direct_engine import twin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

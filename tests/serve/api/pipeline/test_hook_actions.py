@@ -1,6 +1,6 @@
 """Hooks that act on a running request: pause, priority, and a second model that verifies.
 
-Covers `serve/api/pipeline/hook_actions.py`.
+Covers `serve/pipeline/hook_actions.py`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from quire.base.requests.hooks import (
     checked_priority,
 )
 from quire.scheduler.core.sequence import State
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 from tests.serve.api.test_hooks import (
     CHAT,
     COMPLETIONS,

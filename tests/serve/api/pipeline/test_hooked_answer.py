@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quire.base.requests.hooks import EndRequest, HookCall, HookPiece
-from quire.serve.api.pipeline.hooked_answer import HookedAnswer, Json
-from quire.serve.hooks import Hooks
+from quire.serve.hooks.hooks import Hooks
+from quire.serve.pipeline.hooked_answer import HookedAnswer, Json
 
 SECRET = "swordfish"
 

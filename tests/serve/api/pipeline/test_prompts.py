@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 from quire.engine.start.build import Engine
 from quire.render.renderer import Renderer
 from quire.render.tokens.tokenizer import Tokenizer
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.pipeline import prompts
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from quire.serve.lanes import MAX_CHARS_SHORT, Lanes
+from quire.serve.pipeline import prompts
 from tests.serve.api.conftest import MODEL, MakeContext
 
 LONG = "abc " * (MAX_CHARS_SHORT // 4 + 1)

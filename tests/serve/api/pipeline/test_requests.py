@@ -8,15 +8,15 @@ from quire.base.errors import RequestError
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
-from quire.serve.api.bodies import protocol
-from quire.serve.api.bodies.open_body import check_neutral, unsupported_fields
-from quire.serve.api.bodies.protocol import (
+from quire.serve.bodies import protocol
+from quire.serve.bodies.open_body import check_neutral, unsupported_fields
+from quire.serve.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from quire.serve.api.errors import ApiError
-from quire.serve.api.pipeline.requests import (
+from quire.serve.errors import ApiError
+from quire.serve.pipeline.requests import (
     SAME,
     chat_params,
     completion_params,

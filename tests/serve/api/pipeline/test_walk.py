@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx2
 import pytest
-
 import quire.serve.api
-from quire.serve.api.app import create_app
-from quire.serve.api.messages.routes import create_message
-from quire.serve.api.openai.chat_completions import create_chat_completion
-from quire.serve.api.openai.completions import create_completion
-from quire.serve.api.responses.routes import create_response
+
+from quire.serve.anthropic.routes import create_message
+from quire.serve.app import create_app
+from quire.serve.openai.chat_completions import create_chat_completion
+from quire.serve.openai.completions import create_completion
+from quire.serve.responses.routes import create_response
 from tests.serve.api.conftest import MakeContext
 
 ROOM = str(Path(quire.serve.api.__file__).parent)

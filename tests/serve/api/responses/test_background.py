@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.context import ApiContext
-from quire.serve.api.responses import state
+from quire.serve.context import ApiContext
+from quire.serve.responses import store as state
 from tests.support.processes.servers import wait_until
 from tests.support.serve.direct_engine import text_of
 from tests.support.serve.official_types import (

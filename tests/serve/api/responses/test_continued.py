@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.messages import Request
-from quire.serve.api.context import ApiContext
+from quire.serve.context import ApiContext
 
 FIRST = "Tell me a story about a fox."
 SECOND = "And a bear?"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.serve.api.app import create_app
-from quire.serve.hooks import Hooks
+from quire.serve.app import create_app
+from quire.serve.hooks.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.test_hooks import Ending, Prompts, Upper
 from tests.support.serve.direct_engine import text_of

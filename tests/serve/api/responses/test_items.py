@@ -1,6 +1,6 @@
 """Items of an input: what is read of them, what they are as messages, and what is refused.
 
-Covers `serve/api/responses/conversation.py`.
+Covers `serve/responses/conversation.py`.
 """
 
 import itertools
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.serve.api.errors import ApiError
-from quire.serve.api.responses.conversation import messages_of
-from quire.serve.api.responses.items import read_items
+from quire.serve.errors import ApiError
+from quire.serve.responses.conversation import messages_of
+from quire.serve.responses.items import read_items
 from tests.support.serve.official_types import Json, checked_list
 
 USER: Json = {"role": "user", "content": "x"}

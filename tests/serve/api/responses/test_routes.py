@@ -1,7 +1,7 @@
 """/v1/responses through HTTP: what comes of texts, tools, forms and limits, whole and streamed.
 
-Covers `serve/api/responses/turn.py`, `serve/api/responses/as_chat.py` and
-`serve/api/responses/body.py`.
+Covers `serve/responses/turn.py`, `serve/responses/as_chat.py` and
+`serve/responses/body.py`.
 """
 
 import json
@@ -13,8 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.direct_engine import direct, text_of
 from tests.support.serve.official_types import (

@@ -3,8 +3,7 @@
 from random import Random
 from typing import Any
 
-from quire.serve.api.responses.state import new_id, process_of
-from quire.serve.api.responses.store import ResponseStore, Stored
+from quire.serve.responses.store import ResponseStore, Stored, new_id, process_of
 
 
 def stored(number: int, previous: str | None = None, size: int = 100) -> Stored:

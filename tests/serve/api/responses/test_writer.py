@@ -1,6 +1,6 @@
 """The order of events, of answers that reason, talk and call, wherever their text is cut.
 
-Covers `serve/api/responses/writer.py`.
+Covers `serve/responses/writer.py`.
 """
 
 from collections.abc import Collection
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.serve.api.responses.writer import ResponseWriter
+from quire.serve.responses.writer import ResponseWriter
 from tests.serve.api.pipeline.test_chat_choice import CALL, Answering
 from tests.support.serve.official_types import Json, check_event, checked
 

@@ -1,4 +1,4 @@
-"""Requests to models that come and go: `serve/api/several/leased_client.py`."""
+"""Requests to models that come and go: `serve/several/leased_client.py`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,8 +13,8 @@ from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.fleet import CoreClient
-from quire.serve.api.several.all_models import AllModels
-from quire.serve.api.several.leased_client import LeasedClient
+from quire.serve.several.all_models import AllModels
+from quire.serve.several.leased_client import LeasedClient
 from quire.serve.several.messages import Ask, Deny, GiveBack, Grant, ModelState, States
 from tests.support.serve.fake_supervisor import FakeKeeper, linked
 

@@ -1,4 +1,4 @@
-"""Leases as an API process has them: `serve/api/several/link.py`."""
+"""Leases as an API process has them: `serve/several/link.py`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import EngineBusy, EngineDead
-from quire.serve.api.several import link as link_module
-from quire.serve.api.several.link import ModelLink
+from quire.serve.several import link as link_module
+from quire.serve.several.link import ModelLink
 from quire.serve.several.messages import Ask, Deny, GiveBack, GiveWay, Grant
 from tests.support.serve.fake_supervisor import FakeKeeper, linked
 

@@ -1,0 +1,168 @@
+"""Fields of /v1/messages and /v1/messages/count_tokens: Anthropic's, and some of quire's own.
+
+Messages, system blocks and tools are plain objects here, which `conversation` and `as_chat` check.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from quire.serve.bodies.open_body import (
+    PROMPT,
+    RESPONSE,
+    Ignored,
+    OpenBody,
+    becomes,
+    unsupported,
+)
+from quire.serve.bodies.protocol import (
+    MAX_FORMAT_FIELDS,
+    MAX_MESSAGES,
+    MAX_SCHEMA_FIELDS,
+    MAX_TOOLS,
+    NOT_HERE,
+    ModelField,
+    Natural,
+    Objects,
+    Positive,
+    SamplingFields,
+    SchedulingFields,
+    StopStrings,
+    Tenant,
+    VariableFields,
+    at_most,
+)
+from quire.serve.bodies.schemas import SOME_TEXT, TEXT, TEXT_PART, list_of, object_of, one_of
+
+MAX_BLOCKS = 1024  # of a system prompt
+
+Json = dict[str, Any]
+
+_BLOCKS = list_of(TEXT_PART, minItems=1)
+_SOURCE = one_of(
+    object_of(
+        "type", "media_type", "data",
+        type={"const": "base64"}, media_type=SOME_TEXT, data=SOME_TEXT,
+    ),
+    object_of("type", "url", type={"const": "url"}, url=SOME_TEXT),
+)  # fmt: skip
+_IMAGE_BLOCK = object_of("type", "source", type={"const": "image"}, source=_SOURCE)
+_RESULTS = list_of(one_of(TEXT_PART, _IMAGE_BLOCK), minItems=1)
+_USER_BLOCK = one_of(
+    TEXT_PART,
+    _IMAGE_BLOCK,
+    object_of(
+        "type", "tool_use_id", type={"const": "tool_result"}, tool_use_id=TEXT,
+        content=one_of(TEXT, _RESULTS), is_error={"type": "boolean"},
+    ),
+)  # fmt: skip
+_ASSISTANT_BLOCK = one_of(
+    TEXT_PART,
+    object_of(
+        "type", "id", "name", "input",
+        type={"const": "tool_use"}, id=TEXT, name=SOME_TEXT, input={"type": "object"},
+    ),
+    object_of("type", "thinking", type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
+    object_of("type", "data", type={"const": "redacted_thinking"}, data=TEXT),
+)  # fmt: skip
+
+
+def _message(role: str, block: Json) -> Json:
+    content = one_of(TEXT, list_of(block, minItems=1))
+    return object_of("role", "content", role={"const": role}, content=content)
+
+
+_MESSAGE_SCHEMA = one_of(
+    _message("user", _USER_BLOCK),
+    _message("assistant", _ASSISTANT_BLOCK),
+    _message("system", TEXT_PART),
+)
+_TOOL_SCHEMA = object_of(
+    "name", "input_schema", name=SOME_TEXT, description=TEXT, input_schema={"type": "object"},
+    type={"enum": ["custom", None]}, strict={"type": "boolean"},
+)  # fmt: skip
+
+Conversation = Annotated[
+    list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE_SCHEMA)]],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    at_most(MAX_MESSAGES),
+]
+_SYSTEM = one_of(TEXT, _BLOCKS | {"maxItems": MAX_BLOCKS})
+System = Annotated[str | Objects, at_most(MAX_BLOCKS), WithJsonSchema(_SYSTEM)]
+CustomTools = Annotated[
+    list[Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    at_most(MAX_TOOLS),
+]
+Schema = Annotated[dict[str, Any], at_most(MAX_SCHEMA_FIELDS)]
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons, and how much of the reasoning is shown."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Positive | None = None  # maximum number of reasoning tokens
+    display: Literal["summarized", "omitted"] | None = None  # omitted: reasoning without its text
+
+
+class ToolChoice(BaseModel):
+    """Whether the response calls a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of the tool to call, with the type `tool`
+    disable_parallel_tool_use: bool | None = None
+
+
+class Format(BaseModel):
+    """The form of a response's text."""
+
+    type: Literal["json_schema"]
+    json_schema: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """How much to reason, for templates that have this variable, and the form of the text."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Annotated[Format, at_most(MAX_FORMAT_FIELDS)] | None = None
+
+
+class Metadata(BaseModel):
+    """Labels of a request. user_id: on a server without keys, the tenant."""
+
+    user_id: Tenant | None = None
+
+
+class Conversing(OpenBody, ModelField, VariableFields):
+    """The fields of the prompt, which both endpoints have."""
+
+    messages: Conversation = becomes(PROMPT, default=...)
+    system: System | None = becomes(PROMPT)
+    tools: CustomTools | None = becomes(PROMPT)
+    tool_choice: Annotated[ToolChoice, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
+    thinking: Annotated[Thinking, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
+    output_config: Annotated[OutputConfig, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
+
+    cache_control: Ignored
+    speed: Ignored
+    user_profile_id: Ignored
+    output_format: Any = unsupported("use output_config.format")
+    mcp_servers: Any = unsupported("the server calls no tools by itself; remove it", [])
+
+
+class CountTokensRequest(Conversing):
+    """A conversation whose tokens are counted."""
+
+
+class MessagesRequest(Conversing, SchedulingFields, SamplingFields):
+    """A conversation that the model continues."""
+
+    max_tokens: Natural = becomes("SamplingParams.max_tokens", default=...)  # 0 fills the cache
+    stream: bool | None = becomes(RESPONSE)
+    stop_sequences: StopStrings | None = becomes("SamplingParams.stop")
+    metadata: Annotated[Metadata, at_most(MAX_FORMAT_FIELDS)] | None = becomes("Request.tenant")
+
+    service_tier: Ignored
+    inference_geo: Ignored
+    diagnostics: Ignored
+    container: Any = unsupported(NOT_HERE)

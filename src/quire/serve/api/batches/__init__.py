@@ -1,1 +1,0 @@
-"""Batches: files of requests, answered through the app, for the server and for `quire batch`."""

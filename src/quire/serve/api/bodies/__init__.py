@@ -1,1 +1,0 @@
-"""Bodies of requests: what clients may send, and what it becomes."""

@@ -1,1 +1,0 @@
-"""HTTP of an API process: connections, limits, keys, server-sent events."""

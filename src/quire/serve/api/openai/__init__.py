@@ -1,1 +1,0 @@
-"""Chats and completions, as OpenAI's API has them."""

@@ -1,1 +1,0 @@
-"""From the body of a request to its response: plan, prompt, request, answer."""

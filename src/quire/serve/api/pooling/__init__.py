@@ -1,1 +1,0 @@
-"""Endpoints of models that pool: embeddings, classes and scores."""

@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: its bodies, items and events, around what chat completions make."""

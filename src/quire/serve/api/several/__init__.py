@@ -1,1 +1,0 @@
-"""Several models, as an API process sees them."""

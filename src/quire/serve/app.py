@@ -1,0 +1,82 @@
+"""The app: which routes there are, who may call them, and what stands around all of them."""
+
+from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from quire.base.version import QUIRE_VERSION
+from quire.serve.anthropic import routes as messages
+from quire.serve.anthropic.errors import REQUEST_ID
+from quire.serve.batches import batches_routes, files_routes
+from quire.serve.batches.batches import Batches
+from quire.serve.bodies.open_body import IGNORED_HEADER
+from quire.serve.context import ApiContext
+from quire.serve.http.auth import authorised
+from quire.serve.http.error_handlers import install_error_handlers
+from quire.serve.http.limits import BodyLimit, generating
+from quire.serve.http.middleware import REQUEST_ID_HEADER, HeadAsGet, RequestIds, TraceHeaders
+from quire.serve.http.origins import HostCheck, OriginCheck, checks_hosts
+from quire.serve.http.rate_gate import HEADERS, RateHeaders
+from quire.serve.native import admin, live, page, prefixes, sessions, stream, utility
+from quire.serve.openai import chat_completions, completions, embeddings, scores
+from quire.serve.responses import routes as responses
+
+
+def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
+    """Make an ASGI app over this context. Every route needs a key except those of `utility.public`.
+
+    batches: of a server that keeps files. Whoever serves the app starts them, and stops them.
+
+    The one of `stream` looks for it by itself: a dependency could not refuse a WebSocket.
+    """
+    app = FastAPI(
+        title="quire",
+        version=QUIRE_VERSION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # it would redirect to what the Host header says
+        openapi_url=None,  # a route of our own shows it, to key holders
+    )
+    app.state.context, app.state.batches = context, batches
+    protected = Depends(authorised)
+    app.include_router(utility.public)
+    app.include_router(utility.router, dependencies=[protected])
+    if context.config.page:
+        app.include_router(page.router)
+    if not context.config.disable_fastapi_docs:
+        app.include_router(utility.page)
+        app.include_router(utility.description, dependencies=[protected])
+    for router in (
+        prefixes.router, sessions.router, admin.router, live.router, files_routes.router,
+        batches_routes.router, responses.router, responses.kept,
+    ):  # fmt: skip
+        app.include_router(router, dependencies=[protected])
+    for router in (completions.router, chat_completions.router, embeddings.router, scores.router):
+        app.include_router(router, dependencies=[protected, Depends(generating)])
+    app.include_router(messages.counting_router, dependencies=[protected])
+    app.include_router(messages.generating_router, dependencies=[protected, Depends(generating)])
+    app.include_router(stream.router)
+    install_error_handlers(app)
+    _add_middleware(app, context)
+    return app
+
+
+def _add_middleware(app: FastAPI, context: ApiContext) -> None:
+    """Add middleware; the last one added is the outermost."""
+    app.add_middleware(BodyLimit, context=context)
+    app.add_middleware(OriginCheck, config=context.config)
+    if context.rates is not None:
+        app.add_middleware(RateHeaders, rates=context.rates)
+    if context.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(context.config.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER.decode(), REQUEST_ID, IGNORED_HEADER, *HEADERS],
+        )
+    app.add_middleware(HeadAsGet)
+    if context.config.otlp_traces_endpoint is not None:
+        app.add_middleware(TraceHeaders)
+    if checks_hosts(context.config):
+        app.add_middleware(HostCheck, config=context.config)
+    app.add_middleware(RequestIds)

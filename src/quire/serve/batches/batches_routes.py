@@ -1,0 +1,181 @@
+"""/v1/batches: files of requests, answered when nothing more urgent is to be done."""
+
+import asyncio
+import re
+import time
+from typing import Annotated, Any, Literal
+
+import fastapi
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from quire.serve.batches.app_caller import batch_urls
+from quire.serve.batches.batch_store import MAX_BATCHES, BatchRecord, BatchStore, new_batch_id
+from quire.serve.batches.batches import Batches
+from quire.serve.batches.directory import owner_of, page, seen_by
+from quire.serve.batches.files_routes import LEAST_S, MOST_S, Kept
+from quire.serve.bodies.open_body import OpenBody, StrictBody, becomes
+from quire.serve.bodies.protocol import Label, at_most
+from quire.serve.bodies.reading import BoundedRoute
+from quire.serve.bodies.validation_errors import shown
+from quire.serve.context import Api
+from quire.serve.errors import ApiError, bad_request
+
+router = APIRouter(route_class=BoundedRoute)
+
+WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
+MAX_METADATA = 16
+MAX_VALUE_CHARS = 512
+HOUR_S = 3600
+
+MetadataValue = Annotated[str, Field(max_length=MAX_VALUE_CHARS)]
+Metadata = Annotated[
+    dict[str, MetadataValue], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)
+]
+
+
+class ExpiresAfter(StrictBody):
+    """How long the outputs are kept."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=LEAST_S, le=MOST_S)]
+
+
+class BatchBody(OpenBody):
+    """A batch to be run. completion_window: hours, such as 24h, after which it ends as it is."""
+
+    input_file_id: Label = becomes("BatchRecord.input_file_id", default=...)
+    endpoint: Label = becomes("BatchRecord.endpoint", default=...)
+    completion_window: Label = becomes("BatchRecord.expires_at", default="24h")
+    metadata: Metadata | None = becomes("BatchRecord.metadata")
+    output_expires_after: Annotated[ExpiresAfter, at_most(2)] | None = becomes(
+        "BatchRecord.output_ttl_s"
+    )
+
+
+@router.post("/v1/batches")
+async def create_batch(
+    body: BatchBody, request: fastapi.Request, api: Api, kept: Kept
+) -> dict[str, Any]:
+    """Run the requests of a file; answers at once, GET tells how far it is."""
+    urls = batch_urls(request.app)
+    if body.endpoint not in urls:
+        known = ", ".join(sorted(urls))
+        message = f"endpoint must be one of {known}, got {shown(body.endpoint)}."
+        raise bad_request(message, "endpoint")
+    window = WINDOW.fullmatch(body.completion_window)
+    if window is None:
+        message = (
+            f"completion_window must be hours such as 24h, got {shown(body.completion_window)}."
+        )
+        raise bad_request(message, "completion_window")
+    owner = seen_by(request.scope, api.config.api_key)
+    file = await asyncio.to_thread(kept.files.get, body.input_file_id, owner)
+    if file is None or file.purpose != "batch":
+        raise bad_request(
+            "input_file_id must be one of your files with purpose=batch, got"
+            f" {shown(body.input_file_id)}; upload one to /v1/files.",
+            "input_file_id",
+        )
+    now, expires = int(time.time()), body.output_expires_after
+    record = BatchRecord(
+        id=new_batch_id(),
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        created_at=now,
+        expires_at=now + int(window[1]) * HOUR_S,
+        owner=owner_of(request.scope, api.config.api_key),
+        output_ttl_s=None if expires is None else expires.seconds,
+        metadata=body.metadata,
+    )
+    if not await asyncio.to_thread(kept.records.create, record):
+        message = f"{MAX_BATCHES} batch jobs are waiting already; try again when some are done."
+        raise ApiError(429, message, "rate_limit_error", code="too_many_batches")
+    kept.start(request.app)
+    kept.wake()
+    return batch_json(record, kept.records)
+
+
+@router.get("/v1/batches")
+async def list_batches(
+    request: fastapi.Request,
+    api: Api,
+    kept: Kept,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+) -> dict[str, Any]:
+    """List the batches of the key that asks, newest first; without keys, all."""
+    owner = seen_by(request.scope, api.config.api_key)
+
+    def told() -> list[dict[str, Any]]:
+        return [batch_json(record, kept.records) for record in kept.records.seen(owner)]
+
+    return page(await asyncio.to_thread(told), limit, after)
+
+
+@router.get("/v1/batches/{batch_id}")
+async def show_batch(
+    batch_id: str, request: fastapi.Request, api: Api, kept: Kept
+) -> dict[str, Any]:
+    """Tell how far a batch is."""
+    return batch_json(await _found(batch_id, request, api, kept), kept.records)
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(
+    batch_id: str, request: fastapi.Request, api: Api, kept: Kept
+) -> dict[str, Any]:
+    """End a batch when its open lines have; what is done stays."""
+    record = await _found(batch_id, request, api, kept)
+    if record.is_final:
+        message = f"batch {record.id} is {record.status} already and cannot be cancelled."
+        raise ApiError(409, message, param="batch_id", code="batch_is_done")
+    await asyncio.to_thread(kept.records.cancel, record.id)
+    kept.wake()
+    return batch_json(record, kept.records)
+
+
+async def _found(batch_id: str, request: fastapi.Request, api: Api, kept: Batches) -> BatchRecord:
+    owner = seen_by(request.scope, api.config.api_key)
+    record = await asyncio.to_thread(kept.records.get, batch_id, owner)
+    if record is None:
+        message = f"you have no batch {shown(batch_id)}; GET /v1/batches lists them."
+        raise ApiError(404, message, param="batch_id", code="not_found")
+    return record
+
+
+def batch_json(record: BatchRecord, records: BatchStore) -> dict[str, Any]:
+    """Return a batch as OpenAI's has it."""
+    times = dict(record.times)
+    status = record.status
+    if not record.is_final and (asked_at := records.cancelled_at(record.id)) is not None:
+        status, times["cancelling"] = "cancelling", asked_at
+    faults = [
+        {"code": f.code, "line": f.line, "message": f.message, "param": f.param}
+        for f in record.faults
+    ]
+    tally = record.tally
+    return {
+        "id": record.id,
+        "object": "batch",
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "errors": {"object": "list", "data": faults} if faults else None,
+        "input_file_id": record.input_file_id,
+        "completion_window": record.completion_window,
+        "status": status,
+        "output_file_id": record.output_file_id if record.is_final else None,
+        "error_file_id": record.error_file_id if record.is_final else None,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        **{f"{name}_at": times.get(name) for name in TIMES},
+        "request_counts": {
+            "total": record.total, "completed": tally.num_completed, "failed": tally.num_failed,
+        },
+        "usage": tally.usage(),
+        "metadata": record.metadata,
+    }  # fmt: skip
+
+
+TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")

@@ -1,0 +1,222 @@
+"""/v1/files: what batches read and write. A key sees its own files; without keys, all are seen."""
+
+import asyncio
+import os
+import time
+from typing import Annotated, Any, BinaryIO, Literal
+
+import fastapi
+from fastapi import APIRouter, Depends, Query
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
+
+from quire.base.errors import RequestError
+from quire.serve.batches.batches import Batches
+from quire.serve.batches.directory import NO_ROOM, owner_of, page, seen_by
+from quire.serve.batches.file_store import DATA, MAX_FILES, FileRecord, Upload
+from quire.serve.batches.upload_form import UploadForm
+from quire.serve.bodies.validation_errors import shown
+from quire.serve.context import Api
+from quire.serve.errors import ApiError, bad_request
+from quire.serve.http.sse import CLIENT_CLOSED
+
+router = APIRouter()
+
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+LEAST_S, MOST_S = 3600, 2592000
+FORM_SCHEMA = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "file": {"type": "string", "format": "binary"},
+                    },
+                    "required": ["purpose", "file"],
+                }
+            }
+        },
+    }
+}
+
+
+async def batches(request: fastapi.Request) -> Batches:
+    """Return the files and batches of this server. Raise ApiError 404 if it keeps none."""
+    found: Batches | None = request.app.state.batches
+    if found is None:
+        message = (
+            "files and batches are disabled on this server; start it with --files-dir DIR, or use"
+            " `quire batch`."
+        )
+        raise ApiError(404, message, code="no_files_dir")
+    return found
+
+
+Kept = Annotated[Batches, Depends(batches)]
+
+
+@router.post("/v1/files", openapi_extra=FORM_SCHEMA)
+async def upload_file(request: fastapi.Request, api: Api, kept: Kept) -> dict[str, Any]:
+    """Keep a file; it goes to disk as it comes in."""
+    owner = owner_of(request.scope, api.config.api_key)
+    await asyncio.to_thread(_make_room, kept)
+    upload = await asyncio.to_thread(Upload, kept.files.directory)
+    try:
+        form = UploadForm(upload)
+        await form.read(request)
+        record = _record(form, upload, owner)
+        await asyncio.to_thread(upload.finish, record)
+    except RequestError as error:
+        if error.code != NO_ROOM:
+            raise
+        raise ApiError(413, str(error), param="file", code=NO_ROOM) from error
+    except ClientDisconnect as error:
+        raise ApiError(
+            CLIENT_CLOSED, "the client closed the connection.", code="client_closed"
+        ) from error
+    finally:
+        upload.close()
+    return _as_json(record)
+
+
+@router.get("/v1/files")
+async def list_files(
+    request: fastapi.Request,
+    api: Api,
+    kept: Kept,
+    purpose: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_FILES)] = MAX_FILES,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """List the files of the key that asks; without keys, all."""
+    owner = seen_by(request.scope, api.config.api_key)
+    found = await asyncio.to_thread(kept.files.seen, owner, purpose)
+    return page([_as_json(record) for record in found], limit, after, order)
+
+
+@router.get("/v1/files/{file_id}")
+async def show_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> dict[str, Any]:
+    """Tell what a file is."""
+    return _as_json(await _found(file_id, request, api, kept))
+
+
+class OpenFileResponse(FileResponse):
+    """Sends a file that is open, whole also if it is deleted meanwhile, and closes it."""
+
+    def __init__(self, file: BinaryIO, filename: str, media_type: str) -> None:
+        number = file.fileno()
+        super().__init__(
+            f"/proc/self/fd/{number}",
+            filename=filename,
+            media_type=media_type,
+            stat_result=os.fstat(number),
+        )
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
+@router.get("/v1/files/{file_id}/content", response_class=FileResponse)
+async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> FileResponse:
+    """Send what is in a file."""
+    record = await _found(file_id, request, api, kept)
+    try:
+        file = await asyncio.to_thread(kept.files.directory.path(record.id, DATA).open, "rb")
+    except FileNotFoundError as error:
+        raise _missing(file_id) from error
+    return OpenFileResponse(file, record.filename, "application/jsonl")
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(
+    file_id: str, request: fastapi.Request, api: Api, kept: Kept
+) -> dict[str, Any]:
+    """Delete a file that no batch needs any more."""
+    record = await _found(file_id, request, api, kept)
+    for batch in await asyncio.to_thread(kept.records.unfinished):
+        if batch.input_file_id == record.id:
+            message = f"batch {batch.id} still reads this file; cancel it first, or wait for it."
+            raise ApiError(409, message, param="file_id", code="file_in_use")
+    await asyncio.to_thread(kept.files.delete, record.id, None)
+    return {"id": record.id, "object": "file", "deleted": True}
+
+
+async def _found(file_id: str, request: fastapi.Request, api: Api, kept: Batches) -> FileRecord:
+    owner = seen_by(request.scope, api.config.api_key)
+    record = await asyncio.to_thread(kept.files.get, file_id, owner)
+    if record is None:
+        raise _missing(file_id)
+    return record
+
+
+def _missing(file_id: str) -> ApiError:
+    message = f"there is no file {shown(file_id)} of yours; GET /v1/files lists them."
+    return ApiError(404, message, param="file_id", code="not_found")
+
+
+def _make_room(kept: Batches) -> None:
+    """Remove what has expired or was abandoned. Raise ApiError for too many files."""
+    kept.files.directory.sweep()
+    if kept.files.is_full:
+        kept.files.seen(None)  # which removes what has expired
+    if kept.files.is_full:
+        message = f"there are {MAX_FILES} files already; delete some."
+        raise ApiError(413, message, param="file", code="too_many_files")
+
+
+def _record(form: UploadForm, upload: Upload, owner: str) -> FileRecord:
+    """Make what is told of an upload. Raise ApiError for a form that lacks something."""
+    purpose = form.fields.get("purpose")
+    if purpose != "batch":
+        raise bad_request(f'purpose must be "batch", got {shown(purpose)}.', "purpose")
+    if form.filename is None:
+        raise bad_request("file is required; add it.", "file")
+    if not upload.num_bytes:
+        raise bad_request("file must not be empty.", "file")
+    created_at = int(time.time())
+    seconds = _lifetime(form.fields)
+    return FileRecord(
+        id=upload.id,
+        bytes=upload.num_bytes,
+        created_at=created_at,
+        filename=form.filename,
+        purpose=purpose,
+        owner=owner,
+        expires_at=None if seconds is None else created_at + seconds,
+    )
+
+
+def _lifetime(fields: dict[str, str]) -> int | None:
+    """Return how many seconds a file is to be kept; None is for good."""
+    anchor, seconds = fields.get(ANCHOR), fields.get(SECONDS)
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise bad_request(f'{ANCHOR} must be "created_at", got {shown(anchor)}.', "expires_after")
+    is_number = seconds is not None and seconds.isascii() and seconds.isdigit() and len(seconds) < 9
+    if not is_number or not LEAST_S <= int(seconds or 0) <= MOST_S:
+        raise bad_request(
+            f"{SECONDS} must be from {LEAST_S} to {MOST_S}, got {shown(seconds)}.", "expires_after"
+        )
+    return int(seconds or 0)
+
+
+def _as_json(record: FileRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }

@@ -1,0 +1,216 @@
+"""An input file by its lines: where each is and what names it, some 100 bytes a line whatever it
+holds.
+
+Lines have an order in which those that begin alike follow each other, so that the engine computes
+what they share once, while it is still cached. Of each prompt the first 64, 128, 256, ... 64 K
+bytes are reduced to a number each; lines whose first numbers are equal are neighbours. Such groups
+stand in the order of their first lines, and lines in a group likewise.
+"""
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from quire.base.errors import RequestError
+from quire.serve.batches.lines import (
+    MAX_BEGINNING_BYTES,
+    Line,
+    LineError,
+    beginning_of,
+    id_of,
+    parse_line,
+)
+
+FIRST_CUT = 64
+CUTS = [FIRST_CUT << i for i in range((MAX_BEGINNING_BYTES // FIRST_CUT).bit_length())]
+MAX_LINES = 1 << 26
+MAX_PROBLEMS = 100  # that are told
+PIECE_BYTES = 1 << 20
+
+
+class ReadingStopped(Exception):
+    """The caller wants no more of a file that was not read to its end."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a line. number: from 1."""
+
+    number: int
+    error: LineError
+
+
+class InputIndex:
+    """The lines of a file, by their places from 0. Blank ones are none.
+
+    order: the places in which lines are to be run. problems: of the first lines that have one;
+    num_problems: of all.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: str,
+        max_line_bytes: int,
+        urls: Collection[str] | None = None,
+        max_lines: int = MAX_LINES,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Read the whole file. model: which its ids are for; urls: that lines may have, None is
+        not to be checked; is_stopped: asked before each line. Raise RequestError for too many
+        lines, ReadingStopped, OSError."""
+        self.path, self.problems, self.num_problems = path, list[Problem](), 0
+        self._model, self._max_bytes, self._max_lines = model, max_line_bytes, max_lines
+        self._file: IO[bytes] = path.open("rb")
+        self._offsets, self._sizes, self._numbers = array("q"), array("q"), array("q")
+        self._ids = array("Q")  # the first half of each
+        custom_ids = array("Q")  # a digest of each, 0 where there is none
+        beginnings = [array("I") for _ in CUTS]
+        try:
+            for number, offset, data in _lines(self._file, max_line_bytes):
+                if is_stopped():
+                    raise ReadingStopped
+                self._add_place(number, offset, data)
+                line = self._look(number, data, urls)
+                custom_ids.append(0 if line is None else _digest(line.custom_id))
+                for numbers, mark in zip(beginnings, _marks(line), strict=True):
+                    numbers.append(mark)
+        except BaseException:
+            self.close()
+            raise
+        self._repeated = self._find_repeated(custom_ids)
+        self.order = _grouped(beginnings)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def data(self, place: int) -> tuple[bytes, bytes]:
+        """Return a line and its id. Raise RequestError if the file is no longer what it was."""
+        self._file.seek(self._offsets[place])
+        data = self._file.read(self._sizes[place])
+        number = self._numbers[place]
+        found = id_of(data, number, self._model)
+        if _first_half(found) != self._ids[place]:
+            raise RequestError(f"line {number} of {self.path} has changed since it was first read.")
+        return data, found
+
+    def size(self, place: int) -> int:
+        """Return how many bytes of a line are read."""
+        return self._sizes[place]
+
+    def parse(self, place: int, data: bytes, urls: Collection[str]) -> Line:
+        """Parse a line. Raise LineError for what is wrong with it, also beside the others."""
+        if place in self._repeated:
+            raise _repeated()
+        return self._parsed(data, urls)
+
+    def places_of(self, ids: "array[int]") -> np.ndarray:
+        """Return the places of the lines with these ids (first halves), -1 for those of none."""
+        known = np.frombuffer(self._ids, np.uint64) if len(self) else np.zeros(0, np.uint64)
+        wanted = np.frombuffer(ids, np.uint64) if len(ids) else np.zeros(0, np.uint64)
+        order = np.argsort(known, kind="stable")
+        found = np.searchsorted(known[order], wanted)
+        places = order[np.minimum(found, len(known) - 1)] if len(known) else found
+        is_there = known[places] == wanted if len(known) else np.zeros(len(wanted), bool)
+        result: np.ndarray = np.where(is_there, places, -1)
+        return result
+
+    def _parsed(self, data: bytes, urls: Collection[str] | None) -> Line:
+        if len(data) > self._max_bytes:
+            message = f"the line is longer than {self._max_bytes} bytes; send less, or start with a"
+            raise LineError("line_too_long", f"{message} larger max_body_bytes.")
+        return parse_line(data, urls)
+
+    def _add_place(self, number: int, offset: int, data: bytes) -> None:
+        """Note where a line is. Raise RequestError for one too many."""
+        if len(self._offsets) == self._max_lines:
+            raise RequestError(
+                f"{self.path.name} has more than {self._max_lines} lines; split it into several"
+                " files."
+            )
+        self._offsets.append(offset)
+        self._sizes.append(len(data))
+        self._numbers.append(number)
+        self._ids.append(_first_half(id_of(data, number, self._model)))
+
+    def _look(self, number: int, data: bytes, urls: Collection[str] | None) -> Line | None:
+        try:
+            return self._parsed(data, urls)
+        except LineError as error:
+            self._add(Problem(number, error))
+            return None
+
+    def _add(self, problem: Problem) -> None:
+        self.num_problems += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+    def _find_repeated(self, custom_ids: "array[int]") -> set[int]:
+        """Return the places whose custom_id an earlier line has."""
+        digests = np.frombuffer(custom_ids, np.uint64) if custom_ids else np.zeros(0, np.uint64)
+        _, firsts = np.unique(digests, return_index=True)
+        others = np.setdiff1d(np.arange(len(digests)), firsts)
+        repeated = others[digests[others] != 0].tolist()
+        for place in repeated:
+            self._add(Problem(self._numbers[place], _repeated()))
+        return set(repeated)
+
+
+def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number, offset and bytes of each line that is not blank; of one that is longer than
+    `most`, one byte more than that."""
+    number = offset = 0
+    while data := file.readline(most + 1):
+        number += 1
+        begin, size = offset, len(data)
+        piece = data
+        while not piece.endswith(b"\n") and (piece := file.readline(PIECE_BYTES)):
+            size += len(piece)
+        offset += size
+        if data.strip():
+            yield number, begin, data
+
+
+def _repeated() -> LineError:
+    message = "an earlier line has the same custom_id; give each line its own."
+    return LineError("duplicate_custom_id", message, "custom_id")
+
+
+def _first_half(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")
+
+
+def _digest(text: str) -> int:
+    data = text.encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") or 1
+
+
+def _marks(line: Line | None) -> Iterator[int]:
+    """Yield a number for each cut, which stands for all that is before it."""
+    text = b"" if line is None else beginning_of(line)
+    mark = 0 if line is None else zlib.crc32(line.url.encode())
+    begin = 0
+    for cut in CUTS:
+        mark = zlib.crc32(text[begin:cut], mark)
+        yield mark
+        begin = cut
+
+
+def _grouped(beginnings: list["array[int]"]) -> np.ndarray:
+    """Return the order of lines. beginnings: of each cut the numbers of all lines."""
+    keys = []
+    for numbers in beginnings:
+        marks = np.frombuffer(numbers, np.uint32) if numbers else np.zeros(0, np.uint32)
+        _, firsts, groups = np.unique(marks, return_index=True, return_inverse=True)
+        keys.append(firsts[groups].astype(np.uint32))
+    order: np.ndarray = np.lexsort(keys[::-1])
+    return order

@@ -1,0 +1,213 @@
+"""Runs the lines of a batch through the app, and writes the result of each line.
+
+The engine is kept full: as many lines are open as there are slots, which all batches share in turn.
+A line that fails is written as an error, and the other lines continue. A line that the server
+cannot take now (503), or whose key has reached a limit (429), is sent again.
+"""
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.base.errors import EngineDead
+from quire.serve.batches.app_caller import AppCaller, Reply
+from quire.serve.batches.input_index import InputIndex
+from quire.serve.batches.journal import Journal
+from quire.serve.batches.lines import (
+    Failure,
+    Line,
+    LineError,
+    OutputLine,
+    Response,
+    custom_id_of,
+    shown_id,
+)
+from quire.serve.batches.tally import Tally
+from quire.serve.bodies.reading import ON_LOOP_BYTES
+
+
+class Slots:
+    """As a semaphore, with weights: whoever asks first gets first, also if others ask for less."""
+
+    def __init__(self, number: int) -> None:
+        self._number = self._free = max(1, number)
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, wanted: int) -> int:
+        """Wait for slots; how many were taken, which is at most all."""
+        number = min(wanted, self._number)
+        if self._waiting or self._free < number:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((number, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self.give(number)
+                self._waiting = deque(each for each in self._waiting if each[1] is not turn)
+                self._wake()
+                raise
+        else:
+            self._free -= number
+        return number
+
+    def give(self, number: int) -> None:
+        """Give slots back."""
+        self._free += number
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._free:
+            number, turn = self._waiting.popleft()
+            if not turn.done():
+                self._free -= number
+                turn.set_result(None)
+
+
+UNAVAILABLE = (429, 503)
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
+DEAD = re.compile(rb'"code":\s*"engine_dead"')
+CANCEL_AGAIN_S = 0.2
+YIELD_EVERY = 64  # lines that are written without a request
+
+
+@dataclass(frozen=True)
+class LineOptions:
+    """priority: of all requests, their own if None. ends_with_engine: raise EngineDead when the
+    engine is gone, instead of waiting for the next one."""
+
+    priority: int | None = None
+    ends_with_engine: bool = False
+
+
+DEFAULTS = LineOptions()
+
+
+class LineRunner:
+    """tally: of the lines that are done, also those of earlier runs."""
+
+    def __init__(
+        self, index: InputIndex, journal: Journal, options: LineOptions = DEFAULTS
+    ) -> None:
+        """Read what the journal holds. Raise RequestError if it is of another input."""
+        self.tally = Tally()
+        self._index, self._journal, self._options = index, journal, options
+        self._is_done = bytearray(len(index))
+        for place in journal.resume(index, self.tally):
+            self._is_done[place] = True
+        self._open: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self._is_done)
+
+    async def run(
+        self, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Run what is not done yet, until all of it is. Once `is_stopped`, nothing new is begun,
+        and what is open ends. Raise what kept a line from being written."""
+        try:
+            for place in self._to_do():
+                if is_stopped() or self._error is not None:
+                    break
+                await self._begin(place, caller, slots, is_stopped)
+            while self._open and self._error is None:
+                await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+            if self._error is not None:
+                raise self._error
+        finally:
+            await self._cancel_open()
+
+    async def fail_rest(self, code: str, message: str) -> None:
+        """Write an error for every line that is not done."""
+        for number, place in enumerate(self._to_do()):
+            data, digest = self._index.data(place)
+            failure = Failure(code, message)
+            self._write(place, OutputLine(shown_id(digest), custom_id_of(data), None, failure))
+            if number % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+
+    def _to_do(self) -> Iterator[int]:
+        return (place for place in map(int, self._index.order) if not self._is_done[place])
+
+    async def _begin(
+        self, place: int, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Send a line, once there is a slot for it."""
+        if self._index.size(place) > ON_LOOP_BYTES:
+            digest, line = await asyncio.to_thread(self._read, place, caller.urls)
+        else:
+            digest, line = self._read(place, caller.urls)
+        if isinstance(line, OutputLine):
+            self._write(place, line)
+            await asyncio.sleep(0)
+            return
+        taken = await slots.take(line.num_sequences)
+        if is_stopped():
+            slots.give(taken)
+            return
+        task = asyncio.create_task(self._answer(caller, place, digest, line))
+        self._open.add(task)
+        task.add_done_callback(self._end)
+        task.add_done_callback(lambda _: slots.give(taken))
+
+    def _read(self, place: int, urls: Collection[str]) -> tuple[bytes, Line | OutputLine]:
+        """Return a line's id, and the line, or what is to be written about a wrong one."""
+        data, digest = self._index.data(place)
+        try:
+            return digest, self._index.parse(place, data, urls)
+        except LineError as error:
+            failure = Failure(error.code, error.message)
+            return digest, OutputLine(shown_id(digest), custom_id_of(data), None, failure)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._open.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._error is None:
+            self._error = task.exception()
+
+    async def _answer(self, caller: AppCaller, place: int, digest: bytes, line: Line) -> None:
+        body = line.body_of(self._options.priority)
+        pause_s = FIRST_PAUSE_S
+        reply = await caller.post(line.url, body)
+        while reply.status in UNAVAILABLE:
+            if self._options.ends_with_engine and DEAD.search(reply.body):
+                raise EngineDead("the engine has stopped.")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            reply = await caller.post(line.url, body)
+        self._write(place, OutputLine(shown_id(digest), line.custom_id, _response(reply), None))
+
+    def _write(self, place: int, line: OutputLine) -> None:
+        self._journal.append(line)
+        self._is_done[place] = True
+        self.tally.add(line)
+
+    async def _cancel_open(self) -> None:
+        """Cancel what is open, until all of it has ended: before Python 3.12 what awaits by
+        `asyncio.wait_for`, as hooks may, can lose a cancellation."""
+        while self._open:
+            for task in self._open:
+                task.cancel()
+            await asyncio.wait(set(self._open), timeout=CANCEL_AGAIN_S)
+
+
+def _response(reply: Reply) -> Response:
+    """Make what is written of an answer: one line, whatever the app wrote."""
+    body = reply.body if b"\n" not in reply.body else _on_one_line(reply.body)
+    return Response(reply.status, reply.request_id, msgspec.Raw(body or b"null"))
+
+
+def _on_one_line(body: bytes) -> bytes:
+    try:
+        return msgspec.json.format(body, indent=-1)
+    except msgspec.DecodeError:
+        return msgspec.json.encode(body.decode("utf-8", "replace"))

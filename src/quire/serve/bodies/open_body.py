@@ -1,0 +1,160 @@
+"""What becomes of a body's fields: of those that it declares, and of all others.
+
+Each declared field says what becomes of it: `becomes` names what it sets, an `Ignored` field has no
+effect, and an `unsupported` field is refused unless its value is neutral. A field without any of
+these sets the field of `SamplingParams` of the same name. Checks, the OpenAPI document and the
+table of fields (`serve/fields.py`) read these declarations.
+
+Clients of other servers send fields that only those servers know. Undeclared fields of an
+`OpenBody` are removed, and a header names them. Known fields that would change the text are refused
+(`foreign_fields.py`). `--strict-fields` refuses all undeclared fields, which finds misspelt ones.
+Bodies of quire's own endpoints are always strict.
+"""
+
+import difflib
+import typing
+import urllib.parse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+from starlette.types import Scope
+
+from quire.serve.bodies.foreign_fields import Refused, check_foreign
+from quire.serve.errors import ApiError, ApiHttpError
+
+IGNORED_HEADER = "X-Quire-Ignored-Fields"
+MAX_HEADER_CHARS = 1024
+MAX_SUGGESTED_CHARS = 60
+SAFE = "!#$&'()*+/:;<=>?@[]^`{|}"
+EMPTY = '""'  # a header's value must not end with a blank
+ONLY_NEUTRAL = "only at its neutral value"
+
+# Parts of a request's plan that are not a field of an engine's message.
+MODEL, PROMPT, GRAMMAR, RESPONSE = "model", "prompt", "grammar", "response"
+
+
+@dataclass(frozen=True)
+class Becomes:
+    """What a field sets: `Class.field` of the engine, or a part of the plan such as PROMPT."""
+
+    parts: tuple[str, ...]
+
+
+class _NoEffect:
+    """Mark of a field that cannot change the response."""
+
+
+NO_EFFECT = _NoEffect()
+Ignored = Annotated[Any, Field(default=None, description="accepted and ignored"), NO_EFFECT]
+
+
+def becomes(*parts: str, default: Any = None) -> Any:
+    """Declare what a field of a body sets. A default of `...` makes the field required."""
+    field: Any = Field(default=default)
+    field.metadata.append(Becomes(parts))
+    return field
+
+
+def unsupported(advice: str, *values: Any) -> Any:
+    """Declare a field that is refused. values: its neutral values besides null."""
+    enum: dict[str, Any] = {"enum": [None, *values]}
+    field: Any = Field(default=None, description=ONLY_NEUTRAL, json_schema_extra=enum)
+    field.metadata.append(Refused(advice, values))
+    return field
+
+
+@cache
+def unsupported_fields(kind: type[BaseModel]) -> dict[str, Refused]:
+    """Return the fields of a body that are refused."""
+    return {
+        name: refused
+        for name, field in kind.model_fields.items()
+        for refused in field.metadata
+        if isinstance(refused, Refused)
+    }
+
+
+def check_neutral(request: BaseModel) -> None:
+    """Raise ApiError for the first refused field whose value is not neutral."""
+    refused = unsupported_fields(type(request))
+    for name in request.model_fields_set & refused.keys():
+        refused[name].check(name, getattr(request, name))
+
+
+class StrictBody(BaseModel):
+    """A body, or a part of one, that refuses undeclared fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class OpenBody(StrictBody):
+    """A body whose undeclared fields are removed before validation (`reading.BoundedRoute`)."""
+
+
+def body_class(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
+    """Return the class of the body that a route's handler takes; None without a body."""
+    for hint in typing.get_type_hints(endpoint).values():
+        for kind in (hint, *typing.get_args(hint)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                return kind
+    return None
+
+
+def known_fields(endpoint: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the fields of a handler's body; None unless it is an `OpenBody`."""
+    kind = body_class(endpoint)
+    if kind is None or not issubclass(kind, OpenBody):
+        return None
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    return frozenset(names)
+
+
+def without_unknown(body: dict[str, Any], known: frozenset[str], scope: Scope) -> dict[str, Any]:
+    """Return a body without unknown fields, and store their names in its request's scope. Raise
+    ApiHttpError for a field that would change the text."""
+    unknown = tuple(name for name in body if name not in known)
+    if not unknown:
+        return body
+    try:
+        check_foreign(body, unknown)
+    except ApiError as error:
+        raise ApiHttpError(error) from error
+    scope.setdefault("state", {})["ignored_fields"] = unknown
+    return {name: value for name, value in body.items() if name in known}
+
+
+def ignored_fields(scope: Scope) -> tuple[str, ...]:
+    """Return the names of the fields that were removed from a request's body."""
+    names: tuple[str, ...] = scope.get("state", {}).get("ignored_fields", ())
+    return names
+
+
+def add_suggestion(error: ApiError, ignored: Sequence[str]) -> None:
+    """Add to an error the removed field whose name resembles the field at fault."""
+    names = [name for name in ignored if len(name) <= MAX_SUGGESTED_CHARS]
+    close = difflib.get_close_matches(error.param or "", names, n=1)
+    if close:
+        error.message += f" Is {close[0]!r} a misspelling of it?"
+
+
+def naming_ignored(response: Response, names: Sequence[str]) -> Response:
+    """Name removed fields in a header of the response, as many as fit into it.
+
+    Names are quoted as in a URL, so that their bytes cannot break the header.
+    """
+    num_chars, kept = 0, []
+    for name in names:
+        written = urllib.parse.quote(name, safe=SAFE, errors="surrogatepass") or EMPTY
+        num_chars += len(written) + 2
+        if num_chars > MAX_HEADER_CHARS:
+            break
+        kept.append(written)
+    if left := len(names) - len(kept):
+        kept.append(f"{left} more")
+    if kept:
+        response.headers[IGNORED_HEADER] = ", ".join(kept)
+    return response

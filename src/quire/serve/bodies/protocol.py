@@ -1,0 +1,379 @@
+"""Fields of /v1/completions and /v1/chat/completions, and the fields that other bodies share.
+
+Each field declares what becomes of it (`open_body.py`). `None` is "not given": then the model's own
+default counts. Sizes are limited here. `SamplingParams` checks values, and the client token ids.
+
+`at_most` measures a list or an object before its items are read, and validation of a list ends at
+the first wrong item. pydantic alone would read all items and make an error of each.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from quire.base.requests.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
+from quire.base.requests.sampling_params import MOST_NAMED_TOKENS
+from quire.base.requests.validation import MAX_KEEP_S
+from quire.serve.bodies import schemas
+from quire.serve.bodies.open_body import (
+    GRAMMAR,
+    MODEL,
+    PROMPT,
+    RESPONSE,
+    Ignored,
+    OpenBody,
+    StrictBody,
+    becomes,
+    unsupported,
+)
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_BREAKERS = 64
+MAX_PROCESSORS = 8
+MAX_PROCESSOR_KWARGS = 64
+MAX_WORD_CHARS = 512
+MAX_PROMPTS = 256
+MAX_N = 128
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_KWARGS = 256
+MAX_STREAM_OPTIONS = 16
+MAX_SALT_CHARS = 1024
+MAX_LABEL_CHARS = 256
+MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 1 << 19
+MAX_NAME_CHARS = 256  # of an object's fields
+MAX_CHOICES = 1 << 14
+MAX_FORMAT_FIELDS = 16
+MAX_TRANSFER_FIELDS = 64
+MAX_SCHEMA_FIELDS = 256  # of a JSON schema, on its first level
+INT32 = 2**31
+NOT_HERE = "is not supported; remove it"
+NO_MEDIA_OPTIONS = "the model's own settings decide how images are read; remove it"
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuse a list or an object of more than `most` items before its items are read, and an object
+    with a name of more than MAX_NAME_CHARS."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, list | Mapping) and len(value) > most:
+            raise PydanticCustomError("too_long", "too long", {"max_length": most})
+        if isinstance(value, Mapping) and any(len(name) > MAX_NAME_CHARS for name in value):
+            raise PydanticCustomError("names_too_long", "too long", {"max_length": MAX_NAME_CHARS})
+        return value
+
+    return BeforeValidator(checked)
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_STOP = schemas.SOME_TEXT | {"maxLength": MAX_STOP_CHARS}
+StopStrings = Annotated[
+    list[StopString],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    at_most(MAX_STOPS),
+    BeforeValidator(_as_list),
+    WithJsonSchema(schemas.one_of(_STOP, schemas.list_of(_STOP, maxItems=MAX_STOPS))),
+]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+Breakers = Annotated[
+    list[StopString], Field(max_length=MAX_BREAKERS, fail_fast=True), at_most(MAX_BREAKERS)
+]
+BadWords = Annotated[
+    list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), at_most(MAX_BAD_WORDS)
+]
+LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Message = Annotated[dict[str, Any], WithJsonSchema(schemas.MESSAGE)]
+Messages = Annotated[
+    list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
+]
+SomeMessages = Annotated[Messages, Field(min_length=1)]
+Tools = Annotated[Objects, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS)]
+Documents = Annotated[Objects, Field(max_length=MAX_DOCUMENTS), at_most(MAX_DOCUMENTS)]
+TemplateKwargs = Annotated[
+    dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS), at_most(MAX_TEMPLATE_KWARGS)
+]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+AllowedTokens = Annotated[
+    TokenIds, Field(max_length=MAX_ALLOWED_TOKENS), at_most(MAX_ALLOWED_TOKENS)
+]
+StopTokens = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS), at_most(MAX_STOP_TOKENS)]
+NamedTokens = Annotated[TokenIds, Field(max_length=MOST_NAMED_TOKENS), at_most(MOST_NAMED_TOKENS)]
+Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
+Natural = Annotated[int, Field(ge=0, lt=INT32)]
+Positive = Annotated[int, Field(ge=1, lt=INT32)]
+OrUnlimited = Annotated[int, Field(ge=-1, lt=INT32)]  # -1 is no limit
+Count = Annotated[int, Field(ge=1, le=MAX_N)]
+Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+Effort = Annotated[str, Field(max_length=32)]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+Tenant = Annotated[str, Field(max_length=MAX_SALT_CHARS)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+KeepSeconds = Annotated[float, Field(ge=0, le=MAX_KEEP_S)]
+Penalty = Annotated[float, Field(ge=0.01, le=100)]
+ToolChoice = Annotated[
+    Any,
+    at_most(MAX_FORMAT_FIELDS),
+    WithJsonSchema(schemas.choice_schema(MAX_FORMAT_FIELDS, schemas.NAMED_FUNCTION)),
+]
+
+
+class NamedProcessor(StrictBody):
+    """A logits processor of an installed package."""
+
+    name: Label
+    kwargs: Annotated[dict[str, Any], at_most(MAX_PROCESSOR_KWARGS)] | None = None
+
+
+class RepetitionSizes(StrictBody):
+    """The fields of `RepetitionDetectionParams`, with their meaning."""
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
+    min_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
+    min_count: Natural = 0
+
+
+RepetitionDetection = Annotated[
+    RepetitionSizes,
+    at_most(MAX_FORMAT_FIELDS),
+    AfterValidator(lambda sizes: RepetitionDetectionParams(**sizes.model_dump())),
+]
+Processor = Annotated[
+    NamedProcessor,
+    BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given),
+    AfterValidator(lambda processor: processor.model_dump(exclude_none=True)),
+    WithJsonSchema(schemas.PROCESSOR),
+]
+Processors = Annotated[
+    list[Processor], Field(max_length=MAX_PROCESSORS, fail_fast=True), at_most(MAX_PROCESSORS)
+]
+Format = Annotated[
+    dict[str, Any],
+    at_most(MAX_FORMAT_FIELDS),
+    WithJsonSchema(schemas.response_format_schema(MAX_FORMAT_FIELDS)),
+]
+StructuredOutputs = Annotated[
+    dict[str, Any],
+    at_most(MAX_FORMAT_FIELDS),
+    WithJsonSchema(schemas.structured_outputs_schema(MAX_FORMAT_FIELDS, MAX_CHOICES)),
+]
+JsonSchema = Annotated[
+    str | dict[str, Any],
+    at_most(MAX_SCHEMA_FIELDS),
+    WithJsonSchema(
+        schemas.one_of(schemas.TEXT, {"type": "object", "maxProperties": MAX_SCHEMA_FIELDS})
+    ),
+]
+TransferParams = Annotated[
+    dict[str, Any], Field(max_length=MAX_TRANSFER_FIELDS), at_most(MAX_TRANSFER_FIELDS)
+]
+Choice = Annotated[str, Field(min_length=1)]
+Choices = Annotated[
+    list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)
+]
+
+
+class StreamOptions(BaseModel):
+    """When a stream reports usage. Other options are ignored."""
+
+    include_usage: bool | None = becomes(RESPONSE)  # in a last chunk
+    continuous_usage_stats: bool | None = becomes(RESPONSE)  # in every chunk, too
+    include_obfuscation: Ignored
+
+
+# Fields that several bodies share
+
+
+class ModelField(StrictBody):
+    """The model that answers; the first one if absent."""
+
+    model: Label | None = becomes(MODEL)
+
+
+class SchedulingFields(ModelField):
+    """When the engine computes a request, and which requests share its cached blocks."""
+
+    priority: Int32 | None = becomes("Request.priority")
+    timeout_s: Seconds | None = becomes("Request.timeout_s")
+    cache_salt: Salt | None = becomes("Request.cache_salt")
+
+
+class SamplingFields(StrictBody):
+    """How tokens are chosen."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: Penalty | None = None
+    seed: int | None = None
+
+
+class VariableFields(StrictBody):
+    """Variables of the chat template."""
+
+    chat_template_kwargs: TemplateKwargs | None = becomes(PROMPT)
+
+
+class TemplateFields(VariableFields):
+    """The chat template, as a name or a text, and its variables."""
+
+    chat_template: str | None = becomes(PROMPT)
+
+
+class ConversationFields(TemplateFields):
+    """How the chat template ends a conversation."""
+
+    add_generation_prompt: bool | None = becomes(PROMPT)
+    continue_final_message: bool | None = becomes(PROMPT)
+
+
+class ChatFields(TemplateFields):
+    """Tools and reasoning of chats."""
+
+    tools: Tools | None = becomes(PROMPT)
+    tool_choice: ToolChoice = becomes(GRAMMAR)
+    parallel_tool_calls: bool | None = becomes(GRAMMAR)
+    include_reasoning: bool | None = becomes(RESPONSE)
+    thinking_token_budget: OrUnlimited | None = becomes(GRAMMAR)
+
+
+class ScheduledBody(OpenBody, SchedulingFields):
+    """The fields of all OpenAI bodies that the engine computes."""
+
+    user: Tenant | None = becomes("Request.tenant")
+    request_id: Ignored
+
+
+class ServedBody(ScheduledBody):
+    """The fields of bodies with one prompt or several."""
+
+    add_special_tokens: bool | None = becomes(PROMPT)
+    truncate_prompt_tokens: OrUnlimited | None = becomes(PROMPT)
+    truncation_side: Literal["left", "right"] | None = becomes(PROMPT)
+
+
+class SampledBody(OpenBody, SamplingFields):
+    """How tokens are chosen, when a response ends, and its form."""
+
+    min_tokens: Int32 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: StopTokens | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = becomes("Request.eos_token_ids")
+    repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputs | None = becomes(GRAMMAR)
+
+
+class GenerationRequest(SampledBody, ServedBody):
+    """The fields of completions and chats."""
+
+    stream: bool | None = becomes("SamplingParams.output_kind", RESPONSE)
+    stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = becomes(RESPONSE)
+    keep_s: KeepSeconds | None = becomes("Request.keep_s")
+
+    # How tokens are chosen, and when a text ends
+    n: Count | None = None
+    max_tokens: Int32 | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int32 | None = None
+    dry_penalty_last_n: Int32 | None = None
+    dry_sequence_breakers: Breakers | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    logits_processors: Processors | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    use_beam_search: bool | None = None
+    beam_width: Count | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+    # Contents of the response
+    echo: bool | None = becomes(RESPONSE)
+    prompt_logprobs: Int32 | None = None
+    logprob_token_ids: NamedTokens | None = None
+    return_token_ids: bool | None = becomes(RESPONSE)
+    return_tokens_as_token_ids: bool | None = becomes(RESPONSE)
+    stream_interval: Positive | None = None
+
+    # Labels and hints of clients
+    session_id: Ignored
+    metadata: Ignored
+    store: Ignored
+    service_tier: Ignored
+    safety_identifier: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+
+    # The form of the response (`structured.py`)
+    response_format: Format | None = becomes(GRAMMAR)
+    guided_json: JsonSchema | None = becomes(GRAMMAR)
+    guided_regex: str | None = becomes(GRAMMAR)
+    guided_choice: Choices | None = becomes(GRAMMAR)
+    guided_grammar: str | None = becomes(GRAMMAR)
+    guided_whitespace_pattern: str | None = becomes(GRAMMAR)
+    grammar: str | None = becomes(GRAMMAR)  # llama.cpp's; GBNF, or Lark
+    json_schema: JsonSchema | None = becomes(GRAMMAR)  # llama.cpp's and SGLang's
+    regex: str | None = becomes(GRAMMAR)  # SGLang's
+    ebnf: str | None = becomes(GRAMMAR)  # SGLang's
+    guided_decoding_backend: Ignored
+
+    return_token_offsets: Any = unsupported(NOT_HERE, False)
+    watermarking: Any = unsupported(NOT_HERE, False)
+    kv_transfer_params: TransferParams | None = becomes("Request.kv_transfer")
+    ec_transfer_params: Any = unsupported(NOT_HERE, {})
+    vllm_xargs: Any = unsupported(NOT_HERE, {})
+
+
+class CompletionRequest(GenerationRequest):
+    """A body of /v1/completions."""
+
+    prompt: Annotated[Any, WithJsonSchema(schemas.prompts_schema(MAX_PROMPTS))] = becomes(PROMPT)
+    suffix: str | None = becomes(PROMPT)  # follows the continuation
+    logprobs: Int32 | None = None
+    best_of: Count | None = None  # continuations that are computed; the best n are returned
+
+    thinking_token_budget: Any = unsupported("use max_tokens to limit the answer", -1)
+    prompt_embeds: Any = unsupported("send the prompt as text or token ids", [])
+
+
+class ChatCompletionRequest(GenerationRequest, ConversationFields, ChatFields):
+    """A body of /v1/chat/completions. Messages and tools are checked where they are rendered."""
+
+    messages: SomeMessages = becomes(PROMPT, default=...)
+    max_completion_tokens: Int32 | None = becomes("SamplingParams.max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: Natural | None = becomes("SamplingParams.logprobs")
+
+    documents: Documents | None = becomes(PROMPT)
+    reasoning_effort: Effort | None = becomes(PROMPT)
+    verbosity: Ignored
+    prediction: Ignored
+
+    functions: Any = unsupported("use tools, which replaced it", [])
+    function_call: Any = unsupported("use tools and tool_choice, which replaced it", "none", "auto")
+    modalities: Any = unsupported("this model generates text only; use ['text']", ["text"], [])
+    audio: Any = unsupported("this model generates text only; remove it")
+    web_search_options: Any = unsupported("the server does not search the web; remove it")
+    media_io_kwargs: Any = unsupported(NO_MEDIA_OPTIONS, {})
+    mm_processor_kwargs: Any = unsupported(NO_MEDIA_OPTIONS, {})
+    return_prompt_text: Any = unsupported("use /tokenize, or return_token_ids", False)

@@ -1,0 +1,145 @@
+"""Bodies of requests: JSON, bounded before it is decoded and validated.
+
+A value of JSON may take two bytes, and its Python object a hundred times as many. So the values of
+a large body are counted in its bytes first (`counts.py`), and the names of its fields before they
+are validated. Valid JSON is read the same at every size. Only small bodies get an exact message
+about invalid JSON.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import fastapi
+import msgspec
+from fastapi.routing import APIRoute
+
+from quire.serve.bodies.counts import check_counts
+from quire.serve.bodies.open_body import (
+    ignored_fields,
+    known_fields,
+    naming_ignored,
+    without_unknown,
+)
+from quire.serve.errors import ApiError, ApiHttpError, bad_request
+from quire.serve.media.parts import image_chars
+
+MODEL = "quire.model"  # in a scope: the model that the body names
+
+MAX_FIELDS = 256
+MAX_NAME_CHARS = 256
+
+# Bodies up to this size are decoded on the event loop, in a millisecond at most.
+ON_LOOP_BYTES = 1 << 16
+# Bodies up to this size are not counted. If they are not JSON, json.loads names the fault, or
+# accepts NaN and halves of surrogate pairs.
+SMALL_BYTES = 1 << 20
+# msgspec's own reading of decimals is slow for some of them.
+DECODER = msgspec.json.Decoder(float_hook=float)
+
+
+class BoundedRequest(fastapi.Request):
+    """A request whose body is read by `read_json`, in a thread if it is large."""
+
+    known: frozenset[str] | None = None  # the declared fields; None: unknown ones are not left out
+    whole: bytes | bytearray = b""  # the body as it arrived
+
+    async def body(self) -> bytearray:  # type: ignore[override]
+        """Read the whole body. A second call returns nothing."""
+        data = bytearray()  # grows in place; a list of pieces takes twice the memory
+        async for piece in self.stream():
+            data += piece
+        self.whole = data
+        return data
+
+    async def json(self) -> Any:
+        """Decode the body. Raises ApiHttpError if it is too large without its images, and the
+        errors of `json` if it is not JSON."""
+        value = await read_in_thread(self.whole, "the body")
+        most = self.app.state.context.config.max_body_bytes
+        if len(self.whole) > most:
+            num_chars = await asyncio.to_thread(image_chars, value)
+            if len(self.whole) - num_chars > most:
+                raise ApiHttpError(too_large(most))
+        if isinstance(value, dict):
+            self.scope[MODEL] = value.get("model")
+        if self.known is None or not isinstance(value, dict):
+            return value
+        return without_unknown(value, self.known, self.scope)
+
+
+class BoundedRoute(APIRoute):
+    """A route whose handler gets a BoundedRequest."""
+
+    def get_route_handler(self) -> Any:
+        handle, known = super().get_route_handler(), known_fields(self.endpoint)
+
+        async def handle_bounded(request: fastapi.Request) -> fastapi.Response:
+            bounded = BoundedRequest(request.scope, request.receive)
+            if not request.app.state.context.config.strict_fields:
+                bounded.known = known
+            response: fastapi.Response = await handle(bounded)
+            return naming_ignored(response, ignored_fields(request.scope))
+
+        return handle_bounded
+
+
+async def read_in_thread(data: bytes | bytearray, what: str) -> Any:
+    """Call `read_json`, in a thread if the data is large. Raise ApiHttpError instead of
+    ApiError."""
+    try:
+        if len(data) <= ON_LOOP_BYTES:
+            return read_json(data, what)
+        return await asyncio.to_thread(read_json, data, what)
+    except ApiError as error:
+        raise ApiHttpError(error) from error
+
+
+def read_json(data: bytes | bytearray, what: str) -> Any:
+    """Decode JSON in UTF-8. what: the data's name in errors.
+
+    Raises ApiError for more values than any request has, and for large data that is not JSON. Small
+    data that is not JSON is left to json.loads.
+    """
+    if len(data) > SMALL_BYTES:
+        check_counts(data, what)
+    try:
+        value = DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if len(data) > SMALL_BYTES:
+            raise _no_json(error, what) from error
+        value = json.loads(data)
+    if isinstance(value, dict):
+        _check_names(value, what)
+    return value
+
+
+def too_large(most: int) -> ApiError:
+    text = (
+        f"the body is larger than {most} bytes; send less, or start with a larger max_body_bytes."
+    )
+    return ApiError(413, text, code="body_too_large")
+
+
+def _check_names(fields: dict[str, Any], what: str) -> None:
+    if len(fields) > MAX_FIELDS:
+        raise bad_request(
+            f"{what} has {len(fields)} fields; the limit is {MAX_FIELDS}. Remove the unknown"
+            " fields.",
+            code="too_many_fields",
+        )
+    longest = max(map(len, fields), default=0)
+    if longest > MAX_NAME_CHARS:
+        raise bad_request(
+            f"{what} has a field whose name has {longest} characters; the limit is"
+            f" {MAX_NAME_CHARS}. Remove it.",
+            code="name_too_long",
+        )
+
+
+def _no_json(error: Exception, what: str) -> ApiError:
+    if isinstance(error, UnicodeDecodeError):
+        return bad_request(f"{what} is not UTF-8: byte {error.start} of a text cannot be decoded.")
+    if isinstance(error, RecursionError):
+        return bad_request(f"{what} is not usable: its JSON is nested too deeply.")
+    return bad_request(f"{what} is not valid JSON: {error}.")

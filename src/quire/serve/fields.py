@@ -1,0 +1,100 @@
+"""The table of fields: what becomes of each field of each API's body.
+
+Rows follow from the routes and from the declarations at the fields of their bodies
+(`bodies/open_body.py`), which validation reads as well.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from quire.base.requests.sampling_params import SamplingParams
+from quire.serve.anthropic import routes as messages
+from quire.serve.batches import batches_routes
+from quire.serve.bodies.foreign_fields import Refused
+from quire.serve.bodies.open_body import NO_EFFECT, Becomes, body_class
+from quire.serve.native import admin, prefixes, sessions, utility
+from quire.serve.native.open_request import OpenPromptRequest
+from quire.serve.openai import chat_completions, completions, embeddings, scores
+from quire.serve.responses import routes as responses
+
+STREAM = "/v1/stream"  # a WebSocket, whose route has no body
+ROUTERS = (
+    chat_completions.router, completions.router, responses.router, messages.generating_router,
+    messages.counting_router, embeddings.router, scores.router, utility.router, prefixes.router,
+    sessions.router, admin.router, batches_routes.router,
+)  # fmt: skip
+TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
+KINDS = {
+    "integer": "whole number", "number": "number", "string": "text", "boolean": "true or false",
+    "array": "list", "object": "object",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A field of an API. becomes: what it sets, if it is taken. advice: if it is refused."""
+
+    api: str  # the path, without /v1
+    field: str
+    type: str
+    fate: str
+    becomes: tuple[str, ...] = ()
+    advice: str = ""
+    values: tuple[object, ...] = ()  # neutral values of a refused field
+
+
+def bodies() -> dict[str, type[BaseModel]]:
+    """Return the class of each API's body, by its name: the shortest path without /v1/."""
+    paths: dict[type[BaseModel], list[str]] = {}
+    for router in ROUTERS:
+        for route in router.routes:
+            kind = body_class(route.endpoint) if isinstance(route, APIRoute) else None
+            if kind is not None and isinstance(route, APIRoute):
+                paths.setdefault(kind, []).append(route.path)
+    found = {_name_of(min(same, key=len)): kind for kind, same in paths.items()}
+    return found | {_name_of(STREAM): OpenPromptRequest}
+
+
+def _name_of(path: str) -> str:
+    return path.removeprefix("/v1").removeprefix("/").replace("{request_id}", "ID")
+
+
+def rows() -> list[Row]:
+    """Return the fields of all APIs."""
+    return [row for name, kind in bodies().items() for row in rows_of(name, kind)]
+
+
+def rows_of(name: str, kind: type[BaseModel]) -> Iterator[Row]:
+    """Yield the fields of an API."""
+    properties = kind.model_json_schema()["properties"]
+    for field, info in kind.model_fields.items():
+        shown = info.alias or field
+        type_ = _type_of(properties[shown])
+        declared = [each for each in info.metadata if isinstance(each, Becomes | Refused)]
+        if NO_EFFECT in info.metadata:
+            yield Row(name, shown, type_, IGNORED)
+        elif not declared:
+            assert field in SamplingParams.__struct_fields__, f"{kind.__name__}.{field} has no fate"
+            yield Row(name, shown, type_, TAKEN, (f"SamplingParams.{field}",))
+        elif isinstance(declared[-1], Refused):
+            refused = declared[-1]
+            yield Row(name, shown, type_, REFUSED, (), refused.advice, refused.values)
+        else:
+            yield Row(name, shown, type_, TAKEN, declared[-1].parts)
+
+
+def _type_of(schema: dict[str, Any]) -> str:
+    """Describe the type of a field's JSON schema in words."""
+    kinds = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
+    words: list[str] = []
+    for each in kinds:
+        if "enum" in each or "const" in each:
+            choices = [value for value in each.get("enum", [each.get("const")]) if value]
+            words.append(", ".join(f"`{choice}`" for choice in choices))
+        elif "type" in each or "$ref" in each:
+            words.append(KINDS[each.get("type", "object")])
+    return " or ".join(dict.fromkeys(words)) or "any"

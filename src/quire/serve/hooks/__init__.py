@@ -1,0 +1,1 @@
+"""Hooks of operators: made once, called with a time limit, each answer checked."""

@@ -1,0 +1,244 @@
+"""The operator's hooks around requests: made once, asked in order, each answer checked.
+
+`Hooks` are those of a process, `RequestHooks` what they are for one request. What they are shown is
+in base/requests/hooks.py, how they are called in serve/hooks/hook_calls.py.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from quire.base.errors import (
+    HOOK_FAILED,
+    HOOK_TIMED_OUT,
+    HOOK_UNAVAILABLE,
+    ConfigError,
+    HookFailed,
+    RequestError,
+)
+from quire.base.plugins import HOOKS, load_plugin
+from quire.base.requests.hooks import (
+    CONTENT_FILTER,
+    METHODS,
+    EndRequest,
+    HookActions,
+    HookCall,
+    HookContext,
+    HookPiece,
+    HookRequest,
+    Kind,
+    NoActions,
+)
+from quire.serve.hooks.hook_calls import Caller, CallLanes, TooLong, Unavailable
+
+logger = logging.getLogger("quire")
+
+T = TypeVar("T", HookRequest, HookPiece, HookCall)
+TIMEOUT_S = 5.0
+# What hooks are told of a client's parameters.
+ASKED = (
+    "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
+    "min_p", "seed", "stop", "stream",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """methods: those that it has, by name."""
+
+    name: str
+    methods: Mapping[str, Callable[[Any], Any]]
+    caller: Caller
+
+
+class Hooks:
+    """hooks: names of what packages bring, or objects; in this order. timeout_s: of one call.
+
+    Raises ConfigError for what is no hook. To be used from one event loop.
+    """
+
+    def __init__(self, hooks: Sequence[Any], timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._lanes = CallLanes()
+        self._hooks = [self._made(each) for each in hooks]
+
+    def see(self, method: str) -> bool:
+        """Tell whether one of them has this method."""
+        return any(method in hook.methods for hook in self._hooks)
+
+    def open(
+        self, request_id: str, tenant: str, model: str, actions: HookActions | None = None
+    ) -> "RequestHooks":
+        """Begin with a request. actions: what hooks may do to it."""
+        actions = actions or NoActions()
+        contexts = [
+            (hook, HookContext(request_id, tenant, model, {}, actions)) for hook in self._hooks
+        ]
+        return RequestHooks(contexts, self._timeout_s, actions)
+
+    def close(self) -> None:
+        """End the threads that are idle; calls that hang go on until the program ends."""
+        self._lanes.close()
+
+    def _made(self, given: Any) -> _Hook:
+        made = _from_package(given) if isinstance(given, str) else given
+        found = {name: getattr(made, name, None) for name in METHODS}
+        methods = {name: method for name, method in found.items() if callable(method)}
+        name = given if isinstance(given, str) else type(given).__name__
+        if not methods or isinstance(made, type):
+            raise ConfigError(
+                f"{made!r} is not a hook: it must be an object with one of the methods"
+                f" {', '.join(METHODS)}."
+            )
+        return _Hook(name, methods, Caller(self._lanes, self._timeout_s))
+
+
+def asked_of(params: object) -> dict[str, Any]:
+    """Return what parameters, or a body with such fields, ask for; what is not given is left
+    out."""
+    found = {name: getattr(params, name, None) for name in ASKED}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _from_package(name: str) -> Any:
+    made = load_plugin(HOOKS, name, ())
+    try:
+        return made()
+    except Exception as error:
+        raise ConfigError(
+            f"the hook {name!r} cannot be created: {type(error).__name__}: {error}. Repair its"
+            " package, or remove it."
+        ) from error
+
+
+class RequestHooks:
+    """What hooks say of one request. Its methods raise EndRequest for the hook that ends it, and
+    HookFailed."""
+
+    def __init__(
+        self, hooks: Sequence[tuple[_Hook, HookContext]], timeout_s: float, actions: HookActions
+    ) -> None:
+        self._hooks = hooks
+        self._timeout_s = timeout_s
+        self._actions = actions
+
+    @property
+    def priority(self) -> int | None:
+        """The last priority that a hook set; None if none did."""
+        return self._actions.priority
+
+    def see(self, method: str) -> bool:
+        """Tell whether one of them has this method."""
+        return any(method in hook.methods for hook, _ in self._hooks)
+
+    async def before_admission(self, request: HookRequest) -> HookRequest:
+        """Return the request as it is to be served; its context is filled in here. Raises
+        RequestError for one that a hook ends."""
+        try:
+            return await self._ask("before_admission", request, _checked_request)
+        except EndRequest as end:
+            raise RequestError(end.reason, code=CONTENT_FILTER) from end
+
+    async def on_output(self, choice: int, kind: Kind, text: str, is_last: bool) -> str:
+        """Return the text that the client gets."""
+        piece = HookPiece(self._no_context, choice, kind, text, is_last)
+        return (await self._ask("on_output", piece, _checked_piece)).text
+
+    async def on_tool_call(
+        self, choice: int, call_id: str, name: str, arguments: str
+    ) -> tuple[str, str]:
+        """Return name and arguments of the call that the client gets."""
+        call = HookCall(self._no_context, choice, call_id, name, arguments)
+        seen = await self._ask("on_tool_call", call, _checked_call)
+        return seen.name, seen.arguments
+
+    @property
+    def _no_context(self) -> HookContext:
+        return self._hooks[0][1]  # each hook gets its own in its place
+
+    async def _ask(self, name: str, thing: T, check: Callable[[T, T], T]) -> T:
+        """Return what all hooks have made of it. check: (shown, returned) -> what counts of it."""
+        for hook, context in self._hooks:
+            method = hook.methods.get(name)
+            if method is None:
+                continue
+            shown = replace(thing, context=context)
+            returned, error = await hook.caller.call(method, shown)
+            if error is None and returned is not None:
+                returned, error = _checked(check, shown, returned)
+            if error is not None:
+                raise self._told(hook.name, context.request_id, name, error)
+            thing = shown if returned is None else returned
+        return thing
+
+    def _told(self, hook: str, request_id: str, method: str, error: BaseException) -> Exception:
+        """Log what a hook raised; return what to raise, which says nothing of it."""
+        if isinstance(error, EndRequest):
+            reason = str(error.reason)
+            logger.info("hook %s ended request %s in %s: %s", hook, request_id, method, reason)
+            return EndRequest(reason.encode(errors="replace").decode())
+        where = f"{hook}.{method} on request {request_id}"
+        if isinstance(error, Unavailable):
+            text = (
+                "calls of one of this server's hooks hang, so it cannot serve this request; try"
+                " again later."
+            )
+            return HookFailed(text, HOOK_UNAVAILABLE)
+        if isinstance(error, TooLong):
+            logger.error("hook %s took longer than %g s", where, self._timeout_s)
+            text = f"a hook of this server took longer than {self._timeout_s:g} s on this request."
+            return HookFailed(text, HOOK_TIMED_OUT)
+        logger.error("hook %s failed", where, exc_info=error)
+        text = (
+            f"a hook of this server failed on this request; its log says why, under {request_id}."
+        )
+        return HookFailed(text, HOOK_FAILED)
+
+
+def _checked(
+    check: Callable[[T, T], T], shown: T, returned: Any
+) -> tuple[T | None, Exception | None]:
+    """Return what counts of what a hook returned, or what is wrong with it."""
+    if type(returned) is not type(shown):
+        kinds = type(shown).__name__, type(returned).__name__
+        return None, TypeError("it must return None or a {}, got a {}".format(*kinds))
+    try:
+        return check(shown, returned), None
+    except (TypeError, ValueError) as error:
+        return None, error
+
+
+def _checked_request(shown: HookRequest, changed: HookRequest) -> HookRequest:
+    """Take messages or prompt; the ids of a text are void if that is another one."""
+    messages, prompt, ids = changed.messages, changed.prompt, changed.prompt_token_ids
+    if shown.messages is not None:
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise TypeError("messages must be a list that is not empty")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise TypeError("messages must hold dictionaries")
+        return replace(shown, messages=messages)
+    if prompt != shown.prompt:
+        return replace(shown, prompt=_text("prompt", prompt), prompt_token_ids=None)
+    if ids is not shown.prompt_token_ids:
+        raise TypeError("prompt_token_ids cannot be changed; change the prompt")
+    return shown
+
+
+def _checked_piece(shown: HookPiece, changed: HookPiece) -> HookPiece:
+    return replace(shown, text=_text("text", changed.text))
+
+
+def _checked_call(shown: HookCall, changed: HookCall) -> HookCall:
+    name, arguments = _text("name", changed.name), _text("arguments", changed.arguments)
+    return replace(shown, name=name, arguments=arguments)
+
+
+def _text(name: str, value: object) -> str:
+    """Return a text that can be sent. Raises TypeError, and ValueError for half of a surrogate
+    pair."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, got a {type(value).__name__}")
+    if not value.isascii():
+        value.encode()
+    return value

@@ -1,0 +1,171 @@
+"""What keeps a request from its handler: a body that is too large, and a server that is ending.
+
+`BodyLimit` is plain ASGI, so that it counts while the body comes in and adds nothing per chunk of
+an answer. A body may be compressed with gzip or deflate (Content-Encoding, RFC 9110, 8.4).
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import fastapi
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.serve.bodies.reading import MODEL, too_large
+from quire.serve.context import Api, ApiContext, model_known
+from quire.serve.errors import ApiError, ApiHttpError
+from quire.serve.http.auth import has_key, wrong_key
+from quire.serve.http.decoder import Decoder, decoder_of
+from quire.serve.http.error_handlers import error_answer
+from quire.serve.http.rate_gate import admit
+
+RETRY_AFTER_S = 5
+BODY_S = 60.0  # for the next piece of a body
+WHOLE_BODY_S = 600.0
+UPLOADS = ("POST", "/v1/files")
+WITH_IMAGES = (
+    "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize",
+)  # fmt: skip
+FORM_BYTES = 1 << 16  # around a file
+
+
+class BodyLimit:
+    """Caps the body of every request, and gives handlers none of those that bring no key.
+
+    The key is not judged here (`auth.authorised` does that, with the route): without one, a handler
+    that asks for a body gets the 401 in its place, so that strangers have nothing parsed. So it is
+    with a coding that nobody here can read. What is compressed counts with its size before that.
+    """
+
+    def __init__(self, app: ASGIApp, context: ApiContext) -> None:
+        self._app = app
+        self._context, self._config = context, context.config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        most = self._most(scope)
+        declared = _header(scope, b"content-length")
+        if not has_key(scope, self._config.api_key):
+            body = _Body(receive, 0, refusal=wrong_key())
+        elif declared.isdigit() and (len(declared) > 18 or int(declared) > most):
+            await error_answer(too_large(most), scope)(scope, receive, send)
+            return
+        else:
+            body = _decoded(scope, receive, most)
+        await self._app(scope, body.receive, send)
+
+    def _most(self, scope: Scope) -> int:
+        """Return how many bytes a body may have. An upload goes to disk, where it is counted. Of a
+        body with images, `reading.py` measures the rest."""
+        config, path = self._config, scope["path"].removeprefix(scope.get("root_path", ""))
+        if config.files_dir is not None and (scope["method"], path) == UPLOADS:
+            return max(config.max_body_bytes, int(config.files_gb * 1e9) + FORM_BYTES)
+        if path in WITH_IMAGES and self._context.takes_images_at_all:
+            return config.max_bytes_with_images
+        return config.max_body_bytes
+
+
+def _decoded(scope: Scope, receive: Receive, most: int) -> "_Body":
+    try:
+        decoder = decoder_of(scope) if _header(scope, b"content-encoding") else None
+        return _Body(receive, most, decoder)
+    except ApiError as error:
+        return _Body(receive, 0, refusal=error)
+
+
+class _Body:
+    """One request's body on its way in. With more than `most` bytes it is refused, and what is
+    still to come is left to the server, which drops it. So is one that stops coming in, or comes
+    drop by drop."""
+
+    def __init__(
+        self,
+        receive: Receive,
+        most: int,
+        decoder: Decoder | None = None,
+        refusal: ApiError | None = None,
+    ) -> None:
+        self._receive = receive
+        self._most = most
+        self._refusal = refusal
+        self._decoder = decoder
+        self._num_bytes = 0
+        self._is_whole = False
+        self._end_s = time.monotonic() + WHOLE_BODY_S
+
+    async def receive(self) -> Message:
+        message = await self._next()
+        if message["type"] != "http.request":
+            return message
+        self._is_whole = not message.get("more_body", False)
+        data = message.get("body", b"")
+        if self._decoder is not None and (data or self._num_bytes):
+            data = self._inflated(self._decoder, data)
+            message = {**message, "body": data}
+        self._num_bytes += len(data)
+        if self._num_bytes > self._most:
+            raise ApiHttpError(self._refusal or too_large(self._most))
+        return message
+
+    async def _next(self) -> Message:
+        """Wait for the next message, without an end once the body is there: then it is for the
+        client to leave."""
+        if self._is_whole:
+            return await self._receive()
+        seconds = min(BODY_S, self._end_s - time.monotonic())
+        try:
+            async with asyncio.timeout(seconds):  # wait_for may lose a cancellation
+                return await self._receive()
+        except TimeoutError:
+            raise ApiHttpError(too_slow()) from None
+
+    def _inflated(self, decoder: Decoder, data: bytes) -> bytes:
+        try:
+            return decoder.take(data, self._most - self._num_bytes, self._is_whole)
+        except ApiError as error:
+            raise ApiHttpError(error) from error
+
+
+def too_slow() -> ApiError:
+    text = (
+        f"the body did not arrive in time: no data for {BODY_S:g} s, or not all of it in"
+        f" {WHOLE_BODY_S:g} s; send the request again."
+    )
+    return ApiError(408, text, code="body_timeout", headers={"Connection": "close"})
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    found: bytes = next((value for name, value in scope["headers"] if name == wanted), b"")
+    return found
+
+
+async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
+    """Dependency of the routes that generate: refuses new work while the server ends and what is
+    beyond its key's limits, and counts.
+
+    FastAPI leaves it when the answer has been sent to its end, or the client has gone; a streaming
+    handler has nothing to do for that.
+    """
+    async with open_request(api):
+        if api.rates is not None and not api.peers.have_sent(request.scope):
+            admit(api.rates, api, request.scope)
+        await model_known(api, request.scope.get(MODEL))
+        yield
+
+
+@asynccontextmanager
+async def open_request(context: ApiContext) -> AsyncIterator[None]:
+    """Count one request that generates. Raise ApiError 503 while the server ends."""
+    if context.draining:
+        text = "the server is shutting down and does not accept new requests; try again later."
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        raise ApiError(503, text, "server_error", code="draining", headers=headers)
+    context.num_open += 1
+    try:
+        yield
+    finally:
+        context.num_open -= 1

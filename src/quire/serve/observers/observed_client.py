@@ -1,0 +1,213 @@
+"""A client of the engine that sees each request begin and end, whichever endpoint it came from:
+for the ledger, rate limits and traces. Servers without these do without it.
+
+What a request took is known here from its outputs; of one whose reader has left early the engine is
+asked.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, cast
+
+from quire.base.errors import EngineBusy, EngineDead, QuireError, RequestError
+from quire.base.messages import Request
+from quire.base.requests.outputs import RequestOutput
+from quire.base.tenants import key_index
+from quire.engine.client.async_client import AsyncClient, ForwardingClient
+from quire.serve.observers.rate_limits import RateLimits, too_many
+
+logger = logging.getLogger("quire")
+
+# Of the HTTP request from which a request of the engine is made, in whichever task.
+NONE: Mapping[str, str] = MappingProxyType({})
+TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=NONE)
+ABORT = "abort"
+LOOK_S, MOST_LOOKS = 0.05, 20  # at a request that was ended and is still in a step
+UNKNOWN_TOKENS = 256  # set aside for an answer without max_tokens
+TELL_S = 2.0  # for what is still to be told when the server ends
+
+
+@dataclass(slots=True)
+class ObservedRequest:
+    """A prompt on its way through the engine.
+
+    began_s: unix time. status: how it ended, a finish_reason; or `busy`, `refused`, `engine_dead`,
+    `failed`, if it ended before it had one. num_prompt: tokens of its prompt; 0 after the end if no
+    token came out of it. num_reserved: tokens that it may come to, which were taken of its key's
+    limit when it began; num_charged: those that are taken of it now. timeline: as
+    /v1/requests/ID shows it; empty if it was not asked for. trace_headers: W3C's, of its client.
+    """
+
+    request: Request
+    began_s: float
+    start_s: float
+    num_prompt: int
+    num_cached: int = 0
+    num_completion: int = 0
+    status: str = ABORT
+    duration_s: float = 0.0
+    num_reserved: int = 0
+    num_charged: int = 0
+    is_settled: bool = False
+    has_output: bool = False
+    is_finished: bool = False
+    timeline: dict[str, Any] = field(default_factory=dict)
+    trace_headers: Mapping[str, str] = field(default_factory=TRACE_HEADERS.get)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_completion
+
+    def take(self, output: RequestOutput) -> None:
+        self.has_output = True
+        self.num_cached = output.num_cached_tokens or self.num_cached
+        if output.metrics is not None:
+            self.num_completion = output.metrics.num_generation_tokens
+        if output.finished:
+            self.is_finished = True
+            reasons = [each.finish_reason for each in output.outputs if each.finish_reason]
+            self.status = reasons[0] if reasons else self.status
+
+    def fail(self, error: BaseException) -> None:
+        for kind, status in (
+            (EngineBusy, "busy"), (RequestError, "refused"), (EngineDead, "engine_dead"),
+            (Exception, "failed"),
+        ):  # fmt: skip
+            if isinstance(error, kind):
+                self.status = status
+                return
+
+    def take_timeline(self, timeline: dict[str, Any]) -> None:
+        self.timeline = timeline
+        if self.status == ABORT:
+            self.has_output |= timeline.get("first_token_ms") is not None
+            self.num_cached = timeline.get("cached_tokens") or self.num_cached
+            self.num_completion = max(self.num_completion, timeline.get("output_tokens") or 0)
+
+
+Listener = Callable[[ObservedRequest], None]
+
+
+def most_written(request: Request) -> int:
+    """Return how many tokens a request may write, or UNKNOWN_TOKENS for each sequence of one that
+    says no max_tokens."""
+    if request.pin_s is not None or request.pools:
+        return 0
+    most = request.params.max_tokens
+    return request.params.num_samples * (UNKNOWN_TOKENS if most is None else most)
+
+
+class ObservedClient(ForwardingClient):
+    """listeners: called with each request that has ended. rates: of which its
+    tokens are taken: those that it may come to when it begins, what it comes to beyond them as
+    outputs come; what it did not need goes back at its end. needs_timeline: listeners want it of
+    every request."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        listeners: list[Listener],
+        rates: RateLimits | None = None,
+        needs_timeline: bool = False,
+    ) -> None:
+        super().__init__(client)
+        self._listeners = listeners
+        self._rates = rates
+        self._needs_timeline = needs_timeline
+        self._open: dict[str, ObservedRequest] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, request: Request, prompt_text: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        num_prompt = len(request.prompt_token_ids)
+        seen = ObservedRequest(request, time.time(), time.monotonic(), num_prompt)
+        self._reserve(seen)
+        self._open[request.request_id] = seen
+        outputs = cast(AsyncGenerator[RequestOutput, None], super().generate(request, prompt_text))
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    seen.take(output)
+                    self._charge(seen)
+                    yield output
+        except BaseException as error:
+            if not seen.is_finished:
+                seen.fail(error)
+            raise
+        finally:
+            self._end(seen)
+
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        super().append(request_id, token_ids, is_last)
+        if (seen := self._open.get(request_id)) is not None:
+            seen.num_prompt += len(token_ids)
+            seen.num_reserved += len(token_ids)
+            self._charge(seen)
+
+    def _reserve(self, seen: ObservedRequest) -> None:
+        """Take of the limit what a request may come to. Raise ApiError 429 if there is not as
+        much."""
+        if self._rates is None:
+            return
+        num = seen.num_prompt + most_written(seen.request)
+        refused = self._rates.reserve(key_index(seen.request.tenant), num)
+        if refused is not None:
+            raise too_many(refused, num)
+        seen.num_reserved = seen.num_charged = num
+
+    def _charge(self, seen: ObservedRequest) -> None:
+        """Take of the limit what was not taken yet; at the end, give back what was too much."""
+        if self._rates is not None:
+            num = seen.num_tokens if seen.is_settled else max(seen.num_reserved, seen.num_tokens)
+            self._rates.charge(key_index(seen.request.tenant), num - seen.num_charged)
+            seen.num_charged = num
+
+    def _end(self, seen: ObservedRequest) -> None:
+        self._open.pop(seen.request.request_id, None)
+        seen.duration_s = time.monotonic() - seen.start_s
+        if not self._needs_timeline and seen.status != ABORT:
+            self._tell(seen)
+            return
+        task = asyncio.create_task(self._ask_and_tell(seen))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _ask_and_tell(self, seen: ObservedRequest) -> None:
+        """Tell with the timeline, which the engine has a moment after it knows of the end."""
+        try:
+            for _ in range(MOST_LOOKS):
+                text = await self._client.timeline(seen.request.request_id)
+                timeline = json.loads(text or "{}")
+                if not timeline or timeline.get("finish_reason"):
+                    break
+                await asyncio.sleep(LOOK_S)
+            seen.take_timeline(timeline)
+        except QuireError:  # the engine has gone
+            pass
+        finally:
+            self._tell(seen)
+
+    def _tell(self, seen: ObservedRequest) -> None:
+        if not seen.has_output:
+            seen.num_prompt = seen.num_cached = 0
+        seen.is_settled = True
+        self._charge(seen)
+        for listener in self._listeners:
+            try:
+                listener(seen)
+            except Exception:  # what is told of a request must not harm others
+                logger.exception("request %s cannot be reported", seen.request.request_id)
+
+    async def close(self) -> None:
+        """Tell what is still to be told, for up to 2 s; then close the other client."""
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=TELL_S)
+        await super().close()

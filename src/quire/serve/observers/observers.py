@@ -1,0 +1,84 @@
+"""What an API process tells of its requests when they have ended, made of the server's settings."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.base.settings.config import ServerConfig
+from quire.base.settings.secrets import SecretUrl
+from quire.engine.client.async_client import AsyncClient
+from quire.serve.observers.observed_client import Listener, ObservedClient, ObservedRequest
+from quire.serve.observers.rate_limits import RateLimits
+from quire.serve.observers.usage_log import UsageLog
+
+if TYPE_CHECKING:
+    from quire.serve.observers.tracer import RequestTracer
+
+
+class UsageLine(msgspec.Struct):
+    """A line of the ledger. time: when the request ended. key: whose it was, as
+    `base/tenants.py` calls it."""
+
+    time: str
+    key: str
+    model: str
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    duration_s: float
+    status: str
+
+
+class Observers:
+    """client: what the API asks in place of the one that it was made of. model: its shown name.
+    Raises ConfigError for settings that cannot be followed."""
+
+    def __init__(
+        self, client: AsyncClient, server: ServerConfig, model: str, rates: RateLimits | None
+    ) -> None:
+        self._model = model
+        self._log = None if server.usage_log is None else UsageLog(Path(server.usage_log))
+        listeners: list[Listener] = [] if self._log is None else [self._write]
+        self._tracer = _tracer(server.otlp_traces_endpoint, model)
+        if self._tracer is not None:
+            listeners.append(self._tracer)
+        self.client = client
+        if listeners or rates is not None:
+            needs_timeline = self._tracer is not None
+            self.client = ObservedClient(client, listeners, rates, needs_timeline)
+
+    async def close(self) -> None:
+        """Close the client; then write and send what is still to be told."""
+        await self.client.close()
+        if self._tracer is not None:
+            self._tracer.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _write(self, seen: ObservedRequest) -> None:
+        assert self._log is not None
+        ended = datetime.fromtimestamp(seen.began_s + seen.duration_s, UTC)
+        line = UsageLine(
+            ended.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            seen.request.tenant,
+            self._model,
+            seen.request.request_id,
+            seen.num_prompt,
+            seen.num_cached,
+            seen.num_completion,
+            round(seen.duration_s, 4),
+            seen.status,
+        )
+        self._log.append(msgspec.json.encode(line))
+
+
+def _tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
+    """Import the packages of `quire[otel]` only where traces are sent."""
+    if endpoint is None:
+        return None
+    from quire.serve.observers.tracer import RequestTracer
+
+    return RequestTracer.sending_to(SecretUrl(endpoint), model)

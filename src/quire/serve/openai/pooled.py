@@ -1,0 +1,206 @@
+"""From the inputs of an HTTP request to what they come to, of a model that pools."""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fastapi
+import msgspec
+from starlette.responses import Response
+
+from quire.base.errors import RequestError
+from quire.base.plan import Float64
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.pooling import PoolingSpec
+from quire.base.requests.pooling_params import PoolingParams, needed_task
+from quire.engine.client.admission import admit
+from quire.render.pooling_prompts import joined, most_tokens
+from quire.render.renderer import RenderedPrompt
+from quire.render.templates.chat_template import ChatOptions
+from quire.serve.bodies.open_body import check_neutral
+from quire.serve.bodies.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
+from quire.serve.context import ApiContext
+from quire.serve.errors import bad_request, error_in
+from quire.serve.http.ids import new_id
+from quire.serve.http.sse import unless_disconnected
+from quire.serve.lanes import MAX_CHARS_SHORT
+from quire.serve.pipeline.answer import Json, collect
+from quire.serve.pipeline.hooked_prompt import admitted_prompts
+from quire.serve.pipeline.plan import checked_template, plan_body
+from quire.serve.pipeline.prompts import render_prompt, tokenizer_of
+from quire.serve.pipeline.requests import PromptJob
+from quire.serve.python.pooling import numbers_of
+
+
+@dataclass(frozen=True)
+class CutText:
+    """A text of which only the first tokens count."""
+
+    text: str
+    most: int
+
+
+class PoolingCall:
+    """One HTTP request of a client to a model that does one of these tasks. Raises ApiError or
+    RequestError, as all its methods do."""
+
+    def __init__(
+        self,
+        api: ApiContext,
+        body: PoolingBody,
+        request: fastapi.Request,
+        prefix: str,
+        params: PoolingParams,
+        *tasks: str,
+    ) -> None:
+        check_neutral(body)
+        self._plan = plan_body(api, body, request.scope, new_id(prefix))
+        self.model, self.id = self._plan.model, self._plan.id
+        self.spec: PoolingSpec = needed_task(api.client.ready.pooling, *tasks)
+        self._api, self._body, self._request, self._params = api, body, request, params
+        chats = isinstance(body, PromptBody) and body.messages is not None
+        self._has_special = body.add_special_tokens is not False
+        if chats:  # its template says which it needs
+            self._has_special = body.add_special_tokens is True
+
+    async def prompts(self, body: PromptBody) -> list[object]:
+        """Return what a body asks about, as hooks leave it: its inputs, or a conversation's
+        text."""
+        if body.messages is None:
+            return await self.admitted(split_inputs(body.input))
+        if body.input is not None:
+            raise bad_request("give either input or messages, not both.", "messages")
+        options = ChatOptions(
+            add_generation_prompt=bool(body.add_generation_prompt),
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs or {},
+        )
+        template = checked_template(self._api, body.chat_template)
+        is_cut = self._params.truncate_prompt_tokens is not None
+        found = await render_prompt(self._api, body.messages, options, template, is_cut=is_cut)
+        return await self.admitted([found.text])
+
+    async def admitted(self, prompts: list[object]) -> list[object]:
+        """Return texts and token ids as hooks leave them."""
+        return (await admitted_prompts(self._api, self._plan, prompts))[0]
+
+    async def run(
+        self, inputs: Sequence[Sequence[object]], field: str
+    ) -> tuple[list[Float64], Json]:
+        """Pool prompts, or pairs of texts; their numbers, and the usage. field: where they are."""
+        try:
+            jobs = [await self._job(parts, index) for index, parts in enumerate(inputs)]
+        except RequestError as error:
+            raise error_in(field, error) from error
+        work = collect(self._api.client, jobs)
+        outputs = await unless_disconnected(self._request.receive, work)
+        return [numbers_of(each, self.spec, self._params) for each in outputs], usage_json(outputs)
+
+    async def answer(self, value: Json) -> Response:
+        """Write an answer, which may be long, beside the event loop."""
+        return await self._api.lanes.run(MAX_CHARS_SHORT, _as_json, value)
+
+    async def _job(self, parts: Sequence[object], index: int) -> PromptJob:
+        api, body = self._api, self._body
+        prompt = await self._rendered(parts)
+        await asyncio.sleep(0)  # short texts are tokenised on the event loop
+        made = api.requests.make_pooling(
+            prompt,
+            f"{self.id}-{index}",
+            body.cache_salt or "",
+            body.priority or 0,
+            self._plan.tenant,
+            body.timeout_s or 0.0,
+            tells_texts=self.spec.tells_texts,
+        )
+        return PromptJob(prompt, admit(api.client, made, core_id=self._plan.core_id))
+
+    async def _rendered(self, parts: Sequence[object]) -> RenderedPrompt:
+        api, has_special = self._api, self._has_special
+        most = most_tokens(self._params, api.client.ready.max_model_len)
+        is_whole = most is None and len(parts) == 1 and not isinstance(parts[0], CutText)
+        special, is_cut = is_whole and has_special, most is not None
+        texts = [await self._text(part, special, is_cut) for part in parts]
+        if is_whole:
+            return texts[0]
+        frame: list[list[int]] = [[] for _ in range(len(parts) + 1)]
+        if has_special and all(text.text is not None for text in texts):
+            frame = tokenizer_of(api).frame(len(parts))
+        return joined([text.token_ids for text in texts], frame, most, self._params.truncation_side)
+
+    async def _text(self, part: object, special: bool, is_cut: bool) -> RenderedPrompt:
+        if not isinstance(part, CutText):
+            return await render_prompt(self._api, part, add_special_tokens=special, is_cut=is_cut)
+        whole = await render_prompt(self._api, part.text, add_special_tokens=False, is_cut=True)
+        return dataclasses.replace(whole, token_ids=whole.token_ids[: part.most])
+
+
+def field_of(body: PromptBody) -> str:
+    """Return the field in which a body's prompts are."""
+    return "input" if body.messages is None else "messages"
+
+
+def params_of(body: PoolingBody) -> PoolingParams:
+    """Return what a body asks for beside embeddings' own fields."""
+    return PoolingParams(
+        use_activation=body.use_activation,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "right",
+    )
+
+
+def split_inputs(value: object) -> list[object]:
+    """Return the prompts of the field `input`, each a text or token ids. Raises ApiError."""
+    if value is None:
+        raise bad_request("input is required; add a text or a list of token ids.", "input")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong_input()
+    if isinstance(value[0], int):
+        return [value]
+    if len(value) > MAX_INPUTS:
+        raise bad_request(
+            f"input has {len(value)} entries; at most {MAX_INPUTS} are possible. Send several"
+            " requests.",
+            "input",
+        )
+    if not all(isinstance(item, str | list) for item in value):
+        raise _wrong_input()
+    return list(value)
+
+
+def split_texts(value: object, field: str) -> list[object]:
+    """Return the texts of a field, each as such or as {"text": ...}. Raises ApiError."""
+    found = [value] if isinstance(value, str) else value
+    if isinstance(found, list) and found:
+        texts = [each.get("text") if isinstance(each, Mapping) else each for each in found]
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise bad_request(f"{field} must be a text or a list of texts, and not empty.", field)
+
+
+def usage_json(outputs: Sequence[RequestOutput]) -> Json:
+    """Sum up the tokens of all prompts."""
+    num = sum(len(output.prompt_token_ids or ()) for output in outputs)
+    cached = sum(output.num_cached_tokens or 0 for output in outputs)
+    return {
+        "prompt_tokens": num,
+        "completion_tokens": 0,
+        "total_tokens": num,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _as_json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _wrong_input() -> Exception:
+    return bad_request(
+        "input must be a text, a list of texts, a list of token ids or a list of such lists, and"
+        " not empty.",
+        "input",
+    )

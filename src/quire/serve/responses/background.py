@@ -1,0 +1,100 @@
+"""Responses that are made while nobody waits for them: read, followed and ended from outside."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from quire.serve.errors import as_api_error
+from quire.serve.http.sse import encode
+
+Json = dict[str, Any]
+Pieces = AsyncGenerator[list[Json], None]
+Stop = Callable[[str, Json | None], list[Json]]  # of a status and an error: the last event
+
+
+def event(told: Json) -> bytes:
+    """Return an event as it is sent."""
+    return b"event: " + str(told["type"]).encode() + b"\ndata: " + encode(told) + b"\n\n"
+
+
+def error_json(error: BaseException, request_id: str) -> Json:
+    """Return why a response failed, with the codes that this API has."""
+    told = as_api_error(error, request_id)
+    code = "invalid_prompt" if told.status == 400 else "server_error"
+    return {"code": code, "message": told.message}
+
+
+def error_event(error: BaseException, request_id: str = "") -> bytes:
+    """Return the end of a stream that has broken off, without a response to tell of."""
+    told = as_api_error(error, request_id)
+    fields = {"message": told.message, "code": str(told.code), "param": told.param}
+    return event({"type": "error", "sequence_number": 0, **fields})
+
+
+class RunningResponse:
+    """response: returns it as it is now. stop: ends it early. keep: called with all events, once it
+    is over."""
+
+    def __init__(
+        self,
+        response_id: str,
+        response: Callable[[], Json],
+        stop: Stop,
+        keep: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        self.id = response_id
+        self.response = response
+        self._stop = stop
+        self._keep = keep
+        self._events: list[bytes] = []
+        self._is_over = False
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, pieces: Pieces) -> None:
+        """Begin to make it, in a task of its own."""
+        self._task = asyncio.create_task(self._make(pieces))
+
+    async def cancel(self) -> None:
+        """End it; returns when it is over, which it may have been."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        if not self._is_over:
+            self._add(self._stop("cancelled", None))
+            self._end()
+
+    async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
+        """Yield events from a number on, to the last."""
+        place = first
+        while True:
+            while place < len(self._events):
+                yield self._events[place]
+                place += 1
+            if self._is_over:
+                return
+            await self._news.wait()
+
+    async def _make(self, pieces: Pieces) -> None:
+        try:
+            async with aclosing(pieces):
+                async for events in pieces:
+                    self._add(events)
+        except Exception as error:
+            self._add(self._stop("failed", error_json(error, self.id)))
+        self._end()
+
+    def _add(self, events: list[Json]) -> None:
+        self._events += map(event, events)
+        self._tell()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._keep(self._events)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake all that follow."""
+        self._news.set()
+        self._news = asyncio.Event()
