@@ -1,4 +1,7 @@
-"""What `from quire import LLM` imports, and how. Covers `src/quire/__init__.py`."""
+"""Imports of `from quire import LLM`, and the garbage collector during them.
+
+Covers `src/quire/__init__.py`.
+"""
 
 import gc
 import importlib

@@ -12,21 +12,20 @@ Scaled: all lengths (messages, answers, the limit on prompts) are divided by --s
 is not, so less of a prompt is in full blocks. The model is small, with random weights, where P has
 OPT-13B; turns follow each other without pauses, where P has Poisson arrivals.
 
-P cuts a prompt to its last 1,024 tokens. Then it begins anywhere, and nothing of it is in any cache
-from this turn on (P keeps no cache between turns). Here the oldest turns are dropped, whole ones:
+P cuts a prompt to its last 1,024 tokens, so it begins anywhere and no cache has its beginning (P
+keeps no cache between turns). Here the oldest turns are dropped, whole ones:
 
     turns   as few as possible: what is left out changes with almost every turn from then on, so
             these turns find nothing either
-    half    until half of the limit is left, so that the next turns go on from there
+    half    until half of the limit is left, so that the next turns continue there
     tokens  as in P
 
 Engines, one after the other with the same work: no prefix caching; on the device only; with host
-memory; with a directory. Host memory has --host-gb; the system is slow to provide it at first use.
+memory; with a directory. Host memory has --host-gb, which the system provides slowly at first use.
 The directory's files stay in the page cache, with as much host memory as the pool has. That engine
-is replaced by a new one after half of the turns, when no request runs; closing and opening do not
-count. `first token`: from the arrival of a turn. `could hit`: the turns that continue at least a
-full block of their conversation's last computation. `cached`: of all prompt tokens; `directory`: in
-blocks that were fetched from it, which pass through host memory.
+is replaced by a new one after half of the turns, when no request runs, which does not count. `first
+token`: from the arrival of a turn. `could hit`: turns that continue at least a full block of their
+conversation's last computation. `cached`: of all prompt tokens; `directory`: in fetched blocks.
 
 The limit: the answers take their time with all rows in use and no prompt at all. In addition, each
 turn computes only the new tokens of its prompt, as far as blocks are full. Each of these tokens

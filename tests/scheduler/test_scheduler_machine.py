@@ -21,16 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.base.clock import FakeClock
 from quire.base.errors import RequestError
 from quire.base.events import Event, Finished, Stepped
-from quire.base.messages import (
-    Abort,
-    Append,
-    Draft,
-    Drafted,
-    Request,
-    ResetPrefixCache,
-    Steer,
-    Unpin,
-)
+from quire.base.messages import Abort, Append, Draft, Drafted, Request, ResetPrefixCache, Unpin
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
 from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
@@ -422,17 +413,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.reason[name] = "abort"
             self.ended |= {(name, index) for index in range(self.requests[name].params.n)}
 
-    @rule(
-        pick=st.integers(0, 50),
-        priority=st.sampled_from([None, -1, 0, 2]),
-        pause_s=st.sampled_from([None, 0.0, 5.0, 5.0]),
-    )
-    def steer(self, pick: int, priority: int | None, pause_s: float | None) -> None:
-        """Change a request's priority, pause it, or resume it."""
-        alive = [name for name in self.requests if name not in self.reason]
-        if alive:
-            self.core.control(Steer(alive[pick % len(alive)], priority, pause_s))
-
     @invariant()
     def closes(self) -> None:
         if "scheduler" in vars(self):
@@ -465,8 +445,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.control(Append(name, [], is_last=True))
         for name in self.pins[::2]:
             self._unpin(name)
-        for name in self.requests:
-            self.core.control(Steer(name, pause_s=0.0))
         for _ in range(5000):
             self.answer(0, fails=False)
             self.compile(0, fails=False)

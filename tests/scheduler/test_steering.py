@@ -1,12 +1,16 @@
 """Requests whose priority changes, and requests that are paused and resumed."""
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from quire.base.messages import GrammarReady, Steer
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.core.sequence import State
 from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
 from tests.support.scheduler.plain_scheduler import add, answer, scheduler_of, step
+from tests.support.scheduler.state_machines import FEW, run_machine
 
 
 def steer(scheduler: Scheduler, name: str, now: float = 0.0, **fields: float) -> float | None:
@@ -93,3 +97,33 @@ def test_a_new_priority_chooses_another_victim() -> None:
         step(scheduler)
     assert [each.request.request_id for each in rows.sequences()] == ["new"]
     assert scheduler.lifecycle.sequences["old"].num_preemptions == 1
+
+
+class SteeredMachine(SchedulerMachine):
+    """Random programs with pauses and priorities at any point."""
+
+    groups = (FULL, WINDOW)
+
+    @rule(
+        pick=st.integers(0, 50),
+        priority=st.sampled_from([None, -1, 0, 2]),
+        pause_s=st.sampled_from([None, 0.0, 5.0, 5.0]),
+    )
+    def steer(self, pick: int, priority: int | None, pause_s: float | None) -> None:
+        if alive := [name for name in self.requests if name not in self.reason]:
+            self.core.control(Steer(alive[pick % len(alive)], priority, pause_s))
+
+    def teardown(self) -> None:
+        for name in getattr(self, "requests", ()):
+            self.core.control(Steer(name, pause_s=0.0))
+        super().teardown()
+
+
+class SteeredStatesMachine(SteeredMachine):
+    groups = (FULL, STATES)
+
+
+@FEW
+@pytest.mark.parametrize("machine", [SteeredMachine, SteeredStatesMachine])
+def test_steering_changes_no_tokens(machine: type[SteeredMachine], max_examples: int) -> None:
+    run_machine(machine, max_examples)

@@ -21,8 +21,8 @@ HEAD = """\
 
 Each field of a body is taken, ignored or refused.
 
-- A field that is taken sets a parameter of the engine, such as `Request.priority`, or a part of the
-  plan: the prompt, the grammar or the response. `=` is the field of
+- A field that is taken sets a parameter of the engine, such as `Request.priority`. Or it sets a
+  part of the plan: the prompt, the grammar or the response. `=` is the field of
   [`SamplingParams`](sampling.md) with the same name.
 - A field that is ignored is a label or a hint. It cannot change the response.
 - A field that is refused gives status 400 with `param` and the advice in the table. It is accepted

@@ -1,4 +1,4 @@
-"""Every door of the engine refuses a bad request alike, and nothing of it reaches the scheduler.
+"""All doors of the engine refuse a bad request with one code, and the scheduler never sees it.
 
 A new field goes to `tests/support/serve/bad_requests.py`, a new door to
 `tests/support/serve/doors.py`. Covers `engine/client/admission.py`.

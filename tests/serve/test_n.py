@@ -9,7 +9,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import RequestError
 from quire.base.requests.outputs import CompletionOutput, RequestMetrics
-from quire.serve.progress import RequestBar
+from quire.serve.processes.progress import RequestBar
 from tests.serve.test_llm import PROMPTS, assert_idle, open_llm
 
 PROMPT = "The quick brown fox"

@@ -116,6 +116,11 @@ def without_prompt(request: Request) -> Request:
     return msgspec.structs.replace(request, prompt_token_ids=[])
 
 
+def with_priority(request: Request, priority: int) -> Request:
+    """Return a request with another priority."""
+    return msgspec.structs.replace(request, priority=priority)
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Control: end a request now. finish_reason is `abort`, `stop` for a stop string, or
     `repetition`.

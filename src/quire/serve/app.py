@@ -10,8 +10,8 @@ from quire.serve.batches import batches_routes, files_routes
 from quire.serve.batches.batches import Batches
 from quire.serve.bodies.open_body import IGNORED_HEADER
 from quire.serve.context import ApiContext
+from quire.serve.error_handlers import install_error_handlers
 from quire.serve.http.auth import authorised
-from quire.serve.http.error_handlers import install_error_handlers
 from quire.serve.http.limits import BodyLimit, generating
 from quire.serve.http.middleware import REQUEST_ID_HEADER, HeadAsGet, RequestIds, TraceHeaders
 from quire.serve.http.origins import HostCheck, OriginCheck, checks_hosts

@@ -27,7 +27,7 @@ from quire.serve.batches.line_runner import LineOptions, LineRunner, Slots
 from quire.serve.context import ApiContext
 from quire.serve.hooks.hooks import Hooks
 from quire.serve.processes.managed_core import ManagedCores
-from quire.serve.progress import BatchBar
+from quire.serve.processes.progress import BatchBar
 
 logger = logging.getLogger("quire")
 

@@ -1,6 +1,6 @@
 """The table of fields: each field does what its declaration says (`serve/fields.py`).
 
-Requests run in this process. What the engine got and what the client got is compared with and
+Requests run in this process. The engine's request and the client's response are compared with and
 without each field.
 """
 

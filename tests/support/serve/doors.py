@@ -1,8 +1,8 @@
 """The doors by which requests enter an engine in this process, each as a function from fields to a
 refusal.
 
-A door says what it calls a field (`names`), which fields it has no word for (`cannot`), and which
-bad requests are good ones there (`fits`); both with the reason.
+A door has its own names of fields (`names`). It lists the fields that it cannot express (`cannot`)
+and the bad requests that are good ones there (`fits`), each with the reason.
 """
 
 import asyncio

@@ -13,9 +13,8 @@ A branch of a running sequence begins as RUNNING. Only `_move` sets `state`, and
 the transition is one of `TRANSITIONS`. Only this file writes the queue and the events.
 """
 
-import msgspec
-
 from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound, Queued
+from quire.base.messages import with_priority
 from quire.base.plan import RowStart
 from quire.base.prefix import PrefixReport
 from quire.base.step_outputs import Finish
@@ -195,7 +194,7 @@ class Lifecycle:
         adding = [queue.requeue if queue.is_preempted(each) else queue.push for each in queued]
         for each in queued:
             queue.remove(each)
-        request = msgspec.structs.replace(sequence.request, priority=priority)
+        request = with_priority(sequence.request, priority)
         for each in members:
             each.request = request
         for each, add in zip(queued, adding, strict=True):

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.bodies.reading import MODEL, too_large
 from quire.serve.context import Api, ApiContext, model_known
+from quire.serve.error_handlers import error_answer
 from quire.serve.errors import ApiError, ApiHttpError
 from quire.serve.http.auth import has_key, wrong_key
 from quire.serve.http.decoder import Decoder, decoder_of
-from quire.serve.http.error_handlers import error_answer
 from quire.serve.http.rate_gate import admit
 
 RETRY_AFTER_S = 5

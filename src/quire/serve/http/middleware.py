@@ -8,7 +8,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.wire.logs import current_request
-from quire.serve.http.error_handlers import error_answer
+from quire.serve.error_handlers import error_answer
 from quire.serve.http.ids import new_id
 from quire.serve.observers.observed_client import TRACE_HEADERS
 

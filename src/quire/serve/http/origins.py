@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.base.settings.config import ServerConfig
 from quire.serve.bodies.validation_errors import shown
+from quire.serve.error_handlers import error_answer
 from quire.serve.errors import ApiError
-from quire.serve.http.error_handlers import error_answer
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # their routes change nothing
 EVERY = "*"

@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.base.tenants import key_index
 from quire.serve.context import ApiContext
 from quire.serve.http.auth import tenant_of
-from quire.serve.observers.rate_limits import RateLimits, too_many
+from quire.serve.observers.observed_client import too_many
+from quire.serve.observers.rate_limits import RateLimits
 
 KEY_STATE = "rate_key"  # in the scope's state, of a request that the limits are for
 HEADERS = tuple(

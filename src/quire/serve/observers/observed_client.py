@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
@@ -21,7 +22,8 @@ from quire.base.messages import Request
 from quire.base.requests.outputs import RequestOutput
 from quire.base.tenants import key_index
 from quire.engine.client.async_client import AsyncClient, ForwardingClient
-from quire.serve.observers.rate_limits import RateLimits, too_many
+from quire.serve.errors import ApiError
+from quire.serve.observers.rate_limits import RateLimits, Refused
 
 logger = logging.getLogger("quire")
 
@@ -211,3 +213,17 @@ class ObservedClient(ForwardingClient):
         if self._telling:
             await asyncio.wait(self._telling, timeout=TELL_S)
         await super().close()
+
+
+def too_many(refused: Refused, num_tokens: int = 0) -> ApiError:
+    """Return the answer to a request that is beyond a limit. num_tokens: that it may come to."""
+    seconds = max(1, math.ceil(refused.wait_s))
+    what = f"this key's limit of {refused.limit} {refused.kind} per minute"
+    text = f"{what} is reached; try again in {seconds} s."
+    if num_tokens:
+        text = (
+            f"{what} has no room left for the {num_tokens} that this request may use (prompt and"
+            f" max_tokens); try again in {seconds} s, or request fewer."
+        )
+    headers = {"Retry-After": str(seconds)}
+    return ApiError(429, text, refused.kind, code="rate_limit_exceeded", headers=headers)

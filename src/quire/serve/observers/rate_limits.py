@@ -12,7 +12,6 @@ judges by the same one. Index regions of that memory, in doubles:
 
 import contextlib
 import fcntl
-import math
 import mmap
 import os
 import struct
@@ -20,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.serve.errors import ApiError
 
 PERIOD_S = 60.0
 KINDS = ("requests", "tokens")
@@ -132,17 +130,3 @@ class RateLimits:
             yield
         finally:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
-
-
-def too_many(refused: Refused, num_tokens: int = 0) -> ApiError:
-    """Return the answer to a request that is beyond a limit. num_tokens: that it may come to."""
-    seconds = max(1, math.ceil(refused.wait_s))
-    what = f"this key's limit of {refused.limit} {refused.kind} per minute"
-    text = f"{what} is reached; try again in {seconds} s."
-    if num_tokens:
-        text = (
-            f"{what} has no room left for the {num_tokens} that this request may use (prompt and"
-            f" max_tokens); try again in {seconds} s, or request fewer."
-        )
-    headers = {"Retry-After": str(seconds)}
-    return ApiError(429, text, refused.kind, code="rate_limit_exceeded", headers=headers)

@@ -50,6 +50,8 @@ class ReasoningCount:
 class ChatChoice:
     """One of the n choices of a chat."""
 
+    role = ROLE  # of the message
+
     def __init__(
         self,
         index: int,
@@ -60,14 +62,13 @@ class ChatChoice:
         parser: AnswerParser | None = None,
         reasoning: ReasoningCount | None = None,
         named_call_stops: bool = False,
-        role: str = ROLE,
     ) -> None:
         """Begin a choice.
 
         names: how tokens are shown; None where no log-probabilities are. usage: shared by all n.
         parser: separates reasoning and calls from the content; None for a model that writes
         neither. reasoning: counts the tokens of reasoning. named_call_stops: a call ends the answer
-        with `stop`, since the request names the tool. role: of the message.
+        with `stop`, since the request names the tool.
         """
         body = plan.body
         self.usage = usage
@@ -78,7 +79,6 @@ class ChatChoice:
         self._parser = parser
         self._reasoning = reasoning
         self._named_call_stops = named_call_stops
-        self._role = role
         self._echo = _last_text(body) if body.echo else ""
         self._begun = False
         self._arguments: dict[int, str] = {}  # of each call so far
@@ -107,7 +107,7 @@ class ChatChoice:
             calls = made.get("tool_calls", [])
         self._count(output, completion)
         content = self._echo + content
-        message: Json = {"role": self._role, "content": content or (None if calls else "")}
+        message: Json = {"role": self.role, "content": content or (None if calls else "")}
         message["refusal"] = None
         if thought:
             message |= _as_reasoning(thought)
@@ -121,7 +121,7 @@ class ChatChoice:
         self._begun = True
         choice = {
             "index": self._index,
-            "delta": {"role": self._role, "content": self._echo},
+            "delta": {"role": self.role, "content": self._echo},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -233,8 +233,8 @@ def chat_choices(api: ApiContext, chat: Chat, named_call_stops: bool = True) -> 
             counts = ReasoningCount(
                 IncrementalDetokenizer(tokenizer, params, job.request.prompt_token_ids)
             )
-        role = api.config.response_role
-        choices.append(ChatChoice(index, plan, job, names, usage, parser, counts, stops, role))
+        choices.append(ChatChoice(index, plan, job, names, usage, parser, counts, stops))
+        choices[-1].role = api.config.response_role
     return choices
 
 

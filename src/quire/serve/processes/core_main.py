@@ -33,7 +33,7 @@ from quire.engine.wire.logs import print_error
 from quire.models.checkpoint.source import resolve_source
 from quire.ops.host.torch_import import tell_own_process
 from quire.serve.processes.launch import FAILURE, StartFailure
-from quire.serve.progress import LoadBar
+from quire.serve.processes.progress import LoadBar
 
 logger = logging.getLogger("quire")
 

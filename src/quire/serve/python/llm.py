@@ -27,7 +27,7 @@ from quire.render.truncation import truncated_for
 from quire.serve.hooks.hooks import TIMEOUT_S, Hooks
 from quire.serve.media.local_media import LocalMedia
 from quire.serve.processes.core_processes import ProcessEngine, start_engine
-from quire.serve.progress import LoadBar, RequestBar
+from quire.serve.processes.progress import LoadBar, RequestBar
 from quire.serve.python.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.python.local_hooks import LocalHooks, LocalRequest
 from quire.serve.python.pooling import Pooling, salt_of

@@ -16,8 +16,6 @@ from quire.base.requests.hooks import (
     HookContext,
     HookPiece,
     HookRequest,
-    checked_pause,
-    checked_priority,
 )
 from quire.scheduler.core.sequence import State
 from quire.serve.context import ApiContext
@@ -227,21 +225,3 @@ def test_a_slow_verifier_is_bounded_and_its_request_is_dropped(
         client.release()
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "hook_timed_out"
     wait_until(lambda: client.num_unfinished == 0)
-
-
-def test_values_out_of_range_are_refused() -> None:
-    assert checked_pause(0.5) == 0.5 and checked_priority(-5) == -5
-    for seconds in (0, -1.0, 1e9, float("nan"), "1"):
-        with pytest.raises(ValueError, match="a pause must be above 0 s and at most 600 s"):
-            checked_pause(seconds)
-    for priority in (2**31, 1.0, True, None):
-        with pytest.raises(ValueError, match="priority must be an integer of 32 bits"):
-            checked_priority(priority)
-
-
-def test_a_context_without_a_request_cannot_act() -> None:
-    actions = HookContext("", "", "").actions
-    actions.pause(1.0)
-    actions.set_priority(1)
-    with pytest.raises(RequestError, match="only on a server"):
-        asyncio.run(actions.ask("demo", "x"))

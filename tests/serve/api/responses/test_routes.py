@@ -1,6 +1,6 @@
 """/v1/responses through HTTP: what comes of texts, tools, forms and limits, whole and streamed.
 
-Covers `serve/responses/turn.py`, `serve/responses/as_chat.py` and
+Covers `serve/responses/start.py`, `serve/responses/turn.py`, `serve/responses/as_chat.py` and
 `serve/responses/body.py`.
 """
 
