@@ -30,8 +30,7 @@ conversation's last computation. `cached`: of all prompt tokens; `directory`: in
 The limit: the answers take their time with all rows in use and no prompt at all. In addition, each
 turn computes only the new tokens of its prompt, as far as blocks are full. Each of these tokens
 costs its addition to a step. A first token comes after one step with those tokens. Both costs are
-measured before and after the engines; the lower ones count. `nothing cached` is the same formula
-with whole prompts, to be compared with the first engine.
+the lower of two measurements. `nothing cached` is the same formula with whole prompts.
 
 --virtual: the same without scaling, in virtual time (tools/simulate). As in P, it has OPT-13B on an
 A100 and a pool of 15,700 tokens; there is no directory.

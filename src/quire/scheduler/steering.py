@@ -1,8 +1,8 @@
 """Steering: clients change the priority of their requests, and pause and resume them.
 
 A paused request keeps its known tokens and gives up its rows and blocks. Its computed blocks stay
-in the prefix cache while there is room. It resumes as a preempted request does. Every pause ends: at
-a `Steer` message, or when its time is over.
+in the prefix cache while there is room. It resumes as a preempted request does. Every pause ends,
+at a `Steer` message or when its time is over.
 """
 
 from collections.abc import Mapping
