@@ -17,15 +17,15 @@ from tests.structure.test_owners import imported, module_of
 MAX_FILES = 15  # of a folder, without its __init__.py
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 1750,
-    "base/requests": 1400,
-    "base/settings": 1710,
+    "base": 1700,
+    "base/requests": 1390,
+    "base/settings": 1700,
     "cli": 1360,
     "cli/commands": 1660,
     "cli/options": 860,
     "engine": 10,
     "engine/attachments": 1520,
-    "engine/client": 1890,
+    "engine/client": 1920,
     "engine/connectors": 2010,
     "engine/drafting": 1350,
     "engine/executors": 620,
@@ -49,9 +49,9 @@ BUDGETS = {
     "models/quantised": 980,
     "models/qwen": 290,
     "models/vision": 1820,
-    "ops": 980,
+    "ops": 970,
     "ops/attention": 2700,
-    "ops/blocks": 640,
+    "ops/blocks": 630,
     "ops/collectives": 430,
     "ops/host": 770,
     "ops/kernels": 3480,
@@ -60,13 +60,13 @@ BUDGETS = {
     "ops/rows": 340,
     "ops/sampling": 1180,
     "ops/trace": 830,
-    "ops/weights": 2090,
+    "ops/weights": 2070,
     "plugins": 280,
-    "render": 610,
-    "render/answers": 2080,
+    "render": 630,
+    "render/answers": 2070,
     "render/grammars": 990,
     "render/jobs": 550,
-    "render/media": 1650,
+    "render/media": 1630,
     "render/templates": 950,
     "render/tokens": 1760,
     "runner": 3130,
@@ -76,38 +76,38 @@ BUDGETS = {
     "runner/sampling": 1010,
     "runner/setup": 640,
     "runner/warm": 870,
-    "scheduler": 1580,
+    "scheduler": 1660,
     "scheduler/branching": 380,
-    "scheduler/core": 3650,
+    "scheduler/core": 3680,
     "scheduler/media": 380,
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
-    "serve": 2330,
-    "serve/api": 2180,
-    "serve/api/batches": 2310,
-    "serve/api/bodies": 1880,
-    "serve/api/http": 1130,
-    "serve/api/messages": 870,
-    "serve/api/native": 1240,
-    "serve/api/openai": 1740,
-    "serve/api/pooling": 380,
-    "serve/api/responses": 1820,
-    "serve/api/several": 590,
+    "serve": 2540,
+    "serve/anthropic": 850,
+    "serve/batches": 2300,
+    "serve/bodies": 1660,
+    "serve/hooks": 480,
+    "serve/http": 1160,
     "serve/media": 890,
-    "serve/processes": 970,
-    "serve/python": 1800,
-    "serve/several": 1100,
-    "spec": 2800,
+    "serve/native": 1880,
+    "serve/observers": 720,
+    "serve/openai": 770,
+    "serve/pipeline": 1810,
+    "serve/processes": 1090,
+    "serve/python": 1850,
+    "serve/responses": 1790,
+    "serve/several": 1690,
+    "spec": 2780,
     "spec/gguf": 1000,
-    "tools": 2810,
+    "tools": 2800,
     "tools/bench": 1810,
     "tools/port": 520,
     "tools/simulate": 2380,
-    "tools/verify": 1440,
+    "tools/verify": 1410,
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 727, 105_350
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 731, 105_800
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
@@ -115,7 +115,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6630
+MAX_CORE_LINES = 6660
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 
