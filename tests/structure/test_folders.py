@@ -82,7 +82,7 @@ BUDGETS = {
     "scheduler/media": 380,
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
-    "serve": 2540,
+    "serve": 2530,
     "serve/anthropic": 850,
     "serve/batches": 2300,
     "serve/bodies": 1660,
@@ -107,7 +107,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 731, 105_800
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 730, 105_800
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

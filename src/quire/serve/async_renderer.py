@@ -1,22 +1,80 @@
-"""`AsyncRenderer`: prompts to token ids beside an event loop.
+"""Prompts to token ids without blocking an event loop: `Lanes` of threads, and `AsyncRenderer`.
 
-Templates run in processes of their own, long texts are tokenised in threads, and what is certainly
-too long is refused before it is tokenised.
+Short texts are processed on the loop. Longer ones go to threads, and the longest to a thread of
+their own, so short texts never queue behind long ones. Each lane is FIFO. The texts at work and in
+queues are bounded, because they take memory. Chat templates run in processes of their own.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
-from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
 from quire.render.renderer import Media, RenderedPrompt, Renderer, is_conversation
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.lanes import MAX_CHARS_ON_LOOP, Lanes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Texts up to this size are processed on the loop, in a few milliseconds at most.
+MAX_CHARS_ON_LOOP = 4096
+MAX_CHARS_SHORT = 1 << 18
+NUM_SHORT_THREADS = 2
+# Of all texts at work or in a queue.
+MAX_OPEN_CHARS = 1 << 26
+MAX_OPEN = 1024
+
+
+class Lanes:
+    """Threads for texts, bounded by the number and the characters of open texts. A text beyond the
+    bounds is refused, unless it is the only one."""
+
+    def __init__(self, max_open_chars: float = MAX_OPEN_CHARS, max_open: float = MAX_OPEN) -> None:
+        self._max_open_chars = max_open_chars
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, "text")
+        self._long = ThreadPoolExecutor(1, "long-text")
+        self.num_open = 0  # texts at work or in a queue
+        self.num_open_chars = 0  # their characters
+
+    async def run(
+        self, num_chars: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Do work on a text of num_chars characters. Raises EngineBusy beyond the bounds, and what
+        the work raises."""
+        if num_chars <= MAX_CHARS_ON_LOOP:
+            return work(*args, **kwargs)
+        self._open(num_chars)
+        lane = self._short if num_chars <= MAX_CHARS_SHORT else self._long
+        future: Future[T] = lane.submit(work, *args, **kwargs)
+        future.add_done_callback(lambda _: self._close(num_chars))  # also if the caller has left
+        return await asyncio.wrap_future(future)
+
+    def _open(self, num_chars: int) -> None:
+        with self._lock:
+            is_full = self.num_open_chars + num_chars > self._max_open_chars
+            if self.num_open and (is_full or self.num_open >= self._max_open):
+                raise EngineBusy(
+                    f"{self.num_open} long prompts with {self.num_open_chars} characters are being"
+                    " processed or waiting; try again later."
+                )
+            self.num_open += 1
+            self.num_open_chars += num_chars
+
+    def _close(self, num_chars: int) -> None:
+        with self._lock:
+            self.num_open -= 1
+            self.num_open_chars -= num_chars
+
 
 INT64 = 2**63
 
 
 class AsyncRenderer:
-    """renderer: what makes the tokens. lanes: where long work goes."""
+    """A renderer whose long work runs in lanes."""
 
     def __init__(self, renderer: Renderer, lanes: Lanes) -> None:
         self._renderer = renderer
@@ -31,9 +89,9 @@ class AsyncRenderer:
         max_tokens: int | None = None,
         media: Media = (),
     ) -> RenderedPrompt:
-        """`Renderer.render`. max_tokens: a text that certainly has more is refused unread, with
-        CONTEXT_LENGTH_EXCEEDED; others may have more, too. Raises RequestError, and EngineBusy
-        where too much waits already."""
+        """Render as `Renderer.render` does. max_tokens: a text that certainly has more tokens is
+        refused unread, with CONTEXT_LENGTH_EXCEEDED; other texts may have more, too. Raises
+        RequestError, and EngineBusy beyond the bounds of the lanes."""
         field = "prompt"
         if is_conversation(prompt):
             field = "messages"
@@ -65,8 +123,8 @@ class AsyncRenderer:
 
 
 def size_of(prompt: object, enough: float = float("inf")) -> int:
-    """About how many characters a prompt has, the names in it included, at any nesting. Numbers of
-    usual size in lists count as one. enough: where it may stop counting."""
+    """Return the approximate number of characters of a prompt at any nesting, names included. In
+    lists, numbers of usual size count as one. enough: the number at which counting may stop."""
     total, rest = 0, [prompt]
     while rest and total <= enough:
         value = rest.pop()

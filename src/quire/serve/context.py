@@ -10,9 +10,8 @@ import fastapi
 from quire.base.settings.config import ServerConfig
 from quire.engine.client.requests import RequestMaker
 from quire.render.renderer import Renderer
-from quire.serve.async_renderer import AsyncRenderer
+from quire.serve.async_renderer import AsyncRenderer, Lanes
 from quire.serve.bodies.reading import MODEL
-from quire.serve.lanes import Lanes
 from quire.serve.media.request_images import ImageReader
 from quire.serve.observers.rate_limits import RateLimits
 from quire.serve.peers import Peers

@@ -13,10 +13,9 @@ import quire
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import Renderer
 from quire.serve.app import create_app
-from quire.serve.async_renderer import size_of
+from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, size_of
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError
-from quire.serve.lanes import MAX_CHARS_ON_LOOP
 from quire.serve.pipeline.plan import check_model, checked_template
 from tests.serve.api.conftest import MODEL, MakeContext
 from tests.support.serve.fake_client import FakeClient

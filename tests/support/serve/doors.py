@@ -22,6 +22,7 @@ from quire.base.settings.config import ServerConfig
 from quire.engine.start.text import TextSide
 from quire.serve.anthropic.protocol import MessagesRequest
 from quire.serve.app import create_app
+from quire.serve.async_renderer import Lanes
 from quire.serve.batches.app_caller import AppCaller
 from quire.serve.bodies.pooling_protocol import (
     ClassifyBody,
@@ -32,7 +33,6 @@ from quire.serve.bodies.pooling_protocol import (
 from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.context import ApiContext
 from quire.serve.errors import as_api_error
-from quire.serve.lanes import Lanes
 from quire.serve.native.prefixes import PrefixBody
 from quire.serve.native.sessions import AppendBody, ForkBody
 from quire.serve.python.beam_search import BeamSearchParams

@@ -12,6 +12,7 @@ from quire.serve.bodies.open_body import (
     RESPONSE,
     Ignored,
     OpenBody,
+    at_most,
     becomes,
     unsupported,
 )
@@ -30,7 +31,6 @@ from quire.serve.bodies.protocol import (
     StopStrings,
     Tenant,
     VariableFields,
-    at_most,
 )
 from quire.serve.bodies.schemas import SOME_TEXT, TEXT, TEXT_PART, list_of, object_of, one_of
 

@@ -14,8 +14,8 @@ from quire.serve.batches.batch_store import MAX_BATCHES, BatchRecord, BatchStore
 from quire.serve.batches.batches import Batches
 from quire.serve.batches.directory import owner_of, page, seen_by
 from quire.serve.batches.files_routes import LEAST_S, MOST_S, Kept
-from quire.serve.bodies.open_body import OpenBody, StrictBody, becomes
-from quire.serve.bodies.protocol import Label, at_most
+from quire.serve.bodies.open_body import OpenBody, StrictBody, at_most, becomes
+from quire.serve.bodies.protocol import Label
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.bodies.validation_errors import shown
 from quire.serve.context import Api

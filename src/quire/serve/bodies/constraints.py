@@ -19,12 +19,11 @@ from quire.render.answers.syntax import Tool
 from quire.render.answers.tools import tools_of
 from quire.render.grammars.grammars import Checked
 from quire.render.grammars.lark import MAX_CHARS
-from quire.serve.async_renderer import size_of
+from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, size_of
 from quire.serve.bodies.protocol import ChatCompletionRequest, GenerationRequest
 from quire.serve.bodies.validation_errors import shown
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError, bad_request
-from quire.serve.lanes import MAX_CHARS_ON_LOOP
 
 Json = dict[str, Any]
 

@@ -14,12 +14,13 @@ Bodies of quire's own endpoints are always strict.
 import difflib
 import typing
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -29,12 +30,27 @@ from quire.serve.errors import ApiError, ApiHttpError
 IGNORED_HEADER = "X-Quire-Ignored-Fields"
 MAX_HEADER_CHARS = 1024
 MAX_SUGGESTED_CHARS = 60
+MAX_NAME_CHARS = 256  # of an object's fields
 SAFE = "!#$&'()*+/:;<=>?@[]^`{|}"
 EMPTY = '""'  # a header's value must not end with a blank
 ONLY_NEUTRAL = "only at its neutral value"
 
 # Parts of a request's plan that are not a field of an engine's message.
 MODEL, PROMPT, GRAMMAR, RESPONSE = "model", "prompt", "grammar", "response"
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuse a list or an object of more than `most` items before its items are read, and an object
+    with a name of more than MAX_NAME_CHARS."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, list | Mapping) and len(value) > most:
+            raise PydanticCustomError("too_long", "too long", {"max_length": most})
+        if isinstance(value, Mapping) and any(len(name) > MAX_NAME_CHARS for name in value):
+            raise PydanticCustomError("names_too_long", "too long", {"max_length": MAX_NAME_CHARS})
+        return value
+
+    return BeforeValidator(checked)
 
 
 @dataclass(frozen=True)

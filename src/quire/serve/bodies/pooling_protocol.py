@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from quire.serve.bodies import schemas
-from quire.serve.bodies.open_body import PROMPT, RESPONSE, Ignored, becomes, unsupported
+from quire.serve.bodies.open_body import PROMPT, RESPONSE, Ignored, at_most, becomes, unsupported
 from quire.serve.bodies.protocol import (
     ConversationFields,
     Natural,
@@ -13,7 +13,6 @@ from quire.serve.bodies.protocol import (
     Positive,
     ServedBody,
     SomeMessages,
-    at_most,
 )
 
 MAX_INPUTS = 2048

@@ -7,11 +7,9 @@ default counts. Sizes are limited here. `SamplingParams` checks values, and the 
 the first wrong item. pydantic alone would read all items and make an error of each.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from quire.base.requests.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
 from quire.base.requests.sampling_params import MOST_NAMED_TOKENS
@@ -25,6 +23,7 @@ from quire.serve.bodies.open_body import (
     Ignored,
     OpenBody,
     StrictBody,
+    at_most,
     becomes,
     unsupported,
 )
@@ -48,7 +47,6 @@ MAX_SALT_CHARS = 1024
 MAX_LABEL_CHARS = 256
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 19
-MAX_NAME_CHARS = 256  # of an object's fields
 MAX_CHOICES = 1 << 14
 MAX_FORMAT_FIELDS = 16
 MAX_TRANSFER_FIELDS = 64
@@ -60,20 +58,6 @@ NO_MEDIA_OPTIONS = "the model's own settings decide how images are read; remove 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def at_most(most: int) -> BeforeValidator:
-    """Refuse a list or an object of more than `most` items before its items are read, and an object
-    with a name of more than MAX_NAME_CHARS."""
-
-    def checked(value: object) -> object:
-        if isinstance(value, list | Mapping) and len(value) > most:
-            raise PydanticCustomError("too_long", "too long", {"max_length": most})
-        if isinstance(value, Mapping) and any(len(name) > MAX_NAME_CHARS for name in value):
-            raise PydanticCustomError("names_too_long", "too long", {"max_length": MAX_NAME_CHARS})
-        return value
-
-    return BeforeValidator(checked)
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 
 from quire.serve.bodies.counts import check_counts
 from quire.serve.bodies.open_body import (
+    MAX_NAME_CHARS,
     ignored_fields,
     known_fields,
     naming_ignored,
@@ -27,7 +28,6 @@ from quire.serve.media.parts import image_chars
 MODEL = "quire.model"  # in a scope: the model that the body names
 
 MAX_FIELDS = 256
-MAX_NAME_CHARS = 256
 
 # Bodies up to this size are decoded on the event loop, in a millisecond at most.
 ON_LOOP_BYTES = 1 << 16

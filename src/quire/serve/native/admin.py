@@ -11,8 +11,8 @@ from pydantic import Field
 from starlette.types import Scope
 
 from quire.base.settings.config import ServerConfig
-from quire.serve.bodies.open_body import StrictBody, becomes
-from quire.serve.bodies.protocol import Label, at_most
+from quire.serve.bodies.open_body import StrictBody, at_most, becomes
+from quire.serve.bodies.protocol import Label
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
 from quire.serve.errors import ApiError, bad_request

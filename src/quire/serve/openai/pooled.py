@@ -19,13 +19,13 @@ from quire.engine.client.admission import admit
 from quire.render.pooling_prompts import joined, most_tokens
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
+from quire.serve.async_renderer import MAX_CHARS_SHORT
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request, error_in
 from quire.serve.http.ids import new_id
 from quire.serve.http.sse import unless_disconnected
-from quire.serve.lanes import MAX_CHARS_SHORT
 from quire.serve.pipeline.answer import Json, collect
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
 from quire.serve.pipeline.plan import checked_template, plan_body

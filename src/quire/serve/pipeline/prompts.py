@@ -15,10 +15,9 @@ from quire.render.renderer import Media, RenderedPrompt, has_parts, is_conversat
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.turns import behind_an_answer, text_behind
 from quire.render.tokens.tokenizer import Tokenizer
-from quire.serve.async_renderer import size_of
+from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, size_of
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request, error_in
-from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
 from quire.serve.media.request_images import Messages, RequestImages
 from quire.serve.pipeline.plan import ChatPlan, CompletionPlan
 

@@ -32,8 +32,7 @@ from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversat
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.render.truncation import truncated_for
-from quire.serve.async_renderer import AsyncRenderer, size_of
-from quire.serve.lanes import Lanes
+from quire.serve.async_renderer import AsyncRenderer, Lanes, size_of
 from quire.serve.media.local_media import LocalMedia
 from quire.serve.processes.managed_core import ManagedCores
 from quire.serve.python.async_session import AsyncSession

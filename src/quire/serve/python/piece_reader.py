@@ -13,7 +13,7 @@ from quire.engine.client.fleet import CoreClient
 from quire.render.media.parts import refuse_media
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.tokens.open_text import OpenText
-from quire.serve.lanes import Lanes
+from quire.serve.async_renderer import Lanes
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 Piece = str | Sequence[int] | Mapping[str, Any]

@@ -10,6 +10,7 @@ from quire.serve.bodies.open_body import (
     PROMPT,
     RESPONSE,
     Ignored,
+    at_most,
     becomes,
     unsupported,
 )
@@ -27,7 +28,6 @@ from quire.serve.bodies.protocol import (
     SampledBody,
     ScheduledBody,
     Tenant,
-    at_most,
 )
 from quire.serve.bodies.schemas import SOME_TEXT, TEXT, list_of, object_of, one_of
 from quire.serve.media.parts import DETAILS

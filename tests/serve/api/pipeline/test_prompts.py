@@ -13,8 +13,8 @@ from quire.engine.start.build import Engine
 from quire.render.renderer import Renderer
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.serve.app import create_app
+from quire.serve.async_renderer import MAX_CHARS_SHORT, Lanes
 from quire.serve.context import ApiContext
-from quire.serve.lanes import MAX_CHARS_SHORT, Lanes
 from quire.serve.pipeline import prompts
 from tests.serve.api.conftest import MODEL, MakeContext
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.base.errors import EngineBusy
-from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, NUM_SHORT_THREADS, Lanes
+from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, NUM_SHORT_THREADS, Lanes
 
 SHORT, LONG = MAX_CHARS_ON_LOOP + 1, MAX_CHARS_SHORT + 1
 
