@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx2
 import pytest
-import quire.serve.api
 
+import quire.serve
 from quire.serve.anthropic.routes import create_message
 from quire.serve.app import create_app
 from quire.serve.openai.chat_completions import create_chat_completion
@@ -17,14 +17,14 @@ from quire.serve.openai.completions import create_completion
 from quire.serve.responses.routes import create_response
 from tests.serve.api.conftest import MakeContext
 
-ROOM = str(Path(quire.serve.api.__file__).parent)
-SHARED = "responses/state.py"  # an object of the process, as the context is
-FOLDERS = ("bodies", "openai", "messages", "responses", "pooling", "pipeline")
+ROOM = str(Path(quire.serve.__file__).parent)
+SHARED = "responses/store.py"  # an object of the process, as the context is
+FOLDERS = ("bodies", "openai", "anthropic", "responses", "pipeline")
 MESSAGE = {"role": "user", "content": "Hello"}
 
 
 class Walk:
-    """Notes the files of serve/api whose functions are called, between a route and the engine."""
+    """Notes the files of `serve` whose functions are called, between a route and the engine."""
 
     def __init__(self, route: CodeType) -> None:
         self.files: list[str] = []
