@@ -56,10 +56,7 @@ class Reads:
 
 
 class Model(nn.Module):
-    """A model from token ids to logits, or one pipeline stage with some of its layers.
-
-    Fields without a default are set by the constructor of a subclass.
-    """
+    """A model from token ids to logits, or one pipeline stage with some of its layers."""
 
     base_prefix = ""  # prefix of tensor names that checkpoints of the bare decoder lack
     head_tensor = "lm_head.weight"  # name of the head's tensor

@@ -54,11 +54,8 @@ def take_outputs(
 def take_inputs(
     tensors: Tensors, wanted: Mapping[str, Wanted], shape: Shape, columns: Cut
 ) -> tuple[Tensors, Shape, int]:
-    """Select a range of inputs.
-
-    Return the selected tensors, the shape of the module that they form, and the index of the first
-    requested input in that module.
-    """
+    """Select a range of inputs. Return the selected tensors, the shape of the module that they
+    form, and the index of the first requested input in that module."""
     step = step_of(wanted, _shapes(tensors), shape, INPUTS)
     first = columns.first // step * step
     end = min(-(-(columns.first + columns.count) // step) * step, shape[1])

@@ -43,8 +43,7 @@ def groups_of(how: StoredWeight) -> tuple[int, int]:
 
 
 def unused(*shapes: Shape) -> Wanted:
-    """Describe an optional tensor that no weight depends on, such as a scale of activations.
-    Without shapes it may have any shape."""
+    """Describe an optional tensor that no weight depends on, of any shape if none is given."""
     return Wanted(shapes, (), is_needed=False, is_used=False)
 
 
@@ -53,8 +52,7 @@ def num_groups(how: StoredWeight, inputs: int) -> int:
 
 
 def scale_shapes(how: StoredWeight, shape: Shape) -> tuple[Shape, ...]:
-    """Return the permitted shapes of scales: [outputs, groups], and shapes without dimensions of
-    1."""
+    """Return the permitted shapes of scales: [outputs, groups], also without dimensions of 1."""
     outputs = math.ceil(shape[0] / how.rows) if how.rows else 1
     groups = num_groups(how, shape[1])
     found: list[Shape] = [(outputs, groups)]
@@ -83,10 +81,8 @@ def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Unpack int32 words [R, C] to uint8 [R, C * 32 / bits], lowest bits of a word first.
-
-    order: for each number of the result, its index in the word; None keeps the order.
-    """
+    """Unpack int32 words [R, C] to uint8 [R, C * 32 / bits], lowest bits of a word first. order:
+    for each number of the result, its index in the word; None keeps the order."""
     parts = words.contiguous().view(torch.uint8)
     if bits == 4:
         parts = torch.stack((parts & 15, parts >> 4), dim=-1).flatten(1)
@@ -108,20 +104,15 @@ def of_some_inputs(
     groups_K: torch.Tensor,
 ) -> IntegerRows:
     """Return the rows for a part of sorted inputs, with one scale and zero point per input.
-
-    integers: [N, K]. scales, zeros: [G, N]. groups: group of each input, [K].
-    """
+    integers: [N, K]. scales, zeros: [G, N]. groups: group of each input, [K]."""
     groups_K = groups_K.long()
     zeros_NK = None if zeros_GN is None else zeros_GN[groups_K].float().t()
     return IntegerRows(integers_NK, bits, scales_GN[groups_K].float().t(), 1, zeros_NK)
 
 
 def sorted_by_group(groups_K: torch.Tensor, group_size: int) -> tuple[torch.Tensor | None, bool]:
-    """Return the permutation that sorts inputs by group, and whether the groups are then regular.
-
-    groups: group of each input, [K]. The permutation is None if the inputs are sorted. Regular
-    groups have `group_size` inputs each, except for the last.
-    """
+    """Return the permutation that sorts inputs by group, or None if they are sorted, and whether
+    all groups but the last then have `group_size` inputs. groups: group of each input, [K]."""
     inputs = len(groups_K)
     wanted = torch.arange(inputs) // group_size
     groups_K = groups_K.long() - groups_K.min()  # a rank's first group may be a later one
