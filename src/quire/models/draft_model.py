@@ -1,4 +1,4 @@
-"""A model that guesses what another one says: whether it fits that one, and its layers' numbers."""
+"""Load and check the draft model of a target model, and number the draft model's layers."""
 
 from dataclasses import replace
 
@@ -19,9 +19,11 @@ from quire.spec.model_spec import QUIRE, ModelSpec
 def with_drafter(
     spec: ModelSpec, speculation: Speculation | None, files: tuple[str, ...] = ALL_FILES
 ) -> tuple[ModelSpec, ModelSource | None]:
-    """Return the spec of a model with that of the one that guesses what it says, and where that one
-    comes from; None without one. files: as resolve_model. Raises ModelError, and ConfigError for
-    one that does not fit."""
+    """Return the target's spec with the drafter's spec set, and the drafter's source.
+
+    Without a draft model, return the spec unchanged and None. files: see resolve_model. Raises
+    ModelError, and ConfigError if the draft model does not fit the target.
+    """
     if speculation is None or speculation.model is None:
         return spec, None
     source = resolve_model(speculation.model, files=files)
@@ -33,8 +35,11 @@ def with_drafter(
 
 
 def join(drafter: Model, target: Model, num_layers: int, most_tokens: int) -> None:
-    """Let a drafter's layers have numbers behind its target's, so many, and a head take what it
-    needs of the target. most_tokens: of a step. Raises ModelError for a head that does not fit."""
+    """Number the drafter's layers after the target's, and attach an EAGLE-3 head to the target.
+
+    num_layers: layers of the target. most_tokens: maximum number of tokens of a step. Raises
+    ModelError if the head does not fit.
+    """
     number_behind(drafter, num_layers)
     if isinstance(drafter, Eagle3):
         drafter.attach(target)
@@ -66,7 +71,8 @@ def _check(spec: ModelSpec, drafter: ModelSpec, name: str) -> None:
 
 
 def number_behind(model: nn.Module, num_layers: int) -> None:
-    """Let a model's layers have numbers behind so many others, whose attention backend they use."""
+    """Add num_layers to the layer numbers of a model that shares another model's attention
+    backend."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Attention):

@@ -1,17 +1,16 @@
-"""EAGLE-3 heads: a layer or a few that guess what the target says next (arXiv 2503.01840).
+"""EAGLE-3 heads: a few layers that propose draft tokens for a target model (arXiv 2503.01840).
 
-Shape legend: T tokens, R rows, D model dim, E both that come out of a pass (the state, and what its
-norm makes of it), F numbers of the target that are read of each token, V the target's vocabulary,
-I ids that the head can guess.
+Shape legend: T tokens, R rows, D model dim, E = 2 D outputs of a pass (the state and its norm), F
+values of the target read per token, V the target's vocabulary, I ids of the head's vocabulary.
 
-A head computes, of the token at p + 1 and the target's states at p, a state of its own, which
-stands in their place when it goes on guessing:
+A head computes a state from the token at p + 1 and the target's states at p. For further draft
+tokens, this state replaces the target's states:
 
     target's states at p -> fc -> norm --.
     token at p + 1 -> embedding -> norm --+-> attention -> feed-forward -> state -> norm -> logits
 
-Names of tensors are those of `speculators`; the authors' `midlayer` is `layers.0`. A checkpoint
-that has no embedding shares the target's.
+Tensors have the names of `speculators`; the authors' `midlayer` becomes `layers.0`. A head whose
+checkpoint has no embedding shares the target's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +44,7 @@ EMBEDDING, IDS = "embed_tokens", "d2t"
 
 
 class DraftIds(Layer):
-    """Which token each id of the head is: the checkpoint has how much to add to it."""
+    """The target's token for each id of the head, stored as the difference token - id."""
 
     neutral = MappingProxyType({"weight": 0.0})
 
@@ -57,12 +56,12 @@ class DraftIds(Layer):
         return [Source(IDS, self.weight)]
 
     def tokens(self) -> torch.Tensor:
-        """Return the target's token of each id, [I]."""
+        """Return the target's token for each id, [I] int64."""
         return self.weight + torch.arange(len(self.weight), device=self.weight.device)
 
 
 class ReadNorm(Layer):
-    """RMS normalisation of what is read: of all of it, or of each layer's by itself."""
+    """RMS normalisation of the target's states: over all layers at once, or per layer."""
 
     neutral = MappingProxyType({"weight": 1.0})
 
@@ -83,7 +82,7 @@ class ReadNorm(Layer):
 
 
 class FirstLayer(nn.Module):
-    """Attention over the embedded token and the state before it, side by side; feed-forward."""
+    """Attention over the embedded token concatenated with the previous state, then feed-forward."""
 
     def __init__(self, at: LayerPlace, norm_first: bool) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class FirstLayer(nn.Module):
     def forward(
         self, embedded_TD: torch.Tensor, state_TD: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what DecoderLayer does."""
+        """Return the output [T, D] and the residual [T, D], as DecoderLayer does."""
         normed_TD = self.state_norm(state_TD)[0]
         x_TD = beside(self.token_norm(embedded_TD)[0], normed_TD)
         x_TD = self.attention(x_TD, step)
@@ -106,8 +105,11 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3(Model):
-    """A head, as runner/drafting/drafting.py asks for it; before it computes it is attached to its
-    target. target_layers: what it reads, as Reads has them. num_read: F. size: D. num_out: E."""
+    """An EAGLE-3 head for runner/drafting/drafting.py. Call `attach` before the first pass.
+
+    target_layers: layers of the target that the head reads (see Reads). num_read: F. size: D.
+    num_out: E.
+    """
 
     ignored_tensors = ("t2d", "rotary_emb.inv_freq")
     head: LMHead
@@ -134,7 +136,7 @@ class Eagle3(Model):
         self._vocabulary, self._group = place.vocabulary(spec.vocab_size), place.tensor
         self._ids = place.vocabulary(head.num_ids)
         self.embedding: Embedding | None = Embedding(EMBEDDING, self._vocabulary, size, factory)
-        self._targets: list[Embedding] = []  # a list, so that it is no part of this model
+        self._targets: list[Embedding] = []  # a list, so that torch registers no submodule
         self._tokens: torch.Tensor | None = None
         places = [
             LayerPlace(spec, options, layer, f"layers.{layer}", factory)
@@ -148,7 +150,7 @@ class Eagle3(Model):
         self._rotary = Rotary(spec.rope, spec.head_dim, factory)
 
     def adopt(self, names: Iterable[str]) -> None:
-        """See Model: there may be no embedding, and no ids where they are the target's."""
+        """See Model. Drop the embedding and the ids that the checkpoint lacks."""
         stored = {own for name in names for own in self.names_of(name)}
         if f"{EMBEDDING}.weight" not in stored:
             self.embedding = None
@@ -156,15 +158,15 @@ class Eagle3(Model):
             self.ids = None
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """See Model: both layouts, below `model` or not."""
+        """See Model. Accept both layouts, with or without the prefix `model.`."""
         own = name.removeprefix("model.")
         if own.startswith("midlayer."):
             own = f"layers.0.{own.removeprefix('midlayer.')}"
         return (own,)
 
     def attach(self, target: Model) -> None:
-        """Take of the target what the checkpoint does not have. Raises ModelError where that does
-        not fit, and for ids that are no tokens of the target's."""
+        """Share the target's embedding if the checkpoint has none. Raises ModelError if its width
+        differs, or if an id is not a token of the target."""
         self._tokens = self._checked_tokens()
         if self.embedding is not None:
             return
@@ -177,7 +179,7 @@ class Eagle3(Model):
         self._targets = [found]
 
     def _checked_tokens(self) -> torch.Tensor | None:
-        """Return the token of each id, [I]; None if they are the same."""
+        """Return the token for each id, [I] int64; None if ids and tokens are equal."""
         num_ids = self._ids.whole
         if self.ids is None:
             if num_ids == self._vocab_size:
@@ -202,8 +204,8 @@ class Eagle3(Model):
         read_TF: torch.Tensor | None,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Compute the states of known tokens, each beside its norm, [T, E]; ids: those behind what
-        was read."""
+        """Return each known token's state and its norm, [T, E]. ids: the tokens at p + 1 for the
+        target's states at p."""
         assert read_TF is not None, "a head reads states of its target"
         read_TF = read_TF.to(self.dtype)
         if self.read_norm is not None:
@@ -217,7 +219,8 @@ class Eagle3(Model):
         out_RE: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Do that for guessed tokens, from what came out of those before them."""
+        """Return each draft token's state and its norm, [R, E]. out: results for the previous
+        tokens, [R, E]."""
         return self._run(ids_R, positions_R, out_RE[:, : self.size], attention)
 
     def _run(
@@ -236,8 +239,8 @@ class Eagle3(Model):
         return beside(normed_RD if self._norm_last else state_RD, normed_RD)
 
     def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
-        """Compute logits [R, V]; -inf for tokens that the head cannot guess. Of a rank those of its
-        part of the target's tokens."""
+        """Return logits [R, V], with -inf for tokens outside the head's vocabulary. Under tensor
+        parallelism, V counts the rank's part of the target's vocabulary."""
         logits_RI: torch.Tensor = self.head(out_RE[:, self.size :])
         if self._tokens is None:
             return logits_RI

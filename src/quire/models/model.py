@@ -1,7 +1,7 @@
-"""What every model is, and what those with learned positions share.
+"""The base class of all models, and the base of models with learned positions.
 
-Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim, E numbers of a token
-that cross from one stage to the next, F all that a model shows of a token (`Reads`).
+Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim, E values per token
+that one stage sends to the next, F values per token that `Reads` copies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,12 +22,12 @@ HEADS = "num_attention_heads"  # the setting, as errors name it
 
 
 class Reads:
-    """What enters some layers, side by side in memory that every forward pass writes again. A head
-    drafts by it (eagle3.py).
+    """Copies of the inputs of selected layers, concatenated per token. Each forward pass overwrites
+    them. An EAGLE-3 head reads them to propose draft tokens (eagle3.py).
 
-    layers: numbers of layers, each of which stands for what enters it, as transformers'
-    `hidden_states` do; the number behind the last layer's stands for what that returns, before the
-    last norm. most_tokens: of a step, where the memory may not move later (graphs were recorded).
+    layers: indices of the layers, counted as in transformers' `hidden_states`; the number of layers
+    selects the last layer's output before the final norm. most_tokens: capacity in tokens per step,
+    set where recorded graphs forbid a later reallocation; 0 without such a limit.
     """
 
     def __init__(self, layers: Sequence[int], most_tokens: int = 0) -> None:
@@ -35,7 +35,7 @@ class Reads:
         self._most_tokens, self._memory = most_tokens, torch.empty(0, 0)
 
     def keep(self, layer: int, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> None:
-        """Write the sum of both, if the layer that they enter is one of these."""
+        """Copy the sum of both inputs of a layer, if the layer is selected."""
         for place, each in enumerate(self.layers):
             if each == layer:
                 num_tokens, size = x_TD.shape
@@ -43,7 +43,7 @@ class Reads:
                 add_into(into_TF[:, place * size : (place + 1) * size], x_TD, residual_TD)
 
     def last(self, num_tokens: int) -> torch.Tensor:
-        """Return what the last forward pass has left, [T, F], valid until the next."""
+        """Return the copies of the last forward pass, [T, F]; the next pass overwrites them."""
         return self._memory[:num_tokens]
 
     def _room(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -56,39 +56,27 @@ class Reads:
 
 
 class Model(nn.Module):
-    """A model, up to the logits of its head; or a stage of one, which has some of its layers.
+    """A model from token ids to logits, or one pipeline stage with some of its layers."""
 
-    base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
-    ignored_tensors: ends of the names of tensors that no layer needs. head_tensor: the head's.
-    only_operations: whether it computes nothing but by quire's operations. runs_by: whose class it
-    is, for people. shares_layers: what a class of another package says of itself if ranks can share
-    its layers: it takes its numbers of heads from LayerPlace, not from the spec. shows_states:
-    whether it can show what enters its layers. reads: what it shows, if that was asked for.
-    has_stages: whether it can be cut into stages. entering: numbers of each
-    token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
-    the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other ranks have.
-    head: None but on the last stage. kept_as: the key of the weight cache's file that holds its
-    weights, if they are kept. position_axes: of the positions, 3 with M-RoPE. vision: the tower of
-    a model that reads images. encoder_memory: what tokens with ids below 0 read (ops/embedding.py),
-    [slots, numbers of the tower's rows].
-    """
-
-    base_prefix = ""
-    head_tensor = "lm_head.weight"
-    ignored_tensors: tuple[str, ...] = ()
-    only_operations = True
-    runs_by = "a class of quire's"
+    base_prefix = ""  # prefix of tensor names that checkpoints of the bare decoder lack
+    head_tensor = "lm_head.weight"  # name of the head's tensor
+    ignored_tensors: tuple[str, ...] = ()  # suffixes of the names of tensors that no layer needs
+    only_operations = True  # whether the forward pass consists of quire's operations alone
+    runs_by = "a class of quire's"  # the implementation, as messages name it
+    # Whether ranks can share the layers of a class of another package. Such a class takes its
+    # numbers of heads from LayerPlace, not from the spec.
     shares_layers = False
-    shows_states = False
-    reads: Reads | None = None
-    has_stages = False
-    entering = leaving = 0
-    dtype: torch.dtype
-    elsewhere: tuple[str, ...] = ()
-    head: LMHead | None
-    kept_as: str | None = None
-    position_axes = 1
-    vision: VisionTower | None
+    shows_states = False  # whether `let_read` can be called
+    reads: Reads | None = None  # copies of layer inputs, after `let_read`
+    has_stages = False  # whether pipeline stages can divide the layers
+    entering = leaving = 0  # values per token from the previous stage, and to the next one
+    dtype: torch.dtype  # dtype of these values
+    elsewhere: tuple[str, ...] = ()  # prefixes of the names of tensors that other ranks hold
+    head: LMHead | None  # None except on the last stage
+    kept_as: str | None = None  # key of the weights in the weight cache, if they are cached
+    position_axes = 1  # axes of the positions: 3 with M-RoPE
+    vision: VisionTower | None  # vision tower of a model that reads images
+    # Features that token ids below 0 read (ops/embedding.py), [slots, width of the tower's rows].
     encoder_memory: torch.Tensor | None = None
 
     def __init__(self) -> None:
@@ -103,25 +91,25 @@ class Model(nn.Module):
         inputs_embeds_TD: torch.Tensor | None = None,
         intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return hidden states [T, D] after the last norm, or what goes to the next stage [T, E];
-        ids int64 or int32, positions int64 [T], or [position_axes, T] if there are several axes.
+        """Return hidden states [T, D] after the last norm, or the next stage's inputs [T, E].
 
-        An id below 0 stands for row -1 - id of the encoder memory.
-        inputs_embeds replaces the embedded ids, intermediate is what the stage before returned.
+        Ids are int64 or int32. Positions are int64 [T], or [position_axes, T] with several axes.
+        A negative id stands for row -1 - id of the encoder memory. inputs_embeds replaces the
+        embedded ids. intermediate is the output of the previous stage.
         """
         raise NotImplementedError
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V] in the model's dtype; of a rank those of its tokens
-        (RankPlace.vocabulary)."""
+        """Return logits [R, V] in the model's dtype. Under tensor parallelism, V counts the rank's
+        part of the vocabulary (RankPlace.vocabulary)."""
         assert self.head is not None, "the last stage has the head"
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
 
     def take_encoder_memory(self, num_slots: int) -> torch.Tensor:
-        """Allocate the encoder memory and return it, float32, or float64 for a model in float64.
+        """Allocate and return the encoder memory: float32, or float64 for a model in float64.
 
-        It is called before the model is traced, and the memory stays where it is.
+        Call this before the model is traced, because traces hold the memory's address.
         """
         assert self.vision is not None, "the model has a vision tower"
         dtype, device = accumulation_dtype(self.vision.dtype), self.vision.device
@@ -129,8 +117,8 @@ class Model(nn.Module):
         return self.encoder_memory
 
     def let_read(self, layers: Sequence[int], most_tokens: int = 0) -> None:
-        """Show from now on what enters these layers; see Reads. Raises ModelError for a model that
-        cannot."""
+        """Copy the inputs of these layers in each later forward pass; see Reads. Raises ModelError
+        if the model does not support it."""
         if not self.shows_states:
             raise ModelError(
                 "an EAGLE-3 head reads the states between layers, which this model does not"
@@ -140,27 +128,27 @@ class Model(nn.Module):
         self.reads = Reads(layers, most_tokens)
 
     def last_read(self, num_tokens: int) -> torch.Tensor:
-        """Return what the last forward pass has shown, [T, F], of its tokens in their order. Valid
-        until the next."""
+        """Return the layer inputs that the last forward pass copied, [T, F], in token order. The
+        next pass overwrites them."""
         assert self.reads is not None, "let_read comes first"
         return self.reads.last(num_tokens)
 
     def leave_head(self, tensors: Sequence[str]) -> None:
-        """Let the states be all that is used. The head shares the table of tokens then, and what
-        files hold of it, or of these tensors by the ends of their names, is not the model's."""
+        """Drop the model's own head, for callers that use hidden states alone. Loading then ignores
+        the head's tensor and all tensors whose names end with one of `tensors`."""
         self.ignored_tensors = (*self.ignored_tensors, self.head_tensor, *tensors)
         self.head_tensor = ""
 
     def adopt(self, names: Iterable[str]) -> None:
-        """Learn which tensors the weight files hold, before anything is filled from them."""
+        """Adapt to the names of the tensors in the weight files, before any weight is loaded."""
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return what the layers' sources may call a tensor of the weight files."""
+        """Return the names by which sources of layers may refer to a tensor of the weight files."""
         return name, f"{self.base_prefix}{name}"
 
     def ignores(self, name: str) -> bool:
-        """Tell whether a tensor that no source names is harmless: a constant, a scale that is not
-        for the layers (kv_scales.py), a tied head stored again, or another rank's."""
+        """Return whether loading may ignore a tensor that no source names. Such tensors are
+        constants, KV scales (kv_scales.py), copies of a tied head, and tensors of other ranks."""
         if self.is_elsewhere(name):
             return True
         is_tied = self.head is not None and not self.head.sources()
@@ -168,7 +156,7 @@ class Model(nn.Module):
         return tied_head or name.endswith(self.ignored_tensors)
 
     def is_elsewhere(self, name: str) -> bool:
-        """Tell whether a tensor of the weight files is another rank's, which looks at it."""
+        """Return whether a tensor of the weight files belongs to another rank."""
         return any(each.startswith(self.elsewhere) for each in self.names_of(name))
 
     def take_place(
@@ -179,9 +167,11 @@ class Model(nn.Module):
         behind: Sequence[str],
         width: int,
     ) -> None:
-        """Note what other stages have, and that E numbers cross. layers: what the modules of each
-        layer of the whole model are in; before, behind: modules that stand before and behind the
-        layers."""
+        """Record which modules other stages hold, and set `entering` and `leaving`.
+
+        layers: module name of each layer of the whole model. before, behind: names of the modules
+        that run before and after the layers. width: values per token between stages (E).
+        """
         place, self.dtype = factory.place, factory.dtype
         here = place.layers(len(layers))
         others = [name for layer, name in enumerate(layers) if layer not in here]
@@ -193,7 +183,7 @@ class Model(nn.Module):
 
 
 class PositionedModel(Model):
-    """A model whose positions are a table that is added to the embedded tokens."""
+    """A model that adds learned position embeddings to its token embeddings."""
 
     shows_states = has_stages = True
     embedding: Embedding | None
@@ -237,8 +227,8 @@ class PositionedModel(Model):
 
 
 class PositionedAttention(nn.Module):
-    """Queries, keys and values, attention and the output projection; nothing is rotated. heads:
-    those that this rank has."""
+    """Attention without rotary positions, with its input and output projections. heads: attention
+    heads of this rank."""
 
     def __init__(
         self, heads: Cut, head_dim: int, layer: int, qkv: Linear, output: Linear, scale: float

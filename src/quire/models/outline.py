@@ -1,6 +1,7 @@
-"""Which parameters a model has and which tensors fill them, without any memory for them.
+"""List a model's parameters, and the tensors that fill them, without allocating weights.
 
-Made of the layers themselves, with parameters that have no memory. `quire fit` plans by it.
+The outline is read from the model's real layers, built with parameters on the meta device. `quire
+fit` plans memory with it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,27 +28,21 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter.
-
-    kind: LINEAR, ROUTER and HEAD are packed, with shape [outputs, inputs], routers never quantised;
-    PLAIN stays as it is. tensors: those of a checkpoint that fill it, with their shapes there.
-    num_bytes: as it is, not packed. is_tied: the embedding's table is the same parameter, and its
-    tensor fills it. outputs: how many each of the tensors fills here. columns: the inputs that a
-    rank has, if not all.
-    """
+    """One parameter of a model. LINEAR, ROUTER and HEAD parameters have shape [outputs, inputs] and
+    are packed; routers are never quantised. PLAIN parameters keep their dtype and layout."""
 
     kind: str
     shape: Shape
-    tensors: Mapping[str, Shape] = field(hash=False)
-    num_bytes: int
-    is_tied: bool = False
-    outputs: Mapping[str, int] = field(default_factory=dict, hash=False)
-    columns: Cut | None = None
+    tensors: Mapping[str, Shape] = field(hash=False)  # checkpoint tensors that fill it, with shapes
+    num_bytes: int  # size before packing
+    is_tied: bool = False  # whether the embedding shares this parameter and its tensor
+    outputs: Mapping[str, int] = field(default_factory=dict, hash=False)  # outputs by tensor name
+    columns: Cut | None = None  # inputs that this rank holds; None for all
 
 
 @dataclass(frozen=True)
 class FormatBytes:
-    """What parts that are stored alike take together. name: such as `int4 in groups of 32`."""
+    """The total size of all parts in one format. name: such as `int4 in groups of 32`."""
 
     name: str
     num_bytes: int
@@ -55,8 +50,10 @@ class FormatBytes:
 
 @dataclass(frozen=True)
 class Outline:
-    """All parameters of a model, shared ones once, each expert's its own. names_of, ignores: as
-    models.model.Model has them. encoder: of its vision tower; None without one."""
+    """All parameters of a model. A shared parameter appears once; each expert has its own parts.
+
+    names_of, ignores: methods of models.model.Model. encoder: size of the vision tower, if any.
+    """
 
     parts: tuple[Part, ...]
     names_of: Callable[[str], tuple[str, ...]]
@@ -73,9 +70,11 @@ def outline(
     stored_names: Collection[str] = (),
     place: RankPlace = WHOLE,
 ) -> Outline:
-    """Make a model's outline, or that of a rank's part. dtype: its weights'. stored_names: tensors
-    of the weight files, if they are known. Raises ModelError for an unknown model_type, and
-    ConfigError for what ranks cannot share."""
+    """Return the outline of a model, or of one rank's part of it.
+
+    dtype: dtype of the weights. stored_names: names of the tensors in the weight files, if known.
+    Raises ModelError for an unknown model_type, and ConfigError if ranks cannot share the layers.
+    """
     model = empty_model(spec, getattr(torch, dtype), torch.device("cpu"), place)
     if stored_names:
         model.adopt(stored_names)
@@ -102,7 +101,7 @@ def _parts(model: Model) -> Iterator[Part]:
 
 
 def _fills(destination: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Tell whether a destination is a part of the parameter (which has no memory to compare)."""
+    """Return whether a destination is the parameter or a view of it."""
     return destination is parameter or destination._base is parameter
 
 
@@ -127,8 +126,8 @@ def _part(
 def planned_weights(
     parts: Sequence[Part], packing: Packing, formats: WeightFormats, stored: Stored
 ) -> list[FormatBytes]:
-    """Count the bytes of the packed parts, by format, the largest first. stored: of parts,
-    by index, whose weights are quantised in a GGUF file."""
+    """Return the packed size of all parts by format, largest first. stored: storage formats of the
+    parts that are quantised in a GGUF file, by index."""
     sizes: dict[str, int] = {}
     for index, part in enumerate(parts):
         if part.kind == PLAIN:
@@ -145,14 +144,14 @@ def planned_weights(
 
 
 def part_bytes(part: Part, packing: Packing, format: Quantization | None) -> int:
-    """Count the bytes of a part that is packed."""
+    """Return the packed size of a part in bytes."""
     if part.kind == HEAD:
         return packing.head_bytes(part.shape, format, part.is_tied)
     return packing.weight_bytes(part.shape, format)
 
 
 def format_name(format: Quantization | None, dtype: str) -> str:
-    """Name a format for people, who need not know which float type its scales are."""
+    """Return a display name of a format, without the dtype of its scales."""
     if format is None:
         return dtype
     name = format.format.replace("_f16", "").replace("_f32", "").replace("_zeros", " with zeros")

@@ -1,5 +1,5 @@
-"""Which class implements which `model_type`: ours, those of packages made for us, and for all
-others those of transformers."""
+"""Choose the class that implements a `model_type`: a class of quire, of a plug-in package, or else
+of transformers."""
 
 from collections import ChainMap
 from collections.abc import Callable
@@ -79,7 +79,7 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "qwen3_next": Qwen3Next,
     "smollm3": SmolLM3,
 }
-# Those whose tokens see each other in both directions: they pool, and do not generate.
+# Models with bidirectional attention: they pool, and do not generate.
 ENCODERS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "bert": Bert,
     "camembert": Roberta,
@@ -88,7 +88,7 @@ ENCODERS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "xlm-roberta": Roberta,
 }
 OWN = ChainMap(MODELS, ENCODERS)
-# Those that read images, by the type of the whole model.
+# Models that read images, by the model_type of the whole model.
 MULTIMODAL: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "gemma3": Gemma3Images,
     "llava": Llava,
@@ -103,12 +103,13 @@ MULTIMODAL: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
 def model_spec(
     directory: Path, implementation: str = "auto", *, is_compiled: bool = False
 ) -> ModelSpec:
-    """Read a model's config and choose whose class runs it.
+    """Read a model's config and choose the implementation that runs it.
 
-    implementation: `quire`, `transformers`, or `auto`, which is transformers' where nobody made a
-    class for us. is_compiled: whether torch shall compile transformers' class. Raises ModelError,
-    MissingDependency where transformers is asked for and absent, and ConfigError for a GGUF file or
-    a class of ours where it would have to be transformers'.
+    implementation: `quire`, `transformers`, or `auto`, which uses transformers only for types that
+    neither quire nor a plug-in implements. is_compiled: whether torch compiles transformers' class.
+
+    Raises ModelError, MissingDependency if transformers is requested and absent, and ConfigError if
+    a GGUF file is to run by transformers, or a class of quire is to be compiled.
     """
     is_file = is_gguf(directory)
     if implementation == TRANSFORMERS and is_file:
@@ -131,13 +132,13 @@ def model_spec(
 def make_model(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, place: RankPlace = WHOLE
 ) -> Model:
-    """Make the model, or a rank's part of it, with uninitialised parameters. Raises ModelError for
+    """Build the model, or a rank's part of it, with uninitialised parameters. Raises ModelError for
     an unknown model_type."""
     return class_of(spec)(spec, ParamFactory(dtype, device, place)).eval()
 
 
 def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
-    """Return what makes the model of a spec. Raises ModelError as model_class does."""
+    """Return the class of a spec's model. Raises ModelError as model_class does."""
     if spec.implementation != QUIRE:
         return TransformersModel
     if spec.model_type == eagle3_spec.MODEL_TYPE:
@@ -149,7 +150,8 @@ def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
 
 
 def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
-    """One of ours, or of another package. Raises ModelError, naming all, if there is none."""
+    """Return the class of quire or of a plug-in. Raises ModelError, which lists all types, if there
+    is none."""
     if model_type in OWN:
         return OWN[model_type]
     if not _is_ours(model_type):
@@ -165,7 +167,8 @@ def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
 
 
 def can_share(spec: ModelSpec) -> bool:
-    """Tell whether ranks can share the layers of its model: of ours, and of those that say so."""
+    """Return whether ranks can share the model's layers: for quire's classes, and for plug-ins that
+    set `shares_layers`."""
     found = class_of(spec)
     is_ours = spec.model_type in OWN or spec.model_type == eagle3_spec.MODEL_TYPE
     return is_ours or (isinstance(found, type) and bool(vars(found).get("shares_layers")))

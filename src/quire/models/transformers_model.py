@@ -1,10 +1,10 @@
-"""Any model that transformers implements, by its own class, over quire's paged memory.
+"""Run a model by its class in transformers, over quire's paged KV memory.
 
 Shape legend: T tokens, R rows, D model dim, V vocabulary.
 
-What its class computes stays as it is, but for what quire has layers for (hf/build.py): linear
-layers, norms, the table of tokens and the head; and attention (hf/attention.py). Where all that is
-left between these can be told as quire's operations (hf/lower.py), the model runs as those.
+Quire's layers replace linear layers, norms, the token table and the head (hf/build.py), and
+attention (hf/attention.py). The class computes the rest. If all of the rest can be expressed as
+quire's operations (hf/lower.py), the model runs without the class.
 """
 
 from collections.abc import Iterable
@@ -59,7 +59,7 @@ class TransformersModel(Model):
         inputs_embeds_TD: torch.Tensor | None = None,
         intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See Model. There is no intermediate: the class does not say where a layer begins."""
+        """See Model. There are no stages, because the class does not expose its layers' bounds."""
         assert intermediate_TE is None
         if self._steps is not None:
             inputs = input_ids_T, positions_T, attention, inputs_embeds_TD
@@ -74,9 +74,11 @@ class TransformersModel(Model):
             return self._run(input_ids_T[None], positions_T[None])[0]
 
     def _torch_threads(self, positions_T: torch.Tensor) -> int | None:
-        """Say how many threads torch shall have; None leaves it. Beside the core's threads, which
-        wait for work as torch's do, more than one pay only for large products of torch's own
-        (experts), on many cores."""
+        """Return the number of threads for torch; None keeps its setting.
+
+        Torch's threads run in addition to the core's. Several pay off only for torch's own large
+        products (experts) on many cores.
+        """
         is_large = self._has_products and len(positions_T) >= MANY_TOKENS
         if positions_T.device.type != "cpu" or (is_large and num_threads() >= MANY_CORES):
             return None
@@ -97,7 +99,7 @@ class TransformersModel(Model):
 
 
 def _give_memory(model: nn.Module, factory: ParamFactory) -> None:
-    """Put what the factory makes in the place of parameters without memory."""
+    """Replace meta parameters by parameters of the factory; shared ones stay shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):

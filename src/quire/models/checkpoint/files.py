@@ -1,10 +1,10 @@
-"""The files of a checkpoint, and what their headers say: names and shapes of tensors. No torch.
+"""Find the files of a checkpoint and read names and shapes of tensors from headers. No torch.
 
 A safetensors file begins with the length of its header (u64, little-endian) and the header, JSON:
 
     {"__metadata__": {...}, name: {"dtype": "BF16", "shape": [...], "data_offsets": [...]}, ...}
 
-Whoever made the file may mean ill: the length is checked before anything is read. No values are.
+A file may be hostile, so its length is checked before the header is read. No values are read.
 """
 
 import json
@@ -28,19 +28,18 @@ T = TypeVar("T")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """List what holds the weights. Raises ModelError, saying what to do, if there is nothing."""
+    """List the files that hold the weights. Raises ModelError if there are none."""
     return [path] if is_gguf(path) else weight_files(path)
 
 
 def has_weights(directory: Path) -> bool:
-    """Tell whether there are files of weights, or an index of some, whether they can be read or
-    not."""
+    """Return whether a directory has weight files or an index of them, in any known format."""
     return any(any(directory.glob(each)) for each in WEIGHTS)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List the *.safetensors files of a model: as transformers has it model.safetensors, else
-    those that its index names, else all. Raises ModelError, saying what to do, if it has none."""
+    """List the *.safetensors files of a model, in transformers' order of preference:
+    model.safetensors, else the files in the index, else all. Raises ModelError if none exist."""
     index, single = directory / INDEX, directory / "model.safetensors"
     if single.exists():
         files = [single]
@@ -54,7 +53,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """List the files that an index names; they must stand beside it."""
+    """List the files in an index. Raises ModelError if one is missing from its directory."""
     try:
         with index.open("rb") as file:
             text = file.read(MAX_HEADER_BYTES)
@@ -76,17 +75,16 @@ def _indexed_files(index: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file's header says of a tensor. dtype: as safetensors names it, such as `BF16`."""
+    """Shape and dtype of a tensor in a file. dtype: safetensors' name for it, such as `BF16`."""
 
     shape: Shape
     dtype: str
 
 
 def safetensors_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
-    """Read what the files' headers say of each tensor.
+    """Read the shape and dtype of each tensor from the headers of the files.
 
-    Raises ModelError for a file that cannot be read, or whose header is none, and for a tensor
-    that two files hold.
+    Raises ModelError for an unreadable file, an invalid header, and a tensor that two files hold.
     """
     headers: dict[str, TensorHeader] = {}
     places = TensorPlaces()
@@ -98,15 +96,15 @@ def safetensors_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
 
 
 def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
-    """Read the shape of each tensor; errors are those of safetensors_headers."""
+    """Read the shape of each tensor. Raises ModelError as safetensors_headers does."""
     return {name: header.shape for name, header in safetensors_headers(files).items()}
 
 
 class TensorPlaces(dict[str, tuple[Path, str]]):
-    """The file that holds each tensor, and its name there, by the name in the model."""
+    """The file that holds each tensor and its name in that file, by its name in the model."""
 
     def add(self, name: str, file: Path, stored_name: str) -> None:
-        """Note where a tensor is. Raises ModelError if it is somewhere else, too."""
+        """Record where a tensor is stored. Raises ModelError if it is already recorded."""
         if name in self:
             first, other = self[name]
             names = f"{other} and {stored_name}"
@@ -120,8 +118,8 @@ class TensorPlaces(dict[str, tuple[Path, str]]):
 
 
 def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Read where each tensor of a safetensors file begins and ends, in bytes from the file's
-    beginning. Raises ModelError as safetensors_shapes does."""
+    """Return the first byte of each tensor in a safetensors file, and the byte after its last.
+    Raises ModelError as safetensors_headers does."""
 
     def read(header: Header, data_start: int) -> dict[str, tuple[int, int]]:
         spans = {name: entry["data_offsets"] for name, entry in header.items()}
@@ -141,7 +139,7 @@ def _headers_of(path: Path) -> dict[str, TensorHeader]:
 
 
 def _parsed(path: Path, read: Callable[[Header, int], T]) -> T:
-    """Give a file's header, and where its data begins, to `read`."""
+    """Return `read(header, data_start)` of a file. data_start: offset of the tensor data, bytes."""
     try:
         text = _header(path)
         header = json.loads(text)
@@ -188,6 +186,6 @@ def _no_weights(directory: Path) -> str:
 
 
 def listed(names: list[str], limit: int = 5) -> str:
-    """Name the first of them, and how many more there are."""
+    """Join the first `limit` names, and state the number of omitted names."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,4 +1,4 @@
-"""What the settings and a GGUF file say about how weights are stored. No torch."""
+"""Storage formats of weights, as requested by the settings or found in a GGUF file. No torch."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,18 @@ SIZES = {"int8": (0, *GROUP_SIZES), "int4": GROUP_SIZES, "fp8": (0,)}
 
 @dataclass(frozen=True)
 class WeightFormats:
-    """How the layers' weights are stored, and the head's; None is the model's dtype, or with
-    as_stored what a GGUF file holds, where the core multiplies that."""
+    """The storage formats that the settings request. None stands for the model's dtype."""
 
-    layers: Quantization | None = None
-    head: Quantization | None = None
-    as_stored: bool = True
+    layers: Quantization | None = None  # format of the layers' weights
+    head: Quantization | None = None  # format of the head's weight
+    as_stored: bool = True  # whether None keeps a GGUF file's format, if the core multiplies it
 
     @property
     def is_quantised(self) -> bool:
         return self.layers is not None or self.head is not None
 
     def check(self, dtype: str, device: str) -> None:
-        """Raise ConfigError, saying what to do, where they cannot be used. device: its type."""
+        """Raise ConfigError if the device cannot use the formats. device: type of the device."""
         if self.is_quantised:
             check_quantization(dtype, device)
 
@@ -36,12 +35,10 @@ IN_THE_DTYPE = WeightFormats(as_stored=False)
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """What a layer of a quantised file is packed as: how many of its outputs in which format, in
-    their order. as_blocks: its weight comes as ggml's blocks (`packed.pack_blocks`), which hold the
-    same numbers; otherwise it comes as numbers."""
+    """The packed format of a layer from a quantised file."""
 
-    stretches: tuple[tuple[int, Quantization], ...]
-    as_blocks: bool
+    stretches: tuple[tuple[int, Quantization], ...]  # (number of outputs, format), in output order
+    as_blocks: bool  # whether the weight is packed from ggml's blocks (`packed.pack_blocks`)
 
     @property
     def formats(self) -> tuple[Quantization, ...]:
@@ -49,7 +46,8 @@ class StoredFormat:
 
 
 def weight_formats(config: ModelConfig) -> WeightFormats:
-    """Read what the settings ask for. Raises ConfigError for a group size that there is not."""
+    """Return the formats that the settings request. Raises ConfigError for an unknown group
+    size."""
     if config.quantization is None:
         return AS_THEY_ARE
     if config.quantization == "none":

@@ -1,17 +1,16 @@
-"""Scales of keys and values that are stored in fp8, as checkpoints bring them. No torch before one
-is read.
+"""Read the scales of an fp8 KV cache from a checkpoint. Torch is imported with the first scale.
 
-A stored number times its scale is the key or value. Of layer N these tensors of one number each are
-read, all of whose names begin with `model.layers.N.self_attn.`, with or without `model.`:
+A stored number times its scale is the key or value. Layer N has scales in tensors of one number.
+Their names begin with `model.layers.N.self_attn.`, with or without `model.`:
 
     k_scale, v_scale                            llm-compressor, AutoFP8
     attn.k_scale, attn.v_scale                  vLLM's own names
     k_proj.k_scale, v_proj.v_scale              ModelOpt; also qkv_proj.k_scale, qkv_proj.v_scale
     k_proj.output_scale, v_proj.output_scale    Quark, compressed-tensors
-    kv_scale                                    of both, before there were two
+    kv_scale                                    one scale for both, in older checkpoints
 
-Scales of queries and probabilities may stand beside them; attention computes with those in the
-model's dtype, so they are not used.
+Scales of queries and probabilities are ignored, because attention computes these in the model's
+dtype.
 """
 
 import logging
@@ -37,18 +36,17 @@ UNUSED = (
     "q_scale", "attn.q_scale", "q_proj.q_scale", "qkv_proj.q_scale", "q_proj.output_scale",
     "prob_scale", "attn.prob_scale", "prob_output_scale",
 )  # fmt: skip
-# Ends of the names of tensors that checkpoints may hold and no layer asks for.
+# Suffixes of the names of tensors that checkpoints may hold and no layer loads.
 NAME_ENDS = tuple(f".self_attn.{name}" for name in (*KEYS, *VALUES, *BOTH, *UNUSED))
 
 _NAME = re.compile(r"(?:(?:model|decoder|language_model)\.)*layers\.(\d+)\.self_attn\.(.+)")
 
 
 def kv_scales(directory: Path, spec: ModelSpec) -> Scales:
-    """(scale of keys, scale of values) by layer, of all layers. A scale that the safetensors files
-    do not have is 1, and a warning says so once. Reads nothing but these scales.
+    """Return (scale of keys, scale of values) for each layer.
 
-    Raises ModelError for files that cannot be read, for a scale that is not one positive number,
-    and for two of one layer that differ.
+    A missing scale is 1, and one warning reports all missing scales. Raises ModelError for an
+    unreadable file, for a scale that is not one positive number, and for two that differ.
     """
     found = {} if is_gguf(directory) else _found(directory)
     absent = [
@@ -70,7 +68,7 @@ def kv_scales(directory: Path, spec: ModelSpec) -> Scales:
 
 
 def _found(directory: Path) -> dict[tuple[int, str], float]:
-    """By layer and `k` or `v`."""
+    """Read all stored scales, by (layer, `k` or `v`)."""
     found: dict[tuple[int, str], float] = {}
     for file in weight_files(directory):
         try:
@@ -86,7 +84,7 @@ def _found(directory: Path) -> dict[tuple[int, str], float]:
 
 
 def _places(name: str) -> list[tuple[int, str]]:
-    """Find what a tensor is a scale of; mostly nothing."""
+    """Return the (layer, `k` or `v`) pairs that a tensor scales; empty for other tensors."""
     match = _NAME.fullmatch(name)
     if match is None:
         return []

@@ -1,4 +1,4 @@
-"""Which part of a model a rank has."""
+"""Compute the part of a model that a rank holds: its layers, heads, experts and vocabulary."""
 
 from dataclasses import dataclass
 
@@ -17,68 +17,67 @@ from quire.spec.model_options import INNER_SIZE, NUM_EXPERTS
 
 @dataclass(frozen=True)
 class RankPlace:
-    """tensor: the ranks that share each layer. stage: which of num_stages, each some of the layers,
-    from 0. has_whole_experts: whether each rank has some of a mixture's experts, whole, instead of
-    a part of each. sharing: how many neighbours of `tensor`, with the same heads of keys and
-    values, deal out the tokens of a sequence among each other.
-    """
+    """The position of a rank in tensor, pipeline, expert and context parallelism."""
 
-    tensor: RankGroup = ALONE
-    stage: int = 0
-    num_stages: int = 1
-    has_whole_experts: bool = False
+    tensor: RankGroup = ALONE  # ranks that share each layer
+    stage: int = 0  # index of the pipeline stage
+    num_stages: int = 1  # number of pipeline stages
+    has_whole_experts: bool = False  # expert parallelism: whole experts instead of a part of each
+    # Context parallelism: number of neighbours in `tensor` that hold the same KV heads and divide
+    # the tokens of each sequence.
     sharing: int = 1
 
     @property
     def context(self) -> RankGroup:
-        """Return those neighbours."""
+        """Return the neighbours that divide the tokens of each sequence."""
         return neighbours(self.tensor, self.sharing)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return what tells this place from others."""
+        """Return numbers that identify the rank's part of the weights, for cache keys."""
         tensor, whole = self.tensor, self.has_whole_experts
         return tensor.rank, tensor.size, self.stage, self.num_stages, int(whole)
 
     @property
     def is_first(self) -> bool:
-        """Tell whether the model's layers begin here."""
+        """Return whether this is the first stage."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Tell whether the model's layers end here."""
+        """Return whether this is the last stage."""
         return self.stage == self.num_stages - 1
 
     def layers(self, num_layers: int) -> range:
-        """Return the numbers of those of a model's layers that are here."""
+        """Return the indices of the layers of this stage."""
         return layers_of_stage(num_layers, self.stage, self.num_stages)
 
     def has_table(self, *, is_tied: bool) -> bool:
-        """Tell whether the embedding's table is here. is_tied: whether the head shares it."""
+        """Return whether this rank holds the embedding. is_tied: whether the head shares it."""
         return self.is_first or (self.is_last and is_tied)
 
     def cut(self, whole: int, what: str) -> Cut:
-        """Return the part of a dimension that this rank has. what: the setting that says how many
-        there are. Raises ConfigError where ranks cannot have as many each."""
+        """Return this rank's part of a dimension. what: setting that gives the dimension's size,
+        named by the error. Raises ConfigError if the ranks do not divide the size evenly."""
         return cut_evenly(whole, self.tensor.rank, self.tensor.size, what)
 
     def cut_or_repeat(self, whole: int, what: str) -> Cut:
-        """Do that with what several ranks may have one of, such as heads of keys and values."""
+        """Return this rank's part of a dimension, such as KV heads, whose elements several ranks
+        may hold in common. Raises ConfigError as `cut` does."""
         return cut_or_repeat(whole, self.tensor.rank, self.tensor.size, what)
 
     def experts(self, num_experts: int) -> Cut:
-        """Return the experts of a mixture that are here. Raises ConfigError where ranks cannot have
-        as many whole ones each."""
+        """Return the experts of this rank. Raises ConfigError if whole experts do not divide evenly
+        among the ranks."""
         return self.cut(num_experts, NUM_EXPERTS) if self.has_whole_experts else all_of(num_experts)
 
     def inner_size(self, whole: int) -> Cut:
-        """Return the part of each of them that is here."""
+        """Return this rank's part of the feed-forward dimension of each expert."""
         return all_of(whole) if self.has_whole_experts else self.cut(whole, INNER_SIZE)
 
     def vocabulary(self, size: int) -> Cut:
-        """Return the tokens that this rank has. Its logits are filled up to as many as rank 0's;
-        what stands there means nothing."""
+        """Return this rank's part of the vocabulary. Logits are padded to the length of rank 0's;
+        the padding is meaningless."""
         return cut_vocabulary(size, self.tensor.rank, self.tensor.size)
 
 

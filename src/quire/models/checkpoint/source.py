@@ -151,9 +151,9 @@ def resolve_model(
 ) -> ModelSource:
     """Find the model, downloading it if it is a hub id (with the hub's progress bars or without).
 
-    files: what is fetched of a hub id; TEXT_FILES and CONFIG_ONLY leave out the weights.
+    files: patterns of the files to download; TEXT_FILES and CONFIG_ONLY exclude the weights.
 
-    Raises ModelNotFound if it is nowhere, ModelError for an unknown shape.
+    Raises ModelNotFound if the model does not exist, and ModelError for an unknown shape.
     """
     if name == DEMO:
         return ModelSource(_packaged("quire", "demo"), "auto", DEMO)
@@ -174,18 +174,18 @@ def resolve_model(
 
 
 def load_format_of(config: EngineConfig, source: ModelSource) -> str:
-    """Say how the weights are loaded: as the user said, or else as the source is."""
+    """Return the load format: the setting, or the source's format if the setting is `auto`."""
     given = config.model.load_format
     return source.load_format if given == "auto" else given
 
 
 def shape_names() -> list[str]:
-    """The shapes that `shape:NAME` knows."""
+    """List the names that `shape:NAME` accepts."""
     return sorted(path.name for path in _packaged("quire.models", "shapes").iterdir())
 
 
 def _shape(name: str) -> ModelSource:
-    """A config without weights."""
+    """Return the source of a named shape, which has a config and random weights."""
     shape = name.removeprefix(SHAPE_PREFIX)
     if shape not in shape_names():
         known = ", ".join(shape_names())
@@ -198,7 +198,7 @@ def _packaged(package: str, directory: str) -> Path:
 
 
 def _looks_like_hub_id(name: str) -> bool:
-    """NAME or OWNER/NAME, not a path."""
+    """Return whether a name has the form NAME or OWNER/NAME and is not a path."""
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
 
 

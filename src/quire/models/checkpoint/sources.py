@@ -1,9 +1,9 @@
-"""Which of a checkpoint's tensors fill a parameter, and what of them.
+"""Map checkpoint tensors, or parts of them, to the parameters that they fill.
 
 Shape legend: N outputs, K inputs, E experts.
 
-A rank that shares layers with others takes a part of most tensors. Only that is read of files: what
-is taken of a mapped tensor touches no more.
+Under tensor parallelism a rank takes a part of most tensors. Tensors are mapped, so only the pages
+of that part are read from the files.
 """
 
 from collections.abc import Sequence
@@ -16,63 +16,54 @@ from quire.spec.cuts import Cut
 
 @dataclass(frozen=True)
 class Part:
-    """What a source takes of a checkpoint's tensor: of one dimension `count` places from `first`
-    on. whole: the shape of the tensor."""
+    """A slice of a checkpoint tensor along one dimension."""
 
     dimension: int
-    first: int
-    count: int
-    whole: tuple[int, ...]
+    first: int  # first index of the slice
+    count: int  # length of the slice
+    whole: tuple[int, ...]  # shape of the whole tensor
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint tensor and the part of a parameter that it fills.
+    """A checkpoint tensor and the part of a parameter that it fills."""
 
-    part: of the tensor, if not all of it; what is left is read in the destination's shape.
-    transposed: the checkpoint holds that with its last two dimensions exchanged. is_either_way: it
-    may do so, which its shape says; of a square one it does not.
-    repeated: the checkpoint holds one row of it, which fills all rows.
-    rows, columns: what a rank takes of that, of `order_dimension` and of the last one; None: all.
-    order: int64, which of these rows each row here is; None: the same. Of a repeated row its
-    elements are meant.
-    offset: is added to every value. is_logarithm: the checkpoint holds the values' logarithms.
-    is_elsewhere: another rank adds these values, so that here they are zeros.
-    """
-
-    name: str
-    destination: torch.Tensor
-    transposed: bool = False
-    repeated: bool = False
-    part: Part | None = None
+    name: str  # name of the checkpoint tensor
+    destination: torch.Tensor  # the parameter or a view of it
+    transposed: bool = False  # whether the checkpoint exchanges the last two dimensions
+    repeated: bool = False  # whether the tensor is one row that fills all rows of the destination
+    part: Part | None = None  # slice that is read, and reshaped to the destination; None for all
+    # Permutation, int64: index of the checkpoint row for each destination row; None keeps the
+    # order. For a repeated row it permutes the elements.
     order: torch.Tensor | None = None
-    offset: float = 0.0
-    order_dimension: int = 0
-    is_logarithm: bool = False
-    rows: Cut | None = None
-    columns: Cut | None = None
-    is_elsewhere: bool = False
+    offset: float = 0.0  # added to every value
+    order_dimension: int = 0  # dimension that `order` and `rows` apply to
+    is_logarithm: bool = False  # whether the checkpoint holds the logarithms of the values
+    rows: Cut | None = None  # rows of this rank; None for all
+    columns: Cut | None = None  # this rank's part of the last dimension; None for all
+    is_elsewhere: bool = False  # whether another rank adds these values, so that zeros fill them
+    # Whether `transposed` depends on the shape in the checkpoint. Square ones are not transposed.
     is_either_way: bool = False
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether the checkpoint's tensor may have this shape."""
+        """Return whether the checkpoint's tensor may have this shape."""
         turned = (*shape[:-2], *shape[:-3:-1])
         return self.checkpoint_shape in (shape, turned if self.is_either_way else shape)
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have."""
+        """Return the shape that the checkpoint's tensor must have."""
         return self.stored_shape if self.part is None else self.part.whole
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of what all ranks take of it, as it is stored."""
+        """Return the shape of the slice that all ranks share, in the checkpoint's layout."""
         shape = self.whole_shape
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of what all ranks take of it, with outputs before inputs."""
+        """Return the shape of the slice that all ranks share, with outputs before inputs."""
         shape = list(self.destination.shape[1:] if self.repeated else self.destination.shape)
         if self.rows is not None:
             shape[self.order_dimension] = self.rows.whole
@@ -82,14 +73,14 @@ class Source:
 
     @property
     def num_taken(self) -> int:
-        """Count the numbers that are read of the tensor."""
+        """Return the number of values that are read from the tensor."""
         if self.is_elsewhere:
             return 0
         return self.destination[0].numel() if self.repeated else self.destination.numel()
 
     def taken(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what the source takes of the checkpoint's tensor, in the destination's shape; a
-        view where that can be."""
+        """Return this rank's values of a checkpoint tensor of shape `checkpoint_shape`, in the
+        shape of the destination, or of one of its rows if repeated. It is a view if possible."""
         if self.part is not None:
             part = self.part
             values = values.narrow(part.dimension, part.first, part.count)
@@ -107,7 +98,7 @@ class Source:
         return values
 
     def fill(self, values: torch.Tensor) -> None:
-        """Copy the checkpoint's tensor to where it belongs, converting its dtype."""
+        """Copy a checkpoint tensor of shape `checkpoint_shape` to the destination, in its dtype."""
         if self.is_elsewhere:
             self.destination.zero_()
             return
@@ -120,12 +111,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Stretches:
-    """What a rank has of a parameter of the whole model, whose last dimension are columns and all
-    others rows: stretches of rows, one after the other, and columns of them. Without any it has
-    all; so it has all columns without `columns`."""
+    """A rank's part of a parameter: ranges of rows, and a range of columns (the last dimension).
 
-    cuts: tuple[Cut, ...] = ()
-    columns: Cut | None = None
+    The default is the whole parameter.
+    """
+
+    cuts: tuple[Cut, ...] = ()  # consecutive ranges of rows; empty for all rows
+    columns: Cut | None = None  # range of columns; None for all columns
 
     @property
     def is_all(self) -> bool:
@@ -137,14 +129,11 @@ ALL = Stretches()
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a layer has of the rows of one module of a checkpoint.
+    """The rows of one checkpoint module that a layer holds."""
 
-    cuts: stretches one after the other, each of a stretch of the module's rows in the layer's
-    order. order: int64, which of the checkpoint's rows each of the module's is in that order; None:
-    the same.
-    """
-
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut, ...]  # consecutive ranges of the module's rows, each with its part here
+    # Permutation, int64: index of the checkpoint row for each row of the whole module in the
+    # layer's order; None keeps the order.
     order: torch.Tensor | None = None
 
     @property
@@ -152,7 +141,7 @@ class Rows:
         return sum(cut.count for cut in self.cuts)
 
     def taken(self) -> tuple[Cut | None, torch.Tensor | None]:
-        """Return `rows` and `order` of the sources."""
+        """Return the fields `rows` and `order` of a Source that takes these rows."""
         if all(cut.is_whole for cut in self.cuts):
             return None, self.order
         if self.order is None and len(self.cuts) == 1:
@@ -162,7 +151,7 @@ class Rows:
         return Cut(whole, 0, whole), places if self.order is None else self.order[places]
 
     def places(self) -> torch.Tensor:
-        """Return which of all rows, in the layer's order, these are: int64."""
+        """Return the index of each held row among the module's rows in the layer's order, int64."""
         found, begin = [], 0
         for cut in self.cuts:
             found.append(torch.arange(begin + cut.first, begin + cut.first + cut.count))
@@ -171,7 +160,8 @@ class Rows:
 
 
 def rows_of(size: int | Cut | Sequence[Cut], order: torch.Tensor | None = None) -> Rows:
-    """Make the rows of one module: so many, all of them; a part; or several."""
+    """Return the rows of one module. size: number of rows that are all held, or one part, or
+    several parts. order: see Rows."""
     if isinstance(size, int):
         return Rows((Cut(size, 0, size),), order)
     return Rows((size,) if isinstance(size, Cut) else tuple(size), order)

@@ -1,9 +1,9 @@
-"""Puts a model together layer by layer, so that no second copy of it ever exists.
+"""Fill and pack a model layer by layer, so that the model never exists twice in memory.
 
-A layer's memory is taken when its first tensor comes. When its last one is there its weight is
-packed, quantised if that is asked for, and the unpacked one is given back. Tensors of weights that
-come quantised wait, as the mapped file has them, until all of a layer are there. Layers that share
-a parameter (a head that is tied to the embedding) are made and packed together.
+The first tensor of a layer allocates its memory. The last one packs its weight, quantised if
+requested, and frees the unpacked weight. Tensors of quantised weights stay mapped until all tensors
+of their layer have arrived. Layers that share a parameter (a head tied to the embedding) are
+allocated and packed together.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -44,7 +44,7 @@ META = torch.device("meta")
 
 
 class EmptyParamFactory(ParamFactory):
-    """Where parameters have no memory yet."""
+    """Makes parameters without memory, on the meta device."""
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         values = torch.empty(shape, dtype=dtype or self.dtype, device=META)
@@ -54,9 +54,11 @@ class EmptyParamFactory(ParamFactory):
 def empty_model(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, place: RankPlace = WHOLE
 ) -> Model:
-    """The model, or the part of it that a rank has, with parameters that have no memory. spec: of
-    the whole model. Raises ModelError for an unknown type, and ConfigError for one that cannot be
-    cut so."""
+    """Build a model, or a rank's part of it, with parameters that have no memory.
+
+    spec: spec of the whole model. Raises ModelError for an unknown type, and ConfigError if the
+    ranks or stages cannot divide the model.
+    """
     assert spec.num_ranks == 1, "layers take their part of the whole model themselves"
     spec.of_ranks(place.tensor.size, has_whole_experts=place.has_whole_experts)
     if place.tensor.size > 1 and not can_share(spec):
@@ -78,10 +80,10 @@ def empty_model(
 
 
 class Unit:
-    """Modules that share parameters; in most cases it is one module.
+    """Modules that share parameters; in most cases one module.
 
-    sources: names of the tensors that are still to come. arrived: those that wait for the others,
-    as the mapped file has them. parameters: each one's first owner and its name there.
+    sources: names of tensors that have not arrived. arrived: mapped tensors that wait for the
+    others. parameters: first owner of each parameter, and its name in that module.
     """
 
     def __init__(self) -> None:
@@ -94,8 +96,8 @@ class Unit:
     def make(
         self, device: torch.device, stored: Stored, without: Container[nn.Module] = ()
     ) -> None:
-        """Give memory to the parameters that have none. Of what is `stored` in blocks, to these.
-        without: modules whose weights are packed from where they are."""
+        """Allocate memory for the parameters that have none; weights stored as blocks get memory
+        for the blocks. without: modules whose weights are packed straight from the mapped file."""
         made: dict[int, nn.Parameter] = {}
         if self.is_made:
             return
@@ -127,10 +129,9 @@ def _with_memory(
 
 
 class Assembly:
-    """An empty model (of `empty_model`) that is being filled.
+    """A model from `empty_model` while tensors fill it.
 
-    mapped: knows the tensors that come mapped from files (`put`); those of weights that the core
-    packs wait there, and are packed from there.
+    mapped: tensors that files map (`put`); the core packs its weights straight from there.
     """
 
     def __init__(
@@ -146,10 +147,10 @@ class Assembly:
         self._memory, self._mapped = HugeMemory(), mapped
         self._units = _units(model)
         self._places: dict[str, list[tuple[Unit, Layer]]] = {}
-        self._waiting: dict[str, list[Unit]] = {}  # who takes a tensor when all of it have come
+        self._waiting: dict[str, list[Unit]] = {}  # units that wait for a tensor of this name
         self._zeros: set[str] = set()
         self.waiting_bytes = 0
-        # Of layers that are packed from where their tensors are.
+        # Sources of the layers that are packed straight from the mapped file.
         self._parts: dict[nn.Module, list[Source]] = {}
         self._without: set[nn.Module] = set()
         for unit in self._units:
@@ -160,7 +161,7 @@ class Assembly:
                     self._find_place(unit, layer)
 
     def _find_parts(self, unit: Unit) -> None:
-        """Note the plain weights of a unit that the core packs."""
+        """Record the unquantised weights of a unit that the core packs."""
         for layer in unit.modules:
             if not isinstance(layer, Linear | LMHead) or layer in self.stored:
                 continue
@@ -176,7 +177,7 @@ class Assembly:
                 self._without |= {layer, *tables}
 
     def _find_place(self, unit: Unit, layer: Layer) -> None:
-        """Note which tensors fill a layer of a unit."""
+        """Record which tensors fill a layer of a unit."""
         found = self.stored.get(layer)
         parts = found.parts if isinstance(found, QuantisedLayer) else {}
         if isinstance(found, QuantisedLayer) and found.is_kept:

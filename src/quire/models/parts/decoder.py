@@ -1,11 +1,11 @@
-"""The decoder that Llama and most after it share: rotary attention and a gated feed-forward layer.
+"""The decoder of Llama and most later models: rotary attention and a gated feed-forward layer.
 
 Shape legend: T tokens, R rows, D model dim, V vocabulary, N query heads, K KV heads, H head dim.
 
-Numbers and switches that differ between architectures are in `DecoderOptions`; another structure
-(norms elsewhere, parallel branches) is a layer class of the architecture's own file, made of the
-parts here. The residual stream is carried beside the hidden states, so that its addition is part of
-the norm.
+`DecoderOptions` holds the numbers and switches in which architectures differ. An architecture with
+another structure (other norms, parallel branches) defines a layer class in its own file, from the
+parts here. Layers pass the residual stream separately from the hidden states, so that the next norm
+adds both in one operation.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,8 @@ KV_HEADS = "num_key_value_heads"  # the setting, as errors name it
 
 
 class LayerPlace(NamedTuple):
-    """What every part of a layer is made from. layer: its number; name: its prefix in files."""
+    """The arguments of every part of a layer. layer: index of the layer. name: prefix of its tensor
+    names."""
 
     spec: ModelSpec
     options: DecoderOptions
@@ -53,32 +54,32 @@ class LayerPlace(NamedTuple):
 
     @property
     def heads(self) -> Cut:
-        """The query heads that this rank has."""
+        """Return the query heads of this rank."""
         return self.factory.place.cut(self.spec.num_heads, HEADS)
 
     @property
     def kv_heads(self) -> Cut:
-        """Those of keys and values; where ranks are more, several have the same."""
+        """Return the KV heads of this rank; several ranks share a head if ranks outnumber heads."""
         return self.factory.place.cut_or_repeat(self.spec.num_kv_heads, KV_HEADS)
 
     def inner(self, size: int, what: str = "intermediate_size") -> Cut:
-        """The part of a feed-forward layer of this size that it has. what: the setting."""
+        """Return this rank's part of a feed-forward dimension. what: setting that gives `size`."""
         return self.factory.place.cut(size, what)
 
 
 class LayerStep(NamedTuple):
-    """What a step gives every layer. rotary_rows: None where queries and keys are not turned."""
+    """The inputs of a step that all layers share. rotary_rows: None for layers without RoPE."""
 
     rotary_rows: torch.Tensor | None
     backend: AttentionBackend
 
 
 class DecoderAttention(nn.Module):
-    """Queries, keys and values, their rotation, attention and the output projection.
+    """The QKV projection, rotary embedding, attention and output projection.
 
-    names: of the checkpoint's modules below `inside`, queries, keys, values and the output; two,
-    where the first three are one there. by_head: whether that has each head's three side by side.
-    width: of what comes in, if not the model's.
+    names: checkpoint modules below `inside` for queries, keys, values and output; two names if the
+    checkpoint fuses queries, keys and values. by_head: whether the fused module interleaves the
+    three per head. width: size of the input, if not the model's.
     """
 
     def __init__(
@@ -135,9 +136,11 @@ class DecoderAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)). names: of the checkpoint's modules below `inside`; two,
-    where gate and up are one there. inner: its size, if not that of the config; what: the setting
-    that says it."""
+    """The feed-forward layer down(activation(gate(x)) * up(x)).
+
+    names: checkpoint modules below `inside`; two names if the checkpoint fuses gate and up. inner:
+    inner size, if not the config's. what: setting that gives it, named by errors.
+    """
 
     def __init__(
         self,
@@ -162,13 +165,14 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayerKind(Protocol):
-    """What `Decoder` makes its layers of."""
+    """A class of layers that `Decoder` can build."""
 
     def __call__(self, at: LayerPlace) -> nn.Module: ...
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before it, which checkpoints call so."""
+    """Attention and feed-forward with a norm before each. The class variables hold the norms' names
+    in checkpoints."""
 
     before_attention: ClassVar[str] = "input_layernorm"
     before_mlp: ClassVar[str] = "post_attention_layernorm"
@@ -189,7 +193,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (what the feed-forward layer adds, the residual stream before it)."""
+        """Return the output of the feed-forward layer and the residual stream before it, both
+        [T, D]; their sum is the stream after this layer."""
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
         x_TD = self.attention(x_TD, step)
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
@@ -218,14 +223,14 @@ class SandwichLayer(DecoderLayer):
 
 
 def attention_output(at: LayerPlace, name: str) -> Linear:
-    """Make the output projection of attention."""
+    """Build the output projection of attention."""
     spec, heads = at.spec, at.heads.times(at.spec.head_dim)
     return Linear([name], heads, [spec.hidden_size], at.factory, bias=at.options.output_bias)
 
 
 def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm:
-    """Make the norms of query and key heads of the attention of this name. order: of a head's
-    dimensions (rope.py)."""
+    """Build the norms of query and key heads. name: prefix of the attention's tensor names. order:
+    permutation of a head's dimensions (rope.py)."""
     spec = at.spec
     return HeadNorm(
         (f"{name}.q_norm", f"{name}.k_norm"),
@@ -239,13 +244,13 @@ def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm
 
 
 def norm_of(at: LayerPlace, name: str) -> RMSNorm:
-    """Make an RMS norm of a layer over the model's width."""
+    """Build an RMS norm of a layer over the model's width."""
     size, eps = at.spec.hidden_size, at.spec.layers.norm_eps
     return RMSNorm(f"{at.name}.{name}", size, eps, at.factory, at.options.norm_offset)
 
 
 def feed_forward(at: LayerPlace) -> nn.Module:
-    """Make the mixture of experts of a layer that has one, else its gated feed-forward layer."""
+    """Build a mixture of experts for a sparse layer, else a gated feed-forward layer."""
     experts = at.options.experts
     if experts is not None and experts.is_sparse(at.layer):
         return SparseMLP(f"{at.name}.mlp", at.spec, experts, at.factory)
@@ -253,13 +258,15 @@ def feed_forward(at: LayerPlace) -> nn.Module:
 
 
 def layer_rope(spec: ModelSpec, options: DecoderOptions, layer: int) -> RopeOptions | None:
-    """Return the rotary embedding of a layer."""
+    """Return the options of a layer's rotary embedding; None for a layer without RoPE."""
     return options.ropes[layer] if options.ropes else spec.rope
 
 
 class Decoder(Model):
-    """A whole model of this family, or a stage of one: then the stream that crosses is x and the
-    residual beside it. Names: of the checkpoint's modules, below base_prefix."""
+    """A whole decoder model, or one pipeline stage. Stages pass [x | residual], so E = 2 D.
+
+    embedding_name, norm_name: checkpoint modules below base_prefix.
+    """
 
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
@@ -267,7 +274,7 @@ class Decoder(Model):
     layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
     embedding_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
-    num_features = 0  # of the encoder memory, that are added after the first layers (DeepStack)
+    num_features = 0  # number of first layers that add encoder features (DeepStack)
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__()
@@ -298,14 +305,14 @@ class Decoder(Model):
             self.head = LMHead(head, vocabulary, size, factory, tied)
 
     def adopt(self, names: Iterable[str]) -> None:
-        """See Model: experts stand there one by one, or together."""
+        """See Model. Detect whether files store experts one by one or in one tensor."""
         stored = {own for name in names for own in self.names_of(name)}
         for module in self.modules():
             if isinstance(module, ExpertList | StackedExperts):
                 module.adopt(stored)
 
     def make_norm(self, spec: ModelSpec, factory: ParamFactory) -> nn.Module:
-        """Make the norm after the last layer; called with (x, residual)."""
+        """Build the norm after the last layer; the caller passes (x, residual)."""
         eps, offset = spec.layers.norm_eps, self._options.norm_offset
         return RMSNorm(
             f"{self.base_prefix}{self.norm_name}", spec.hidden_size, eps, factory, offset
@@ -345,7 +352,7 @@ class Decoder(Model):
         inputs_embeds_TD: torch.Tensor | None,
         intermediate_TE: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return x and the residual that enter the first layer here."""
+        """Return the inputs x and residual of this stage's first layer, each [T, D]."""
         if intermediate_TE is not None:
             x_TD, residual_TD = intermediate_TE.chunk(2, dim=1)
             return x_TD, residual_TD
@@ -358,7 +365,7 @@ class Decoder(Model):
         return x_TD, None
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """See Model; scaled and capped where the model says so."""
+        """See Model. Apply the model's scale and soft cap."""
         options, logits_RV = self._options, super().logits(hidden_RD)
         if options.logits_scale != 1.0:
             logits_RV = scale(logits_RV, options.logits_scale)

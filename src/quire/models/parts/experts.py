@@ -3,9 +3,9 @@
 Shape legend: T tokens, E experts, C experts of a token, D model dim, F feed-forward dim of an
 expert, G = 2 F.
 
-A GPU multiplies the weights of all experts at once, so they stand in one tensor there. Elsewhere
-each expert has linear layers of its own, which are packed, quantised and planned like all others;
-on a GPU so have those that a checkpoint quantised, until they are loaded.
+A GPU multiplies the weights of all experts at once, so one tensor holds them. On other devices each
+expert has its own linear layers, packed, quantised and planned like all others. Experts of a
+quantised checkpoint have their own layers on a GPU too, until they are loaded.
 """
 
 from collections.abc import Container, Sequence
@@ -29,22 +29,19 @@ from quire.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class TensorOfAll:
-    """A checkpoint's tensor of all experts of a layer. experts: those that a rank has. is_turned:
-    it is [E, K, N], not [E, N, K]. is_either_way: it may be that, which its shape says. rows: of
-    each, N. columns: of each, K; None: all.
-    """
+    """A checkpoint tensor that holds all experts of a layer."""
 
     name: str
-    experts: Cut
-    is_turned: bool
-    rows: Rows
-    columns: Cut | None = None
-    is_either_way: bool = False
+    experts: Cut  # experts of this rank
+    is_turned: bool  # whether the shape is [E, K, N] instead of [E, N, K]
+    rows: Rows  # rows N of each expert
+    columns: Cut | None = None  # this rank's part of the columns K; None for all
+    is_either_way: bool = False  # whether `is_turned` depends on the shape in the checkpoint
 
     def sources(
         self, weight: torch.Tensor, bias: torch.Tensor | None, expert: int | None = None
     ) -> list[Source]:
-        """List what fills the weight and bias of one expert, or of all."""
+        """List the sources of the weight and bias of one expert, or of all of this rank's."""
         rows, order = self.rows.taken()
         dimension = 1 if expert is None else 0
         of_rows: dict[str, Any] = {"rows": rows, "order": order, "order_dimension": dimension}
@@ -58,11 +55,11 @@ class TensorOfAll:
         return [self._part(each, expert) for each in found]
 
     def is_among(self, stored: Container[str]) -> bool:
-        """Tell whether weight files hold it, as it is or in MXFP4."""
+        """Return whether the weight files hold this tensor, plain or in MXFP4."""
         return self.name in stored or f"{self.name}_blocks" in stored
 
     def _part(self, source: Source, expert: int | None) -> Source:
-        """Take one expert of the tensor, or all that a rank has."""
+        """Restrict a source to one expert of the tensor, or to all experts of this rank."""
         own, shape = self.experts, source.stored_shape
         if expert is None:
             return replace(source, part=Part(0, own.first, own.count, (own.whole, *shape[1:])))
@@ -71,31 +68,23 @@ class TensorOfAll:
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What the experts of an architecture have, and what checkpoints call it.
+    """The structure of an architecture's experts, and their names in checkpoints."""
 
-    router: its module. parts: modules of each expert, gate, up and down. stand_alone: these are
-    what checkpoints hold, unless they are known to hold the others. together: tensors of all
-    experts, gate and up, and down. is_turned: these have inputs before outputs. is_either_way: they
-    may have, which their shape says. takes_turns: gate
-    and up are rows in turn. has_bias: router and experts have biases. clamped: the gate, if it is
-    another than silu.
-    """
-
-    router: str = "gate"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    stand_alone: bool = True
-    together: tuple[str, str] = ("gate_up_proj", "down_proj")
-    is_turned: bool = False
-    is_either_way: bool = False
-    takes_turns: bool = False
-    has_bias: bool = False
-    clamped: ClampedGate | None = None
+    router: str = "gate"  # module of the router
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # modules of an expert
+    stand_alone: bool = True  # whether files of unknown layout hold `parts`, not `together`
+    together: tuple[str, str] = ("gate_up_proj", "down_proj")  # tensors that hold all experts
+    is_turned: bool = False  # whether `together` has inputs before outputs
+    is_either_way: bool = False  # whether `is_turned` depends on the shape in the checkpoint
+    takes_turns: bool = False  # whether rows of gate and up alternate
+    has_bias: bool = False  # whether router and experts have biases
+    clamped: ClampedGate | None = None  # the gate, if it is not SiLU
 
     def tensors_of_all(
         self, name: str, size: int, experts: Cut, inner: Cut
     ) -> tuple[TensorOfAll, TensorOfAll]:
-        """Describe the tensors of gate and up, whose gates come first here, and of down. experts,
-        inner: those that a rank has, and its part of each."""
+        """Describe the tensors of all experts: gate and up, in this order, and down. experts:
+        experts of this rank. inner: its part of their inner dimension."""
         order = None
         if self.takes_turns:
             order = torch.arange(2 * inner.whole).view(-1, 2).t().flatten()
@@ -118,8 +107,8 @@ USUAL = ExpertForm()
 
 
 class Router(Linear):
-    """Logits of the experts. Never quantised: it is small, and a small error sends a token to
-    another expert."""
+    """The logits of the experts. The router is never quantised, because a small error sends a token
+    to another expert."""
 
     keeps_dtype = True
 
@@ -130,9 +119,10 @@ class Router(Linear):
 
 
 class ExpertLinear(Linear):
-    """A linear layer of one expert: modules of the checkpoint, or a part of a tensor of all.
+    """A linear layer of one expert, filled by its own modules or by a slice of a joint tensor.
 
-    is_part: which of them. is_usually_part: where the files do not say it."""
+    is_part: whether a slice fills it. is_usually_part: the default for files of unknown layout.
+    """
 
     def __init__(
         self,
@@ -178,7 +168,7 @@ class ExpertList(nn.Module):
         )
 
     def adopt(self, stored: Container[str]) -> None:
-        """Learn whether the weight files hold modules of each expert or tensors of all."""
+        """Detect whether the weight files hold modules per expert or joint tensors."""
         for layer in (*_linears(self.gate_up), *_linears(self.down)):
             layer.is_part = layer.of_all.is_among(stored)
 
@@ -192,8 +182,8 @@ class ExpertList(nn.Module):
         return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, clamped, first)
 
     def stacked(self) -> "StackedExperts":
-        """Put the loaded weights side by side. They are taken away here, so that there are not two
-        of all at any time."""
+        """Return the loaded weights as StackedExperts. This list drops gate_up and down as each is
+        stacked, so that both never exist twice at the same time."""
         empty = replace(self._factory, device=torch.device("meta"))
         stack = StackedExperts(*self._made_of, empty, self._form)
         for name in ("gate_up", "down"):
@@ -207,7 +197,7 @@ class ExpertList(nn.Module):
 
 
 class StackedExperts(Layer):
-    """Experts whose weights stand side by side: [E, 2 F, D], the gate first, and [E, D, F]."""
+    """Experts in joint weights: gate and up [E, 2 F, D], gate first, and down [E, D, F]."""
 
     def __init__(
         self, name: str, size: int, options: ExpertOptions, factory: ParamFactory, form: ExpertForm
@@ -240,7 +230,7 @@ class StackedExperts(Layer):
         return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, clamped, first)
 
     def pack(self, quantization: Quantization | None) -> None:
-        """Quantise the loaded weights; then they are no parameters."""
+        """Quantise the loaded weights, which then become plain attributes."""
         for name in ("gate_up", "down"):
             self.set(name, pack_experts(getattr(self, name), quantization))
 
@@ -272,7 +262,7 @@ class StackedExperts(Layer):
         return Stretches(down, columns) if name == "down" else Stretches(gate_up)
 
     def source(self, name: str) -> Source:
-        """Return the source of one name, without making those of all experts."""
+        """Return the source with this name, without building the sources of all experts."""
         if self.are_parts:
             return super().source(name)
         expert, part, kind = name.rsplit(".", 2)
@@ -290,7 +280,7 @@ class StackedExperts(Layer):
 
 
 class SparseMLP(nn.Module):
-    """Sends each token to some of the experts, and adds up what they say of it."""
+    """A mixture of experts: routes each token to some experts and sums their weighted outputs."""
 
     def __init__(
         self,
@@ -318,19 +308,19 @@ class SparseMLP(nn.Module):
         return out_TD if self._group is None else all_reduce(out_TD, self._group)
 
     def finish(self, device: torch.device) -> None:
-        """Give loaded experts the form that a device multiplies."""
+        """Convert the loaded experts to the form that the device multiplies."""
         if not isinstance(self.experts, experts_class(device)):
             assert isinstance(self.experts, ExpertList)
             self.experts = self.experts.stacked()
 
 
 def first_of(own: Cut) -> int | None:
-    """Return the number of a rank's first expert, None where it has all."""
+    """Return the index of a rank's first expert; None if it holds all experts."""
     return None if own.is_whole else own.first
 
 
 def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:
-    """Choose the form that a device multiplies."""
+    """Return the class of experts that a device multiplies."""
     return StackedExperts if device.type == "cuda" else ExpertList
 
 
@@ -343,7 +333,7 @@ def _biases(layers: list[ExpertLinear]) -> list[torch.Tensor]:
 
 
 def names_elsewhere(name: str, own: Cut) -> tuple[str, ...]:
-    """List beginnings of the names of the tensors of experts that other ranks have."""
+    """List prefixes of the names of tensors whose experts belong to other ranks."""
     others = (*range(own.first), *range(own.first + own.count, own.whole))
     return tuple(f"{name}.{expert}." for expert in others)
 

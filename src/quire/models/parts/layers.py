@@ -1,11 +1,11 @@
-"""The layers that all architectures are made of.
+"""The layers that all architectures share.
 
 Shape legend: T tokens, R rows, D model dim, F feed-forward dim, V vocabulary, N heads, K KV heads,
 H head dim, I inputs, O outputs.
 
-Each layer holds its parameters and says, as `sources()`, which checkpoint tensors fill them: merged
-parameters (queries, keys and values; gate and up) have one source per part. Layers are made with
-uninitialised memory on the target device; `loading.py` fills it.
+Each layer holds its parameters and lists the checkpoint tensors that fill them (`sources()`).
+Merged parameters (queries, keys and values; gate and up) have one source per part. Layers have
+uninitialised memory on the target device until `loading.py` fills it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,43 +45,43 @@ from quire.spec.cuts import Cut, all_of
 
 @dataclass(frozen=True)
 class ParamFactory:
-    """Makes a model's parameters: where, in which precision, and for which part of the model."""
+    """Allocates a model's parameters in one dtype, on one device, for one rank's part."""
 
     dtype: torch.dtype
     device: torch.device
     place: RankPlace = WHOLE
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Uninitialised memory of this shape. dtype: another than the model's."""
+        """Return an uninitialised parameter. dtype: None for the model's dtype."""
         values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
 
     def exact_parameter(self, *shape: int) -> nn.Parameter:
-        """The same in at least 32 bits."""
+        """Return an uninitialised parameter of at least 32 bits per value."""
         return self.parameter(*shape, dtype=accumulation_dtype(self.dtype))
 
 
 class Layer(nn.Module):
-    """A layer with parameters of its own. neutral: what those of these names are filled with where
-    there is no checkpoint; others with random numbers."""
+    """A layer with parameters of its own. neutral: initial values by parameter name, for runs
+    without a checkpoint; other parameters get random values."""
 
     neutral: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def sources(self) -> list[Source]:
-        """The checkpoint tensors that fill this layer's own parameters (not its children's)."""
+        """List the checkpoint tensors that fill this layer's own parameters, without children."""
         raise NotImplementedError
 
     def stretches(self, name: str) -> Stretches:
-        """Tell which rows and columns of the whole model's parameter of this name these are."""
+        """Return the rows and columns of the whole model's parameter that this rank holds."""
         return ALL
 
     def source(self, name: str) -> Source:
-        """Return the source of this name, which must be among them."""
+        """Return the source with this tensor name, which must exist."""
         return next(source for source in self.sources() if source.name == name)
 
 
 def set_weight(layer: Layer, weight: Weight) -> None:
-    """Replace the parameter `weight`. A packed one is no parameter."""
+    """Replace a layer's `weight`. A packed weight becomes a plain attribute, not a parameter."""
     if weight is layer.weight:
         return
     del layer.weight
@@ -92,15 +92,14 @@ def set_weight(layer: Layer, weight: Weight) -> None:
 
 
 class Linear(Layer):
-    """x W^T + b, of one or several checkpoint modules with the same inputs, merged.
+    """x W^T + b; merges one or several checkpoint modules with the same inputs.
 
-    names: the checkpoint's modules. inputs: how many, or those that a rank has, which adds up what
-    all ranks make of theirs. outputs: how many rows of the merged weight each module has, or those
-    that a rank has: one stretch of them or several. orders: of each module which of the
-    checkpoint's rows each of all rows here is; None: the same.
+    names: the checkpoint modules. inputs: number of inputs, or this rank's part; ranks with a part
+    of the inputs sum their outputs. outputs: number of outputs of each module, or this rank's part
+    or parts. orders: for each module, the checkpoint row of each row; None keeps the order.
     """
 
-    keeps_dtype = False  # whether it is left out where layers are quantised
+    keeps_dtype = False  # whether quantization skips this layer
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class Linear(Layer):
 
     @property
     def _outputs(self) -> list[int]:
-        """How many rows of the merged weight each module has."""
+        """Return each module's number of rows in the merged weight."""
         return [rows.count for rows in self._rows]
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -162,24 +161,24 @@ class Linear(Layer):
     def pack(
         self, quantization: Quantization | None = None, memory: HugeMemory | None = None
     ) -> None:
-        """Put the loaded weight in the order that the device multiplies fastest with."""
+        """Pack the loaded weight in the device's fastest layout, quantised if requested."""
         set_weight(self, pack_weight(self.weight, quantization, memory))
 
 
 def _sharing(cut: Cut, factory: ParamFactory) -> RankGroup | None:
-    """Return the group with which a layer is shared that has this part; None if it has all."""
+    """Return the ranks that share a layer with this part; None if the rank holds all of it."""
     return None if cut.is_whole else factory.place.tensor
 
 
 def is_added_elsewhere(columns: Cut | None) -> bool:
-    """Tell whether another rank adds the bias to a sum that all make, each of its inputs: the one
-    with the first of them."""
+    """Return whether another rank adds the bias. Where ranks sum partial outputs, only the rank
+    with the first inputs adds it."""
     return columns is not None and columns.first > 0
 
 
 class Embedding(Layer):
-    """A table of vectors. rows: how many, or those that a rank has, which adds up with others what
-    each finds. `first_row`: rows before it are never looked up (OPT's positions)."""
+    """A table of vectors. rows: number of rows, or this rank's part; ranks with a part sum their
+    results. first_row: checkpoint rows to skip before id 0 (OPT's positions)."""
 
     def __init__(
         self, name: str, rows: int | Cut, size: int, factory: ParamFactory, first_row: int = 0
@@ -207,18 +206,17 @@ class Embedding(Layer):
         return ALL if self._rows is None else Stretches((self._rows,))
 
     def share(self, head: Weight) -> None:
-        """Look up in the packed weight of the head that is tied to this table, instead of keeping
-        the table beside it, if the head's serves that. oneDNN's have no rows."""
+        """Replace this table by the packed weight of the tied head, if that supports row look-ups.
+        Weights packed by oneDNN do not."""
         if isinstance(head, OpaqueWeight) and head.serves_look_up and not self._first_row:
             set_weight(self, head)
 
 
 class LMHead(Layer):
-    """Logits from hidden states; tied to the embedding if the model says so.
+    """The projection of hidden states to logits, tied to the embedding in some models.
 
-    vocabulary: how many tokens, or those that a rank has. A tied head costs no memory until it is
-    packed; then the embedding looks up in its packed weight, or where that is not possible keeps
-    its own table beside it.
+    vocabulary: number of tokens, or this rank's part. A tied head takes no memory before packing.
+    After packing the embedding reads the packed weight, or keeps its own table if it cannot.
     """
 
     def __init__(
@@ -238,8 +236,8 @@ class LMHead(Layer):
         self.weight = factory.parameter(cut.count, size) if tied is None else tied.weight
 
     def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """[R, V] in the model's dtype; of a rank its tokens alone, filled up to as many as the
-        others have."""
+        """Return logits [R, V] in the model's dtype. Under tensor parallelism V counts the rank's
+        tokens, padded to an equal number on all ranks."""
         logits_RV = linear(hidden_RD, self.weight)
         is_short = self._width > logits_RV.shape[1]
         return fill_up(logits_RV, self._width) if is_short else logits_RV
@@ -256,14 +254,14 @@ class LMHead(Layer):
     def pack(
         self, quantization: Quantization | None = None, memory: HugeMemory | None = None
     ) -> None:
-        """Pack as Linear does; the embedding keeps its table."""
+        """Pack the weight as Linear does; the embedding keeps its table."""
         set_weight(self, pack_weight(self.weight, quantization, memory))
 
 
 class RMSNorm(Layer):
-    """RMS normalisation, fused with the residual addition before it where there is one.
+    """RMS normalisation, fused with the preceding residual addition, if any.
 
-    offset: is added to the checkpoint's weight; then the sum is kept in at least 32 bits.
+    offset: added to the checkpoint's weight; if not 0, the sum has at least 32 bits.
     """
 
     neutral = MappingProxyType({"weight": 1.0})
@@ -278,7 +276,7 @@ class RMSNorm(Layer):
     def forward(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (the normalised sum, the sum); without a residual the sum is x itself."""
+        """Return the normalised sum and the sum, each [T, D]; without a residual the sum is x."""
         if residual_TD is None:
             return rms_norm(x_TD, self.weight, self._eps), x_TD
         return add_rms_norm(x_TD, residual_TD, self.weight, self._eps)
@@ -290,8 +288,8 @@ class RMSNorm(Layer):
 class HeadNorm(Layer):
     """RMS normalisation of each query and key head, with one weight for all heads of a kind.
 
-    The weights of both kinds stand side by side, so that one operation does queries and keys.
-    offset: as of RMSNorm. order: of a head's dimensions, where rotation needs another.
+    One parameter [query heads + key heads, H] holds both weights, so that one operation normalises
+    queries and keys. offset: see RMSNorm. order: permutation of a head's dimensions for rotation.
     """
 
     neutral = MappingProxyType({"weight": 1.0})
@@ -321,7 +319,8 @@ class HeadNorm(Layer):
 
 
 class LayerNorm(Layer):
-    """Layer normalisation. affine: with weight and bias; has_bias: whether with the latter."""
+    """Layer normalisation. affine: whether it has a weight. has_bias: whether an affine one has a
+    bias."""
 
     neutral = MappingProxyType({"weight": 1.0, "bias": 0.0})
 
@@ -350,7 +349,7 @@ class LayerNorm(Layer):
 
 
 class StreamNorm(nn.Module):
-    """Layer normalisation of the residual stream, called as RMSNorm is."""
+    """Layer normalisation of the residual stream, with the call signature of RMSNorm."""
 
     def __init__(self, norm: LayerNorm) -> None:
         super().__init__()
@@ -364,7 +363,8 @@ class StreamNorm(nn.Module):
 
 
 class Sinks(Layer):
-    """A logit for each query head that takes part in its softmax and has no value (gpt-oss)."""
+    """Attention sinks (gpt-oss): one logit per query head that enters the softmax without a
+    value."""
 
     def __init__(self, name: str, heads: Cut, factory: ParamFactory) -> None:
         super().__init__()
@@ -382,8 +382,7 @@ class Sinks(Layer):
 
 @dataclass
 class Attention:
-    """One layer's attention over paged memory. sinks: a parameter of the layer that owns this;
-    `scores` takes it up in the first step that has it."""
+    """One layer's attention over paged memory. `scores` stores the sinks of the latest call."""
 
     layer: int
     scores: Scores
@@ -396,14 +395,14 @@ class Attention:
         backend: AttentionBackend,
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store keys and values, then attend; returns the heads side by side [T, N * H]."""
+        """Write keys and values to the cache, attend, and return the heads, [T, N * H]."""
         backend.write(self.layer, k_TKH, v_TKH)
         return self.stored(q_TNH, backend, sinks_N)
 
     def stored(
         self, q_TNH: torch.Tensor, backend: AttentionBackend, sinks_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same, where keys and values are stored already."""
+        """Attend over keys and values that are already in the cache; return [T, N * H]."""
         if sinks_N is not self.scores.sinks_N:
             self.scores = replace(self.scores, sinks_N=sinks_N)
         return backend.run(self.layer, q_TNH, self.scores).flatten(1)
@@ -412,7 +411,7 @@ class Attention:
 Function = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, Function] = {
     "gelu": gelu,
-    "gelu_fast": gelu_tanh,  # but for the tenth digit of its constant
+    "gelu_fast": gelu_tanh,  # equal up to the tenth digit of its constant
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
     "gelu_python": gelu,
@@ -429,7 +428,7 @@ GATES: dict[str, Function] = {
 
 
 def activation(name: str, known: Mapping[str, Function] = ACTIVATIONS) -> Function:
-    """Return the function that a config names. Raises ModelError for one that does not exist."""
+    """Return the function that a config names. Raises ModelError for an unknown name."""
     if name not in known:
         raise ModelError(
             f"the activation {name!r} is not supported; supported are {', '.join(known)}."

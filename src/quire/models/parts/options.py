@@ -1,5 +1,5 @@
-"""What the decoders of Llama's kind differ in, where that is a number or a switch. What differs in
-structure is a layer class of the model's own file."""
+"""Numbers and switches in which decoders of Llama's kind differ. A model with another structure
+defines a layer class in its own file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,27 +10,19 @@ from quire.spec.rope_options import RopeOptions
 
 @dataclass(frozen=True)
 class DecoderOptions:
-    """Which optional parts the layers have, and their numbers.
-
-    qk_norm: query and key heads are normalised before they are turned. norm_offset: what is added
-    to the weights of all RMS norms. ropes: the rotary embedding of each layer, None where a layer
-    has none; () is the config's for all. interleaved: rotation pairs neighbours. attention_scale:
-    of scores; None is 1 / sqrt(head dim). soft_cap: of scores. has_sinks: each query head has a
-    logit that no token owns. embedding_scale, logits_scale: factors on the embedded tokens and on
-    logits. logits_soft_cap: after that.
-    """
+    """The optional parts of a decoder's layers, and their numbers."""
 
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # whether query and key heads are normalised before rotation
     experts: ExpertOptions | None = None
-    norm_offset: float = 0.0
-    ropes: Sequence[RopeOptions | None] = ()
-    interleaved: bool = False
-    attention_scale: float | None = None
-    soft_cap: float | None = None
-    has_sinks: bool = False
-    embedding_scale: float = 1.0
-    logits_scale: float = 1.0
+    norm_offset: float = 0.0  # added to the weights of all RMS norms
+    ropes: Sequence[RopeOptions | None] = ()  # by layer, None without RoPE; () for the config's
+    interleaved: bool = False  # whether rotation pairs neighbouring dimensions
+    attention_scale: float | None = None  # factor of scores; None for 1 / sqrt(head dim)
+    soft_cap: float | None = None  # soft cap of attention scores
+    has_sinks: bool = False  # whether each query head has an attention sink
+    embedding_scale: float = 1.0  # factor of embedded tokens
+    logits_scale: float = 1.0  # factor of logits, before the soft cap
     logits_soft_cap: float | None = None

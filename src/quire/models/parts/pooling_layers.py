@@ -1,7 +1,7 @@
-"""The layers behind what was pooled: classes, and the dense layers of sentence-transformers.
+"""Layers after pooling: classifiers, and the dense layers of sentence-transformers.
 
-They are few and small, so they are kept and computed in float64, a row at a time: what a prompt
-comes to does not depend on what else is in the step.
+They are few and small, so they run in float64, one row at a time. A prompt's result therefore does
+not depend on other prompts in the step.
 
 Shape legend: N rows, D inputs, K outputs.
 """
@@ -22,7 +22,7 @@ from quire.spec.model_spec import ModelSpec
 
 CLASSIFIER_TENSORS = ("score.weight", "score.bias")
 TABLES = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
-WIDTH = 0.02  # of random numbers
+WIDTH = 0.02  # standard deviation of random weights
 FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.clone,
     torch.tanh,
@@ -31,7 +31,7 @@ FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.nn.functional.silu,
 )
 ACTIVATIONS = dict(zip(DENSE_ACTIVATIONS, FUNCTIONS, strict=True))
-# Of encoders' classes: the dense layer before that of the classes, and the latter.
+# Tensor prefixes of an encoder's classifier: the dense layer, and the layer of the classes.
 ENCODER_HEADS = {
     BERT: ("pooler.dense", "classifier"),
     MODERNBERT: ("head.dense", "classifier"),
@@ -41,8 +41,8 @@ ENCODER_HEADS = {
 
 @dataclass(frozen=True)
 class PoolingLayer:
-    """weight: [K, D], bias: [K] or None, both float64. activation: of DENSE_ACTIVATIONS. norm: what
-    comes behind that, if anything."""
+    """A dense layer. weight: [K, D] float64. bias: [K] float64, or None. activation: a name in
+    DENSE_ACTIVATIONS. norm: norm after the activation, if any."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class PoolingLayer:
     norm: "PoolingNorm | None" = None
 
     def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return [N, K]; each row is a product of its own."""
+        """Return [N, K] for x [N, D]; each row is multiplied separately."""
         rows = [torch.mv(self.weight, x_D) for x_D in x_ND]
         y_NK = torch.stack(rows) if rows else x_ND.new_empty(0, len(self.weight))
         y_NK = y_NK if self.bias is None else y_NK + self.bias
@@ -60,7 +60,7 @@ class PoolingLayer:
 
 @dataclass(frozen=True)
 class PoolingNorm:
-    """A layer norm. weight: [K], bias: [K] or None, both float64."""
+    """A layer norm. weight: [K] float64. bias: [K] float64, or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -75,8 +75,8 @@ class PoolingNorm:
 def load_pooling_layers(
     directory: Path, spec: ModelSpec, device: torch.device, load_format: str, seed: int
 ) -> list[PoolingLayer]:
-    """Load them, or with load_format `dummy` make them of random numbers. Raises ModelError for
-    tensors that are missing or of another shape."""
+    """Load the layers, or make random ones with load_format `dummy`. Raises ModelError for a
+    missing tensor or a wrong shape."""
     pooling = spec.pooling
     assert pooling is not None, "a model that generates has none"
     if load_format == "dummy":
@@ -110,7 +110,7 @@ def _classifier(
 
 
 def _encoder_head(directory: Path, spec: ModelSpec, device: torch.device) -> list[PoolingLayer]:
-    """Load the two layers of an encoder's classes."""
+    """Load the two layers of an encoder's classifier."""
     files, fields, size = weight_files(directory), spec.fields, spec.hidden_size
     first, last = ENCODER_HEADS[spec.model_type]
     assert spec.pooling is not None, "a model of classes pools"
@@ -170,7 +170,7 @@ def _needed(files: Sequence[Path], names: tuple[str, ...]) -> torch.Tensor:
 
 
 def _tensor(files: Iterable[Path], names: tuple[str, ...]) -> torch.Tensor | None:
-    """Read the first of these tensors that one of the files has."""
+    """Return the first of these tensors that a file holds; None without one."""
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
@@ -183,7 +183,7 @@ def _tensor(files: Iterable[Path], names: tuple[str, ...]) -> torch.Tensor | Non
 
 
 def _rows(files: Sequence[Path], token_ids: tuple[int, ...]) -> torch.Tensor:
-    """Read rows of the generating head, or of the table that it is tied to."""
+    """Return rows of the language model's head, or of the embedding that it is tied to."""
     for table in TABLES:
         found = _tensor(files, (table,))
         if found is not None and max(token_ids) < len(found):

@@ -1,7 +1,7 @@
-"""What a rank takes of the tensors of a quantised module: those of its outputs and inputs.
+"""Select a rank's outputs and inputs from the tensors of a quantised module.
 
-Outputs may be any, in any order; of words and blocks that outputs share, whole ones are taken.
-Inputs are a stretch, of which as much more is taken as groups and words need.
+Outputs may be any set in any order; words and blocks that outputs share are taken whole. Inputs are
+one range, which is widened to whole groups and words.
 """
 
 import math
@@ -14,14 +14,14 @@ from quire.spec.cuts import Cut
 
 Tensors = Mapping[str, torch.Tensor]
 Take = Callable[[torch.Tensor, int, int], torch.Tensor]
-OF_WHOLE = ".weight_shape"  # an end whose values tell the whole module's sizes
+OF_WHOLE = ".weight_shape"  # suffix of the tensor that holds the whole module's shape
 
 
 def step_of(
     wanted: Mapping[str, Wanted], stored: Mapping[str, Shape], shape: Shape, axis: int
 ) -> int:
-    """Return how many outputs, or inputs, can only be taken together. stored: the tensors' shapes.
-    shape: the module's."""
+    """Return the number of outputs or inputs that must be taken together. stored: shapes of the
+    tensors. shape: shape of the module. axis: OUTPUTS or INPUTS."""
     units = [
         _unit(size, shape[own], unit)
         for end, own_shape in stored.items()
@@ -34,8 +34,11 @@ def step_of(
 def take_outputs(
     tensors: Tensors, wanted: Mapping[str, Wanted], shape: Shape, index_N: torch.Tensor
 ) -> tuple[Tensors, Shape, torch.Tensor]:
-    """Take the outputs of an index, int64. Returns the tensors, the shape of the module that they
-    are, and which of its outputs the wanted ones are."""
+    """Select outputs by index, int64 [outputs].
+
+    Return the selected tensors, the shape of the module that they form, and the index of each
+    requested output in that module, int64 [outputs].
+    """
     step = step_of(wanted, _shapes(tensors), shape, OUTPUTS)
     blocks = (index_N // step).unique()
     places = (blocks[:, None] * step + torch.arange(step)).flatten()
@@ -51,8 +54,8 @@ def take_outputs(
 def take_inputs(
     tensors: Tensors, wanted: Mapping[str, Wanted], shape: Shape, columns: Cut
 ) -> tuple[Tensors, Shape, int]:
-    """Take a stretch of inputs. Returns the tensors, the shape of the module that they are, and
-    where the stretch begins in it."""
+    """Select a range of inputs. Return the selected tensors, the shape of the module that they
+    form, and the index of the first requested input in that module."""
     step = step_of(wanted, _shapes(tensors), shape, INPUTS)
     first = columns.first // step * step
     end = min(-(-(columns.first + columns.count) // step) * step, shape[1])
@@ -80,8 +83,8 @@ def _cut(
 
 
 def _unit(size: int, whole: int, unit: int) -> int:
-    """Return how many of an axis of `whole` one place of a dimension stands for, which has so many
-    places; 0: all share it."""
+    """Return the number of elements of an axis per index of a dimension; 0 if all share one index.
+    size: length of the dimension. whole: length of the axis."""
     if size == whole:
         return 1
     return 0 if size == 1 else unit
@@ -95,7 +98,7 @@ def _taken(values: torch.Tensor, dimension: int, places: torch.Tensor) -> torch.
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """As a dtype of the same size that can be selected from."""
+    """Return 1-byte values as uint8, because torch cannot select from all 1-byte dtypes."""
     return values.view(torch.uint8) if values.itemsize == 1 else values
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a model's outline a checkpoint holds quantised, foretold from the config alone."""
+"""Predict from the config alone which parts of a model's outline a checkpoint holds quantised."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ WEIGHT = ".weight"
 def quantised_parts(
     spec: ModelSpec, parts: Iterable[Part], *, is_gpu: bool
 ) -> dict[int, StoredFormat]:
-    """Foretell by index what an outline's parts are packed as, from the config alone."""
+    """Return the packed formats of an outline's quantised parts, by index."""
     config = spec.quantization
     found: dict[int, StoredFormat] = {}
     for index, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""What weights that stay quantised are packed as, foretold from how they are stored."""
+"""Predict the packed format of weights that stay quantised, from their stored format."""
 
 from quire.base.errors import ConfigError
 from quire.ops.weights.formats import Quantization
@@ -7,16 +7,16 @@ from quire.ops.weights.stored_rows import FLOAT4_BLOCK
 from quire.spec.cuts import Cut
 from quire.spec.quantization_config import FLOAT4, FLOAT4_BLOCKS, FLOAT8, StoredWeight
 
-KINDS = {"F16": "_f16", "F32": "_f32"}  # of scales, in the names of the core's formats
+KINDS = {"F16": "_f16", "F32": "_f32"}  # suffixes for the dtype of scales in the core's formats
 
 
 def quantization_of(
     how: StoredWeight, num_inputs: int, scales: str = "F16", *, is_gpu: bool = False
 ) -> Quantization:
-    """Say what the weight of a layer with so many inputs is packed as, or what takes as much.
-    scales: their dtype, as safetensors names it.
+    """Return the packed format of a layer with num_inputs inputs, or a format of the same size.
 
-    Raises ConfigError for groups that cannot be multiplied.
+    scales: dtype of the scales, named as in safetensors. Raises ConfigError for groups that the
+    kernels cannot multiply.
     """
     group = how.group_size if 0 < how.group_size < num_inputs else 0
     if how.form == FLOAT8:
@@ -30,7 +30,7 @@ def quantization_of(
 
 
 def check_inputs(module: str, columns: Cut, step: int) -> None:
-    """Raise ConfigError where a rank's inputs are no whole groups."""
+    """Raise ConfigError if a rank's inputs are not whole groups. step: inputs per group."""
     if columns.first % step or (columns.count % step and columns.count < columns.whole):
         raise ConfigError(
             f"{module} is stored in groups of {step} inputs. Each of"

@@ -1,5 +1,5 @@
-"""What the ways of storing a weight have in common: which tensors there are, and how numbers of 4
-or 8 bits stand in words.
+"""Shared parts of the quantised formats: the tensors of a module, and numbers of 4 or 8 bits packed
+in words.
 
 Shape legend: N outputs, K inputs, G groups of inputs.
 """
@@ -14,37 +14,36 @@ from quire.spec.quantization_config import StoredWeight
 
 Shape = tuple[int, ...]
 
-# As safetensors names them.
+# Names of dtypes in safetensors.
 SCALES = ("F32", "F16", "BF16")
 POWERS = ("U8", "F8_E8M0")
 WORD = 32
-OUTPUTS, INPUTS, NEITHER = 0, 1, 2  # what a dimension counts
+OUTPUTS, INPUTS, NEITHER = 0, 1, 2  # axis of the module that a dimension of a tensor divides
 EXPONENT_BIAS = 127
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of a quantised module. shapes, dtypes: those that it may have. other_names: ends of
-    its name that others write. is_needed: whether there must be one. is_used: no weight depends on
-    others. axes: of each dimension what it counts, outputs or inputs of the module, and how many of
-    these one place stands for, if not each has one or all share it."""
+    """The description of a tensor that a quantised module has."""
 
-    shapes: tuple[Shape, ...]
-    dtypes: tuple[str, ...]
-    other_names: tuple[str, ...] = ()
-    is_needed: bool = True
-    is_used: bool = True
+    shapes: tuple[Shape, ...]  # permitted shapes
+    dtypes: tuple[str, ...]  # permitted dtypes
+    other_names: tuple[str, ...] = ()  # alternative suffixes of its name
+    is_needed: bool = True  # whether a checkpoint must have it
+    is_used: bool = True  # whether weights depend on it
+    # For each dimension: the module's axis (OUTPUTS, INPUTS), and the number of its elements per
+    # index. The number applies unless each element has an index or all share one.
     axes: tuple[tuple[int, int], ...] = ()
 
 
 def groups_of(how: StoredWeight) -> tuple[int, int]:
-    """Return the axis of a dimension that counts groups of inputs; where inputs were sorted, any of
-    them may be in any."""
+    """Return the entry of `Wanted.axes` for a dimension that counts groups of inputs. Sorted inputs
+    have no fixed group, so their dimension has no axis."""
     return (NEITHER, 1) if how.sorts_inputs else (INPUTS, how.group_size)
 
 
 def unused(*shapes: Shape) -> Wanted:
-    """A tensor that may be there, such as a scale of activations; of any shape if none is given."""
+    """Describe an optional tensor that no weight depends on, of any shape if none is given."""
     return Wanted(shapes, (), is_needed=False, is_used=False)
 
 
@@ -53,7 +52,7 @@ def num_groups(how: StoredWeight, inputs: int) -> int:
 
 
 def scale_shapes(how: StoredWeight, shape: Shape) -> tuple[Shape, ...]:
-    """Return the shapes that scales may have: [outputs, groups], without what is one."""
+    """Return the permitted shapes of scales: [outputs, groups], also without dimensions of 1."""
     outputs = math.ceil(shape[0] / how.rows) if how.rows else 1
     groups = num_groups(how, shape[1])
     found: list[Shape] = [(outputs, groups)]
@@ -63,7 +62,7 @@ def scale_shapes(how: StoredWeight, shape: Shape) -> tuple[Shape, ...]:
 
 
 def of_outputs(values: torch.Tensor, how: StoredWeight, shape: Shape) -> torch.Tensor:
-    """Scales or zero points as float32 [N, G], each for the outputs that share it."""
+    """Return scales or zero points as float32 [N, G], repeated for outputs that share one."""
     groups = num_groups(how, shape[1])
     values = values.float().reshape(-1, groups)
     if how.rows == 1:
@@ -72,18 +71,18 @@ def of_outputs(values: torch.Tensor, how: StoredWeight, shape: Shape) -> torch.T
 
 
 def group_of(how: StoredWeight, inputs: int) -> int:
-    """Return the inputs that share a scale, as StoredRows say it."""
+    """Return the number of inputs that share a scale; all inputs without groups."""
     return min(how.group_size or inputs, inputs)
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the float32 that e8m0 stands for."""
+    """Return e8m0 exponents as float32 powers of two, in the same shape."""
     return torch.exp2(exponents.view(torch.uint8).float() - EXPONENT_BIAS)
 
 
 def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Take the numbers out of int32 words [R, C]: uint8 [R, C * 32 / bits], the lowest bits of a
-    word first. order: the place in its word of each number that comes out."""
+    """Unpack int32 words [R, C] to uint8 [R, C * 32 / bits], lowest bits of a word first. order:
+    for each number of the result, its index in the word; None keeps the order."""
     parts = words.contiguous().view(torch.uint8)
     if bits == 4:
         parts = torch.stack((parts & 15, parts >> 4), dim=-1).flatten(1)
@@ -93,7 +92,7 @@ def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = Non
 
 
 def signed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift numbers from 0 on, uint8, to those around zero, int8."""
+    """Convert unsigned numbers, uint8, to int8 by subtracting 2 ** (bits - 1); any shape."""
     return (numbers ^ 0x80).view(torch.int8) if bits == 8 else numbers.view(torch.int8) - 8
 
 
@@ -104,20 +103,20 @@ def of_some_inputs(
     zeros_GN: torch.Tensor | None,
     groups_K: torch.Tensor,
 ) -> IntegerRows:
-    """Make rows of a part of inputs that were sorted: each has the scale and the zero point of its
-    group by itself."""
+    """Return the rows for a part of sorted inputs, with one scale and zero point per input.
+    integers: [N, K]. scales, zeros: [G, N]. groups: group of each input, [K]."""
     groups_K = groups_K.long()
     zeros_NK = None if zeros_GN is None else zeros_GN[groups_K].float().t()
     return IntegerRows(integers_NK, bits, scales_GN[groups_K].float().t(), 1, zeros_NK)
 
 
 def sorted_by_group(groups_K: torch.Tensor, group_size: int) -> tuple[torch.Tensor | None, bool]:
-    """Return the order that sorts inputs by group, None where they are sorted, and whether the
-    groups then are those of `group_size` inputs each, the last with the rest."""
+    """Return the permutation that sorts inputs by group, or None if they are sorted, and whether
+    all groups but the last then have `group_size` inputs. groups: group of each input, [K]."""
     inputs = len(groups_K)
     wanted = torch.arange(inputs) // group_size
     groups_K = groups_K.long() - groups_K.min()  # a rank's first group may be a later one
-    if torch.equal(groups_K, wanted) or not groups_K.any():  # all zero: nobody sorted them
+    if torch.equal(groups_K, wanted) or not groups_K.any():  # all zero: never sorted
         return None, True
     order = groups_K.argsort(stable=True)
     return order, torch.equal(groups_K[order], wanted)

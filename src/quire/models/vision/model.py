@@ -15,7 +15,7 @@ from quire.models.vision.tower import VisionTower
 from quire.spec.media_families import whole_fields
 from quire.spec.model_spec import ModelSpec
 
-AROUND = "language_model."  # what checkpoints put around the text part
+AROUND = "language_model."  # prefix of the text part in checkpoints
 
 
 class VisionDecoder(Decoder):
@@ -26,7 +26,7 @@ class VisionDecoder(Decoder):
     `config.json`, and the width of the text model. It raises ModelError. tower_kind: the class of
     the tower, which takes the sizes and the factory.
 
-    `--quantization` leaves out the tower; a checkpoint that stores it quantised is obeyed.
+    `--quantization` does not apply to the tower; a tower that a checkpoint quantised stays so.
     """
 
     tower_spec: ClassVar[Any]

@@ -1,4 +1,4 @@
-"""Which ranks run the vision tower: those whose layers read its outputs."""
+"""Choose the ranks that run the vision tower: every rank whose layers read its outputs."""
 
 from typing import Any
 

@@ -72,8 +72,8 @@ class VisionTower(nn.Module):
     def states(
         self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Run the blocks on embedded patches; return the states that the rest of the tower reads,
-        [T, D] each: the last one, unless a tower says otherwise."""
+        """Run the blocks on embedded patches [T, D]. Return the states that the projector reads,
+        [T, D] each; by default the last one."""
         for block in self.blocks:
             x_TD = block(x_TD, attention, 0, rotary_rows)
         return [x_TD]
@@ -84,7 +84,7 @@ class VisionTower(nn.Module):
         cuts: Sequence[Sequence[int]],
         rotary_rows: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Return the states of an image. cuts: the bounds of the ranges that blocks attend in.
+        """Return the states of an image, [T, D] each. cuts: bounds of the ranges of attention.
 
         The blocks are traced with the first image, when all weights are packed.
         """
@@ -97,17 +97,17 @@ class VisionTower(nn.Module):
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the most tokens of an item; None where its pixels have no fixed number."""
+        """Return the maximum number of tokens of an image; None if its size is not bounded."""
         return None
 
     @property
     def size(self) -> EncoderSize:
-        """Return how much memory it takes besides its weights."""
+        """Return the sizes that determine the tower's memory besides its weights."""
         return EncoderSize(self.width, self.numbers_per_token, self.most_tokens)
 
     @property
     def numbers_per_token(self) -> int:
-        """Return how many numbers encoding holds at once, at most, for each token of an image."""
+        """Return the peak number of values that encoding holds per token of an image."""
         raise NotImplementedError
 
     def values(self, image: ImageArrays, channel_axis: int) -> torch.Tensor:

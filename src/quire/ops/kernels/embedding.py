@@ -30,7 +30,7 @@ def _embedding_kernel(
 
 
 def embedding(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Do as `quire.ops.embedding.embedding` with a table that is not packed."""
+    """Compute `quire.ops.embedding.embedding` with an unpacked table."""
     assert weight_VD.stride(1) == 1, f"columns must be contiguous, got {weight_VD.stride()}"
     ids_T = ids_T.contiguous()
     num_rows, num_columns = weight_VD.shape
@@ -80,14 +80,14 @@ def _features_kernel(
 
 
 def place(x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor) -> torch.Tensor:
-    """Do as `quire.ops.embedding.place`."""
+    """Compute `quire.ops.embedding.place`."""
     return _with_features(x_TD, ids_T, memory_SW, 0, adds=False)
 
 
 def add_features(
     x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """Do as `quire.ops.embedding.add_features`."""
+    """Compute `quire.ops.embedding.add_features`."""
     return _with_features(x_TD, ids_T, memory_SW, offset, adds=True)
 
 

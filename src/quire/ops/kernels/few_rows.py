@@ -46,7 +46,7 @@ LEAST_INPUTS, INPUTS_MULTIPLE = 256, 16  # loads of 16 bytes in each row of the 
 
 
 def serves(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Tell whether `few_rows` is for this product: rows, dtypes and the weight's size."""
+    """Return whether to use `few_rows`, by number of rows, dtypes and the weight's size."""
     if x_TI.dim() != 2 or not 1 <= len(x_TI) <= MOST_ROWS or x_TI.dtype.itemsize != 2:
         return False
     if weight_OI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
@@ -61,7 +61,7 @@ def serves(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
 
 
 def step_tile(num_rows: int, num_inputs: int) -> tuple[int, int]:
-    """Choose how many outputs a program has, and how many inputs of each it reads in a step."""
+    """Return a program's tile: outputs per program, and inputs per step of its loop."""
     is_narrow = num_inputs <= NARROW_STEPS * NARROW_INPUTS
     inputs = min(NARROW_INPUTS, next_power_of_2(num_inputs)) if is_narrow else TILE
     if num_rows == 2 and is_narrow:

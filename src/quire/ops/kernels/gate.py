@@ -95,22 +95,22 @@ def _soft_cap_kernel(x_ptr, out_ptr, num_elements, cap, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """Do as `quire.ops.elementwise.silu_mul`, for [T, 2 F] with columns that follow each other."""
+    """Compute `quire.ops.elementwise.silu_mul` for [T, 2 F] with contiguous columns."""
     return _gate(gate_up_TE, SILU)
 
 
 def gelu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """The same as `quire.ops.elementwise.gelu_mul`."""
+    """Compute `quire.ops.elementwise.gelu_mul` for [T, 2 F] with contiguous columns."""
     return _gate(gate_up_TE, GELU)
 
 
 def gelu_tanh_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """The same as `quire.ops.elementwise.gelu_tanh_mul`."""
+    """Compute `quire.ops.elementwise.gelu_tanh_mul` for [T, 2 F] with contiguous columns."""
     return _gate(gate_up_TE, GELU_TANH)
 
 
 def clamped_gate(gate_up_TE: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """The same as `quire.ops.elementwise.clamped_gate`."""
+    """Compute `quire.ops.elementwise.clamped_gate` for [T, 2 F] with contiguous columns."""
     return _gate(gate_up_TE, CLAMPED, alpha, limit)
 
 
@@ -137,7 +137,7 @@ def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
 
 
 def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
-    """Do as `quire.ops.elementwise.soft_cap`."""
+    """Compute `quire.ops.elementwise.soft_cap`."""
     x_RV = x_RV.contiguous()
     out_RV = torch.empty_like(x_RV)
     if num_elements := x_RV.numel():

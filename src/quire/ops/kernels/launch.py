@@ -1,4 +1,4 @@
-"""What kernels share: whether Triton interprets, and what a module tells of its launches."""
+"""Shared parts of the kernels: whether Triton interprets, and the list of launches to compile."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,11 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 @dataclass(frozen=True)
 class Config:
-    """One way in which production launches a kernel, to be compiled ahead of time.
+    """One launch of a kernel in production, which tests compile ahead of time.
 
-    signature: Triton's types of the arguments, by name ("*bf16", "i32", "fp32"); constants: the
-    constexpr arguments. divisible: arguments that are multiples of 16, pointers always are.
-    needs_wgmma: its dots must be Hopper's.
+    signature: Triton types of the arguments by name ("*bf16", "i32", "fp32"). constants: constexpr
+    arguments. divisible: arguments that are multiples of 16, in addition to pointers.
+    needs_wgmma: whether its dots must compile to Hopper's matrix instruction.
     """
 
     kernel: Any
@@ -33,12 +33,13 @@ class Config:
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Choose what a dot multiplies: float32 under the interpreter, whose bfloat16 is wrong."""
+    """Return the dtype of dot operands: float32 under the interpreter, whose bfloat16 is wrong."""
     return tl.float32 if INTERPRETED else DTYPES[dtype]
 
 
 def stages_that_fit(most: int, stage_bytes: int, device: torch.device) -> int:
-    """Count the stages of loads that fit shared memory; what is computed is the same with any."""
+    """Return the number of pipeline stages that fit shared memory, from 1 to `most`. Results do not
+    depend on it."""
     if device.type != "cuda":
         return most
     space = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -46,5 +47,5 @@ def stages_that_fit(most: int, stage_bytes: int, device: torch.device) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """At least 1: a tile is never empty. (Triton's function of that name gives 0 for 0.)"""
+    """Return the next power of 2, at least 1. (Triton's function of this name returns 0 for 0.)"""
     return 1 << max(0, number - 1).bit_length()

@@ -124,7 +124,7 @@ def _route_kernel(
 def moe_route(
     logits_TE: torch.Tensor, num_chosen: int, normalises: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `quire.ops.moe.moe_route`; the weights are float32."""
+    """Compute `quire.ops.moe.moe_route`; the weights are float32."""
     num_tokens, num_experts = logits_TE.shape
     ids_TC = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits_TE.device)
     weights_TC = torch.empty_like(ids_TC, dtype=torch.float32)
@@ -324,19 +324,21 @@ def grouped_experts(
 
 
 def memory_of_parts(x: torch.Tensor, num_pairs: int, size: int, has_others: bool) -> torch.Tensor:
-    """Make memory for what experts say of pairs: nothing, where these are elsewhere."""
+    """Allocate experts' outputs for all pairs, [P, size]. They start as zeros if other ranks hold
+    some of the experts."""
     return x.new_zeros(num_pairs, size) if has_others else x.new_empty(num_pairs, size)
 
 
 def _gate_of(clamped: ClampedGate | None) -> dict[str, float]:
-    """Constants of `_gated`. No limit stands for silu."""
+    """Return the constants of `_gated`; a limit of 0 selects SiLU."""
     if clamped is None:
         return {"ALPHA": 1.0, "LIMIT": 0.0}
     return {"ALPHA": clamped.alpha, "LIMIT": clamped.limit}
 
 
 def sum_of_pairs(parts_PD: torch.Tensor, num_chosen: int) -> torch.Tensor:
-    """Add what each token's experts say of it, in the order of its ids: [T, D]."""
+    """Sum the outputs of each token's experts, [P, D] to [T, D], in the order of the token's expert
+    ids."""
     num_pairs, size = parts_PD.shape
     out_TD = parts_PD.new_empty(num_pairs // num_chosen, size)
     _sum_kernel[(len(out_TD), triton.cdiv(size, SUM_WIDTH))](

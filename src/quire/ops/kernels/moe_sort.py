@@ -109,10 +109,12 @@ def _sort_kernel(
 def sort_by_expert(
     ids_TC: torch.Tensor, num_experts: int, tile_pairs: int, has_others: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs in the order of their experts, int32 [P], and the tiles of at most tile_pairs of one
-    expert's that they make, int32 [3, M]: expert, begin and end in that order. M is as many as
-    there can be; of tiles that there are not, begin and end are 0. One launch, or two. has_others:
-    there are pairs of expert num_experts, which stand last and in no tile."""
+    """Sort pairs by expert, in one or two launches, and cut them into tiles of one expert each.
+
+    Return the order, int32 [P], and the tiles, int32 [3, M]: expert, begin and end in the order. A
+    tile has at most tile_pairs pairs. M is the maximum number of tiles; unused tiles have begin and
+    end 0. has_others: pairs of expert num_experts exist, which come last and in no tile.
+    """
     num_pairs, device = ids_TC.numel(), ids_TC.device
     width = next_power_of_2(num_experts + has_others)
     chunk = SMALL_CHUNK if num_pairs <= SMALL_CHUNK else CHUNK
@@ -145,7 +147,7 @@ def sort_by_expert(
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
-    """The most that any routing makes: one for each expert that is hit, and full ones."""
+    """Return the maximum number of tiles of any routing: one per expert, plus full tiles."""
     hit = min(num_pairs, num_experts)
     return hit + (num_pairs - hit) // tile_pairs
 

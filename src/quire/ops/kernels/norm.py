@@ -1,5 +1,5 @@
-"""RMS normalisation, alone or after a residual addition: one program per row. And of vectors with a
-gate each: one program for some vectors of a token.
+"""RMS normalisation, alone or after a residual addition, with one program per row. Gated RMS
+normalisation of heads, with one program for several heads of a token.
 
 Shape legend: T tokens, D the normalised dimension; N heads of E numbers.
 """
@@ -45,7 +45,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Do as `quire.ops.norms.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
+    """Compute `quire.ops.norms.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
     out_TD = torch.empty_like(x_TD)
     _launch(x_TD, None, weight_D, eps, out_TD, out_TD)
     return out_TD
@@ -54,7 +54,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `quire.ops.norms.add_rms_norm`."""
+    """Compute `quire.ops.norms.add_rms_norm`."""
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _launch(x_TD, residual_TD.contiguous(), weight_D, eps, out_TD, total_TD)
     return out_TD, total_TD

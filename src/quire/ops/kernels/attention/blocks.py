@@ -58,11 +58,11 @@ def _move_kernel(
 
 
 def can_copy_at_once(source: Int32, destination: Int32) -> bool:
-    """Tell whether no block of these pairs, on the host, is written by one and read by another,
-    and none is written twice.
+    """Return whether these copies may run in any order: none writes a block that another one reads
+    or writes. The pairs are on the host.
 
-    A plan may hold such a chain if a sequence is preempted after another one's copy of its block
-    was planned. Gather and scatter are right for it: all reads come before the writes.
+    A plan may hold a conflict if a sequence is preempted after another sequence's copy of its block
+    was planned. Gather and scatter handle it, because all reads precede the writes.
     """
     is_chain = bool(np.isin(destination, source).any())
     return not is_chain and len(np.unique(destination)) == len(destination)
@@ -83,7 +83,7 @@ def copy_blocks(kv: torch.Tensor, pairs_2N: torch.Tensor, dim: int = 3) -> None:
 def gather_blocks(
     kv: torch.Tensor, blocks_N: torch.Tensor, dim: int = 3, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Blocks of kv as [N, ...], each in one piece: kv.index_select(dim, blocks).movedim(dim, 0).
+    """Return blocks of kv as contiguous [N, ...]: kv.index_select(dim, blocks).movedim(dim, 0).
 
     kv, dim, blocks: as in copy_blocks. out: what to write them to, contiguous.
     """
@@ -103,7 +103,7 @@ def gather_blocks(
 def scatter_blocks(
     kv: torch.Tensor, blocks_N: torch.Tensor, values: torch.Tensor, dim: int = 3
 ) -> None:
-    """Write what gather_blocks gave to blocks of kv, none of them twice.
+    """Write values from gather_blocks to blocks of kv, without duplicates.
 
     values: [N, ...], contiguous, on kv's device.
     """

@@ -128,10 +128,10 @@ def _tell(
 def token_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
 ) -> TokenLogprobs:
-    """Do as `quire.ops.sampling.logprobs.token_logprobs`, of float32, float16 or bfloat16 logits.
+    """Compute `quire.ops.sampling.logprobs.token_logprobs` of float32, float16 or bfloat16 logits.
 
-    More than MOST_CANDIDATES candidates are left to the reference. What is told of a row with NaN
-    means nothing.
+    The reference computes more than MOST_CANDIDATES candidates. Results of rows with NaN are
+    meaningless.
     """
     num_rows, vocab_size = logits_RV.shape
     num_candidates = min(num_candidates, vocab_size)

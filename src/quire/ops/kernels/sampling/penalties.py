@@ -82,7 +82,7 @@ def apply_penalties(
     rows_P: torch.Tensor | None = None,
     counts_PV: torch.Tensor | None = None,
 ) -> None:
-    """Do as `quire.ops.sampling.penalties.apply_penalties`, to the last bit; lengths may be 0.
+    """Compute `quire.ops.sampling.penalties.apply_penalties`, bit for bit; lengths may be 0.
 
     rows_P: integers, where the penalised rows' tokens stand in tokens_BM, so that a part of all
     rows' buffers need not be gathered (row p if absent). counts_PV: int32, contiguous, at least P

@@ -157,7 +157,7 @@ def _uniform_at_kernel(
 def uniform(
     seeds_R: torch.Tensor, sample_index_R: torch.Tensor, positions_R: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """Do as `quire.ops.sampling.philox.uniform`."""
+    """Compute `quire.ops.sampling.philox.uniform`."""
     streams = [stream.contiguous() for stream in (seeds_R, sample_index_R, positions_R)]
     out_RV = torch.empty(len(seeds_R), vocab_size, device=seeds_R.device)
     if out_RV.numel() > 0:
@@ -172,7 +172,7 @@ def uniform_at(
     positions_R: torch.Tensor,
     token_ids_RK: torch.Tensor,
 ) -> torch.Tensor:
-    """Do as `quire.ops.sampling.philox.uniform_at`."""
+    """Compute `quire.ops.sampling.philox.uniform_at`."""
     streams = [stream.contiguous() for stream in (seeds_R, sample_index_R, positions_R)]
     out_RK = torch.empty(token_ids_RK.shape, device=seeds_R.device)
     if out_RK.numel() > 0:
