@@ -41,8 +41,11 @@ from quire.base.messages import Request
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.base.step_outputs import StepOutputs, StepReader
 from quire.engine.wire.wire import Frames, client_codec, core_codec
+from quire.models.checkpoint.source import resolve_source
+from quire.serve.processes.cores import ALONE
 from quire.serve.processes.launch import CoreSocket
-from quire.serve.supervisor import Supervisor, bind
+from quire.serve.several.served import ServedModel, first_request
+from quire.serve.supervisor import ServedCore, Supervisor, bind
 from quire.tools.bench.serve import wait_until_ready
 from quire.tools.http_client import HttpClient
 from quire.tools.report import benchmark_parser, plain_facts
@@ -119,7 +122,10 @@ def serve(options: argparse.Namespace) -> int:
     settings = {"model": options.model, "disable_log_stats": True}
     server = ServerConfig(port=options.port)
     with bind(server.host, server.port) as tcp, closing(Relay()) as relay:
-        status = Supervisor(config_from_flat(**settings), server, "warning", tcp, relay).run()
+        model = ServedModel(config_from_flat(**settings), (options.model,))
+        first = first_request(model, resolve_source(model.engine.model))
+        cores = [ServedCore(model, ALONE, relay)]
+        status = Supervisor(server, "warning", tcp, cores, first).run()
         passed = {name: [each.in_s, each.tokens_s] for name, each in relay.requests().items()}
         options.trace.write_text(json.dumps(passed), encoding="utf-8")
     return status
