@@ -1,9 +1,9 @@
-"""What the runner needs of a device beside tensors: an order of work, ways to the host, graphs.
+"""The interface of a device to the runner: a queue of work, transfers to the host, and graphs.
 
-All work is done in one order. `run` puts a piece of it at the end, and says what of its results
-the host wants; these are there when the arrival is done. Nothing else comes back. The host does at
-once what a GPU queues (`gpu/cuda_device.py`), where results cross beside the work that follows.
-A start without torch has arrays of numpy in the place of tensors (`warm/`).
+A device executes work in the order of the calls of `run`. The tensors that the work returns are
+copied to the host; an `Arrival` reports when they are there. A CPU runs the work at once. A GPU
+queues it (`gpu/cuda_device.py`) and copies results while later work runs. A start without torch
+uses numpy arrays instead of tensors (`warm/`).
 """
 
 import time
@@ -18,7 +18,7 @@ Work = Callable[[], Tensors]
 
 
 class Arrival(Protocol):
-    """What a piece of work sent to the host."""
+    """The results of one `Device.run` on their way to the host."""
 
     def is_done(self) -> bool: ...
 
@@ -27,47 +27,47 @@ class Arrival(Protocol):
         ...
 
     def duration_s(self) -> float:
-        """Return how long the device worked on it; after `wait`."""
+        """Return the device's time for the work in seconds. Call it after `wait`."""
         ...
 
 
 class Graph(Protocol):
-    """Recorded work. replay: put it at the end of the order, on the memory it was recorded with."""
+    """Recorded work. replay: queue the work again, on the memory that it was recorded with."""
 
     def replay(self) -> None: ...
 
 
 class Device(Protocol):
-    """is_async: whether `run` returns before the work is done. can_capture: whether work can be
-    recorded."""
+    """A device. is_async: whether `run` returns before the work is done. can_capture: whether the
+    device records graphs."""
 
     device: "torch.device"
     is_async: bool
     can_capture: bool
 
     def pinned(self, num_words: int) -> "torch.Tensor":
-        """Return int32 memory of the host that the device reads."""
+        """Return host memory that the device can read, [num_words] int32."""
         ...
 
     def run(self, work: Work) -> Arrival:
-        """Do this after all that was given before. Raises what the work raises, and EngineError
-        where it was launched but its results cannot come back."""
+        """Run this work after all earlier work. Raises the work's own errors, and EngineError if
+        the results of launched work cannot be copied to the host."""
         ...
 
     def begin_capture(self) -> Graph:
-        """Begin to record, within `run`: from here on work is recorded, and not done."""
+        """Begin to record a graph. Call it within `run`; later work is recorded, not executed."""
         ...
 
     def end_capture(self, graph: Graph) -> None: ...
 
     def borrow(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return the same values at the same place, which graphs keep and the result does not:
-        other recordings may use it, too."""
+        """Return a view of the tensor that does not keep its memory alive. The graphs own that
+        memory, so that other recordings may reuse it."""
         ...
 
 
 class _Here:
-    """Values that are here already."""
+    """An arrival whose values are already on the host."""
 
     def __init__(self, values: "list[torch.Tensor]", began: float) -> None:
         self._values = values
@@ -84,12 +84,12 @@ class _Here:
 
 
 def _own(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return the tensor, or a copy of what is a part of memory that is used again."""
+    """Return the tensor, or a copy if it is a view of larger memory, which later work may reuse."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class HostDevice:
-    """A CPU: all is done at once. own: copies what is a part of memory that is used again."""
+    """A CPU, which runs work at once. own: copies a result that is a view of reused memory."""
 
     is_async = False
     can_capture = False

@@ -1,7 +1,7 @@
-"""The runner of a model with torch: its forward pass, and the steps that are recorded as graphs.
+"""The runner of a model with torch: the forward pass, and steps recorded as graphs.
 
-`steps.py` has the order of a step, and what attaches to it. Here are the parts of it that read
-tensors.
+`steps.py` defines the order of a step and its attachments. This file holds the parts of a step that
+read tensors.
 
 Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
 """
@@ -24,8 +24,8 @@ from quire.runner.steps import StepRunner
 
 
 class DecoderModel(Protocol):
-    """What every architecture offers (T 4.3.1). Of a model with three positions for each token
-    positions are [3, T]; an id below 0 stands for an encoder output (runner/media)."""
+    """The interface of every model (T 4.3.1). Positions are [T], or [3, T] with M-RoPE. An id below
+    0 stands for an encoder output (runner/media)."""
 
     def __call__(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
@@ -70,14 +70,14 @@ class ModelRunner(StepRunner):
         return self.device.can_capture and can_hold
 
     def record(self, *, in_pieces: bool, used: UsedSizes | None = None) -> None:
-        """Record steps from now on, and replay them, where that is possible."""
+        """Record later steps as graphs and replay them, if device and backend support it."""
         if self.can_record:
             num_rows = self.rows.max_num_rows
             self._graphs = Graphs(self.device, self, num_rows, in_pieces=in_pieces, used=used)
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Record a step that may come; whether there was something left to do."""
+        """Record one more expected step, if any; return whether a step was recorded."""
         return self._graphs is not None and self._graphs.record_next()
 
     def find_recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
@@ -89,5 +89,5 @@ class ModelRunner(StepRunner):
         return self._graphs.find(num_places, 0 if num_tokens == num_rows else num_tokens, needs)
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        """Measure what recorded steps take; 0 where none are recorded."""
+        """Return the measured bytes of recorded steps; 0 if steps are not recorded."""
         return 0 if config.enforce_eager or not self.can_record else measured_bytes(self)

@@ -1,11 +1,11 @@
-"""What a step does to the rows and to its logits: by kernels, by torch, or by the core. No torch.
+"""The operations of a step on rows and logits, for kernels, torch or the C++ core. No torch.
 
 A step is
 
     take an update  ->  gather  ->  forward pass  ->  edit  ->  choose  ->  advance
 
-and before `edit` the step's masks are taken, if it has any. Each part may run long after it was
-requested, so it reads nothing of the host that may change until then.
+and the step's masks, if any, are read before `edit`. A part may run long after the host requested
+it, so it must not read host memory that may change in the meantime.
 
 Shape legend: S scheduled rows, N sampling rows, T tokens of the step, V vocabulary, F forks.
 """
@@ -33,21 +33,21 @@ Flags = npt.NDArray[np.bool_]
 
 NO_LOGPROBS = -2  # -1 asks for the whole vocabulary
 ALL_LOGPROBS = -1
-# Numbers of candidates for which a step is recorded; fewer are taken as the next of these.
+# Numbers of candidates for which steps are recorded; others are rounded up to the next one.
 RECORDED_CANDIDATES = (0, 5, 20)
-NUM_RESULTS = 8  # steps whose tokens are on their way
+NUM_RESULTS = 8  # maximum number of steps whose tokens are in flight to the host
 
 
 @dataclass
 class RowUpdates:
-    """What a plan changes of the rows, in its order: deltas [K, 4] (`quire.ops.rows.row_arrays`)
-    and tokens of rows (row, position, tokens)."""
+    """The changes of a plan to rows, in its order. deltas: [K, 4] (`quire.ops.rows.row_arrays`).
+    runs: (row, first position, tokens)."""
 
     deltas: list[Int32] = field(default_factory=list)
     runs: list[tuple[int, int, Int32]] = field(default_factory=list)
 
     def merged_deltas(self) -> Int32:
-        """Merge all deltas: of several for one place the last."""
+        """Return all deltas, [K, 4] int32; the last of several deltas to one place wins."""
         if not self.deltas:
             return np.empty((0, 4), np.int32)
         merged = np.concatenate(self.deltas)
@@ -61,8 +61,8 @@ class RowUpdates:
 
 @dataclass
 class SamplingFlags:
-    """What the sampling of rows needs: arrays indexed by row, meaningful between `start` and
-    `release`.
+    """The sampling features that rows use, as arrays indexed by row. An entry is valid between
+    `start` and `release`.
 
     has_edits: lists of tokens or biases. has_extras: what no kernel does, or named tokens. is_beam:
     its candidates are for a beam search. top_k: 0 is off. num_logprobs: candidates, NO_LOGPROBS or
@@ -80,7 +80,7 @@ class SamplingFlags:
 
     @classmethod
     def of_rows(cls, max_num_rows: int) -> "SamplingFlags":
-        """Make flags of rows that request nothing."""
+        """Return flags of rows without any feature."""
         return cls(
             is_greedy=np.ones(max_num_rows, bool),
             has_filter=np.zeros(max_num_rows, bool),
@@ -93,7 +93,7 @@ class SamplingFlags:
         )
 
     def start(self, start: RowStart) -> None:
-        """Set the flags of a row that a sequence takes."""
+        """Set the flags of a row when a sequence starts in it."""
         row, params = start.row, start.params
         self.is_greedy[row] = params.is_greedy
         self.has_filter[row] = params.has_filters and not params.is_greedy
@@ -105,17 +105,17 @@ class SamplingFlags:
         self.has_extras[row] = asks_for_extras(start)
 
     def release(self, rows: Int32) -> None:
-        """Clear what released rows requested."""
+        """Clear the flags of released rows."""
         self.has_edits[rows] = self.has_extras[rows] = False
         self.num_logprobs[rows] = NO_LOGPROBS
 
     def copy(self, parent: int, child: int) -> None:
-        """Let a forked child sample as its parent."""
+        """Copy a parent's flags to its forked child."""
         for array in vars(self).values():
             array[child] = array[parent]
 
     def at(self, rows: Int32) -> "SamplingFlags":
-        """Copy some rows' entries."""
+        """Return a copy of the entries of some rows."""
         return SamplingFlags(*(array[rows] for array in vars(self).values()))
 
 

@@ -34,7 +34,7 @@ MASKED_HEADS = ("cls.", "lm_head.")  # which guess a hidden word, or the next se
 
 
 class BertEmbeddings(nn.Module):
-    """The sum of three rows of tables, normalised."""
+    """The normalised sum of word, position and segment embeddings."""
 
     def __init__(self, name: str, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class BertLayer(nn.Module):
 
 
 class Bert(Model):
-    """A whole model, up to its tokens' hidden states; it has no head that generates."""
+    """An encoder from token ids to hidden states, without a language model head."""
 
     base_prefix = "bert."
     ignored_tensors = UNUSED
@@ -127,6 +127,6 @@ class Bert(Model):
 
 
 class Roberta(Bert):
-    """A whole model, up to its tokens' hidden states."""
+    """An encoder from token ids to hidden states."""
 
     base_prefix = "roberta."

@@ -18,7 +18,7 @@ from quire.spec.rope_options import LEAST_FACTOR, RopeOptions, rope_of
 
 
 class Gemma2Layer(SandwichLayer):
-    """What checkpoints call its norms."""
+    """A layer with Gemma's names of the four norms in checkpoints."""
 
     after_attention = "post_attention_layernorm"
     before_mlp = "pre_feedforward_layernorm"
@@ -26,7 +26,7 @@ class Gemma2Layer(SandwichLayer):
 
 
 class Gemma2(Decoder):
-    """Rotary attention whose scores are capped, and logits that are."""
+    """A decoder with soft caps on attention scores and logits."""
 
     layer_kind = Gemma2Layer
 
@@ -51,13 +51,13 @@ def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
 
 
 def refuse_bidirectional(fields: Fields) -> None:
-    """Raise ModelError for a model whose tokens see those after them."""
+    """Raise ModelError for a model with bidirectional attention."""
     if fields.flag("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "only causal attention is supported")
 
 
 def optional(fields: Fields, name: str) -> float | None:
-    """Read a number that null turns off."""
+    """Return a number of the config; None if it is absent or null."""
     return fields.number(name) if fields.has(name) else None
 
 
@@ -65,7 +65,7 @@ GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4
 
 
 class Gemma3(Decoder):
-    """The text model (`gemma3_text`); see `multimodal/gemma3.py` for the one that reads images."""
+    """The text model (`gemma3_text`); `multimodal/gemma3.py` has the model that reads images."""
 
     layer_kind = Gemma2Layer
 
@@ -74,7 +74,7 @@ class Gemma3(Decoder):
 
 
 def gemma3_options(spec: ModelSpec, factory: ParamFactory) -> DecoderOptions:
-    """Return what a Gemma 3 decoder does apart from others. Raises ModelError."""
+    """Return the decoder options of Gemma 3. Raises ModelError for unsupported settings."""
     fields, bias = spec.fields, spec.layers.attention_bias
     refuse_bidirectional(fields)
     whole, local = rope_of_full(spec), rope_of_windows(spec)
@@ -103,7 +103,8 @@ def rope_of_full(spec: ModelSpec) -> RopeOptions:
 
 
 def rope_of_windows(spec: ModelSpec) -> RopeOptions:
-    """Read that of layers with one. Old configs have its base in `rope_local_base_freq`."""
+    """Read the rotary embedding of layers with a window. Old configs have its base in
+    `rope_local_base_freq`."""
     theta = spec.fields.number("rope_local_base_freq", LOCAL_THETA, LEAST_FACTOR)
     return _rope(spec, SLIDING, {"rope_theta": theta}, {})
 

@@ -1,5 +1,5 @@
-"""GLM 4: norms before and after attention and feed-forward layer, neighbours turned as pairs in a
-part of each head, gate and up in one tensor."""
+"""GLM 4: norms before and after attention and feed-forward, interleaved rotary embedding of a part
+of each head, and one tensor for gate and up."""
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from quire.spec.rope_options import rope_options
 
 
 class Glm4Layer(SandwichLayer):
-    """Biases, if there are any, are those of queries, keys and values."""
+    """A layer with norms before and after each part. Only queries, keys, values can have biases."""
 
     after_attention = "post_self_attn_layernorm"
     after_mlp = "post_mlp_layernorm"

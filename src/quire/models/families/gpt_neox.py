@@ -32,8 +32,8 @@ class NeoXMLP(nn.Module):
 
 
 class NeoXLayer(nn.Module):
-    """Attention and feed-forward, each of a norm of its own; of the same stream, or the second of
-    what the first adds to it."""
+    """Attention and feed-forward with a norm each. They run in parallel on the same stream, or in
+    sequence."""
 
     def __init__(self, at: LayerPlace) -> None:
         super().__init__()

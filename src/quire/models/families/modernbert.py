@@ -59,7 +59,7 @@ class ModernBertLayer(nn.Module):
 
 
 class ModernBert(Decoder):
-    """A whole model, up to its tokens' hidden states; it has no head that generates."""
+    """An encoder from token ids to hidden states, without a language model head."""
 
     layer_kind = ModernBertLayer
     embedding_name, norm_name = "embeddings.tok_embeddings", "final_norm"

@@ -1,8 +1,8 @@
-"""Blocks of GGUF's quantised formats to float32, as llama.cpp defines them.
+"""Dequantise blocks of GGUF's formats to float32, as llama.cpp defines them.
 
-Shape legend: B blocks. Each format is a numpy record that names the parts of one block; a function
-turns an array of such records [B] into values [B, block size]. Values are little-endian; 4 bits of
-one byte are two values that stand half a group apart, the low bits first.
+Shape legend: B blocks. Each format is a numpy record that names the parts of one block. A function
+converts an array of records [B] to values [B, block size]. Values are little-endian. A byte of two
+4-bit values holds values half a group apart, the first one in the low bits.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, np.dtype[Any]] = {
 
 
 def dequantise(kind: TensorKind, rows: Bytes) -> Values:
-    """[rows, bytes of a row] to float32 [rows, values of a row], in memory of its own."""
+    """Convert [rows, bytes of a row] to new float32 [rows, values of a row]."""
     layout = LAYOUTS[kind.name]
     blocks = np.ascontiguousarray(rows).reshape(-1).view(layout)
     with np.errstate(all="ignore"):  # a damaged scale gives inf or nan, as anywhere else
@@ -78,7 +78,7 @@ def _q8_0(blocks: Records) -> Values:
 
 
 def _mxfp4(blocks: Records) -> Values:
-    """Numbers of 4 bits, e2m1, here doubled, and a power of two for all of a block."""
+    """Dequantise e2m1 numbers, doubled in the table, with one power of two per block."""
     doubled = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
     table = np.concatenate((doubled, 0 - doubled))  # no zero below zero, as there
     scale = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128)
@@ -92,7 +92,7 @@ def _q2_k(blocks: Records) -> Values:
 
 
 def _q3_k(blocks: Records) -> Values:
-    """The third bit is stored inverted: where it is 0, 4 is taken off."""
+    """Dequantise Q3_K. Its third bit is stored inverted: a 0 subtracts 4."""
     packed = blocks["scales"]
     low = _fields(packed[:, None, :8], 4).reshape(-1, 16)
     high = _fields(packed[:, None, 8:], 2).reshape(-1, 16)
@@ -139,7 +139,7 @@ FORMATS: dict[str, Callable[[Records], Values]] = {
 
 
 def _column(halves: Records) -> Values:
-    """[B] in 16 bits to [B, 1] in 32."""
+    """Convert float16 [B] to float32 [B, 1]."""
     return halves.astype(np.float32)[:, None]
 
 
@@ -152,7 +152,7 @@ def _scaled(q: Records, scales: Records) -> Values:
 def _scaled_groups(
     q: Records, blocks: Records, scales: Records, minima: Records | None = None
 ) -> Values:
-    """q [B, groups, values of a group] times its group's scale, less its group's minimum."""
+    """Multiply q [B, groups, values of a group] by group scales, and subtract group minima."""
     values = q.astype(np.float32)
     values *= (_column(blocks["d"]) * scales)[..., None]
     if minima is not None:
@@ -161,7 +161,7 @@ def _scaled_groups(
 
 
 def _nibbles(packed: Bytes, count: int) -> Bytes:
-    """[B, count] to [B, 2 * count]: all low halves, then all high ones."""
+    """Split bytes [B, count] to 4-bit values [B, 2 * count]: all low halves, then all high ones."""
     q = np.empty((len(packed), 2 * count), np.uint8)
     np.bitwise_and(packed, 15, out=q[:, :count])
     np.right_shift(packed, 4, out=q[:, count:])
@@ -169,7 +169,7 @@ def _nibbles(packed: Bytes, count: int) -> Bytes:
 
 
 def _fields(packed: Bytes, bits: int) -> Bytes:
-    """[B, parts, n] to [B, parts, 8 / bits, n]: the fields of each byte, the lowest first."""
+    """Split bytes [B, parts, n] to fields [B, parts, 8 / bits, n], lowest bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields: Bytes = packed[:, :, None] >> shifts
     fields &= np.uint8((1 << bits) - 1)
@@ -177,7 +177,7 @@ def _fields(packed: Bytes, bits: int) -> Bytes:
 
 
 def _five_bits(blocks: Records) -> Bytes:
-    """The fifth bits of a block's 32 values are one integer."""
+    """Return the 5-bit values of blocks, [B, 32]; one integer per block holds the fifth bits."""
     fifth = (blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)).astype(np.uint8)
     q = _nibbles(blocks["q"], 16)
     q |= (fifth & 1) << 4
@@ -185,8 +185,8 @@ def _five_bits(blocks: Records) -> Bytes:
 
 
 def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """[B, 12] to two of [B, 8]. Of the first four, bytes 0-3 and 4-7 hold all 6 bits; of the last
-    four, bytes 8-11 hold 4 bits (scales low, minima high) and the tops of 0-7 the other 2."""
+    """Unpack bytes [B, 12] to scales and minima, [B, 8] each. Bytes 0-3 and 4-7 hold all 6 bits of
+    the first four. Bytes 8-11 hold 4 bits of the last four; the top bits of 0-7 hold the rest."""
     first, second, low = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate((first & 63, low & 15 | (first >> 6) << 4), axis=1)
     minima = np.concatenate((second & 63, low >> 4 | (second >> 6) << 4), axis=1)

@@ -1,4 +1,4 @@
-"""How layers that are quantised in a GGUF file are packed. No torch."""
+"""Choose the packed formats of layers that a GGUF file holds quantised. No torch."""
 
 from collections.abc import Iterable, Mapping
 
@@ -20,7 +20,7 @@ FORMATS = {"Q8_0": Quantization("int8_f16", 32), "Q4_0": Quantization("int4_f16"
 def stored_formats_of_parts(
     file: GGUFFile, spec: ModelSpec, parts: Iterable[Part]
 ) -> dict[int, StoredFormat]:
-    """Choose what to pack an outline's parts as, by index, without those of plain numbers."""
+    """Return the packed formats of an outline's quantised parts, by index."""
     kinds = kinds_by_name(file, spec)
     found: dict[int, StoredFormat] = {}
     for index, part in enumerate(parts):
@@ -36,7 +36,7 @@ def stored_formats_of_parts(
 
 
 def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
-    """Tell how each tensor is stored, by the name that our layers ask for."""
+    """Return the stored format of each tensor, by its name in quire's layers."""
     return {
         name: kept_kind(place, spec)
         for place in file.tensors.values()
@@ -47,11 +47,10 @@ def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
 def stored_format(
     outputs: Mapping[str, int], kinds: Mapping[str, TensorKind]
 ) -> StoredFormat | None:
-    """Choose what to pack a layer as whose weight these tensors fill, each so many outputs; None
-    where one of them holds plain numbers, or is not there.
+    """Return the packed format of a layer that these tensors fill; None if one of them holds plain
+    numbers or is missing. outputs: number of outputs by tensor name.
 
-    The core multiplies all of GGUF's quantised formats as they are, also where the parts of a layer
-    are of several.
+    The core multiplies every quantised format of GGUF directly, and layers that mix several.
     """
     if not outputs or any(name not in kinds or kinds[name].is_float for name in outputs):
         return None

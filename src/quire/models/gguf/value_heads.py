@@ -1,8 +1,8 @@
-"""The order in which GGUF files of Qwen 3.5 hold the heads of values of linear attention. No torch.
+"""Reorder the value heads of linear attention in GGUF files of Qwen 3.5. No torch.
 
-Checkpoints have the value heads of a key head side by side; files have the first of each key head,
-then the second of each, and so on. What belongs to value heads is rows of most tensors, and columns
-of the output's matrix: these can be moved only as whole blocks of a quantised format.
+Checkpoints group the value heads by key head. GGUF files hold the first value head of each key
+head, then the second of each, and so on. Value heads are rows of most tensors. In the output's
+matrix they are columns, which can be moved only as whole blocks of a quantised format.
 """
 
 import re
@@ -16,7 +16,7 @@ from quire.spec.model_spec import ModelSpec
 Order = npt.NDArray[np.int64]
 
 REORDERED = ("qwen3_5_text", "qwen3_5_moe_text")
-# The sizes of a head's part: one number, or a vector; of some behind queries and keys.
+# Tensors with a number or a vector per value head; BEHIND_KEYS: rows follow queries and keys.
 NUMBERS = re.compile(r"blk\.\d+\.(ssm_a|ssm_dt\.bias|ssm_(alpha|beta)\.weight)")
 VECTORS = re.compile(r"blk\.\d+\.attn_gate\.weight")
 BEHIND_KEYS = re.compile(r"blk\.\d+\.(attn_qkv|ssm_conv1d)\.weight")
@@ -24,7 +24,7 @@ COLUMNS = re.compile(r"blk\.\d+\.ssm_out\.weight")
 
 
 def row_order(name: str, spec: ModelSpec) -> Order | None:
-    """Return which of the file's rows each row of a checkpoint's tensor is; None: the same."""
+    """Return the file's row for each row of the checkpoint's tensor, [rows]; None if unchanged."""
     if not _is_reordered(spec):
         return None
     sizes = spec.linear_attention
@@ -39,15 +39,15 @@ def row_order(name: str, spec: ModelSpec) -> Order | None:
 
 
 def column_order(name: str, spec: ModelSpec) -> Order | None:
-    """Do that with columns."""
+    """Return the file's column for each column of the checkpoint's tensor; None if unchanged."""
     if _is_reordered(spec) and COLUMNS.fullmatch(name):
         return _order(spec, spec.linear_attention.value_dim)
     return None
 
 
 def kept_kind(place: TensorPlace, spec: ModelSpec) -> TensorKind:
-    """Tell how a tensor is stored when its columns stand in a checkpoint's order: in plain numbers
-    where a block holds numbers of several heads."""
+    """Return the format of a tensor after its columns are reordered. It is float32 if blocks hold
+    numbers of several heads, else the file's format."""
     if column_order(place.name, spec) is None:
         return place.kind
     fits = spec.linear_attention.value_dim % place.kind.block_size == 0
@@ -61,7 +61,7 @@ def _is_reordered(spec: ModelSpec) -> bool:
 
 
 def _order(spec: ModelSpec, size: int) -> Order:
-    """Order parts of so many numbers of each value head."""
+    """Return the file's index of each element in checkpoint order; `size` elements per head."""
     sizes = spec.linear_attention
     heads_N = np.arange(sizes.value_heads).reshape(-1, sizes.key_heads).T.reshape(-1)
     order: Order = (heads_N[:, None] * size + np.arange(size)).reshape(-1)

@@ -1,8 +1,8 @@
-"""Which layers of a model a checkpoint holds quantised, and how their tensors become one weight.
+"""Find the layers that a checkpoint holds quantised, and convert their tensors to one weight each.
 
 In: the headers of the weight files, the config, a model without memory. Out: a `QuantisedLayer` for
-each layer whose weight is stored so, or an error for tensors that do not fit together. A config
-says how weights are stored, the files which: a module that is plain there is taken as it is.
+each quantised layer, or an error for inconsistent tensors. The config says how weights are
+quantised. The files decide which ones are: a module with a plain weight stays plain.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -30,13 +30,13 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 class TensorsOf(Protocol):
-    """Says which tensors a module has, by the ends of their names."""
+    """Describes the tensors of a module, by the suffixes of their names."""
 
     def __call__(self, how: StoredWeight, shape: Shape) -> dict[str, Wanted]: ...
 
 
 class RowsOf(Protocol):
-    """Makes a weight of them."""
+    """Makes the rows of a weight from its tensors, `found`."""
 
     def __call__(
         self, how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
@@ -44,14 +44,12 @@ class RowsOf(Protocol):
 
 
 class Form(NamedTuple):
-    """A way of storing weights. is_named_by_module: whether names begin with the module's, not the
-    weight's. turns: whether outputs come first even of layers whose plain weights are transposed:
-    the others are of layers that have none."""
+    """A quantised storage format."""
 
     tensors: TensorsOf
     rows: RowsOf
-    is_named_by_module: bool = True
-    turns: bool = False
+    is_named_by_module: bool = True  # whether names extend the module's name, not the weight's
+    turns: bool = False  # whether outputs come first even if the plain weight is transposed
 
 
 FORMS: Mapping[str, Form] = {
@@ -69,41 +67,36 @@ FORMS: Mapping[str, Form] = {
 
 @dataclass(frozen=True, eq=False)
 class QuantisedPart:
-    """Outputs of a layer that are stored as one module.
+    """The outputs of a layer that one quantised module of the checkpoint holds."""
 
-    source: of the layer; its destination tells how many outputs there are. tensors: of the weight
-    files, by the ends that the form knows. scales: the dtype of these. unused: others that belong
-    to them. zeros: others that must be zero.
-    """
-
-    source: Source
+    source: Source  # source of the layer that the module fills
     how: StoredWeight
-    tensors: Mapping[str, str]
-    scales: str
-    unused: tuple[str, ...]
-    zeros: tuple[str, ...]
+    tensors: Mapping[str, str]  # names of the module's tensors, by suffix
+    scales: str  # dtype of the scales
+    unused: tuple[str, ...]  # names of the module's tensors that no weight depends on
+    zeros: tuple[str, ...]  # names of tensors that must be zero
 
     @property
     def cuts_sorted_groups(self) -> bool:
-        """Whether a rank has a part of inputs that were sorted before they were put into groups."""
+        """Return whether the rank holds a part of inputs that were sorted before grouping."""
         how = self.how
         return how.sorts_inputs and how.group_size > 0 and self.source.columns is not None
 
     def rows(self, found: Mapping[str, torch.Tensor]) -> StoredRows:
-        """Make the rows that the source fills. found: tensors, by their names. Raises ModelError
-        for values that cannot be."""
+        """Return the rows that the source fills. found: tensors by name. Raises ModelError for
+        contradicting values."""
         rows, first = self._taken(found)
         assert first == 0, "a rank has whole groups"
         return rows
 
     def fill(self, destination: torch.Tensor, found: Mapping[str, torch.Tensor]) -> None:
-        """Write what the rows stand for, rounded once to the destination's dtype."""
+        """Write the dequantised rows to a destination [N, K], rounded once to its dtype."""
         dtype = torch.float64 if destination.dtype == torch.float64 else torch.float32
         rows, first = self._taken(found)
         destination.copy_(rows.dequantised(dtype).narrow(1, first, destination.shape[1]))
 
     def check(self, headers: Mapping[str, TensorHeader]) -> None:
-        """Raise ConfigError where a rank's inputs are no whole groups."""
+        """Raise ConfigError if the rank's inputs are not whole groups."""
         if self.source.columns is not None:
             form, shape = FORMS[self.how.form], _whole_shape(self.source)
             wanted = form.tensors(self.how, shape[-2:])
@@ -113,7 +106,7 @@ class QuantisedPart:
             check_inputs(self.source.name.removesuffix(WEIGHT), self.source.columns, step)
 
     def _taken(self, found: Mapping[str, torch.Tensor]) -> tuple[StoredRows, int]:
-        """Make them with as many more inputs as groups need; returns also the first that counts."""
+        """Return the rows, widened to whole groups, and the index of the first requested input."""
         source, form, first = self.source, FORMS[self.how.form], 0
         values: Mapping[str, torch.Tensor]
         values = {end: found[name] for end, name in self.tensors.items()}

@@ -1,11 +1,11 @@
-"""The interface that all attention backends have (P 4.1, T 4.2.2).
+"""The interface of attention backends (P 4.1, T 4.2.2).
 
 Shape legend: T tokens of the step, S scheduled rows, N query heads, K KV heads, H head dim,
 B blocks of a group's pool, P tokens per block, L longest block table of the step.
 
-A step holds the tokens of S rows one after the other. Row s has `query_lens[s]` of them, which end
-at position `context_lens[s] - 1` of its sequence; keys and values of a row stand in the blocks that
-its block table names, position p in block `table[p // P]` at offset `p % P`.
+A step concatenates the tokens of S rows. Row s has `query_lens[s]` tokens; the last of them has
+position `context_lens[s] - 1` in its sequence. The row's block table lists the blocks with its keys
+and values: position p is in block `table[p // P]` at offset `p % P`.
 A token at position i attends to positions j with max(0, i - window + 1) <= j <= i, or j < end if it
 has an end after i.
 """
@@ -63,20 +63,20 @@ class AttentionBackend(ABC):
     def run(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend with this step's queries over their sequences; returns [T, N, H], in `out` if it
-        is given: the sum over seen j of weight[j] v[j] (see Scores)."""
+        """Return attention of the step's queries, [T, N, H]: for each query, the sum of weight[j]
+        v[j] over the positions j that it attends to (see Scores). out: memory for the result."""
 
     def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
-        """Do as `run`, whatever the sinks, where what is seen here is only a part of what is seen.
-        Raises ConfigError in a backend that cannot."""
+        """Attend as `run` does, without sinks, over this rank's part of the keys. Raises
+        ConfigError in a backend without support."""
         raise ConfigError(
             f"attention_backend {self.name} cannot share a sequence's tokens with other ranks;"
             " remove decode_context_parallel_size."
         )
 
     def prepare_states(self, step: AttentionStep) -> None:
-        """Take a step of layers with states alone, behind all of the last one's: keys and values of
-        its tokens are there."""
+        """Prepare a step that runs layers with states alone. Call it after the previous step's
+        layers; keys and values of its tokens are already stored."""
         raise _keeps_no_states(self)
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ class AttentionBackend(ABC):
 
             made[t] = sum over w of weight[w] x[t - W + 1 + w]
 
-        What came before the step's tokens is in the layer's state (states.py). Raises ConfigError
-        in a backend that keeps none.
+        The layer's state (states.py) holds the inputs before the step's tokens. Raises ConfigError
+        in a backend without states.
         """
         raise _keeps_no_states(self)
 
@@ -133,9 +133,11 @@ class AttentionBackend(ABC):
         weight: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Return queries [T, N, H] of M = N + 2 K heads, normalised with weight [N + K, H], if
-        there is one, and turned; keys too, which are stored beside the values. A backend may do all
-        of this in one operation."""
+        """Normalise and rotate queries and keys, store keys and values, and return the queries.
+
+        qkv: M = N + 2 K heads. weight: [N + K, H], or None without norms. The result is [T, N, H].
+        Backends may fuse all of this in one operation.
+        """
         num_turned = qkv_TMH.shape[1] - num_kv_heads
         qk_TMH, v_TKH = qkv_TMH.split([num_turned, num_kv_heads], dim=1)
         if weight is not None:
@@ -148,13 +150,13 @@ class AttentionBackend(ABC):
 
     @property
     def host_blocks(self) -> HostBlocks | None:
-        """Return blocks of host memory by group, for those who move them elsewhere; None: the
-        backend keeps them to itself."""
+        """Return the blocks of host memory by group, which stores read and write; None if the
+        backend does not expose them."""
         return None
 
 
 class ForwardingBackend(AttentionBackend):
-    """Hand everything to another backend; a class that changes some of it derives from this."""
+    """A backend that forwards every call to `inner`. Subclasses override some of the calls."""
 
     def __init__(self, inner: AttentionBackend) -> None:
         self.inner = inner
@@ -213,13 +215,12 @@ class ForwardingBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a backend needs to make its KV tensors: the groups and how many blocks each has.
+    """The cache groups of a backend's KV tensors, their sizes and formats.
 
-    dtype: of queries and results. kv_format: how keys and values are stored, `auto` (in that
-    dtype), `int8` (with a float32 scale per token and head) or `fp8` (e4m3, with two scales per
-    layer that the backend is told). num_host_blocks: of host memory, by group;
-    as many as the device has if absent. given: the bytes of each group's blocks, where they are
-    there already.
+    num_blocks: blocks of each group. dtype: dtype of queries and results. kv_format: storage of
+    keys and values: `auto` (in dtype), `int8` (with a float32 scale per token and head) or `fp8`
+    (e4m3, with two given scales per layer). num_host_blocks: blocks in host memory by group; absent
+    for as many as on the device. given: existing memory for the blocks of each group, as bytes.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -242,7 +243,7 @@ def _keeps_no_states(backend: AttentionBackend) -> ConfigError:
 
 
 def refuse_kv_format(backend: str, layout: KVLayout) -> None:
-    """Raise ConfigError for a layout whose keys and values are not stored in its dtype."""
+    """Raise ConfigError if the layout does not store keys and values in its dtype."""
     if layout.kv_format != "auto":
         raise ConfigError(
             f"attention_backend {backend} stores keys and values in the model's dtype, not as"

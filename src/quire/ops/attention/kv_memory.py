@@ -33,19 +33,19 @@ class KVMemory:
         self.host = HostBlocks(self.kv, dim=3, num_blocks=layout.num_host_blocks)
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy whole blocks in all layers of the group, in one launch on a GPU unless one of them
-        is written and also read. Does not wait for it."""
+        """Copy whole blocks in all layers of the group, without waiting. A GPU needs one launch,
+        unless a block is both read and written."""
         copy_blocks(self.kv[group], source, destination, dim=3)
 
 
 class MovesBlocks(AttentionBackend):
-    """What a backend over a KVMemory does with whole blocks."""
+    """A base of backends with a KVMemory, which copies whole blocks."""
 
     _memory: KVMemory
 
     @property
     def host_blocks(self) -> HostBlocks:
-        """Return blocks of host memory, for those who move them elsewhere."""
+        """Return the blocks of host memory, which stores read and write."""
         return self._memory.host
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
@@ -64,7 +64,7 @@ class MovesBlocks(AttentionBackend):
             self._memory.host.load(group, source, destination)
 
     def _has_layers(self, group: int) -> bool:
-        """Tell whether any layer of the group is here, and not on other stages alone."""
+        """Return whether this stage has a layer of the group."""
         return self._memory.kv[group].numel() > 0
 
 

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model: one of ours, or of another package."""
+"""Choose the attention backend of a model: one of quire's, or one of a plug-in package."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -32,13 +32,12 @@ def make_backend(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Make the backend of that name, with its KV tensors. `auto` takes the fastest of ours for the
-    layout; other packages may bring more.
+    """Build the backend of this name, with its KV tensors. `auto` selects quire's fastest backend
+    for the layout; plug-ins may add names.
 
-    kv_scales: what stored keys and values of a layer are multiplied by if they are fp8, 1 if
-    absent. Backends of other packages are not told. deterministic: a query's result has the same
-    bits however its sequence was cut into steps.
-    Raises ConfigError for a name that does not exist, or that cannot serve this layout.
+    kv_scales: factors of a layer's fp8 keys and values, 1 if absent; plug-ins do not receive them.
+    deterministic: whether a query's bits must not depend on how steps divide its sequence. Raises
+    ConfigError for an unknown name, or a backend that does not support this layout.
     """
     if is_within_step(layout):
         return make_within_step(name, layout)
@@ -71,8 +70,8 @@ def make_backend(
 
 
 def _check_fp8(name: str, layout: KVLayout) -> None:
-    """Raise ConfigError for a backend without fp8. Why triton, which has it, was not taken may be
-    the reason."""
+    """Raise ConfigError for a backend without fp8. The error gives the reason if triton, which
+    supports fp8, cannot be used."""
     reason = triton_gpu.why_not(layout)
     if reason is None and name == "triton":
         return
@@ -88,8 +87,8 @@ def _check_fp8(name: str, layout: KVLayout) -> None:
 
 
 def fastest(layout: KVLayout) -> str:
-    """Return the name of the fastest of our backends that can serve the layout. Says why, where a
-    GPU does not get the one that is made for it."""
+    """Return the name of quire's fastest backend for the layout. Log the reason if a GPU does not
+    get the triton backend."""
     if layout.dtype == torch.float64:
         return "reference"
     if layout.device.type == "cpu":
