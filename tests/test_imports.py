@@ -15,6 +15,20 @@ import pytest
 import quire
 
 
+@pytest.fixture(autouse=True)
+def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a name be imported once more, whatever other tests have imported."""
+    monkeypatch.delitem(sys.modules, "quire.serve.python.llm", raising=False)
+
+
+def test_a_name_whose_module_is_there_is_not_imported_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "quire.serve.python.llm", SimpleNamespace(LLM=1))
+    monkeypatch.setattr(importlib, "import_module", None)
+    assert quire.LLM == 1
+
+
 def test_the_garbage_collector_pauses_while_names_are_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

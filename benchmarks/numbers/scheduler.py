@@ -111,8 +111,8 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
     Section(
         "The code",
         "Python files whose functions run, and the lines of these files. The actions are one step"
-        " of the scheduler with its result, one forward pass on a CPU, and one chat through HTTP. The"
-        " front is the part of the chat that runs in an API process.",
+        " of the scheduler with its result, one forward pass on a CPU, and one chat through HTTP."
+        " The front is the part of the chat that runs in an API process.",
         "python -m benchmarks.scheduler.trips",
         (Table(ZEN4 + "trips.json", {
             "action": "{trip}", "files": "{files}", "lines": "{lines:,}"}),),

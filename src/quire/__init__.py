@@ -5,6 +5,7 @@
 Names are imported when they are first used, so that `import quire` costs next to nothing.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from quire.base.version import QUIRE_VERSION
@@ -53,6 +54,9 @@ __version__ = QUIRE_VERSION
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    home = sys.modules.get(_HOMES[name])
+    if home is not None and name in vars(home):  # not while it is being imported
+        return vars(home)[name]
     import gc
     from importlib import import_module
 

@@ -145,7 +145,7 @@ def end_of(stream: Stream) -> int | None:
 
 
 @pytest.mark.parametrize(
-    "victim", ["core_main", pytest.param("api_process", marks=pytest.mark.slow)]
+    "victim", ["core_main", pytest.param("serve.server", marks=pytest.mark.slow)]
 )
 def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
     """The server's constructor waits until it answers, so the killing is done beside it."""

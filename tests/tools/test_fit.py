@@ -21,7 +21,7 @@ from quire.models.registry import make_model
 from quire.ops import gpu
 from quire.ops.collectives.thread_group import thread_groups
 from quire.ops.host.native import core
-from quire.ops.weights import formats, packed
+from quire.ops.weights import formats, pack
 from quire.runner import build, derive
 from quire.runner.build import build_runner
 from quire.runner.memory_plan import (
@@ -545,7 +545,7 @@ def test_weights_that_cannot_be_looked_at(folders: dict[str, Path], tmp_path: Pa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_without_the_core(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where oneDNN has an order of its own, a tied table is kept beside it; as torch tells."""
-    for module in (formats, packed, derive):
+    for module in (formats, pack, derive):
         monkeypatch.setattr(module, "core", lambda: None)
     source, torch_dtype = resolve_model("shape:qwen3-0.6b"), getattr(torch, dtype)
     found = fitted(source, 64 * GIB, dtype=dtype, max_model_len=2048)

@@ -11,7 +11,7 @@ from quire.engine.client.async_client import AsyncClient, ForwardingClient
 
 MEMBERS = [name for name in vars(AsyncClient) if not name.startswith("_")]
 PROPERTIES = [name for name in MEMBERS if isinstance(vars(AsyncClient)[name], property)]
-SILENT = ("check", "append", "close", "keep", "rewind", "reset_prefix_cache")
+SILENT = ("check", "append", "steer", "close", "keep", "rewind", "reset_prefix_cache")
 METHODS = [name for name in MEMBERS if inspect.isfunction(vars(AsyncClient)[name])]
 
 

@@ -61,7 +61,7 @@ class Server:
 
     @property
     def api(self) -> list[int]:
-        return [p for p, command in self.children.items() if "api_process" in command]
+        return [p for p, command in self.children.items() if "quire.serve.server" in command]
 
     def get(self, path: str) -> int:
         """The status of a GET; 0 if nobody answers."""
