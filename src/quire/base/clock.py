@@ -50,7 +50,7 @@ def duration_rule(otherwise: str) -> str:
 def bounded_wait_s(seconds: float | None, limit_s: float = MAX_WAIT_S) -> float:
     """Return the length of the next wait for an event `seconds` away; None is unknown.
 
-    The result is from 0 to `most_s`."""
+    The result is from 0 to `limit_s`."""
     if seconds is None or math.isnan(seconds):
         return limit_s
     return max(0.0, min(seconds, limit_s))

@@ -83,7 +83,7 @@ class Renderer:
         return cls(tokenizer, template)
 
     def prepare(self) -> None:
-        """Start in advance the processes for templates, grammars and long texts.
+        """Start the processes for templates and grammars, and compute the tokenizer's text bound.
 
         Call this at most once, when such requests are likely."""
         if self.tokenizer is not None:

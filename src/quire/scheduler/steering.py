@@ -16,8 +16,6 @@ from quire.scheduler.core.sequence import Blocker, Sequence, State
 class Steering(Extension, StepExtension):
     """Carries out `Steer` messages."""
 
-    names = ()  # it concerns no request before a message does
-
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._paused: dict[str, float] = {}  # when each pause ends, by request id

@@ -125,8 +125,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def error_in(field: str, error: RequestError) -> ApiError:
-    """Return what a client is told whose field is at fault, unless the error names another one
-    than the prompt. That the engine is busy has to do with none."""
+    """Return the client's error with `field` as its parameter, unless the error names a field other
+    than the prompt. A busy engine is no field's fault."""
     shown = as_api_error(error)
     if shown.status == 400 and shown.param in OF_PROMPTS:
         shown.param = field

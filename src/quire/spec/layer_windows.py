@@ -141,7 +141,7 @@ def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _in_turn(fields: Fields, model_type: str, num_layers: int) -> Windows:
-    """Return the window for all layers except one of every few, the last of them."""
+    """Return the window for all layers except every n-th, which attends to all tokens."""
     kinds = _kinds(fields, num_layers)
     if kinds is None:
         has_pattern = model_type in WITH_PATTERN

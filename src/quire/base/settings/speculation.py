@@ -42,7 +42,7 @@ class Suffixes:
     depth: int = 24  # tokens of the context to match
     num_answers: int = 10_000  # cached answers of other requests; 0 for the own tokens only
     factor: float = 1.0  # maximum draft tokens per matched token
-    least_chance: float = 0.1  # minimum frequency of a whole draft among its continuations
+    least_chance: float = 0.1  # minimum estimated probability of the whole draft
 
 
 @dataclass(frozen=True)

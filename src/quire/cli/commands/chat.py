@@ -262,7 +262,7 @@ class Chat:
 
 
 class Interrupts:
-    """Within this context the first Ctrl-C only sets `is_asked`; a second one interrupts."""
+    """Within this context the first Ctrl-C only sets `is_requested`; a second one interrupts."""
 
     def __init__(self) -> None:
         self.is_requested = False

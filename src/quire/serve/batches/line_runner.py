@@ -31,14 +31,14 @@ from quire.serve.bodies.reading import ON_LOOP_BYTES
 
 
 class Slots:
-    """As a semaphore, with weights: whoever asks first gets first, also if others ask for less."""
+    """A semaphore with weights. It is FIFO: a large request is not overtaken by smaller ones."""
 
     def __init__(self, number: int) -> None:
         self._number = self._free = max(1, number)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, wanted: int) -> int:
-        """Wait for slots; how many were taken, which is at most all."""
+        """Wait for `wanted` slots, or for all if there are fewer. Return the number taken."""
         number = min(wanted, self._number)
         if self._waiting or self._free < number:
             turn = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What becomes of a body's fields: of those that it declares, and of all others.
+"""The effect of each field of a body, declared or not.
 
 Each declared field says what becomes of it: `becomes` names what it sets, an `Ignored` field has no
 effect, and an `unsupported` field is refused unless its value is neutral. A field without any of

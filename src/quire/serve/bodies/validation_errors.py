@@ -8,13 +8,16 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 
 from quire.serve.bodies.open_body import body_class
 from quire.serve.errors import ApiError, bad_request
+
+Body = TypeVar("Body", bound=BaseModel)
 
 MAX_ERRORS = 8
 MAX_SHOWN_CHARS = 60
@@ -79,6 +82,16 @@ class _Problem:
 def invalid_request(error: RequestValidationError, request: fastapi.Request) -> ApiError:
     """Make one 400 that names all wrong fields; `param` is the first one."""
     return invalid_fields(error.errors(), _field_names(request))
+
+
+def parsed(kind: type[Body], fields: Mapping[str, Any]) -> Body:
+    """Return a body with these fields, which did not come as the body of an HTTP request. Raises
+    ApiError, as such a body does."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
+        raise invalid_fields(errors, list(kind.model_fields)) from error
 
 
 def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.types import Scope
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
@@ -14,7 +13,7 @@ from quire.render.tokens.open_text import OpenText
 from quire.serve.bodies.constraints import checked_grammar
 from quire.serve.bodies.open_body import check_neutral, unsupported
 from quire.serve.bodies.protocol import CompletionRequest, Count, Int32, OrUnlimited
-from quire.serve.bodies.validation_errors import invalid_fields, shown
+from quire.serve.bodies.validation_errors import parsed, shown
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.hooks.hooks import RequestHooks
@@ -29,6 +28,7 @@ from quire.serve.pipeline.requests import (
     completion_params,
     make_job,
     room_after,
+    with_priority,
 )
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
@@ -61,7 +61,7 @@ class OpenRequest:
     def __init__(self, api: ApiContext, fields: Json, scope: Scope, request_id: str) -> None:
         """Begin a request. fields: those of a completion. scope: of its connection. Raises ApiError
         or RequestError for wrong fields."""
-        body = _body(fields)
+        body = parsed(OpenPromptRequest, fields)
         check_neutral(body)
         options = body.stream_options
         in_each = options and options.include_usage and options.continuous_usage_stats
@@ -136,9 +136,10 @@ class OpenRequest:
     def _begin(self, token_ids: list[int], is_last: bool) -> None:
         api, prompt = self._api, RenderedPrompt(token_ids)
         room_after(prompt, self._max_model_len, "prompt", can_cut=False)
+        plan = with_priority(self.plan, self._hooks)
         job = make_job(
-            api, self.plan, prompt, self._params, self._job_id, self._grammar or "",
-            Origin(self.plan.core_id), is_open=not is_last,
+            api, plan, prompt, self._params, self._job_id, self._grammar or "",
+            Origin(plan.core_id), is_open=not is_last,
         )  # fmt: skip
         hooks = None if self._hooks is None else [self._hooks]
         self.answer = Answer(
@@ -198,14 +199,6 @@ class OpenRequest:
         num_chars = self._text.num_held_chars + sum(map(len, piece))
         found: list[int] = await self._api.lanes.run(num_chars, encode, *piece)
         return found
-
-
-def _body(fields: Json) -> OpenPromptRequest:
-    try:
-        return OpenPromptRequest.model_validate(fields)
-    except ValidationError as error:
-        errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
-        raise invalid_fields(errors, list(OpenPromptRequest.model_fields)) from error
 
 
 def _checked_ids(prompt: object) -> list[int]:

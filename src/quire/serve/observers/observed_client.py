@@ -1,8 +1,7 @@
-"""A client of the engine that sees each request begin and end, whichever endpoint it came from:
-for the ledger, rate limits and traces. Servers without these do without it.
+"""A client of the engine that reports the begin and end of each request to observers.
 
-What a request took is known here from its outputs; of one whose reader has left early the engine is
-asked.
+The observers are the usage log, rate limits and traces; a server without them has no such client.
+What a request used follows from its outputs. If its reader left early, the engine is asked.
 """
 
 import asyncio

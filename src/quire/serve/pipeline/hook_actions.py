@@ -5,20 +5,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from pydantic import ValidationError
-
+from quire.base.errors import RequestError
 from quire.base.requests.hooks import Prompt, checked_pause, checked_priority
 from quire.serve.bodies.constraints import checked_grammar
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
-from quire.serve.bodies.validation_errors import invalid_fields
+from quire.serve.bodies.validation_errors import parsed
 from quire.serve.context import ApiContext, model_known
+from quire.serve.errors import ApiError
 from quire.serve.http.ids import new_id
 from quire.serve.pipeline.answer import collect
 from quire.serve.pipeline.chat_choice import chat_choices
 from quire.serve.pipeline.plan import CompletionPlan, Plan, chat_plan_of, check_model
 from quire.serve.pipeline.prompts import images_of, render_chat, render_completion
 from quire.serve.pipeline.requests import Origin, admit_chat, completion_job
+
+# Fields that the text of one response, which `ask` returns, has no room for.
+NOT_ASKED = {"n", "best_of", "stream", "stream_options", "suffix", "echo"}
 
 
 class ServerActions:
@@ -45,8 +48,14 @@ class ServerActions:
 
     async def ask(self, model: str, prompt: Prompt, **params: Any) -> str:
         """See HookActions."""
+        for name in NOT_ASKED & params.keys():
+            raise RequestError(f"{name} cannot be set for a request of a hook; remove it.", name)
         work = self._answer(model, prompt, params)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except ApiError as error:
+            code = None if error.code is None else str(error.code)
+            raise RequestError(error.message, error.param, code) from error
 
     def _soon(self, act: Callable[[], None]) -> None:
         """Act on the event loop of the server, unless it has ended."""
@@ -57,13 +66,12 @@ class ServerActions:
         api = self._api.of_model(model)
         name = check_model(api, model)
         await model_known(api, model)
-        fields = {"model": model, "stream": False, "n": 1} | params
         if isinstance(prompt, str):
-            body = _parsed(CompletionRequest, fields | {"prompt": prompt})
+            body = parsed(CompletionRequest, params | {"prompt": prompt})
+            check_neutral(body)
             return await self._completion(api, body, name)
-        chat = _parsed(
-            ChatCompletionRequest, fields | {"messages": [dict(each) for each in prompt]}
-        )
+        chat = parsed(ChatCompletionRequest, params | {"messages": list(map(dict, prompt))})
+        check_neutral(chat)
         return await self._chat(api, chat, name)
 
     async def _chat(self, api: ApiContext, body: ChatCompletionRequest, name: str) -> str:
@@ -82,14 +90,3 @@ class ServerActions:
         job = completion_job(api, plan, prompt, 0, grammar.text, Origin())
         [output] = await collect(api.client, [job])
         return output.outputs[0].text
-
-
-def _parsed(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """Return a body with these fields. Raises ApiError."""
-    try:
-        body = kind.model_validate(fields)
-    except ValidationError as error:
-        errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
-        raise invalid_fields(errors, list(kind.model_fields)) from error
-    check_neutral(body)
-    return body

@@ -1,6 +1,6 @@
-"""`before_admission` of the endpoints: bodies and prompts through hooks, before they are rendered.
+"""`before_admission` of the endpoints: hooks see bodies and prompts before they are rendered.
 
-What a hook is shown is what the model will get: of a prompt in token ids, their text as well.
+A hook sees what the model will get. Of a prompt in token ids it also sees the text.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,6 @@ async def admitted_chat(
     if messages is not body.messages:  # perhaps also those of a retained conversation
         body = body.model_copy(update={"messages": [dict(each) for each in messages or ()]})
         plan = replace(plan, body=body, continued=None)
-    if hooks.priority is not None:
-        plan = replace(plan, body=body.model_copy(update={"priority": hooks.priority}))
     return plan, [hooks]
 
 
@@ -76,8 +74,8 @@ def opened(api: ApiContext, hooks: Hooks, plan: Plan[Any], request_id: str) -> R
 
 
 async def _text_of(api: ApiContext, token_ids: Sequence[Any]) -> str | None:
-    """Return what ids stand for; None without a tokenizer. Ids that are none are refused here:
-    where a prompt is cut later, nobody else might look at them."""
+    """Return the text of token ids; None without a tokenizer. Raise ApiError for an unknown id:
+    no later check sees the ids that truncation drops."""
     size = api.client.ready.vocab_size
     for each in token_ids:
         if type(each) is not int or not 0 <= each < size:

@@ -6,7 +6,7 @@ the body does not request less.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.messages import Fork, Request
@@ -34,6 +34,8 @@ from quire.serve.pipeline.plan import (
     Continued,
     Plan,
 )
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan[Any])
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
@@ -83,7 +85,10 @@ async def admit_chat(
     form = answer_form(api, plan, prompt.text or "")
     prompt, params = chat_inputs(api, plan, prompt, form)
     grammar = await chat_grammar(api, plan, form)
-    return Chat(plan, chat_job(api, plan, prompt, params, grammar.text), form, grammar, hooks)
+    origin = _origin_of(plan.continued, prompt.token_ids) or Origin(plan.core_id)
+    plan = with_priority(plan, hooks[0] if hooks else None)
+    job = make_job(api, plan, prompt, params, plan.id, grammar.text, origin)
+    return Chat(plan, job, form, grammar, hooks)
 
 
 def chat_inputs(
@@ -99,15 +104,6 @@ def chat_inputs(
     params = chat_params(body, api.requests.defaults, room)
     params.shown_special_token_ids = list(form.format.shown_special_token_ids) or None
     return prompt, params
-
-
-def chat_job(
-    api: ApiContext, plan: ChatPlan, prompt: RenderedPrompt, params: SamplingParams, grammar: str
-) -> PromptJob:
-    """Make and admit the request of a chat. Raise RequestError for what the engine can never
-    serve."""
-    origin = _origin_of(plan.continued, prompt.token_ids) or Origin(plan.core_id)
-    return make_job(api, plan, prompt, params, plan.id, grammar, origin)
 
 
 def completion_job(
@@ -127,9 +123,15 @@ def completion_job(
     prompt = truncated(prompt, body, max_model_len)
     room = room_after(prompt, max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
-    if hooks is not None and hooks.priority is not None:
-        plan = replace(plan, body=body.model_copy(update={"priority": hooks.priority}))
+    plan = with_priority(plan, hooks)
     return make_job(api, plan, prompt, params, f"{plan.id}-{index}", grammar, origin)
+
+
+def with_priority(plan: AnyPlan, hooks: RequestHooks | None) -> AnyPlan:
+    """Return a plan with the priority that a hook set, if one did."""
+    if hooks is None or hooks.priority is None:
+        return plan
+    return replace(plan, body=plan.body.model_copy(update={"priority": hooks.priority}))
 
 
 def make_job(

@@ -139,7 +139,7 @@ def new_id(kind: str, process: int) -> str:
 
 
 def process_of(given: str) -> int | None:
-    """Return the number of the process that made an id; None for what is no id of ours."""
+    """Return the number of the process that made an id; None for an id of another form."""
     _, _, rest = given.partition("_")
     if len(rest) != _DIGITS + 32:
         return None
@@ -150,7 +150,7 @@ def process_of(given: str) -> int | None:
 
 
 class Responses:
-    """store: of those that are over. process: the number of this API process."""
+    """The responses of one API process: stored ones, and those that run in the background."""
 
     def __init__(self, store_bytes: int, process: int = 0) -> None:
         self.store = ResponseStore(store_bytes)
@@ -175,7 +175,7 @@ class Responses:
             raise ApiError(503, text, "server_error", code="engine_busy", headers=headers)
 
     def begin(self, owner: str, running: RunningResponse) -> Callable[[], None]:
-        """Know of a response until the function that this returns is called."""
+        """Register a running response. Return the function that removes it."""
         self._running[owner, running.id] = running
         return lambda: self._forget(owner, running.id)
 

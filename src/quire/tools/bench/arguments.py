@@ -219,7 +219,7 @@ def add_count(
     text: str,
     minimum: int = 1,
 ) -> None:
-    """Add an option for a whole number of at least `least`."""
+    """Add an option for a whole number of at least `minimum`."""
 
     def count(given: str) -> int:
         value = int(given)

@@ -126,7 +126,7 @@ class Driver:
         return draw_batch(self._rng, most_rows, self._longest, vocab_size)
 
     def _advance(self, max_steps: int | None) -> None:
-        """Serve until `most` steps are done or all requests have ended."""
+        """Serve until `max_steps` steps are done or all requests have ended."""
         num = 0
         while self._client.num_unfinished and (max_steps is None or num < max_steps):
             num += bool(self._client.advance())
