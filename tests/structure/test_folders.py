@@ -85,7 +85,7 @@ BUDGETS = {
     "serve": 2530,
     "serve/anthropic": 850,
     "serve/batches": 2300,
-    "serve/bodies": 1660,
+    "serve/bodies": 1670,
     "serve/hooks": 480,
     "serve/http": 1160,
     "serve/media": 890,
