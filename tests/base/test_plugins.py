@@ -36,8 +36,8 @@ from quire.kv.pool import EvictionPolicy
 from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
-from quire.render.answers.detect import check_names
-from quire.render.answers.format import AskedAnswer, detect_format
+from quire.render.answers.detect import check_names, detect_format
+from quire.render.answers.format import AskedAnswer
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.render.answers.syntax import Tool
 from quire.scheduler.core.queue import Policy

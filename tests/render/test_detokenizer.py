@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.base.requests.sampling_params import SamplingParams
-from quire.render.tokens.detokenizer import IncrementalDetokenizer
-from quire.render.tokens.token_stream import PieceStream, WindowStream, open_stream
+from quire.render.tokens.detokenizer import IncrementalDetokenizer, open_stream
+from quire.render.tokens.pieces import PieceStream
+from quire.render.tokens.token_stream import WindowStream
 from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import FAMILIES, tokenizer
 

@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 
 from quire.base.errors import RequestError
 from quire.render.renderer import Renderer
-from quire.render.tokens.token_stream import open_stream
+from quire.render.tokens.detokenizer import open_stream
 from quire.render.tokens.tokenizer import Tokenizer
 from tests.render.golden import make
 from tests.support.render.golden_cases import (

@@ -16,7 +16,7 @@ import pytest
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.render.jobs import job_pool
-from quire.render.jobs.job_process import JobProcess
+from quire.render.jobs.job_pool import JobProcess
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.template_job import InThisProcess, TemplateJob, unpack
 from quire.render.templates.template_pool import TEMPLATES, TemplatePool

@@ -1,4 +1,7 @@
-"""`Tokenizer` gives what transformers' fast tokenizer gives, from the same directory."""
+"""`Tokenizer` gives what transformers' fast tokenizer gives, from the same directory.
+
+Covers `render/tokens/tokenizer_backend.py`.
+"""
 
 import json
 import threading

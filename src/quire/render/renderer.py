@@ -15,7 +15,9 @@ from quire.base.errors import RequestError
 from quire.base.requests.media_items import MediaItem
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
-from quire.render.answers.format import AnswerFormat, AskedAnswer, detect_format
+from quire.render.answers.detect import detect_format
+from quire.render.answers.format import AnswerFormat, AskedAnswer
+from quire.render.answers.grammar import answer_grammar
 from quire.render.grammars.grammars import Grammars
 from quire.render.grammars.structured import grammar_of, no_tokenizer
 from quire.render.media.parts import media_kinds
@@ -133,7 +135,7 @@ class Renderer:
             has_reasoned=form.has_reasoned(text),
             thinking_token_budget=budget,
         )
-        return requested.grammar(self._added_ids(FIELD))
+        return answer_grammar(requested, self._added_ids(FIELD))
 
     @property
     def has_template(self) -> bool:

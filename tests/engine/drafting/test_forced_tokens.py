@@ -18,6 +18,7 @@ from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.calls import Tool
 from quire.render.answers.format import AskedAnswer, NamedTool
+from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.templates.chat_template import ChatOptions
 from tests.support.engine.attachments import drafter_of
@@ -100,7 +101,7 @@ def request_of(engine: Engine, form: str, **params: Any) -> Request:
         return engine.requests.make(prompt, given, grammar=grammar)
     asked = AskedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[form])
     assert engine.renderer.tokenizer is not None
-    grammar = asked.grammar(engine.renderer.tokenizer.added_ids)
+    grammar = answer_grammar(asked, engine.renderer.tokenizer.added_ids)
     return engine.requests.make(prompt, SamplingParams(**params), grammar=grammar)
 
 
@@ -171,7 +172,7 @@ def test_calls_with_the_text_of_added_tokens(plain: Engine, forcing: Engine) -> 
         request = plain.requests.make(
             plain.renderer.render(QUESTION, ChatOptions(tools=SHOWN)),
             SamplingParams(max_tokens=120, temperature=0.0, logprobs=0),
-            grammar=asked.grammar(tokenizer.added_ids),
+            grammar=answer_grammar(asked, tokenizer.added_ids),
         )
         found = answers(forcing, request)
         assert found == answers(plain, request)

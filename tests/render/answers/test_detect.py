@@ -6,8 +6,8 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.render.answers import table
-from quire.render.answers.detect import check_names
-from quire.render.answers.format import AnswerFormat, detect_format, special_token_ids_in
+from quire.render.answers.detect import check_names, detect_format, special_token_ids_in
+from quire.render.answers.format import AnswerFormat
 from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.answers import reasoning_row
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.render.answers import table
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
+from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Part, joined
 from quire.render.answers.syntax import CallFormat, content_marks
 from tests.render.answers.test_parser import cuts, without_ids
@@ -74,7 +75,7 @@ def test_the_grammar_takes_the_golden_answer(golden: Golden, has_tokens: bool) -
         AskedAnswer(golden.format, TOOLS, "required"),
         AskedAnswer(golden.format, strict),
     ):
-        grammar = asked.grammar(vocabulary.added)
+        grammar = answer_grammar(asked, vocabulary.added)
         assert accepts(vocabulary, grammar, vocabulary.split(golden.text)) == ""
         unforced = grammar.replace("%llguidance {}", '%llguidance {"no_forcing": true}')
         for seed in range(2):
@@ -127,7 +128,7 @@ def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool
     free = AskedAnswer(golden.format, (WEATHER, NOW))
     named = AskedAnswer(golden.format, TOOLS, NamedTool("get_weather"), parallel=False)
     for asked in (forced, free, named):
-        grammar = asked.grammar(vocabulary.added)
+        grammar = answer_grammar(asked, vocabulary.added)
         for _ in range(2):
             text = vocabulary.text(walk(vocabulary, grammar, chance))
             parts = parsed(asked, [text])
@@ -221,7 +222,7 @@ def test_reasoning_ends_where_its_budget_does() -> None:
             asked = AskedAnswer(
                 formats, TOOLS, choice, begins_in_reasoning=True, thinking_token_budget=9
             )
-            grammar = asked.grammar(vocabulary.added)
+            grammar = answer_grammar(asked, vocabulary.added)
             for _ in range(5):
                 token_ids = walk(vocabulary, grammar, chance)
                 text = vocabulary.text(token_ids)

@@ -8,6 +8,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
+from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, MISTRAL, QWEN3_CODER, THINK
 from tests.support.render.byte_vocabulary import Vocabulary, accepts
@@ -21,7 +22,7 @@ CALL_G = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
 
 
 def fault(asked: AskedAnswer, text: str) -> str:
-    grammar = asked.grammar(VOCABULARY.added)
+    grammar = answer_grammar(asked, VOCABULARY.added)
     return accepts(VOCABULARY, grammar, VOCABULARY.split(text))
 
 
@@ -41,9 +42,9 @@ def test_a_named_tool_is_that_one() -> None:
     assert fault(asked, CALL_F)
     assert fault(asked, CALL_G + CALL_G)
     with pytest.raises(RequestError, match="'h', which is not in tools"):
-        AskedAnswer(QWEN, (F, G), NamedTool("h")).grammar({})
+        answer_grammar(AskedAnswer(QWEN, (F, G), NamedTool("h")), {})
     with pytest.raises(RequestError, match="start the server with --tool-call-parser") as caught:
-        AskedAnswer(AnswerFormat(), (F, G), "required").grammar({})
+        answer_grammar(AskedAnswer(AnswerFormat(), (F, G), "required"), {})
     assert caught.value.field == "tool_choice"
 
 
@@ -53,8 +54,8 @@ def test_auto_is_free_but_for_calls() -> None:
         assert fault(asked, text) == ""
     for text in ("a<tool_call>b", CALL_F.replace('"x"', '"y"'), "a</tool_call>"):
         assert fault(asked, text)
-    assert AskedAnswer(QWEN, (G,)).grammar(VOCABULARY.added) == ""
-    assert AskedAnswer(QWEN, (F,), "none").grammar(VOCABULARY.added) == ""
+    assert answer_grammar(AskedAnswer(QWEN, (G,)), VOCABULARY.added) == ""
+    assert answer_grammar(AskedAnswer(QWEN, (F,), "none"), VOCABULARY.added) == ""
 
 
 def test_a_content_of_some_form_beside_tools() -> None:
@@ -98,9 +99,9 @@ def test_a_name_that_the_parser_cannot_read_is_refused(name: str) -> None:
     for form in (MISTRAL, QWEN3_CODER):
         for choice in ("required", "auto"):
             with pytest.raises(RequestError, match="rename it") as raised:
-                AskedAnswer(AnswerFormat(form), (tool,), choice).grammar(VOCABULARY.added)
+                answer_grammar(AskedAnswer(AnswerFormat(form), (tool,), choice), VOCABULARY.added)
             assert raised.value.field == "tools"
-    assert AskedAnswer(QWEN, (tool,), "required").grammar(VOCABULARY.added)
+    assert answer_grammar(AskedAnswer(QWEN, (tool,), "required"), VOCABULARY.added)
 
 
 @pytest.mark.parametrize("kind", ["string", ["object", "null"]])

@@ -13,6 +13,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.render.answers import table
 from quire.render.answers.format import AnswerFormat, AskedAnswer
+from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.answers.schema_types import typed, types_of
 from quire.render.answers.syntax import Tool
@@ -35,7 +36,7 @@ def asked(properties: dict[str, Any], **schema: object) -> AskedAnswer:
 
 
 def fault(one: AskedAnswer, text: str) -> str:
-    return accepts(VOCABULARY, one.grammar(VOCABULARY.added), VOCABULARY.split(text))
+    return accepts(VOCABULARY, answer_grammar(one, VOCABULARY.added), VOCABULARY.split(text))
 
 
 def read(one: AskedAnswer, text: str) -> str:
@@ -128,7 +129,7 @@ def test_strings_stream_and_what_is_cut_off_stays() -> None:
 )  # fmt: skip
 def test_what_the_format_cannot_write_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as raised:
-        AskedAnswer(CODER, (Tool("f", schema),), "required").grammar(VOCABULARY.added)
+        answer_grammar(AskedAnswer(CODER, (Tool("f", schema),), "required"), VOCABULARY.added)
     assert raised.value.field == "tools"
 
 
@@ -186,5 +187,5 @@ def test_what_would_make_a_long_grammar_is_refused_before_it_is_made() -> None:
     one = asked({f"p{i}": {"$ref": "#/$defs/d0"} for i in range(4000)}, **{"$defs": names})
     begun = time.process_time()
     with pytest.raises(RequestError, match="use a smaller one"):
-        one.grammar(VOCABULARY.added)
+        answer_grammar(one, VOCABULARY.added)
     assert time.process_time() - begun < 2.0

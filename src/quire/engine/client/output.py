@@ -25,8 +25,9 @@ from quire.base.step_outputs import (
     StepOutputs,
     StepReader,
 )
-from quire.engine.client.sample import PromptLogprobCollector, Sample
-from quire.render.tokens.token_stream import open_stream
+from quire.engine.client.logprobs import PromptLogprobCollector
+from quire.engine.client.sample import Sample
+from quire.render.tokens.detokenizer import open_stream
 from quire.render.tokens.tokenizer import Tokenizer
 
 FAILED = ("error", "timeout")

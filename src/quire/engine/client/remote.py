@@ -7,9 +7,8 @@ import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
 
@@ -21,39 +20,20 @@ from quire.base.errors import (
     EngineError,
     RequestError,
 )
-from quire.base.live import LiveFrame
 from quire.base.messages import (
     Abort,
     Append,
-    AskCancel,
-    AskHeld,
-    AskLive,
-    AskMetrics,
-    AskPrefixes,
-    AskTimeline,
-    Cancelled,
     FromCore,
-    HeldList,
-    HeldRequest,
-    Hold,
-    Live,
-    Metrics,
-    PinnedPrefix,
-    Prefixes,
     Ready,
     Refused,
     Request,
-    ResetPrefixCache,
-    Rewind,
     Steer,
-    TimelineText,
     ToCore,
-    Unpin,
 )
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.validation import RequestLimits
 from quire.base.step_outputs import Failure, Finish, StepOutputs
-from quire.engine.client.async_client import AsyncClient
+from quire.engine.client.asking_client import AskingClient
 from quire.engine.client.output import ABORTED, OpenRequest, OutputProcessor
 from quire.engine.wire.core_choice import check_core
 from quire.engine.wire.wire import LENGTH, body_length, client_codec
@@ -64,7 +44,6 @@ logger = logging.getLogger("quire")
 # The core says itself when a request is late, and knows more of it. This long after that this side
 # says so: the core may be in a long step, or stuck.
 LATE_S = 1.0
-ANSWER_S = 60.0  # for the answer to a question about the engine
 AGAIN_S = 1.0  # until the next try to connect
 NO_SOCKET = (errno.ENOENT, errno.ECONNREFUSED)  # nobody will ever listen there again
 MOST_UNSENT_BYTES = 256 << 20  # that the core has not taken in
@@ -87,19 +66,6 @@ def limits_of(ready: Ready) -> RequestLimits:
         tells_texts=ready.pooling is not None and ready.pooling.tells_texts,
         takes_grammars=True,
     )
-
-
-def _answer_in(
-    message: Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live,
-) -> object:
-    """Return what the core has answered."""
-    if isinstance(message, HeldList):
-        return message.requests
-    if isinstance(message, Live):
-        return message.frame
-    if isinstance(message, Prefixes):
-        return message.prefixes
-    return message.request_ids if isinstance(message, Cancelled) else message.text
 
 
 class Mailbox:
@@ -145,11 +111,12 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
-class RemoteClient(AsyncClient):
+class RemoteClient(AskingClient):
     """One connection to the core behind a Unix socket; a new one when the core was started
     again."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None, clock: Clock | None = None) -> None:
+        super().__init__()
         self._path = path
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -157,8 +124,6 @@ class RemoteClient(AsyncClient):
         self._outputs = OutputProcessor()
         self._boxes: dict[str, Mailbox] = {}
         self._num_media_bytes = 0  # of open requests
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._num_asked = 0
         self._writer: asyncio.StreamWriter | None = None
         self._ready: Ready | None = None
         self._is_alive = False
@@ -312,65 +277,6 @@ class RemoteClient(AsyncClient):
         if request_id in self._outputs:
             self._send(Steer(request_id, priority, pause_s))
 
-    async def metrics(self) -> str:
-        return cast(str, await self._ask(AskMetrics))
-
-    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        return cast(str, await self._ask(lambda number: AskTimeline(number, request_id, tenant)))
-
-    async def live(self, core: int = 0) -> LiveFrame:
-        check_core(core, 1)
-        return cast(LiveFrame, await self._ask(AskLive))
-
-    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        found = await self._ask(lambda number: AskPrefixes(number, tenant))
-        return cast(list[PinnedPrefix], found)
-
-    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
-        is_known = any(prefix.id == prefix_id for prefix in await self.prefixes(tenant))
-        self._send(Unpin(prefix_id, tenant))
-        return is_known
-
-    async def held(
-        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
-        found = await self._ask(lambda number: AskHeld(number, request_id, index, tenant))
-        return cast(list[HeldRequest], found)
-
-    async def keep(
-        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
-    ) -> None:
-        self._send(Hold(request_id, keep_s, tenant))
-
-    async def rewind(
-        self,
-        request_id: str,
-        index: int,
-        num_tokens: int,
-        tenant: str | None = None,
-        core_id: int | None = None,
-    ) -> None:
-        self._send(Rewind(request_id, index, num_tokens, tenant))
-
-    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        found = await self._ask(lambda number: AskCancel(number, request_ids, tenant))
-        return cast(list[str], found)
-
-    async def _ask(self, question: Callable[[int], ToCore]) -> Any:
-        number, self._num_asked = self._num_asked, self._num_asked + 1
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(question(number))
-            return await asyncio.wait_for(answer, ANSWER_S)
-        except TimeoutError:
-            text = f"the engine has not answered for {ANSWER_S:g} s; try again in a moment."
-            raise EngineDead(text) from None
-        finally:
-            del self._asked[number]
-
-    async def reset_prefix_cache(self, message: ResetPrefixCache | None = None) -> None:
-        self._send(message or ResetPrefixCache())
-
     def fail_all(self, error: Exception) -> None:
         """End all requests on this side with an error, and in the core."""
         for request_id, box in self._boxes.items():
@@ -432,9 +338,7 @@ class RemoteClient(AsyncClient):
         self._writer = None
         for box in self._boxes.values():
             box.fail(EngineDead(_GONE))
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(EngineDead(_GONE))
+        self._fail_questions(EngineDead(_GONE))
         self._changed.set()
 
     def _take(self, message: FromCore) -> None:
@@ -446,9 +350,7 @@ class RemoteClient(AsyncClient):
                 kind = EngineBusy if message.is_busy else RequestError
                 box.fail(kind(message.message, message.field, message.code))
         elif not isinstance(message, Ready):
-            answer = self._asked.get(message.ask_id)
-            if answer is not None and not answer.done():
-                answer.set_result(_answer_in(message))
+            self._take_answer(message)
         else:
             self._ready = message
             self._is_alive = True

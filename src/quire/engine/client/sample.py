@@ -10,8 +10,8 @@ from quire.base.requests.outputs import CompletionOutput, Logprob
 from quire.base.requests.repetition import RepetitionDetectionParams
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Finish
+from quire.engine.client.logprobs import logprobs_of
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
-from quire.render.tokens.token_stream import TokenStream
 from quire.render.tokens.tokenizer import Tokenizer
 
 REPEATED = "repetition_detected"  # the stop_reason of such an end
@@ -163,66 +163,3 @@ class RepetitionWatch:
         self._recent[1:] = self._recent[:-1]
         self._recent[0] = token_id
         return bool((self._runs >= self._needed).any())
-
-
-def logprobs_of(
-    candidates: Candidates,
-    num_wanted: int,
-    stream: TokenStream | None,
-    is_ranked: bool = True,
-) -> dict[int, Logprob]:
-    """Return Logprobs by token id: the chosen token first, then the most probable ones by rank.
-
-    num_wanted: how many besides the chosen one; -1 is all. stream: stands before this position, so
-    that a token which completes a character shows it, and one that is a part of it shows nothing;
-    None without a tokenizer. is_ranked: the others are the most probable ones; else they are what
-    was asked for, and their ranks are not known.
-    """
-    stop = None if num_wanted < 0 else 1 + num_wanted
-    token_ids = candidates.token_ids[:stop].tolist()
-    logprobs = candidates.logprobs[:stop].tolist()
-    found: dict[int, Logprob] = {}
-    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        if token_id in found:
-            continue  # the chosen token is one of the most probable
-        rank = candidates.rank if place == 0 else place if is_ranked else None
-        found[token_id] = Logprob(logprob, rank, stream.peek(token_id) if stream else None)
-    return found
-
-
-class PromptLogprobCollector:
-    """Log-probabilities of a prompt, which may come in several parts. The first token has none."""
-
-    __slots__ = ("_first", "_is_ranked", "_prompt", "_stream", "_wanted", "logprobs")
-
-    def __init__(
-        self,
-        prompt: list[int],
-        num_wanted: int,
-        stream: TokenStream | None,
-        named_from: int | None = None,
-    ) -> None:
-        """Begin. stream: at the start of the prompt, with special tokens shown; None without text.
-        named_from: the candidates were asked for by name, of tokens behind this one alone."""
-        self._prompt = prompt
-        self._wanted = num_wanted
-        self._stream = stream
-        self._is_ranked, self._first = named_from is None, (named_from or 0) + 1
-        self.logprobs: list[dict[int, Logprob] | None] = [None]
-        self._advance(0)
-
-    def extend(self, part: list[Candidates]) -> None:
-        """Add the next positions, in order; what lies behind the prompt is ignored."""
-        for candidates in part:
-            place = len(self.logprobs)
-            if place == len(self._prompt):
-                return
-            found = None
-            if place >= self._first:
-                found = logprobs_of(candidates, self._wanted, self._stream, self._is_ranked)
-            self.logprobs.append(found)
-            self._advance(place)
-
-    def _advance(self, place: int) -> None:
-        if self._stream is not None:
-            self._stream.push(self._prompt[place])

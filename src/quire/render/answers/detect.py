@@ -1,6 +1,7 @@
 """Select a model's format of calls and of reasoning: by name, or from the chat template."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.base.errors import ConfigError
@@ -12,8 +13,10 @@ from quire.base.plugins import (
     is_installed,
     load_plugin,
 )
+from quire.render.answers.format import AnswerFormat
 from quire.render.answers.syntax import CallFormat, ReasoningFormat
 from quire.render.answers.table import CALLS, HERMES, REASONING
+from quire.render.tokens.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
@@ -76,3 +79,35 @@ def _named(
 
 def _names(rows: Iterable[CallFormat] | Iterable[ReasoningFormat]) -> tuple[str, ...]:
     return (AUTO, NONE, *dict.fromkeys(name for row in rows for name in row.names))
+
+
+def detect_format(
+    template: str | None,
+    tokenizer: Tokenizer | None,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+) -> AnswerFormat:
+    """Return the format of a model's answers, from its chat template or from parser names.
+
+    The names are vLLM's parser names, a plug-in's name, or `none` to read nothing of that kind.
+    Raises ConfigError for unknown names."""
+    template = template or ""
+    tokens = () if tokenizer is None else tokenizer.added_tokens.values()
+    found = AnswerFormat(
+        call_format(tool_call_parser, template, tokens),
+        reasoning_format(reasoning_parser, template),
+    )
+    if tokenizer is None:
+        return found
+    return replace(found, shown_special_token_ids=special_token_ids_in(found, tokenizer))
+
+
+def special_token_ids_in(form: AnswerFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids of the special tokens that occur in the format's marks."""
+    texts = [text for text in form.marks() if text]
+    added = tokenizer.added_tokens
+    return tuple(
+        token_id
+        for token_id in sorted(tokenizer.special_ids)
+        if any(added[token_id] in text for text in texts)
+    )

@@ -15,6 +15,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.answers.calls import can_read_name
+from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.answers.parameters_grammar import NO_WORDS, parameters_rule
 from quire.render.answers.syntax import (
     CallFormat,
@@ -31,8 +32,85 @@ from quire.render.grammars.lark import ANY_TEXT, Lark, regex
 from quire.render.grammars.structured import content_rule
 
 TOOLS_FIELD = "tools"
+NO_CALLS = (
+    "a tool cannot be forced: this model's chat template shows no format of tool calls; start the"
+    " server with --tool-call-parser, or remove tool_choice."
+)
+NO_REASONING = (
+    "thinking_token_budget={}: no reasoning format is known for this prompt; remove it and use"
+    " max_tokens, or set --reasoning-parser."
+)
 _NO_OBJECT = r"/(\s*[^\s{](?s:.*))?/"
 _SPACES = re.compile(r"(\s+)")
+
+
+def answer_grammar(answer: AskedAnswer, added_tokens: Mapping[str, int]) -> str:
+    """Return the Lark grammar of the whole answer; an empty string if it is unconstrained.
+
+    added_tokens: the tokenizer's added tokens, from text to id. Raises RequestError."""
+    if not answer.is_constrained:
+        return ""
+    lark = Lark(added_tokens)
+    reasoning = answer.format.reasoning
+    rest = _after_reasoning(answer, lark)
+    budget = answer.thinking_token_budget
+    if budget is not None and reasoning is None:
+        raise RequestError(NO_REASONING.format(budget), "thinking_token_budget")
+    if reasoning is None:
+        assert rest is not None, "then only a budget is set"
+        return lark.text(rest)
+    rest = rest or _anything(answer, lark, reasoning)
+    if answer.has_reasoned:
+        return lark.text(rest)
+    first = reasoning_rule(lark, reasoning, answer.begins_in_reasoning, budget)
+    return lark.text(f"{first} {rest}")
+
+
+def _after_reasoning(answer: AskedAnswer, lark: Lark) -> str | None:
+    """Return the expression for the text after the reasoning; None if it is unconstrained."""
+    content = None
+    if answer.content is not None:
+        content = content_rule(
+            lark, answer.content, strict=answer.strict, field=answer.content_field
+        )
+        content = f"{spaced(lark, _content_open(answer))} {content}"
+    calls = answer.calls
+    if calls is None:
+        if answer.choice not in ("auto", "none"):
+            raise RequestError(NO_CALLS, "tool_choice")
+        return content
+    if answer.choice != "auto":
+        several = answer.parallel and answer.choice == "required"
+        return calls_rule(lark, calls, _choosable(answer), several)
+    if content is not None:
+        return f"({calls_rule(lark, calls, answer.tools, answer.parallel)} | {content})"
+    if answer.has_bound_calls:
+        return free_rule(lark, calls, answer.format.reasoning, answer.tools, answer.parallel)
+    return None
+
+
+def _anything(answer: AskedAnswer, lark: Lark, reasoning: ReasoningFormat) -> str:
+    """Return the expression for any text after the reasoning, except a second reasoning."""
+    if not reasoning.content_open:
+        return lark.tokens(but=[reasoning.open])
+    if answer.calls is not None:
+        return free_rule(lark, answer.calls, reasoning, answer.tools, answer.parallel)
+    return f"{spaced(lark, reasoning.content_open)} {ANY_TEXT}"
+
+
+def _content_open(answer: AskedAnswer) -> str:
+    return answer.format.reasoning.content_open if answer.format.reasoning is not None else ""
+
+
+def _choosable(answer: AskedAnswer) -> tuple[Tool, ...]:
+    """Return the tools that `choice` allows. Raises RequestError for an unknown name."""
+    if not isinstance(answer.choice, NamedTool):
+        return answer.tools
+    name = answer.choice.name
+    found = tuple(tool for tool in answer.tools if tool.name == name)
+    if not found:
+        raise RequestError(f"tool_choice names {name!r}, which is not in tools.", "tool_choice")
+    return found
 
 
 def spaced(lark: Lark, text: str) -> str:

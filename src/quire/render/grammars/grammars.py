@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.requests.structured_outputs import FIELD
 from quire.render.grammars.lark import MAX_CHARS
-from quire.render.jobs.job_pool import JobPool
-from quire.render.jobs.job_process import JobKind
+from quire.render.jobs.job_pool import JobKind, JobPool
 
 HEAVY_BYTES = 1 << 14
 MAX_KEPT = 512

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.base.errors import RequestError
-from quire.render.jobs.job_process import MAX_ANSWER_BYTES, JobKind
+from quire.render.jobs.job_pool import MAX_ANSWER_BYTES, JobKind
 from quire.render.jobs.job_worker import LENGTH, serve_jobs
 from quire.render.media.image_files import ImageLimits, check_bytes, decode_image
 from quire.render.media.image_ops import Float32

@@ -5,8 +5,7 @@ Long conversations, and templates that came with a request, leave a process to o
 
 from dataclasses import replace
 
-from quire.render.jobs.job_pool import MAX_PROCESSES, JobPool
-from quire.render.jobs.job_process import JobKind, JobProcess
+from quire.render.jobs.job_pool import MAX_PROCESSES, JobKind, JobPool, JobProcess
 from quire.render.templates.template_job import TemplateJob
 
 HEAVY_BYTES = 1 << 18

@@ -10,10 +10,11 @@ Invariants of stop strings:
 - The stop string that ends first wins; of two with the same end, the one listed first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.base.requests.sampling_params import SamplingParams
-from quire.render.tokens.token_stream import open_stream
+from quire.render.tokens.pieces import PieceStream
+from quire.render.tokens.token_stream import TokenStream, WindowStream
 from quire.render.tokens.tokenizer import Tokenizer
 
 
@@ -129,3 +130,21 @@ class IncrementalDetokenizer:
             return ""
         text = stops.push(self.stream.flush(), counts=False)
         return text + stops.flush()
+
+
+def open_stream(
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int] = (),
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+    shown_special_ids: Iterable[int] = (),
+) -> TokenStream:
+    """Return a stream that continues the prompt; by table if the decoder allows, else by window.
+
+    shown_special_ids: special tokens that are not skipped."""
+    skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    skipped = skipped.difference(shown_special_ids)
+    if tokenizer.pieces is not None:
+        return PieceStream(tokenizer.pieces, skipped, prompt_token_ids)
+    glue = skip_special_tokens or spaces_between_special_tokens
+    return WindowStream(tokenizer, skipped, prompt_token_ids, glue)

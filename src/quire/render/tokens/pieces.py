@@ -1,4 +1,4 @@
-"""Tables of the text that each token adds, for detokenizing without repeated decoding.
+"""Tables of the text that each token adds, and a stream of tokens that looks its text up there.
 
 The tables follow from a tokenizer's decoder as its JSON describes it. In two families the text of a
 token does not depend on its neighbours. The exceptions are the first token and characters that span
@@ -7,12 +7,17 @@ several tokens:
     byte-level      each token is a string of bytes; the joined bytes are UTF-8 (GPT-2, Llama 3)
     sentencepiece   a token is text with U+2581 for a space, or one byte `<0xE4>` (Llama 2, Gemma)
 
-For any other decoder `read_pieces` returns None, and a sliding window is decoded instead.
+For any other decoder `read_pieces` returns None, and a sliding window is decoded instead
+(`token_stream.py`, which also says what holds for every stream).
 """
 
-from collections.abc import Callable
+import codecs
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+BROKEN = "\ufffd"
+CONTEXT = 8  # last tokens of the prompt to consider; an unfinished character has at most 3 bytes
 
 SPACE_MARK = "\u2581"
 TokenText = Callable[[int], str | None]
@@ -135,3 +140,94 @@ def _fallback_byte(text: str) -> bytes | None:
         return bytes([int(text[3:5], 16)])
     except ValueError:
         return None
+
+
+class PieceStream:
+    """Looks up the text of each token, and joins characters that span several tokens."""
+
+    __slots__ = ("_at_start", "_byte_level", "_first", "_pending", "_skipped", "_strip", "_table")
+
+    def __init__(
+        self, pieces: Pieces, skipped: frozenset[int], prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._table = pieces.table
+        self._byte_level = pieces.byte_level
+        self._skipped = skipped
+        self._pending = b""
+        self._strip = pieces.strip
+        self._first = pieces.first
+        self._at_start = pieces.strip > 0 or pieces.first is not None
+        for token_id in _context(prompt_token_ids, skipped, pieces):
+            self._at_start = False
+            self.push(token_id)
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        piece = self._table[token_id]
+        if self._at_start:
+            return self._begin(token_id, piece)
+        if self._pending or piece.__class__ is bytes:
+            return self._join(piece)
+        return piece  # type: ignore[return-value]
+
+    def peek(self, token_id: int) -> str:
+        state = self._pending, self._strip, self._at_start, self._skipped
+        self._skipped = frozenset()
+        try:
+            return self.push(token_id)
+        finally:
+            self._pending, self._strip, self._at_start, self._skipped = state
+
+    def flush(self) -> str:
+        pending, self._pending = self._pending, b""
+        if self._byte_level:
+            return pending.decode("utf-8", "replace")
+        return BROKEN * len(pending)
+
+    def _begin(self, token_id: int, piece: str | bytes) -> str:
+        """Return the first text, without the space that the tokenizer prepended."""
+        if self._first is not None:
+            self._at_start = piece == ""
+            return self._first(token_id)
+        text = self._join(piece) if isinstance(piece, bytes) or self._pending else piece
+        while self._strip and text.startswith(" "):
+            text = text[1:]
+            self._strip -= 1
+        self._at_start = self._strip > 0 and text == ""
+        return text
+
+    def _join(self, piece: str | bytes) -> str:
+        if piece == "":
+            return ""
+        if self._byte_level:
+            data = self._pending + (piece if isinstance(piece, bytes) else piece.encode())
+            text, used = codecs.utf_8_decode(data, "replace", False)
+            self._pending = data[used:]
+            return text
+        if isinstance(piece, str):
+            return self.flush() + piece
+        return self._join_byte(piece)
+
+    def _join_byte(self, byte: bytes) -> str:
+        """Append one byte; earlier bytes that it cannot continue are invalid."""
+        try:
+            data = self._pending + byte
+            text, used = codecs.utf_8_decode(data, "strict", False)
+            self._pending = data[used:]
+            return text
+        except UnicodeDecodeError:
+            if not self._pending:
+                return BROKEN
+            return self.flush() + self._join_byte(byte)
+
+
+def _context(prompt_token_ids: Sequence[int], skipped: frozenset[int], pieces: Pieces) -> list[int]:
+    """Return the last CONTEXT tokens of the prompt that have text, in order."""
+    found: list[int] = []
+    for token_id in reversed(prompt_token_ids):
+        if token_id not in skipped and pieces.table[token_id] != "":
+            found.append(token_id)
+            if len(found) == CONTEXT:
+                break
+    return found[::-1]

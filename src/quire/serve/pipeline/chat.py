@@ -12,9 +12,10 @@ Images, hooks, tools and constraints cost nothing in a request without them.
 import dataclasses
 
 from quire.serve.context import ApiContext
+from quire.serve.pipeline.continued import render_continued
 from quire.serve.pipeline.hooked_prompt import admitted_chat
 from quire.serve.pipeline.plan import ChatPlan
-from quire.serve.pipeline.prompts import images_of, render_chat, render_continued
+from quire.serve.pipeline.prompts import images_of, render_chat
 from quire.serve.pipeline.requests import Chat, admit_chat
 
 
@@ -25,7 +26,9 @@ async def start_chat(api: ApiContext, plan: ChatPlan) -> Chat:
         hooks = None
         if api.hooks is not None:
             plan, hooks = await admitted_chat(api, api.hooks, plan)
-        prompt = await render_continued(api, plan)
+        prompt = None
+        if plan.continued is not None:
+            prompt = await render_continued(api, plan, plan.continued)
         if prompt is None:
             plan = dataclasses.replace(plan, continued=None)
             prompt = await render_chat(api, plan, images)

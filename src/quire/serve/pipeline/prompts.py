@@ -6,20 +6,18 @@ judges the exact length.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from quire.render.renderer import Media, RenderedPrompt, has_parts, is_conversation
 from quire.render.templates.chat_template import ChatOptions
-from quire.render.templates.turns import behind_an_answer, text_behind
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, size_of
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request, error_in
 from quire.serve.media.request_images import Messages, RequestImages
-from quire.serve.pipeline.plan import ChatPlan, CompletionPlan
+from quire.serve.pipeline.plan import ChatPlan
 
 # A prompt that will be cut, or is only counted, may have this many times max_model_len tokens.
 MAX_CUT = 16
@@ -68,39 +66,6 @@ async def render_chat(
     return prompt
 
 
-async def render_continued(api: ApiContext, plan: ChatPlan) -> RenderedPrompt | None:
-    """Return a retained conversation followed by the new messages; None if the chat continues none,
-    or if the template makes it impossible."""
-    continued = plan.continued
-    if continued is None:
-        return None
-    source = continued.source
-    if source.media and plan.body.truncate_prompt_tokens is not None:
-        return None  # without its beginning it would have the tokens of images, but no images
-    try:
-        tail = await tokens_after(
-            api, source.token_ids, continued.messages, plan.options, plan.template
-        )
-    except RequestError:
-        return None
-    return RenderedPrompt(source.token_ids + tail.token_ids, tail.text)
-
-
-async def render_completion(
-    api: ApiContext, plan: CompletionPlan, prompt: object
-) -> RenderedPrompt:
-    """Return one prompt of a completion as tokens. Raises ApiError and EngineBusy."""
-    body = plan.body
-    special = body.add_special_tokens is not False
-    try:
-        is_cut = body.truncate_prompt_tokens is not None
-        return await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
-    except EngineBusy:  # no field is to blame
-        raise
-    except RequestError as error:
-        raise bad_request(str(error), "prompt", error.code) from error
-
-
 async def render_prompt(
     api: ApiContext,
     prompt: object,
@@ -144,27 +109,6 @@ async def _check_size(api: ApiContext, messages: object, options: ChatOptions) -
             "messages",
             code=CONTEXT_LENGTH_EXCEEDED,
         )
-
-
-async def tokens_after(
-    api: ApiContext,
-    token_ids: list[int],
-    messages: Sequence[Mapping[str, Any]],
-    options: ChatOptions,
-    template: str | None = None,
-) -> RenderedPrompt:
-    """Return the tokens that continue a conversation after an answer: its end, these messages, and
-    the beginning of the next answer.
-
-    token_ids: the conversation up to the answer's last token. Raises RequestError where the
-    template makes this impossible.
-    """
-    conversation, mark = behind_an_answer(messages)
-    whole = await render_prompt(api, conversation, options, template)
-    has_ended = token_ids[-1] in api.requests.defaults.eos_token_ids
-    end = tokenizer_of(api).decode(token_ids[-1:]) if has_ended else ""
-    tail = text_behind(whole.text or "", mark, end)
-    return await render_prompt(api, tail, add_special_tokens=False)
 
 
 def tokenizer_of(api: ApiContext) -> Tokenizer:

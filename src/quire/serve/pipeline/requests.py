@@ -14,6 +14,7 @@ from quire.base.requests.sampling_params import RequestOutputKind, SamplingParam
 from quire.base.settings.kv_transfer import FIELD as KV_TRANSFER
 from quire.engine.client.admission import admit
 from quire.render.answers.format import AskedAnswer
+from quire.render.answers.grammar import answer_grammar
 from quire.render.generation import GenerationDefaults
 from quire.render.grammars.grammars import Checked
 from quire.render.renderer import RenderedPrompt
@@ -28,12 +29,7 @@ from quire.serve.bodies.protocol import (
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.hooks.hooks import RequestHooks
-from quire.serve.pipeline.plan import (
-    ChatPlan,
-    CompletionPlan,
-    Continued,
-    Plan,
-)
+from quire.serve.pipeline.plan import ChatPlan, Continued, Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan[Any])
 
@@ -61,70 +57,6 @@ class Origin:
 
     core_id: int | None = None  # None: any core
     fork: Fork | None = None
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A chat that is ready for the engine."""
-
-    plan: ChatPlan  # as hooks left it
-    job: PromptJob
-    form: AskedAnswer  # what the answer is made of
-    grammar: Checked  # of the answer
-    hooks: list[RequestHooks] | None  # of its one request
-
-
-async def admit_chat(
-    api: ApiContext,
-    plan: ChatPlan,
-    prompt: RenderedPrompt,
-    hooks: list[RequestHooks] | None = None,
-) -> Chat:
-    """Make and admit the request of a rendered chat. Raise ApiError, RequestError or EngineBusy for
-    what cannot be served."""
-    form = answer_form(api, plan, prompt.text or "")
-    prompt, params = chat_inputs(api, plan, prompt, form)
-    grammar = await chat_grammar(api, plan, form)
-    origin = _origin_of(plan.continued, prompt.token_ids) or Origin(plan.core_id)
-    plan = with_priority(plan, hooks[0] if hooks else None)
-    job = make_job(api, plan, prompt, params, plan.id, grammar.text, origin)
-    return Chat(plan, job, form, grammar, hooks)
-
-
-def chat_inputs(
-    api: ApiContext, plan: ChatPlan, prompt: RenderedPrompt, form: AskedAnswer
-) -> tuple[RenderedPrompt, SamplingParams]:
-    """Return the prompt of a chat, cut as its body requests, and the parameters. Raise ApiError or
-    RequestError for a prompt or a length that does not fit."""
-    body, max_model_len = plan.body, api.client.ready.max_model_len
-    prompt = truncated(prompt, body, max_model_len)
-    room = room_after(prompt, max_model_len, "messages", can_cut=not plan.is_lenient)
-    if plan.is_lenient and body.max_tokens is not None:
-        body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
-    params = chat_params(body, api.requests.defaults, room)
-    params.shown_special_token_ids = list(form.format.shown_special_token_ids) or None
-    return prompt, params
-
-
-def completion_job(
-    api: ApiContext,
-    plan: CompletionPlan,
-    prompt: RenderedPrompt,
-    index: int,
-    grammar: str,
-    origin: Origin,
-    hooks: RequestHooks | None = None,
-) -> PromptJob:
-    """Make and admit the request of one prompt of a completion, cut as its body requests.
-
-    index: of the prompt. Raise ApiError or RequestError for what the engine can never serve.
-    """
-    body, max_model_len = plan.body, api.client.ready.max_model_len
-    prompt = truncated(prompt, body, max_model_len)
-    room = room_after(prompt, max_model_len, "prompt")
-    params = completion_params(body, api.requests.defaults, room)
-    plan = with_priority(plan, hooks)
-    return make_job(api, plan, prompt, params, f"{plan.id}-{index}", grammar, origin)
 
 
 def with_priority(plan: AnyPlan, hooks: RequestHooks | None) -> AnyPlan:
@@ -214,80 +146,10 @@ def room_after(prompt: RenderedPrompt, max_model_len: int, param: str, can_cut: 
 # What the answer must be
 
 
-def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> AskedAnswer:
-    """Return what the answer to a rendered chat must be made of. Raises ApiError and
-    RequestError."""
-    body, constraint = plan.body, plan.constraint
-    has_tools = body.tools or body.tool_choice is not None
-    tools = asked_tools(body) if has_tools else AskedTools()
-    answer_format = api.renderer.answer_format(body.chat_template, bool(plan.options.tools))
-    budget = body.thinking_token_budget
-    if plan.is_lenient and answer_format.reasoning is None:
-        budget = None
-    return AskedAnswer(
-        answer_format,
-        tools.callable,
-        tools.choice,
-        parallel=body.parallel_tool_calls is not False,
-        content=constraint.content,
-        content_field=constraint.field,
-        strict=constraint.strict,
-        begins_in_reasoning=answer_format.begins_in_reasoning(prompt),
-        has_reasoned=answer_format.has_reasoned(prompt),
-        thinking_token_budget=None if budget is None or budget < 0 else budget,
-    )
-
-
-async def chat_grammar(api: ApiContext, plan: ChatPlan, form: AskedAnswer) -> Checked:
-    """Return the checked grammar of an answer; empty for an answer that may be anything. Raises
-    RequestError for one that makes no sense, and EngineBusy."""
-    if not form.is_constrained:
-        return Checked("")
-    field = "tools" if form.content is None else form.content_field
-    tokenizer = api.renderer.tokenizer
-    assert tokenizer is not None, "it needs a prompt as text"
-    size = form_size(plan.body, plan.body.tools)
-    grammar = await api.lanes.run(size, form.grammar, tokenizer.added_ids)
-    return await api.renderer.grammars.check_async(grammar, field)
-
-
 # Parameters
 
 
-def completion_params(
-    body: CompletionRequest, defaults: GenerationDefaults, room: int
-) -> SamplingParams:
-    """Return the parameters of a completion. max_tokens 0 samples one token, which is not shown.
-    room: tokens that fit after the prompt."""
-    name, given = "max_tokens", body.max_tokens
-    if given is None:
-        length = min(DEFAULT_MAX_TOKENS, room)
-    else:
-        length = max(1, _checked_length(name, given, 0, room))
-    if given == 0 and body.min_tokens:
-        raise bad_request(
-            f"min_tokens={body.min_tokens} is more than max_tokens=0; raise max_tokens.",
-            "min_tokens",
-        )
-    prompt_logprobs = body.prompt_logprobs
-    if body.echo and body.logprobs is not None:
-        prompt_logprobs = _larger(body.logprobs, prompt_logprobs)
-    return _params(body, defaults, length, body.logprobs, prompt_logprobs, best_of=body.best_of)
-
-
-def chat_params(
-    body: ChatCompletionRequest, defaults: GenerationDefaults, room: int
-) -> SamplingParams:
-    """Return the parameters of a chat. room: tokens that fit after the prompt, all of which an
-    answer without a limit may take."""
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    given = getattr(body, name)
-    length = room if given is None else _checked_length(name, given, 1, room)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _params(body, defaults, length, logprobs, body.prompt_logprobs)
-
-
-def _params(
+def make_params(
     body: GenerationRequest,
     defaults: GenerationDefaults,
     length: int,
@@ -321,7 +183,7 @@ def _requested_length(body: GenerationRequest) -> int:
     return DEFAULT_MAX_TOKENS if isinstance(body, CompletionRequest) else 1
 
 
-def _checked_length(name: str, value: int, minimum: int, room: int) -> int:
+def checked_length(name: str, value: int, minimum: int, room: int) -> int:
     if value < minimum:
         raise bad_request(f"{name} must be at least {minimum}, got {value}.", name)
     if value <= room:
@@ -335,16 +197,103 @@ def _checked_length(name: str, value: int, minimum: int, room: int) -> int:
     )
 
 
-def _larger(first: int, second: int | None) -> int:
-    """Return the larger of two numbers of candidates; -1 is all."""
-    return -1 if -1 in (first, second) else max(first, second or 0)
+@dataclass(frozen=True)
+class Chat:
+    """A chat that is ready for the engine."""
+
+    plan: ChatPlan  # as hooks left it
+    job: PromptJob
+    form: AskedAnswer  # what the answer is made of
+    grammar: Checked  # of the answer
+    hooks: list[RequestHooks] | None  # of its one request
 
 
-def _origin_of(continued: Continued | None, token_ids: list[int]) -> Origin | None:
+async def admit_chat(
+    api: ApiContext,
+    plan: ChatPlan,
+    prompt: RenderedPrompt,
+    hooks: list[RequestHooks] | None = None,
+) -> Chat:
+    """Make and admit the request of a rendered chat. Raise ApiError, RequestError or EngineBusy for
+    what cannot be served."""
+    form = answer_form(api, plan, prompt.text or "")
+    prompt, params = chat_inputs(api, plan, prompt, form)
+    grammar = await chat_grammar(api, plan, form)
+    origin = None
+    if plan.continued is not None:
+        origin = origin_of(plan.continued, prompt.token_ids)
+    plan = with_priority(plan, hooks[0] if hooks else None)
+    job = make_job(api, plan, prompt, params, plan.id, grammar.text, origin or Origin(plan.core_id))
+    return Chat(plan, job, form, grammar, hooks)
+
+
+def chat_inputs(
+    api: ApiContext, plan: ChatPlan, prompt: RenderedPrompt, form: AskedAnswer
+) -> tuple[RenderedPrompt, SamplingParams]:
+    """Return the prompt of a chat, cut as its body requests, and the parameters. Raise ApiError or
+    RequestError for a prompt or a length that does not fit."""
+    body, max_model_len = plan.body, api.client.ready.max_model_len
+    prompt = truncated(prompt, body, max_model_len)
+    room = room_after(prompt, max_model_len, "messages", can_cut=not plan.is_lenient)
+    if plan.is_lenient and body.max_tokens is not None:
+        body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
+    params = chat_params(body, api.requests.defaults, room)
+    params.shown_special_token_ids = list(form.format.shown_special_token_ids) or None
+    return prompt, params
+
+
+def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> AskedAnswer:
+    """Return what the answer to a rendered chat must be made of. Raises ApiError and
+    RequestError."""
+    body, constraint = plan.body, plan.constraint
+    has_tools = body.tools or body.tool_choice is not None
+    tools = asked_tools(body) if has_tools else AskedTools()
+    answer_format = api.renderer.answer_format(body.chat_template, bool(plan.options.tools))
+    budget = body.thinking_token_budget
+    if plan.is_lenient and answer_format.reasoning is None:
+        budget = None
+    return AskedAnswer(
+        answer_format,
+        tools.callable,
+        tools.choice,
+        parallel=body.parallel_tool_calls is not False,
+        content=constraint.content,
+        content_field=constraint.field,
+        strict=constraint.strict,
+        begins_in_reasoning=answer_format.begins_in_reasoning(prompt),
+        has_reasoned=answer_format.has_reasoned(prompt),
+        thinking_token_budget=None if budget is None or budget < 0 else budget,
+    )
+
+
+async def chat_grammar(api: ApiContext, plan: ChatPlan, form: AskedAnswer) -> Checked:
+    """Return the checked grammar of an answer; empty for an answer that may be anything. Raises
+    RequestError for one that makes no sense, and EngineBusy."""
+    if not form.is_constrained:
+        return Checked("")
+    field = "tools" if form.content is None else form.content_field
+    tokenizer = api.renderer.tokenizer
+    assert tokenizer is not None, "it needs a prompt as text"
+    size = form_size(plan.body, plan.body.tools)
+    grammar = await api.lanes.run(size, answer_grammar, form, tokenizer.added_ids)
+    return await api.renderer.grammars.check_async(grammar, field)
+
+
+def chat_params(
+    body: ChatCompletionRequest, defaults: GenerationDefaults, room: int
+) -> SamplingParams:
+    """Return the parameters of a chat. room: tokens that fit after the prompt, all of which an
+    answer without a limit may take."""
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    given = getattr(body, name)
+    length = room if given is None else checked_length(name, given, 1, room)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return make_params(body, defaults, length, logprobs, body.prompt_logprobs)
+
+
+def origin_of(continued: Continued, token_ids: list[int]) -> Origin | None:
     """Return the origin of a prompt that begins with a retained conversation; None if it does not,
     since its beginning was cut off."""
-    if continued is None:
-        return None
     source = continued.source
     if token_ids[: source.num_tokens] != source.token_ids:
         return None

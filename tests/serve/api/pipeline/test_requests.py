@@ -16,13 +16,8 @@ from quire.serve.bodies.protocol import (
     GenerationRequest,
 )
 from quire.serve.errors import ApiError
-from quire.serve.pipeline.requests import (
-    SAME,
-    chat_params,
-    completion_params,
-    room_after,
-    truncated,
-)
+from quire.serve.pipeline.completion import completion_params
+from quire.serve.pipeline.requests import SAME, chat_params, room_after, truncated
 
 RULES = unsupported_fields(CompletionRequest) | unsupported_fields(ChatCompletionRequest)
 DEFAULTS = GenerationDefaults((2,), {"temperature": 0.6, "top_p": 0.95, "max_tokens": 1024})

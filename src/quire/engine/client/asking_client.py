@@ -1,0 +1,136 @@
+"""`AskingClient`: the questions of a client to a core in another process.
+
+A question has a number, and the core's answer repeats it. Orders to the core have no answer.
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, cast
+
+from quire.base.errors import EngineDead
+from quire.base.live import LiveFrame
+from quire.base.messages import (
+    AskCancel,
+    AskHeld,
+    AskLive,
+    AskMetrics,
+    AskPrefixes,
+    AskTimeline,
+    Cancelled,
+    HeldList,
+    HeldRequest,
+    Hold,
+    Live,
+    Metrics,
+    PinnedPrefix,
+    Prefixes,
+    ResetPrefixCache,
+    Rewind,
+    TimelineText,
+    ToCore,
+    Unpin,
+)
+from quire.engine.client.async_client import AsyncClient
+from quire.engine.wire.core_choice import check_core
+
+ANSWER_S = 60.0  # time limit for the core's answer
+
+Answer = Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live
+
+
+class AskingClient(AsyncClient):
+    """Implements every method of `AsyncClient` that is a question or an order to the core.
+
+    A subclass has the connection: it sends messages and passes each answer to `_take_answer`.
+    """
+
+    def __init__(self) -> None:
+        self._questions: dict[int, asyncio.Future[Any]] = {}  # by number
+        self._num_questions = 0
+
+    @abstractmethod
+    def _send(self, message: ToCore) -> None:
+        """Send a message to the core. Raise EngineDead without a connection."""
+
+    async def metrics(self) -> str:
+        return cast(str, await self._ask(AskMetrics))
+
+    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
+        return cast(str, await self._ask(lambda number: AskTimeline(number, request_id, tenant)))
+
+    async def live(self, core: int = 0) -> LiveFrame:
+        check_core(core, 1)
+        return cast(LiveFrame, await self._ask(AskLive))
+
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        found = await self._ask(lambda number: AskPrefixes(number, tenant))
+        return cast(list[PinnedPrefix], found)
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        is_known = any(prefix.id == prefix_id for prefix in await self.prefixes(tenant))
+        self._send(Unpin(prefix_id, tenant))
+        return is_known
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        found = await self._ask(lambda number: AskHeld(number, request_id, index, tenant))
+        return cast(list[HeldRequest], found)
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        self._send(Hold(request_id, keep_s, tenant))
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        self._send(Rewind(request_id, index, num_tokens, tenant))
+
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        found = await self._ask(lambda number: AskCancel(number, request_ids, tenant))
+        return cast(list[str], found)
+
+    async def _ask(self, question: Callable[[int], ToCore]) -> Any:
+        number, self._num_questions = self._num_questions, self._num_questions + 1
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(number))
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError:
+            text = f"the engine has not answered for {ANSWER_S:g} s; try again in a moment."
+            raise EngineDead(text) from None
+        finally:
+            del self._questions[number]
+
+    async def reset_prefix_cache(self, message: ResetPrefixCache | None = None) -> None:
+        self._send(message or ResetPrefixCache())
+
+    def _take_answer(self, message: Answer) -> None:
+        """Pass the core's answer to the caller that waits for it."""
+        answer = self._questions.get(message.ask_id)
+        if answer is not None and not answer.done():
+            answer.set_result(_content_of(message))
+
+    def _fail_questions(self, error: EngineDead) -> None:
+        """Raise an error in every caller that waits for an answer."""
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+def _content_of(message: Answer) -> object:
+    """Return the content of an answer."""
+    if isinstance(message, HeldList):
+        return message.requests
+    if isinstance(message, Live):
+        return message.frame
+    if isinstance(message, Prefixes):
+        return message.prefixes
+    return message.request_ids if isinstance(message, Cancelled) else message.text
