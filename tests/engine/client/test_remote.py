@@ -1,4 +1,7 @@
-"""A core behind its socket: `CoreServer` runs in a thread, its clients are `RemoteClient`s."""
+"""A core behind its socket: `CoreServer` runs in a thread, its clients are `RemoteClient`s.
+
+Covers `engine/client/asking_client.py`.
+"""
 
 import asyncio
 import contextlib

@@ -18,12 +18,11 @@ from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.openai.completions import CompletionChoice, logprob_names
-from quire.serve.pipeline.answer import Answer, UsageCounter
-from quire.serve.pipeline.completion import CompletionPlan, completion_params, plan_completion
+from quire.serve.pipeline.answer import Answer, Json, UsageCounter
+from quire.serve.pipeline.completion import completion_params
 from quire.serve.pipeline.hooked_prompt import admitted_ids, opened
-from quire.serve.pipeline.plan import UsageChunks
+from quire.serve.pipeline.plan import CompletionPlan, UsageChunks, plan_completion
 from quire.serve.pipeline.prompts import tokenizer_of
-from quire.serve.pipeline.reports import Json
 from quire.serve.pipeline.requests import Origin, PromptJob, make_job, room_after, with_priority
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole

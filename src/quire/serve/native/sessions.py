@@ -40,10 +40,9 @@ from quire.serve.http.auth import reader_of
 from quire.serve.http.ids import answer_id_of, new_id
 from quire.serve.http.limits import generating
 from quire.serve.openai.completions import Prompts, respond
-from quire.serve.pipeline.completion import plan_completion
 from quire.serve.pipeline.continued import tokens_after
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
-from quire.serve.pipeline.plan import usage_chunks
+from quire.serve.pipeline.plan import plan_completion, usage_chunks
 from quire.serve.pipeline.prompts import render_prompt
 from quire.serve.pipeline.requests import Origin
 

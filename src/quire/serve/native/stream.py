@@ -32,8 +32,7 @@ from quire.serve.http.origins import refusal_of_handshake
 from quire.serve.http.rate_gate import admit
 from quire.serve.http.sse import encode
 from quire.serve.native.open_request import OpenRequest
-from quire.serve.pipeline.answer import Answer
-from quire.serve.pipeline.reports import Json
+from quire.serve.pipeline.answer import Answer, Json
 
 IDLE_S = 60.0  # for the next piece of an open prompt
 REST_S = 600.0  # for the next request

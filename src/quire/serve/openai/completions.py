@@ -37,18 +37,12 @@ from quire.serve.context import Api, ApiContext
 from quire.serve.errors import bad_request
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.http.ids import answer_id_of, new_id
-from quire.serve.pipeline.answer import Answer, UsageCounter
+from quire.serve.pipeline.answer import Answer, Json, UsageCounter
 from quire.serve.pipeline.chat_choice import token_names
-from quire.serve.pipeline.completion import (
-    CompletionPlan,
-    completion_job,
-    plan_completion,
-    render_completion,
-)
+from quire.serve.pipeline.completion import completion_job
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
-from quire.serve.pipeline.plan import usage_chunks
-from quire.serve.pipeline.prompts import decode, render_prompt
-from quire.serve.pipeline.reports import Json
+from quire.serve.pipeline.plan import CompletionPlan, plan_completion, usage_chunks
+from quire.serve.pipeline.prompts import decode, render_completion, render_prompt
 from quire.serve.pipeline.requests import Origin, PromptJob
 
 # Fields that exclude a suffix, and their values that change nothing.

@@ -26,11 +26,10 @@ from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request, error_in
 from quire.serve.http.ids import new_id
 from quire.serve.http.sse import unless_disconnected
-from quire.serve.pipeline.answer import collect
+from quire.serve.pipeline.answer import Json, collect
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
 from quire.serve.pipeline.plan import checked_template, plan_body
 from quire.serve.pipeline.prompts import render_prompt, tokenizer_of
-from quire.serve.pipeline.reports import Json
 from quire.serve.pipeline.requests import PromptJob
 from quire.serve.python.pooling import numbers_of
 

@@ -17,7 +17,7 @@ from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
 from quire.serve.errors import bad_request
 from quire.serve.openai.pooled import CutText, PoolingCall, params_of, split_texts
-from quire.serve.pipeline.reports import Json
+from quire.serve.pipeline.answer import Json
 from quire.serve.python.pooling import check_scorer, paired
 
 router = fastapi.APIRouter(route_class=BoundedRoute)

@@ -6,6 +6,7 @@ of them fails.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,18 +16,20 @@ import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import STEP_FAILED, TIMED_OUT, StepFailed
+from quire.base.messages import Request
 from quire.base.prefix import PrefixReport
-from quire.base.requests.outputs import CompletionOutput, RequestOutput
+from quire.base.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.step_outputs import Failure
 from quire.engine.client.async_client import AsyncClient
+from quire.engine.observability.prefix_words import shown_to
 from quire.serve.errors import bad_request, too_late
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.http.sse import DONE, encode, event, start_stream, unless_disconnected
 from quire.serve.pipeline.hooked_answer import HookedAnswer
 from quire.serve.pipeline.plan import Plan
-from quire.serve.pipeline.reports import Json, metrics_json, usage_json
 from quire.serve.pipeline.requests import PromptJob
 
+Json = dict[str, Any]
 Indexed = tuple[int, RequestOutput]  # with the index of its job
 Outputs = AsyncGenerator[RequestOutput, None]
 OUTPUT_METHODS = ("on_output", "on_tool_call")
@@ -102,7 +105,7 @@ class Answer:
         if (hooked := self._hooked()) is not None:
             choices = [await hooked.whole(choice) for choice in choices]
         measured = await self._measured(outputs[0]) | self._transfer(outputs[0])
-        return found | {"choices": choices, "usage": self._usage()} | measured
+        return found | {"choices": choices, "usage": usage_json(self.choices)} | measured
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield one piece per output that has something to show."""
@@ -131,12 +134,12 @@ class Answer:
                 if chunks and output.finished:
                     chunks[-1] = chunks[-1] | self._transfer(output)
                 if usage.in_each:
-                    head["usage"] = self._usage()
+                    head["usage"] = usage_json(self.choices)
                 if chunks:
                     yield [head | chunk for chunk in chunks]
         if usage.at_end:
             measured = {} if last is None else await self._measured(last)
-            yield [self.head | {"choices": [], "usage": self._usage()} | measured]
+            yield [self.head | {"choices": [], "usage": usage_json(self.choices)} | measured]
 
     async def _measured(self, output: RequestOutput) -> Json:
         """Return the times of the request that ended with this output, if they are reported."""
@@ -144,10 +147,6 @@ class Answer:
             return {}
         request = self.jobs[0].request
         return {"metrics": await metrics_json(self.client, request, output.metrics)}
-
-    def _usage(self) -> Json:
-        """Return the usage so far; the choices of one prompt share a counter."""
-        return usage_json([mine[0].usage for mine in self.choices])
 
     def _transfer(self, output: RequestOutput) -> Json:
         """Return the parameters of a KV transfer to another engine, if there are any."""
@@ -159,6 +158,62 @@ class Answer:
         if self.hooks is None or not any(self.hooks[0].see(name) for name in OUTPUT_METHODS):
             return None
         return HookedAnswer(self.hooks, [len(mine) for mine in self.choices])
+
+
+def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
+    """Return the usage of all prompts; the choices of one prompt share a counter."""
+    counters = [mine[0].usage for mine in choices]
+    prompt = sum([counter.num_prompt for counter in counters])
+    completion = sum([counter.num_completion + counter.num_dropped for counter in counters])
+    details: Json = {"cached_tokens": sum([counter.num_cached for counter in counters])}
+    if len(counters) == 1 and counters[0].prefix is not None:
+        details |= shown_to(counters[0].prefix, counters[0].tenant)
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": details,
+    }
+    reasoning = [counter.num_reasoning for counter in counters if counter.num_reasoning is not None]
+    details = {"reasoning_tokens": sum(reasoning)} if reasoning else {}
+    if drafted := sum([counter.num_drafted for counter in counters]):
+        accepted = sum([counter.num_accepted for counter in counters])
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = drafted - accepted
+    if details:
+        usage["completion_tokens_details"] = details
+    return usage
+
+
+async def metrics_json(client: AsyncClient, request: Request, found: RequestMetrics) -> Json:
+    """Return the times of a finished request in ms; null for events that did not happen. The time
+    in the queue comes from the engine. The mean time between tokens is that of one
+    continuation."""
+    first_s, last_s, num = found.first_token_s, found.last_token_s, found.num_generation_tokens
+    generation_s = None if first_s is None or last_s is None else last_s - first_s
+    timeline = json.loads(await client.timeline(request.request_id) or "{}")
+    times: Json = {
+        "time_to_first_token_ms": None if first_s is None else _ms(first_s - found.arrival_s),
+        "generation_time_ms": None if generation_s is None else _ms(generation_s),
+        "queue_time_ms": timeline.get("waited_ms"),
+        "mean_itl_ms": None,
+        "tokens_per_second": None,
+    }
+    if generation_s and num > 1:
+        num_samples = request.params.num_samples
+        times["tokens_per_second"] = round((num - 1) / generation_s, 3)
+        if num > num_samples:
+            times["mean_itl_ms"] = _ms(generation_s * num_samples / (num - num_samples))
+    if found.num_draft_tokens:
+        times["speculative_decoding"] = {
+            "num_draft_tokens": found.num_draft_tokens,
+            "num_accepted_tokens": found.num_accepted_draft_tokens,
+        }
+    return times
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
 
 
 # Outputs of the jobs

@@ -12,9 +12,8 @@ from quire.render.tokens.detokenizer import IncrementalDetokenizer
 from quire.serve.bodies.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.serve.bodies.protocol import ChatCompletionRequest, GenerationRequest
 from quire.serve.context import ApiContext
-from quire.serve.pipeline.answer import UsageCounter
+from quire.serve.pipeline.answer import Json, UsageCounter
 from quire.serve.pipeline.plan import ChatPlan
-from quire.serve.pipeline.reports import Json
 from quire.serve.pipeline.requests import Chat, PromptJob
 
 ROLE = "assistant"

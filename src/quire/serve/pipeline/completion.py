@@ -1,13 +1,5 @@
-"""A completion on its way through the pipeline: its plan, its prompts and their requests.
+"""The requests of a completion: each of its prompts becomes one request with n choices."""
 
-A completion has several prompts, each with n choices. Each prompt becomes one request.
-"""
-
-from dataclasses import dataclass
-
-from starlette.types import Scope
-
-from quire.base.errors import EngineBusy, RequestError
 from quire.base.requests.sampling_params import SamplingParams
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
@@ -15,8 +7,7 @@ from quire.serve.bodies.protocol import CompletionRequest
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request
 from quire.serve.hooks.hooks import RequestHooks
-from quire.serve.pipeline.plan import NO_USAGE_CHUNKS, Plan, UsageChunks, check_beams, plan_body
-from quire.serve.pipeline.prompts import render_prompt
+from quire.serve.pipeline.plan import CompletionPlan
 from quire.serve.pipeline.requests import (
     DEFAULT_MAX_TOKENS,
     Origin,
@@ -28,40 +19,6 @@ from quire.serve.pipeline.requests import (
     truncated,
     with_priority,
 )
-
-
-@dataclass(frozen=True)
-class CompletionPlan(Plan[CompletionRequest]):
-    """The plan of a completion: several prompts, n choices each."""
-
-
-def plan_completion(
-    api: ApiContext,
-    body: CompletionRequest,
-    scope: Scope,
-    response_id: str,
-    usage: UsageChunks = NO_USAGE_CHUNKS,
-) -> CompletionPlan:
-    """Return the plan of a completion. Raise ApiError for a body that cannot be served, whatever
-    its prompts are."""
-    base = plan_body(api, body, scope, response_id)
-    check_beams(body)
-    return CompletionPlan(body, base.id, base.model, base.tenant, base.core_id, usage)
-
-
-async def render_completion(
-    api: ApiContext, plan: CompletionPlan, prompt: object
-) -> RenderedPrompt:
-    """Return one prompt of a completion as tokens. Raises ApiError and EngineBusy."""
-    body = plan.body
-    special = body.add_special_tokens is not False
-    try:
-        is_cut = body.truncate_prompt_tokens is not None
-        return await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
-    except EngineBusy:  # no field is to blame
-        raise
-    except RequestError as error:
-        raise bad_request(str(error), "prompt", error.code) from error
 
 
 def completion_job(

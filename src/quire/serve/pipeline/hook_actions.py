@@ -16,9 +16,9 @@ from quire.serve.errors import ApiError
 from quire.serve.http.ids import new_id
 from quire.serve.pipeline.answer import collect
 from quire.serve.pipeline.chat_choice import chat_choices
-from quire.serve.pipeline.completion import CompletionPlan, completion_job, render_completion
-from quire.serve.pipeline.plan import Plan, chat_plan_of, check_model
-from quire.serve.pipeline.prompts import images_of, render_chat
+from quire.serve.pipeline.completion import completion_job
+from quire.serve.pipeline.plan import CompletionPlan, Plan, chat_plan_of, check_model
+from quire.serve.pipeline.prompts import images_of, render_chat, render_completion
 from quire.serve.pipeline.requests import Origin, admit_chat
 
 # Fields that the text of one response, which `ask` returns, has no room for.

@@ -22,6 +22,7 @@ from quire.serve.bodies.constraints import (
 )
 from quire.serve.bodies.protocol import (
     ChatCompletionRequest,
+    CompletionRequest,
     GenerationRequest,
     ServedBody,
 )
@@ -82,6 +83,11 @@ class ChatPlan(Plan[ChatCompletionRequest]):
 
 
 @dataclass(frozen=True)
+class CompletionPlan(Plan[CompletionRequest]):
+    """The plan of a completion: several prompts, n choices each."""
+
+
+@dataclass(frozen=True)
 class Continued:
     """A retained conversation up to an answer, and the messages that follow that answer."""
 
@@ -117,7 +123,7 @@ def chat_plan_of(
     body = base.body
     check_generates(api)
     _check_top_logprobs(body, api.client.ready)
-    check_beams(body)
+    _check_beams(body)
     is_constrained = body.model_fields_set & CONSTRAINT_FIELDS
     constraint = structured_outputs_of(body) if is_constrained else UNCONSTRAINED
     return ChatPlan(
@@ -133,6 +139,20 @@ def chat_plan_of(
         is_lenient,
         continued,
     )
+
+
+def plan_completion(
+    api: ApiContext,
+    body: CompletionRequest,
+    scope: Scope,
+    response_id: str,
+    usage: UsageChunks = NO_USAGE_CHUNKS,
+) -> CompletionPlan:
+    """Return the plan of a completion. Raise ApiError for a body that cannot be served, whatever
+    its prompts are."""
+    base = plan_body(api, body, scope, response_id)
+    _check_beams(body)
+    return CompletionPlan(body, base.id, base.model, base.tenant, base.core_id, usage)
 
 
 def plan_body(api: ApiContext, body: Body, scope: Scope, response_id: str) -> Plan[Body]:
@@ -256,7 +276,7 @@ def _check_top_logprobs(body: ChatCompletionRequest, ready: Ready) -> None:
         )
 
 
-def check_beams(body: GenerationRequest) -> None:
+def _check_beams(body: GenerationRequest) -> None:
     """Refuse settings of a beam search without one."""
     if body.use_beam_search:
         return

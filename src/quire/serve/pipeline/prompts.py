@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
 from quire.render.renderer import Media, RenderedPrompt, has_parts, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, size_
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request, error_in
 from quire.serve.media.request_images import Messages, RequestImages
-from quire.serve.pipeline.plan import ChatPlan
+from quire.serve.pipeline.plan import ChatPlan, CompletionPlan
 
 # A prompt that will be cut, or is only counted, may have this many times max_model_len tokens.
 MAX_CUT = 16
@@ -64,6 +64,21 @@ async def render_chat(
     except RequestError as error:
         raise error_in("messages", error) from error
     return prompt
+
+
+async def render_completion(
+    api: ApiContext, plan: CompletionPlan, prompt: object
+) -> RenderedPrompt:
+    """Return one prompt of a completion as tokens. Raises ApiError and EngineBusy."""
+    body = plan.body
+    special = body.add_special_tokens is not False
+    try:
+        is_cut = body.truncate_prompt_tokens is not None
+        return await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
+    except EngineBusy:  # no field is to blame
+        raise
+    except RequestError as error:
+        raise bad_request(str(error), "prompt", error.code) from error
 
 
 async def render_prompt(

@@ -59,6 +59,51 @@ class Origin:
     fork: Fork | None = None
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A chat that is ready for the engine."""
+
+    plan: ChatPlan  # as hooks left it
+    job: PromptJob
+    form: AskedAnswer  # what the answer is made of
+    grammar: Checked  # of the answer
+    hooks: list[RequestHooks] | None  # of its one request
+
+
+async def admit_chat(
+    api: ApiContext,
+    plan: ChatPlan,
+    prompt: RenderedPrompt,
+    hooks: list[RequestHooks] | None = None,
+) -> Chat:
+    """Make and admit the request of a rendered chat. Raise ApiError, RequestError or EngineBusy for
+    what cannot be served."""
+    form = answer_form(api, plan, prompt.text or "")
+    prompt, params = chat_inputs(api, plan, prompt, form)
+    grammar = await chat_grammar(api, plan, form)
+    origin = None
+    if plan.continued is not None:
+        origin = _origin_of(plan.continued, prompt.token_ids)
+    plan = with_priority(plan, hooks[0] if hooks else None)
+    job = make_job(api, plan, prompt, params, plan.id, grammar.text, origin or Origin(plan.core_id))
+    return Chat(plan, job, form, grammar, hooks)
+
+
+def chat_inputs(
+    api: ApiContext, plan: ChatPlan, prompt: RenderedPrompt, form: AskedAnswer
+) -> tuple[RenderedPrompt, SamplingParams]:
+    """Return the prompt of a chat, cut as its body requests, and the parameters. Raise ApiError or
+    RequestError for a prompt or a length that does not fit."""
+    body, max_model_len = plan.body, api.client.ready.max_model_len
+    prompt = truncated(prompt, body, max_model_len)
+    room = room_after(prompt, max_model_len, "messages", can_cut=not plan.is_lenient)
+    if plan.is_lenient and body.max_tokens is not None:
+        body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
+    params = chat_params(body, api.requests.defaults, room)
+    params.shown_special_token_ids = list(form.format.shown_special_token_ids) or None
+    return prompt, params
+
+
 def with_priority(plan: AnyPlan, hooks: RequestHooks | None) -> AnyPlan:
     """Return a plan with the priority that a hook set, if one did."""
     if hooks is None or hooks.priority is None:
@@ -105,6 +150,17 @@ def make_job(
     return PromptJob(prompt, request)
 
 
+def _origin_of(continued: Continued, token_ids: list[int]) -> Origin | None:
+    """Return the origin of a prompt that begins with a retained conversation; None if it does not,
+    since its beginning was cut off."""
+    source = continued.source
+    if token_ids[: source.num_tokens] != source.token_ids:
+        return None
+    num_items = len(source.media)
+    fork = Fork(source.id, source.index, source.num_tokens, num_items=num_items)
+    return Origin(source.core_id, fork)
+
+
 # What fits
 
 
@@ -143,37 +199,6 @@ def room_after(prompt: RenderedPrompt, max_model_len: int, param: str, can_cut: 
     )
 
 
-# What the answer must be
-
-
-# Parameters
-
-
-def make_params(
-    body: GenerationRequest,
-    defaults: GenerationDefaults,
-    length: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    best_of: int | None = None,
-) -> SamplingParams:
-    """Return the parameters. Raise RequestError that names the field."""
-    values: dict[str, Any] = {} if body.use_beam_search else dict(defaults.sampling)
-    for name in SAME:
-        value = getattr(body, name)
-        if value is not None:
-            values[name] = value
-    values["max_tokens"] = length
-    values["best_of"] = best_of
-    values["logprob_token_ids"] = body.logprob_token_ids or None
-    values["logprobs"] = None if body.logprob_token_ids else logprobs
-    values["prompt_logprobs"] = prompt_logprobs
-    if body.kv_transfer_params:
-        values["extra_args"] = {KV_TRANSFER: body.kv_transfer_params}
-    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**values, output_kind=kind)
-
-
 def _requested_length(body: GenerationRequest) -> int:
     """Return how many tokens a body requests at most, before its room is known."""
     if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
@@ -183,63 +208,7 @@ def _requested_length(body: GenerationRequest) -> int:
     return DEFAULT_MAX_TOKENS if isinstance(body, CompletionRequest) else 1
 
 
-def checked_length(name: str, value: int, minimum: int, room: int) -> int:
-    if value < minimum:
-        raise bad_request(f"{name} must be at least {minimum}, got {value}.", name)
-    if value <= room:
-        return value
-    raise ApiError(
-        400,
-        f"{name}={value} is too large: max_model_len minus the tokens of the prompt leaves {room}."
-        f" Request at most {room}, shorten the prompt, or remove {name}.",
-        param=name,
-        code=CONTEXT_LENGTH_EXCEEDED,
-    )
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A chat that is ready for the engine."""
-
-    plan: ChatPlan  # as hooks left it
-    job: PromptJob
-    form: AskedAnswer  # what the answer is made of
-    grammar: Checked  # of the answer
-    hooks: list[RequestHooks] | None  # of its one request
-
-
-async def admit_chat(
-    api: ApiContext,
-    plan: ChatPlan,
-    prompt: RenderedPrompt,
-    hooks: list[RequestHooks] | None = None,
-) -> Chat:
-    """Make and admit the request of a rendered chat. Raise ApiError, RequestError or EngineBusy for
-    what cannot be served."""
-    form = answer_form(api, plan, prompt.text or "")
-    prompt, params = chat_inputs(api, plan, prompt, form)
-    grammar = await chat_grammar(api, plan, form)
-    origin = None
-    if plan.continued is not None:
-        origin = origin_of(plan.continued, prompt.token_ids)
-    plan = with_priority(plan, hooks[0] if hooks else None)
-    job = make_job(api, plan, prompt, params, plan.id, grammar.text, origin or Origin(plan.core_id))
-    return Chat(plan, job, form, grammar, hooks)
-
-
-def chat_inputs(
-    api: ApiContext, plan: ChatPlan, prompt: RenderedPrompt, form: AskedAnswer
-) -> tuple[RenderedPrompt, SamplingParams]:
-    """Return the prompt of a chat, cut as its body requests, and the parameters. Raise ApiError or
-    RequestError for a prompt or a length that does not fit."""
-    body, max_model_len = plan.body, api.client.ready.max_model_len
-    prompt = truncated(prompt, body, max_model_len)
-    room = room_after(prompt, max_model_len, "messages", can_cut=not plan.is_lenient)
-    if plan.is_lenient and body.max_tokens is not None:
-        body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
-    params = chat_params(body, api.requests.defaults, room)
-    params.shown_special_token_ids = list(form.format.shown_special_token_ids) or None
-    return prompt, params
+# What the answer must be
 
 
 def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> AskedAnswer:
@@ -279,6 +248,9 @@ async def chat_grammar(api: ApiContext, plan: ChatPlan, form: AskedAnswer) -> Ch
     return await api.renderer.grammars.check_async(grammar, field)
 
 
+# Parameters
+
+
 def chat_params(
     body: ChatCompletionRequest, defaults: GenerationDefaults, room: int
 ) -> SamplingParams:
@@ -291,12 +263,40 @@ def chat_params(
     return make_params(body, defaults, length, logprobs, body.prompt_logprobs)
 
 
-def origin_of(continued: Continued, token_ids: list[int]) -> Origin | None:
-    """Return the origin of a prompt that begins with a retained conversation; None if it does not,
-    since its beginning was cut off."""
-    source = continued.source
-    if token_ids[: source.num_tokens] != source.token_ids:
-        return None
-    num_items = len(source.media)
-    fork = Fork(source.id, source.index, source.num_tokens, num_items=num_items)
-    return Origin(source.core_id, fork)
+def make_params(
+    body: GenerationRequest,
+    defaults: GenerationDefaults,
+    length: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    best_of: int | None = None,
+) -> SamplingParams:
+    """Return the parameters. Raise RequestError that names the field."""
+    values: dict[str, Any] = {} if body.use_beam_search else dict(defaults.sampling)
+    for name in SAME:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
+    values["max_tokens"] = length
+    values["best_of"] = best_of
+    values["logprob_token_ids"] = body.logprob_token_ids or None
+    values["logprobs"] = None if body.logprob_token_ids else logprobs
+    values["prompt_logprobs"] = prompt_logprobs
+    if body.kv_transfer_params:
+        values["extra_args"] = {KV_TRANSFER: body.kv_transfer_params}
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**values, output_kind=kind)
+
+
+def checked_length(name: str, value: int, minimum: int, room: int) -> int:
+    if value < minimum:
+        raise bad_request(f"{name} must be at least {minimum}, got {value}.", name)
+    if value <= room:
+        return value
+    raise ApiError(
+        400,
+        f"{name}={value} is too large: max_model_len minus the tokens of the prompt leaves {room}."
+        f" Request at most {room}, shorten the prompt, or remove {name}.",
+        param=name,
+        code=CONTEXT_LENGTH_EXCEEDED,
+    )

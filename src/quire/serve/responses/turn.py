@@ -9,9 +9,8 @@ from typing import Any
 
 from quire.serve.context import ApiContext
 from quire.serve.http.limits import open_request
-from quire.serve.pipeline.answer import Answer
+from quire.serve.pipeline.answer import Answer, usage_json
 from quire.serve.pipeline.chat_choice import ChatChoice
-from quire.serve.pipeline.reports import usage_json
 from quire.serve.pipeline.requests import Chat
 from quire.serve.responses.background import RunningResponse, error_json, event
 from quire.serve.responses.body import ResponsesRequest
@@ -122,7 +121,7 @@ class Turn:
         return [told for choice in choices for told in self.writer.take(choice)]
 
     def _usage(self) -> Json:
-        found = usage_json([self.choice.usage])
+        found = usage_json([[self.choice]])
         details = found.get("completion_tokens_details", {})
         cached = {"cached_tokens": found["prompt_tokens_details"]["cached_tokens"]}
         return {

@@ -14,10 +14,9 @@ from quire.render.renderer import RenderedPrompt
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
 from quire.serve.bodies.logprobs_json import TokenNames
 from quire.serve.bodies.protocol import ChatCompletionRequest
-from quire.serve.pipeline.answer import UsageCounter
+from quire.serve.pipeline.answer import UsageCounter, usage_json
 from quire.serve.pipeline.chat_choice import ChatChoice, ReasoningCount
 from quire.serve.pipeline.plan import ChatPlan
-from quire.serve.pipeline.reports import usage_json
 from quire.serve.pipeline.requests import PromptJob
 from tests.support.serve.direct_engine import twin
 
@@ -56,7 +55,7 @@ class Answering:
 
     @property
     def num_reasoning(self) -> int:
-        return usage_json([self.choice.usage])["completion_tokens_details"]["reasoning_tokens"]
+        return usage_json([[self.choice]])["completion_tokens_details"]["reasoning_tokens"]
 
 
 def joined(choices: list[dict[str, Any]], name: str) -> str:
