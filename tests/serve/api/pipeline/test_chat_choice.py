@@ -11,11 +11,11 @@ from quire.render.answers.format import AnswerFormat, AskedAnswer
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, THINK
 from quire.render.renderer import RenderedPrompt
-from quire.render.tokens.detokenizer import IncrementalDetokenizer
 from quire.serve.bodies.logprobs_json import TokenNames
 from quire.serve.bodies.protocol import ChatCompletionRequest
 from quire.serve.pipeline.answer import UsageCounter, usage_json
-from quire.serve.pipeline.chat_choice import ChatChoice, ReasoningCount
+from quire.serve.pipeline.chat_choice import ChatChoice
+from quire.serve.pipeline.parsed_answer import parsed_answer
 from quire.serve.pipeline.plan import ChatPlan
 from quire.serve.pipeline.requests import PromptJob
 from tests.support.serve.direct_engine import twin
@@ -32,10 +32,10 @@ class Answering:
         body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **fields)
         job = PromptJob(RenderedPrompt([1]), Request("r", [1], SamplingParams(), 0))
         self.usage = UsageCounter(1, num_reasoning=0)
-        count = ReasoningCount(IncrementalDetokenizer(self.tokenizer))
+        parsed = parsed_answer(ASKED, body, self.tokenizer, SamplingParams(), [])
         plan = ChatPlan(body, "r", "demo", "")
         names = TokenNames(self.tokenizer, False) if body.logprobs else None
-        self.choice = ChatChoice(0, plan, job, names, self.usage, ASKED.parser(), count)
+        self.choice = ChatChoice(0, plan, job, names, self.usage, parsed)
 
     def output(self, token_ids: list[int], reason: str | None) -> tuple[RequestOutput, Any]:
         text = self.tokenizer.decode(token_ids)
