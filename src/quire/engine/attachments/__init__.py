@@ -1,1 +1,1 @@
-"""Features that attach to the loop."""
+"""Our own attachments: features that follow the engine's loop."""

@@ -1,4 +1,5 @@
-"""Drafting as an attachment: drafts go to the scheduler before each plan that may try some."""
+"""Drafting as an attachment: it sends draft tokens to the scheduler before plans that may verify
+them."""
 
 from collections.abc import Sequence
 
@@ -17,11 +18,10 @@ HOLDS_PLANS = Pending(holds_plans=True)
 
 
 class DraftingAttachment(Attachment):
-    """Lets a drafter propose tokens.
+    """Attachment that lets a drafter propose tokens.
 
-    A drafter on the host needs the last token, so it drafts while no plan is in flight, and tells
-    whether the next plan should wait for that. A drafter on the device drafts for each plan.
-    """
+    A drafter on the host needs the last token, so it drafts while no plan is in flight. It decides
+    whether the next plan should wait for that. A drafter on the device drafts for each plan."""
 
     order = Order.DRAFTING
 
@@ -63,7 +63,7 @@ class DraftingAttachment(Attachment):
             self.drafter.observe(step.carried_out, step.result)
 
     def _look_ahead(self) -> None:
-        """Find out whether the next plan should wait until none is in flight."""
+        """Let the drafter decide whether the next plan waits until no plan is in flight."""
         drafter, num = self.drafter, self._num_in_flight
         if num > 0 and drafter.looks_ahead and not drafter.is_idle:
             drafter.look_ahead(self._candidates(num), num, self._scheduler.num_running)

@@ -1,7 +1,7 @@
-"""KV events as bytes: vLLM's messages of what has changed in the prefix index, in msgpack.
+"""KV events as bytes: vLLM's messages about changes of the prefix index, in msgpack.
 
-A message is `[time, [event, ...], number of the core]`; an event is a map with its `type`, as vLLM
-has sent it since its PR #42892 (June 2026; it was an array before):
+A message is `[time, [event, ...], number of the core]`. An event is a map with its `type`, as vLLM
+sends it since its PR #42892 (June 2026; before, it was an array):
 
     BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium,
                       lora_name, extra_keys (if any), group_idx, kv_cache_spec_kind,
@@ -9,12 +9,11 @@ has sent it since its PR #42892 (June 2026; it was an array before):
     BlockRemoved      block_hashes, medium, group_idx
     AllBlocksCleared
 
-Names of blocks are whole numbers: the last eight bytes of a digest, as vLLM's are. Of blocks in
-host memory there is no parent and no token. A router that reads tokens gets adapters, salts and
-images with them.
+A block's name is an integer: the last eight bytes of its digest, as in vLLM. Events of blocks in
+host memory have no parent and no tokens. Adapters, salts and images are sent only with tokens.
 
-Events are put together from ready pieces: the core waits while this thread has Python's lock, and
-to make an object of each block takes several times as long.
+Events are joined from encoded pieces, since an object for each block takes several times as long.
+The core waits while this thread has Python's lock.
 """
 
 import struct
@@ -29,23 +28,23 @@ from quire.scheduler.core.sequence import Int32
 from quire.scheduler.reuse.index_changes import IndexDelta
 from quire.spec.cache_group import CHUNKED, FULL, LATENT, STATE, WINDOW, CacheGroup
 
-DEVICE, HOST = "GPU", "CPU"  # vLLM's names of where blocks are, whatever the device
-KINDS = {  # and of what cache groups keep
+DEVICE, HOST = "GPU", "CPU"  # vLLM's names of where a block is, on any device
+KINDS = {  # vLLM's names of kinds of cache groups
     FULL: "full_attention", LATENT: "mla_attention", WINDOW: "sliding_window",
     CHUNKED: "chunked_local_attention", STATE: "mamba",
 }  # fmt: skip
 HASH_BYTES = 8
 NIL, UINT64, UINT32, FLOAT64 = b"\xc0", b"\xcf", 0xCE, b"\xcb"
-SMALL_MAP, SMALL_ARRAY = 0x80, 0x90  # of up to 15
+SMALL_MAP, SMALL_ARRAY = 0x80, 0x90  # for up to 15 entries
 pack = msgspec.msgpack.Encoder().encode
 CLEARED = pack({"type": "AllBlocksCleared"})
 
-# Where a name comes from: a sequence's names, which of them it is, its request, and its tokens
+# Origin of a block's name: the sequence's names, its index there, the request, packed tokens.
 Origin = tuple[list[bytes], int, Request, bytes]
 
 
 class EventMaker:
-    """Makes messages of changes of the index, each with the time at which the last was told."""
+    """Encoder of messages about changes of the index. A message has the time of its last change."""
 
     def __init__(self, groups: tuple[CacheGroup, ...], block_size: int, core_id: int) -> None:
         self._end = pack(core_id)
@@ -56,7 +55,8 @@ class EventMaker:
         }
 
     def encode(self, told: Sequence[tuple[float, IndexDelta]]) -> bytes:
-        """Return the payload of one message for all these changes."""
+        """Return the payload of one message for all these changes, each with its time in
+        seconds."""
         events: list[bytes] = []
         for _, delta in told:
             if delta.was_cleared:
@@ -71,7 +71,7 @@ class EventMaker:
 
 
 class _StoredParts:
-    """What all events of blocks of one cache group in one place have alike."""
+    """Bytes that all events of one cache group and one medium share."""
 
     def __init__(self, g: int, group: CacheGroup, block_size: int, medium: str) -> None:
         self.num_fields = 10
@@ -86,7 +86,7 @@ class _StoredParts:
         self.plain_head, self.plain_end = self.around(NIL, b"")
 
     def around(self, adapter: bytes, keys: bytes) -> tuple[bytes, bytes]:
-        """Return what comes before the names of blocks, and after their tokens."""
+        """Return the bytes before the names of blocks, and the bytes after their tokens."""
         head = bytes((SMALL_MAP + self.num_fields + bool(keys),)) + STORED
         return head, self._size + adapter + keys + self._end
 
@@ -114,9 +114,9 @@ def _add_events(
     changes: list[bytes],
     origins: dict[bytes, Origin],
 ) -> None:
-    """Add the events of one pool, one for blocks that follow each other."""
-    run: list[bytes] = []  # names that go into one event
-    is_stored = False  # what that event says
+    """Add the events of one pool's changes; consecutive blocks of a sequence share an event."""
+    run: list[bytes] = []  # names of the next event
+    is_stored = False  # type of that event
     origin: Origin | None = None
     come_from: list[Origin] = []
     names = iter(changes)
@@ -136,8 +136,8 @@ def _add_events(
 
 
 def _is_next(before: Origin | None, origin: Origin | None) -> bool:
-    """Tell whether a block goes into the event that the last one is in: all those of which only the
-    names are known, or the one behind it in a sequence."""
+    """Return whether a block joins the previous block's event. It does if it follows that block in
+    a sequence, or if the origins of both are unknown."""
     if before is None or origin is None:
         return before is origin
     return origin[0] is before[0] and origin[1] == before[1] + 1
@@ -173,9 +173,10 @@ def _event(
 def _extra_keys(
     request: Request, place: int, num_blocks: int, block_size: int
 ) -> list[list[str] | None] | None:
-    """Return what else the names of blocks are made of, one entry for each block from `place` on:
-    the digests of the images that start in it, in hex, the adapter, and in the first block of a
-    sequence the salt."""
+    """Return what block names are made of besides tokens, one entry per block from `place` on.
+
+    An entry has the hex digests of images that start in the block, and the adapter. The first block
+    of a sequence also has the salt."""
     adapter = [request.adapter_id] if request.adapter_id else []
     keys: list[list[str] | None] = []
     for block in range(place, place + num_blocks):
@@ -186,7 +187,7 @@ def _extra_keys(
 
 
 def _packed(tokens: Int32) -> bytes:
-    """Return the numbers, each in five bytes."""
+    """Return the token ids [T], each as a msgpack uint32 in five bytes."""
     data = np.empty((len(tokens), 5), np.uint8)
     data[:, 0] = UINT32
     data[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
@@ -194,7 +195,7 @@ def _packed(tokens: Int32) -> bytes:
 
 
 def _array(num: int) -> bytes:
-    """Return the head of an array."""
+    """Return the msgpack head of an array of `num` elements."""
     if num < 16:
         return bytes((SMALL_ARRAY + num,))
     return struct.pack(">BH", 0xDC, num) if num < 1 << 16 else struct.pack(">BI", 0xDD, num)

@@ -1,17 +1,17 @@
-"""Publishes messages over ZeroMQ as vLLM's publisher of KV events does: PUB, and a ROUTER that
-sends again what somebody has missed.
+"""Publisher of messages over ZeroMQ, like vLLM's publisher of KV events. It has a PUB socket, and a
+ROUTER that sends missed messages again.
 
     PUB      topic | number, 8 bytes, big endian | payload
-    ROUTER   asked with:   (empty) | the first number that is wanted
-             answers with: (empty) | number | payload      for each that is kept
-                           (empty) | -1 | (empty)          at the end
+    ROUTER   request:  (empty) | number of the first message to send again
+             replies:  (empty) | number | payload      for each message in the buffer
+                       (empty) | -1 | (empty)          at the end
 
-A thread encodes and sends, another one answers. Neither holds up who publishes. The first one takes
-what has come every GATHER_S and makes one message of it; to wake it costs the core more than all
-else here, so that is done only when nothing came for so long. Its queue has a bound, and so has
-what waits for a slow subscriber; beyond that something is lost. Numbers go up by one with
-each message that is sent, so a subscriber sees what it has missed. What never got into the queue
-has no number: `publish` says so, and it is for its caller to tell subscribers.
+One thread encodes and sends, another one answers requests; the publishing thread never waits. Every
+GATHER_S the first thread makes one message of all that was published. Waking it costs the core more
+than all the rest here, so the core does so only after GATHER_S without changes. The queue is
+bounded, and so are the messages that wait for a slow subscriber; beyond that some are lost. Each
+message has the next number, so a subscriber notices what it missed. A change that did not fit into
+the queue has no number. Then `publish` returns False, and the caller must notify subscribers.
 """
 
 import logging
@@ -32,20 +32,19 @@ logger = logging.getLogger("quire")
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 SEQ_BYTES = 8
 GATHER_S = 0.02
-MOST_AT_ONCE = 256  # of what was published, in one message
-END_S = 1.0  # for what waits when the engine ends
+MOST_AT_ONCE = 256  # maximum changes in one message
+END_S = 1.0  # for sending what waits when the engine ends
 LINGER_MS = 200
-REPLAY_HWM = 2  # more than the buffer holds: whoever asks once gets all of it
+REPLAY_HWM = 2  # messages beyond the buffer's size, so that one request can get the whole buffer
 
 Encode = Callable[[list[Any]], bytes]
 
 
 class EventPublisher:
-    """Sockets and the threads that use them. encode: makes a payload of what was
-    published, in the one that sends.
+    """Sockets of a publisher, and the threads that use them.
 
-    Raises MissingDependency without pyzmq, ConfigError if an endpoint cannot be had.
-    """
+    encode: makes a payload of published changes, on the sending thread.
+    Raises MissingDependency without pyzmq, ConfigError if an endpoint cannot be used."""
 
     def __init__(self, config: KVEventsConfig, encode: Encode, core_id: int = 0) -> None:
         self._zmq = _import_zmq()
@@ -54,7 +53,7 @@ class EventPublisher:
         self._most = config.max_queue_size
         self._queue: deque[Any] = deque()
         self._wake = threading.Event()
-        self._rests = False  # the thread that sends, until somebody wakes it
+        self._rests = False  # the sending thread waits until it is woken
         self._num_sent = 0
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._buffer_lock = threading.Lock()
@@ -67,7 +66,7 @@ class EventPublisher:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._end, self._ended = socket.socketpair()  # told that it is over
+        self._end, self._ended = socket.socketpair()  # closed to end the answering thread
         jobs = [self._send_all] if self._replay is None else [self._send_all, self._answer_all]
         self._threads = [
             threading.Thread(target=job, daemon=True, name=f"quire-kv-events-{i}")
@@ -77,8 +76,8 @@ class EventPublisher:
             thread.start()
 
     def publish(self, change: Any) -> bool:
-        """Queue something to be sent; False, and it is lost, if too much waits, or nobody sends any
-        more."""
+        """Queue a change to be sent. Return False if it is lost, because the queue is full or
+        sending has ended."""
         if not self._takes_more or len(self._queue) >= self._most:
             return False
         self._queue.append(change)
@@ -87,18 +86,18 @@ class EventPublisher:
         return True
 
     def close(self) -> None:
-        """Send what waits, as far as that takes no longer than a second, and end."""
+        """Send what waits, for up to a second, and end the threads."""
         if self._is_closed:
             return
         self._is_closed, self._takes_more = True, False
         self._wake.set()
-        if threading.current_thread() in self._threads:  # where the garbage collector came by
+        if threading.current_thread() in self._threads:  # the garbage collector calls this
             threading.Thread(target=self._finish, daemon=True).start()
         else:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait until the threads have ended, and free what they used."""
+        """Wait until the threads have ended, and close the sockets."""
         self._threads[0].join(END_S)
         self._end.close()
         for thread in self._threads:
@@ -127,20 +126,20 @@ class EventPublisher:
     # ---- the threads -------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """Send what has come, in turns; when nothing has, wait for the next."""
+        """Send all that is queued, every GATHER_S. Rest while the queue is empty."""
         try:
             while not self._is_closed:
                 if self._queue:
                     self._send_waiting()
-                    self._wake.wait(GATHER_S)  # or until it is over
+                    self._wake.wait(GATHER_S)  # or until it is closed
                     continue
                 self._rests = True
-                if not self._queue and not self._is_closed:  # what comes now sees that it rests
+                if not self._queue and not self._is_closed:  # `publish` sees `_rests`
                     self._wake.wait()
                 self._rests = False
                 self._wake.clear()
             self._send_waiting()
-        except Exception as error:  # nobody else would say so
+        except Exception as error:  # no caller would report it
             logger.error("KV events end: %s: %s", type(error).__name__, error)
             self._takes_more = False
 
@@ -155,7 +154,7 @@ class EventPublisher:
             self._pub.send_multipart((self._topic, number, payload))
 
     def _answer_all(self) -> None:
-        """Answer who asks for what it has missed, until it is over."""
+        """Answer requests for missed messages until the publisher ends."""
         assert self._replay is not None
         poller = self._zmq.Poller()
         for source in (self._ended, self._replay):
@@ -164,7 +163,7 @@ class EventPublisher:
             self._answer(self._replay)
 
     def _answer(self, replay: "zmq.Socket[bytes]") -> None:
-        """Send again what somebody asks for. This never waits: a ROUTER drops what is more than its
+        """Send the requested messages again. This never waits: a ROUTER drops messages beyond its
         bound."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != SEQ_BYTES:

@@ -1,4 +1,5 @@
-"""Grammars as an attachment: compiled when a request comes, asked for masks before each step."""
+"""Grammars as an attachment: compiles them when requests arrive, and makes masks before each
+step."""
 
 from collections.abc import Sequence
 
@@ -11,8 +12,8 @@ from quire.scheduler.decisions import Decisions
 
 
 class GrammarAttachment(Attachment):
-    """Compiles the grammars of requests, and makes the masks of each step once all results before
-    it are in."""
+    """Attachment that compiles the grammars of requests. It makes the masks of a step once all
+    results before it are known."""
 
     order = Order.GRAMMARS
 

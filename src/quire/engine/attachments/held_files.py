@@ -1,15 +1,16 @@
-"""Files of what is held, so that its ids are known again after a restart: one for each sequence.
+"""Files of retained requests, so that their ids are known after a restart. One file per sequence.
 
-    DIRECTORY/quire-held-1/FINGERPRINT/N/lock           N: whose process ends gives it up
-    DIRECTORY/quire-held-1/FINGERPRINT/N/DIGEST.held    its tokens, whose it is, and until when
+    DIRECTORY/quire-held-1/FINGERPRINT/N/lock           N: released when its process ends
+    DIRECTORY/quire-held-1/FINGERPRINT/N/DIGEST.held    tokens, owner and time of expiry
 
-They stand beside the blocks of a store in a directory, and hold no blocks: these are found there by
-the digests of the tokens, or computed again. A request with images has no file: its pixels would
-be needed to compute it again. A thread writes them, beside the steps, after what has
-changed; a process that is killed may lose the last change. Nobody but the owner may read them.
+The files are in the directory of a store, next to its blocks, and contain no blocks. Blocks are
+found in the store by the digests of the tokens, or computed again. A request with images has no
+file: its pixels would be needed to compute it again. A thread writes each change while steps run. A
+process that is killed may lose the last change. Only the owner may read the files.
 
-A key is known by its place among a server's keys, which another server may have given to somebody
-else. So what is held of keys comes back only while that server lives, whose core has ended.
+A key is known by its index among a server's keys. Another server may have given that index to
+another key. So retained requests of keys are restored only while their server lives, when only its
+core has ended.
 """
 
 import contextlib
@@ -42,17 +43,17 @@ logger = logging.getLogger("quire")
 
 LAYOUT, VERSION = "quire-held-1", 1
 SUFFIX, UNFINISHED = ".held", ".tmp"
-MOST_ENGINES = 64  # of one cache identity, at the same time
+MOST_ENGINES = 64  # engines with one cache identity, at the same time
 MOST_BYTES = 4 * MOST_HELD_TOKENS + 65536  # of a file
 CHECK_BYTES = 16
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
-Name = tuple[str, int]  # request id, index
-Change = tuple[HeldRequest, Int32] | None  # what it is now, with its tokens; None: let go
+Name = tuple[str, int]  # request id, index of the sequence
+Change = tuple[HeldRequest, Int32] | None  # new state, with its tokens; None: no longer retained
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """What a file says. ends_unix_s: on the wall's clock, which goes on between two processes."""
+    """Content of a file. ends_unix_s: in wall-clock time, which continues across a restart."""
 
     version: int
     server: str
@@ -68,8 +69,8 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldFiles(Attachment):
-    """The files of one engine. folder: its own, and locked. server: tells the servers apart whose
-    keys may be others."""
+    """Files of one engine's retained requests. folder: locked for this engine. server: id of the
+    server, because an index means another key on another server."""
 
     order = Order.HELD_FILES
     is_vital = False
@@ -78,17 +79,17 @@ class HeldFiles(Attachment):
         self._folder, self._lock, self._server = folder, lock, server
         self._log = ThrottledLog(clock)
         self._thread = DeviceThread("held")
-        self._guard = threading.Lock()  # of what follows
-        self._changes: dict[Name, tuple[Change, float]] = {}  # with the wall's time then
-        self._is_asked = False  # the thread will look at them
+        self._guard = threading.Lock()  # of the two fields below
+        self._changes: dict[Name, tuple[Change, float]] = {}  # with the wall-clock time of each
+        self._is_asked = False  # the thread is about to write them
         self._is_closed = False
 
     @classmethod
     def open(
         cls, directory: Path, fingerprint: bytes, server: str, clock: Clock
     ) -> "HeldFiles | None":
-        """Take a folder that no other engine has, the first one first. None, with a warning, if
-        there is none, or nothing can be written."""
+        """Lock the first free folder. None, with a warning, if there is none or it cannot be
+        written."""
         top = directory.expanduser() / LAYOUT / fingerprint.hex()
         why = f"{MOST_ENGINES} engines have one already"
         for number in range(MOST_ENGINES):
@@ -111,8 +112,9 @@ class HeldFiles(Attachment):
         return None
 
     def load(self) -> Iterator[PutBack]:
-        """Read what was held by the engine before, the first one first. What is late or another's
-        is deleted, and what is damaged too, with a warning."""
+        """Return the requests that the previous engine retained, oldest first. Files that are
+        expired, of another server's key or above the limits are deleted, and with a warning damaged
+        ones."""
         found: list[tuple[Kept, float]] = []
         num_damaged = num_tokens = 0
         for path in self._listed():
@@ -144,8 +146,8 @@ class HeldFiles(Attachment):
                 self.submit(note.found)
 
     def submit(self, changes: Mapping[Name, Change]) -> None:
-        """Have these changes written. A running number is no name: it means something only to the
-        process that counted."""
+        """Queue changes to be written. Numeric ids are skipped: they count the requests of one
+        process, so they mean nothing to the next one."""
         now, named = time.time(), {n: each for n, each in changes.items() if not n[0].isdecimal()}
         if not named:
             return
@@ -156,8 +158,8 @@ class HeldFiles(Attachment):
             self._thread.do(self._write_changes)
 
     def close(self, loop: Loop | None = None) -> None:
-        """Write what is to be written, and give the folder up. What is let go from now on is not
-        forgotten: it ends with the engine."""
+        """Write the queued changes, and release the folder. Later changes are not written, so files
+        remain of requests that end with the engine."""
         self._is_closed = True
         self._thread.close()
         os.close(self._lock)
@@ -170,12 +172,12 @@ class HeldFiles(Attachment):
         for name, (change, at_unix_s) in changes.items():
             path = self._folder / f"{_digest(name)}{SUFFIX}"
             try:
-                if change is None or change[0].media:  # its pixels are not written
+                if change is None or change[0].media:  # pixels are not written
                     path.unlink(missing_ok=True)
                 else:
                     self._write(path, self._kept(*change, at_unix_s))
             except OSError as error:
-                _unlink(path)  # rather none than an old one
+                _unlink(path)  # no file is better than an old one
                 why = error.strerror or error
                 self._log.warn(
                     "held", f"a retained request will not survive a restart: {path}: {why}"
@@ -202,7 +204,7 @@ class HeldFiles(Attachment):
     # ------------------------------------------------------------------------------------------
 
     def _listed(self) -> Sequence[Path]:
-        """List the files; what was not finished is deleted."""
+        """Return the paths of the files, after deleting unfinished ones."""
         try:
             paths = list(self._folder.iterdir())
         except OSError:
@@ -214,7 +216,7 @@ class HeldFiles(Attachment):
 
 
 def keep_held(core: EngineCore, files: HeldFiles) -> None:
-    """Hold again what these files hold, and let them follow what is held from now on."""
+    """Restore the retained requests of these files, and write later changes to the files."""
     for message in files.load():
         core.control(message)
     core.scheduler.subscribe(Topic.HELD)
@@ -222,8 +224,7 @@ def keep_held(core: EngineCore, files: HeldFiles) -> None:
 
 
 def _read(path: Path) -> Kept:
-    """Read a file. Raises OSError, ValueError or MsgspecError for one that is not as it should
-    be."""
+    """Return a file's content. Raises OSError, ValueError or MsgspecError if it is damaged."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
         data = file.read(MOST_BYTES)
     check, data = data[:CHECK_BYTES], data[CHECK_BYTES:]

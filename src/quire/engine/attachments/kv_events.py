@@ -1,6 +1,6 @@
 """KV events: report to routers which blocks the prefix cache has, in vLLM's format
-(`event_encoding.py`). The publisher has threads of its own; the core's thread only passes on what
-the index has noted."""
+(`event_encoding.py`). The publisher has its own threads; the core's thread only passes on the
+changes that the index noted."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ logger = logging.getLogger("quire")
 
 
 class KVEvents(Attachment):
-    """Publishes what changes in the scheduler's index."""
+    """Attachment that publishes the changes of the scheduler's index."""
 
     order = Order.KV_EVENTS
     is_vital = False
@@ -37,8 +37,8 @@ class KVEvents(Attachment):
         self._end = weakref.finalize(self, publisher.close)  # also if the core is never closed
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        """Publish changes of the index. Once some were lost, routers are to forget all that they
-        know: then they know too little, never what is wrong."""
+        """Publish the changes of the index. After a loss, the next message makes routers forget all
+        blocks, so they may know too few blocks, but never wrong ones."""
         if type(given) is KeepCached:
             self.close()
         if self._is_closed:
@@ -54,13 +54,13 @@ class KVEvents(Attachment):
                 )
 
     def close(self, loop: Loop | None = None) -> None:
-        """Publish nothing any more: routers hear that this engine has gone."""
+        """Stop publishing, and close the sockets: routers then see that this engine has ended."""
         self._is_closed = True
         self._end()
 
 
 def publish_events(core: EngineCore, config: EngineConfig, core_id: int = 0) -> None:
-    """Let a core publish what its prefix cache has, if that is configured. Raises ConfigError."""
+    """Publish the changes of a core's prefix cache, if configured. Raises ConfigError."""
     events = parse_kv_events(config.kv_events_config)
     if not events.is_on:
         return

@@ -4,9 +4,9 @@
                     marks it               |                  ^
     loading                                +---- load() ------+
 
-The scheduler parks a marked request as it parks one whose grammar is being compiled, so every plan
-made meanwhile can be carried out with what is loaded. A request with a grammar is not marked: its
-grammar is ready only once everything is loaded.
+The scheduler parks a marked request like one whose grammar is being compiled. So plans made
+meanwhile need only what is loaded. A request with a grammar is not marked: its grammar is ready
+only once everything is loaded.
 """
 
 import threading
@@ -23,12 +23,11 @@ from quire.scheduler.decisions import Decisions
 
 
 class Loading(Attachment):
-    """Loads once a request needs it, on a thread that ends with the load.
+    """Attachment that starts to load when a request needs it, on a thread that ends with the load.
 
-    needs: returns whether a request needs what is not loaded yet. load: loads it and waits; called
-    on any thread, and again after it raised. on_ready: called, from any thread, when `answers` has
-    something to return.
-    """
+    needs: returns whether a request needs the unloaded part.
+    load: loads it and waits; called on any thread, and again after it raised.
+    on_ready: called, from any thread, when `answers` has something to return."""
 
     order = Order.LOADING
 
@@ -40,7 +39,7 @@ class Loading(Attachment):
     ) -> None:
         self._needs, self._load, self._on_ready = needs, load, on_ready
         self._waiting: dict[str, Request] = {}
-        self._loaded: SimpleQueue[str | None] = SimpleQueue()  # errors
+        self._loaded: SimpleQueue[str | None] = SimpleQueue()  # errors of loads; None for success
         self._thread: threading.Thread | None = None
 
     @property
@@ -48,13 +47,13 @@ class Loading(Attachment):
         return Pending(not self._loaded.empty(), int(self._thread is not None))
 
     def accept(self, request: Request) -> Request:
-        """Return the request, held back if it has to wait."""
+        """Return the request, marked as held back if it must wait for the load."""
         if request.grammar or not self._needs(request):
             return request
         return msgspec.structs.replace(request, is_held_back=True)
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        """Forget the requests that have ended; load for one that was queued, if it is marked."""
+        """Drop the requests that have ended. Start the load for a queued request that is marked."""
         if self._waiting:
             for event in decisions.events:
                 if isinstance(event, Finished):
@@ -69,13 +68,13 @@ class Loading(Attachment):
             self._thread.start()
 
     def answers(self, now: float) -> list[GrammarReady]:
-        """Release the requests that waited, if the load has ended."""
+        """Return messages that release the waiting requests, if the load has ended."""
         try:
             error = self._loaded.get_nowait()
         except Empty:
             return []
         assert self._thread is not None
-        self._thread.join()  # it has put its last words
+        self._thread.join()  # it has put its result
         self._thread = None
         waiting, self._waiting = self._waiting, {}
         return [GrammarReady(request_id, error) for request_id in waiting]

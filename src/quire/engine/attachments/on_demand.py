@@ -10,10 +10,10 @@ from quire.engine.loop.front import Front
 
 
 class OnDemand(Attachment):
-    """Attaches others before the core takes the first request that sets one of these fields.
+    """Attachment that attaches others before the core accepts the first request with one of
+    `fields`.
 
-    It does not keep the core alive: an engine without references must end.
-    """
+    It holds no strong reference to the core: an engine without references must end."""
 
     order = Order.GRAMMARS
 

@@ -1,14 +1,14 @@
-"""The order of the attachments: the lowest is called first, also to close.
+"""The order of the attachments: the lowest is called first, also on close.
 
-QUEUE_LIMIT     refuses a request before anything is done for it
-HELD_FILES      closes before requests and held sequences are ended, so that it forgets none
-STORES          ends what is open and keeps the cache, while all others still answer
-GRAMMARS        follow what was decided before drafts are made after it
+QUEUE_LIMIT     refuses a request before any work is done for it
+HELD_FILES      closes before requests end, so that no file is deleted then
+STORES          ends open requests and saves the cache, while all others still answer
+GRAMMARS        follow the last decisions before drafts are made from them
 LOADING
 OTHERS          plug-ins (`Attachment.order`)
-DRAFTING        sees the plan after everybody who may have changed what it is made of
+DRAFTING        sees the plan after all attachments that may have changed its inputs
 KV_EVENTS
-RECORDER        stands at the doors: it sees each call last, as the scheduler gets it
+RECORDER        wraps the doors: it sees each call last, as the scheduler gets it
 """
 
 import enum
@@ -17,7 +17,7 @@ from quire.engine.loop.attachment import Attachment
 
 
 class Order(enum.IntEnum):
-    """Places of our own attachments."""
+    """Order numbers of our own attachments."""
 
     QUEUE_LIMIT = 10
     HELD_FILES = 15

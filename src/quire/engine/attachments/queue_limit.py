@@ -10,7 +10,7 @@ from quire.scheduler.decisions import Decisions
 
 
 class Waiting(Protocol):
-    """What the limit asks the scheduler."""
+    """Numbers that the limit reads from the scheduler."""
 
     @property
     def num_waiting(self) -> int: ...
@@ -19,15 +19,15 @@ class Waiting(Protocol):
 
 
 class QueueLimit(Attachment):
-    """Refuses requests while `max_num_queued` wait. Requests that arrived after the last plan may
-    fill free rows, so they do not count unless that plan left requests waiting."""
+    """Attachment that refuses requests while `max_num_queued` wait. Requests that arrived after the
+    last plan may fill free rows, so they do not count unless that plan left requests waiting."""
 
     order = Order.QUEUE_LIMIT
 
     def __init__(self, scheduler: Waiting, max_num_queued: int) -> None:
         self._scheduler = scheduler
         self._max_num_queued = max_num_queued
-        self._has_left_waiting = False  # the last plan
+        self._has_left_waiting = False  # set by the last plan
 
     def accept(self, request: Request) -> Request:
         limit, num_waiting = self._max_num_queued, self._scheduler.num_waiting

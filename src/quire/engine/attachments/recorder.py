@@ -1,12 +1,12 @@
-"""The recorder: an attachment that stands at the scheduler's four doors and writes down each call.
+"""The recorder: an attachment that wraps the scheduler's four doors and records each call.
 
     core ---> Recorder ---> Scheduler          on the core's thread: references go into a queue
                  | queue
               _Writer ---> segments on disk    a thread of its own: encodes and writes
 
-What it hands over is never written again (plans, results, requests), so nothing is copied. The core
-never waits: if the disk cannot follow, the rest of the segment is given up, and the next one begins
-with a snapshot of the state. If it cannot be written at all, recording ends with a warning.
+Plans, results and requests never change after they are queued, so nothing is copied. The core never
+waits. If the disk is too slow, the rest of the segment is dropped. The next segment begins with a
+snapshot of the state. If nothing can be written, recording ends with a warning.
 """
 
 import errno
@@ -60,18 +60,18 @@ from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, enc
 
 logger = logging.getLogger("quire")
 
-SEGMENT = -1  # an item: a new segment, with header and snapshot
-MOST_ITEMS = 1 << 14  # that wait to be written; above it recording pauses
-PAUSE_S = 0.05  # how often the writer looks whether there is something to write
+SEGMENT = -1  # item that begins a segment, with header and snapshot
+MOST_ITEMS = 1 << 14  # maximum items in the queue; above it recording pauses
+PAUSE_S = 0.05  # between two looks of the writer at the queue
 FRAME_ITEMS = 256
-BREATH_ITEMS = 4  # then the writer lets the core's thread have the interpreter
+BREATH_ITEMS = 4  # items after which the writer lets the core's thread run
 BREATH_S = 1e-6
 END_S = 10.0
 
 
 def check_recordable(config: EngineConfig) -> None:
-    """Raise ConfigError for an engine that has a class of another package in the scheduler's state:
-    a recording only restores ours."""
+    """Raise ConfigError if another package's class is in the scheduler's state, since a recording
+    can restore only ours."""
     for name, value, ours in (
         ("scheduling policy", config.scheduler.scheduling_policy, POLICIES),
         ("eviction policy", config.cache.eviction_policy, EVICTION_POLICIES),
@@ -84,12 +84,12 @@ def check_recordable(config: EngineConfig) -> None:
 
 
 class Recorder(DoorWatcher):
-    """The doors of a scheduler, with a record of each call.
+    """Doors of a scheduler that record each call.
 
-    directory: for the segments; max_bytes: of all of them. settings: from which this scheduler was
-    just made, flat; with them a replay makes one of its own, also of a later version.
-    Raises ConfigError if nothing can be written there.
-    """
+    directory: for the segments. max_bytes: limit of all segments.
+    settings: flat settings of this new scheduler; a replay makes its own from them, even with a
+    later version.
+    Raises ConfigError if the directory cannot be written."""
 
     order = Order.RECORDER
 
@@ -114,8 +114,8 @@ class Recorder(DoorWatcher):
             "settings": dict(settings or {}),
         }
         self._is_on = False
-        self._names: list[NewNames] = []  # that the scheduler has given in this call
-        if self._redaction is not None:  # otherwise made of tokens again
+        self._names: list[NewNames] = []  # given by the scheduler in this call
+        if self._redaction is not None:  # with tokens, a replay computes the names
             scheduler.note_names(self._names)
         self._in_flight: deque[tuple[Int32, npt.NDArray[np.object_] | None]] = deque(
             (step.plan.sample_rows, step.sequences) for step in scheduler.planner.in_flight
@@ -133,7 +133,7 @@ class Recorder(DoorWatcher):
         return self._pass(lambda: self._scheduler.add(request, now), now, (ADD, now, request))
 
     def control(self, message: Control, now: float) -> Decisions:
-        if type(message) is KeepCached:  # the engine ends: the plans to come are no request's
+        if type(message) is KeepCached:  # the engine ends: later plans belong to no request
             self.close()
         call = CONTROL, now, message
         return self._pass(lambda: self._scheduler.control(message, now), now, call)
@@ -156,15 +156,15 @@ class Recorder(DoorWatcher):
         return self._is_on
 
     def close(self, loop: Loop | None = None) -> None:
-        """Write what is left. The scheduler goes on without a record."""
+        """Write the rest of the queue. The scheduler continues without a recording."""
         if self._is_on:
             self._put((END, "closed"))
         self._is_on = False
         self._end()
-        self._writer.wants_segment = False  # nor did the writer ask for one meanwhile
+        self._writer.wants_segment = False  # the writer may have requested one meanwhile
 
     def _pass(self, door: Callable[[], Decisions], now: float, call: tuple[Any, ...]) -> Decisions:
-        """Pass a call through its door, and write down what it decides."""
+        """Pass a call through its door, and record its decisions."""
         if not self._is_ready(now):
             self._names.clear()
             return door()
@@ -192,7 +192,8 @@ class Recorder(DoorWatcher):
             self._names.clear()
 
     def _is_ready(self, now: float) -> bool:
-        """Tell whether this call is recorded; begins and ends segments."""
+        """Return whether this call is recorded, after beginning or ending a segment if
+        necessary."""
         writer = self._writer
         if writer.wants_segment:
             self._begin(now)
@@ -206,7 +207,7 @@ class Recorder(DoorWatcher):
         return self._is_on
 
     def _begin(self, now: float) -> None:
-        """Begin a segment."""
+        """Begin a segment, or end recording if the state cannot be saved."""
         self._writer.wants_segment = False
         try:
             item = self._segment(now)
@@ -219,7 +220,7 @@ class Recorder(DoorWatcher):
         self._is_on = item[0] == SEGMENT
 
     def _segment(self, now: float) -> tuple[Any, ...]:
-        """Make a segment's first item, with the state as it is before the next call. Raises
+        """Return a segment's first item, with the state before the next call. Raises
         EngineError."""
         scheduler, is_redacted = self._scheduler, self._redaction is not None
         context = Context.of(scheduler) if is_redacted else None
@@ -229,8 +230,8 @@ class Recorder(DoorWatcher):
 
 
 def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
-    """Return what a new scheduler is made of besides settings. The fingerprint is only of use, and
-    only written, with tokens to make digests of."""
+    """Return the parts of a new scheduler that are not settings. The fingerprint is used only to
+    compute digests of tokens, so it is recorded only with tokens."""
     memory, stores = scheduler.memory, scheduler.stores
     kv = memory.kv
     return {
@@ -247,7 +248,7 @@ def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory of a recording. Raises ConfigError if nothing can be written there."""
+    """Create the directory of a recording. Raises ConfigError if it cannot be written."""
     with _writing_to(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
@@ -273,8 +274,8 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 
 class _Writer:
-    """The thread that encodes and writes. The core's thread only appends to `queue`, and looks at
-    three flags: wants_segment, has_failed; and sets has_lost: what follows needs a new segment."""
+    """Thread that encodes and writes. The core's thread appends to `queue`, reads `wants_segment`
+    and `has_failed`, and sets `has_lost`: a new segment must follow, as items were dropped."""
 
     def __init__(self, files: RecordingFiles, redaction: Redaction | None) -> None:
         self.queue: deque[tuple[Any, ...]] = deque()
@@ -282,7 +283,7 @@ class _Writer:
         self.wants_segment = False
         self.has_failed = False
         self.has_lost = False
-        self.cpu_s = 0.0  # of this thread
+        self.cpu_s = 0.0  # CPU time of this thread
         self._files = files
         self._redaction = redaction
         self._calls = CallEncoder(redaction)
@@ -294,7 +295,7 @@ class _Writer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what is in the queue, and end."""
+        """Write the rest of the queue, and end the thread."""
         self._stopping.set()
         self._thread.join(END_S)
 
@@ -346,7 +347,7 @@ class _Writer:
             self._batch = []
 
     def _finish(self, value: Any) -> Any:
-        """Encode what a snapshot left for later."""
+        """Encode a part that the snapshot deferred."""
         assert isinstance(value, Deferred), f"{type(value).__name__} in a recording"
         if self._redaction is None:
             return encode(value.value)

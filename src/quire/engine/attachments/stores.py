@@ -1,6 +1,6 @@
-"""Stores as an attachment: the scheduler's orders go out, answers come in.
+"""Stores as an attachment: passes the scheduler's orders to the stores, and their answers back.
 
-When the engine ends, what is cached on the device is kept in the stores, for KEEP_AT_END_S at most.
+When the engine ends, the device's cached blocks are saved in the stores, within KEEP_AT_END_S.
 """
 
 import logging
@@ -19,11 +19,10 @@ logger = logging.getLogger("quire")
 
 
 class StoresAttachment(Attachment):
-    """Carries out what the scheduler orders of its stores.
+    """Attachment that has the scheduler's store orders carried out.
 
-    names: the settings of the stores, among which requests choose peers. keeps_at_end: whether what
-    is cached is kept when the engine ends.
-    """
+    names: the settings of the stores, among which requests choose peers.
+    keeps_at_end: whether cached blocks are saved when the engine ends."""
 
     order = Order.STORES
 
@@ -61,8 +60,8 @@ class StoresAttachment(Attachment):
         self.stores.close(until_s, self._clock)
 
     def _flush(self, loop: Loop, until_s: float) -> None:
-        """Keep what the device's index has, in parts that fit into host memory. These plans belong
-        to no request, so the loop does not follow them."""
+        """Save the device's cached blocks, in parts that fit into host memory. These plans belong
+        to no request, so the loop does not track them."""
         loop.control(KeepCached())
         while True:
             while self.stores.num_open and self._clock.now() < until_s:
@@ -78,8 +77,8 @@ class StoresAttachment(Attachment):
 
 
 def _end_requests(loop: Loop) -> bool:
-    """Take what is in flight, and end all requests, pins and held sequences, so that no block is
-    in use. Return whether that was possible."""
+    """Take the results in flight, and end all requests, pins and retained requests, so that no
+    block is in use. Return whether that was possible."""
     try:
         while not loop.has_failed and loop.num_in_flight:
             loop.take()

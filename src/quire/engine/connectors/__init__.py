@@ -1,1 +1,1 @@
-"""The moving half of KV stores: blocks between host memory and files or networks."""
+"""Connectors of KV stores, which move blocks between host memory and files or networks."""

@@ -1,4 +1,4 @@
-"""An engine's stores as its core sees them: orders go out, answers come in, on its thread."""
+"""An engine's stores for its core: orders go out and answers come in, on the core's thread."""
 
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
@@ -9,7 +9,7 @@ from quire.base.kv_orders import Answer, Order
 
 
 class Worker(Protocol):
-    """What carries out one store's orders (`worker.py`)."""
+    """Worker that carries out one store's orders (`worker.py`)."""
 
     def submit(self, order: Order) -> None: ...
     def expire(self, now: float) -> None: ...
@@ -19,8 +19,7 @@ class Worker(Protocol):
 
 
 class OpenStores(Protocol):
-    """What a core asks of those who carry out the orders for its stores; `Connections` says what
-    each is."""
+    """Interface of all stores of a core. `Connections` documents its members."""
 
     @property
     def num_open(self) -> int: ...
@@ -39,7 +38,7 @@ class OpenStores(Protocol):
 
 
 class Connections:
-    """The workers of all stores, by number. answers: where they put theirs, from any thread."""
+    """Workers of all stores, by number. answers: queue for their answers, from any thread."""
 
     def __init__(self, workers: Sequence[Worker], answers: "SimpleQueue[Answer]") -> None:
         self._workers = list(workers)
@@ -48,7 +47,7 @@ class Connections:
 
     @property
     def num_open(self) -> int:
-        """Orders without an answer."""
+        """Number of orders without an answer."""
         return self._num_open
 
     @property
@@ -57,7 +56,7 @@ class Connections:
 
     @property
     def next_s(self) -> float | None:
-        """When an answer is overdue, if none comes before; None is never."""
+        """Time at which an answer is overdue, unless one arrives before; None is never."""
         times = [worker.next_s for worker in self._workers]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -67,7 +66,7 @@ class Connections:
             self._workers[order.store].submit(order)
 
     def take(self, now: float) -> list[Answer]:
-        """Take the answers that are there."""
+        """Return the answers that have arrived, after overdue orders are answered with misses."""
         due_s = self.next_s if self._num_open else None
         if due_s is not None and due_s <= now:
             for worker in self._workers:
@@ -81,6 +80,6 @@ class Connections:
             return found
 
     def close(self, until_s: float, clock: Clock) -> None:
-        """Let what is to be kept be kept, until then on this clock, and end."""
+        """Let waiting blocks be stored until `until_s`, by this clock, and close all stores."""
         for worker in self._workers:
             worker.close(max(0.0, until_s - clock.now()))

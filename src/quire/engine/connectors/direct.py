@@ -1,12 +1,12 @@
-"""Moving blocks from one engine's host memory into another's without either's sockets, where the
-network can do so (RDMA): what such a transfer is, and the two sides that use it.
+"""Direct transfer of blocks from one engine's host memory to another's, without sockets, where the
+network can do so (RDMA). This file has its interface, and the two sides that use it.
 
     peer      which memory?  ->  server   regions, registered once; how to reach them
     peer      where is it?   ->  server   address, and the header with the checksum
-    peer      reads at that address, and checks what came, as it checks all values
+    peer      reads at that address, and checks the bytes, as it checks all values
 
-The server takes no part in the reading, and holds nothing for it: a block that is overwritten
-meanwhile has another checksum, which is a miss. Whatever fails here is done over TCP instead.
+The server is not involved in a read, and holds no block for it. A block that is overwritten
+meanwhile has another checksum, which is a miss. If a direct transfer fails, TCP is used instead.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ from quire.engine.connectors.store import HEADER_BYTES, StoreError
 
 logger = logging.getLogger("quire")
 
-BUFFER_BYTES = 32 << 20  # of what is read at once
+BUFFER_BYTES = 32 << 20  # maximum bytes of one read
 READ_S = 1.0
-MOST_FAILURES = 3  # then it is TCP for good
+MOST_FAILURES = 3  # then only TCP is used
 
 Region = tuple[int, int]  # address, bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes to read: from an address of the peer's to one of ours."""
+    """Bytes to read: from an address in the peer's memory to an address in ours."""
 
     source: int
     target: int
@@ -37,23 +37,24 @@ class Piece:
 
 
 class DirectTransfer(Protocol):
-    """Reads a peer's memory. All but `close` may raise StoreError. One thread calls it at a
-    time."""
+    """Reader of a peer's memory. All methods but `close` may raise StoreError. Only one thread
+    calls it at a time."""
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Let memory be read by peers, and be read into."""
+        """Register memory, so that peers can read it and `read` can write to it."""
         ...
 
     def describe(self) -> bytes:
-        """Return what a peer must know to read what is registered."""
+        """Return what a peer needs to read the registered memory."""
         ...
 
     def connect(self, description: bytes) -> str:
-        """Get to know a peer; returns its name."""
+        """Connect to the peer with this description, and return its name."""
         ...
 
     def read(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """Read all pieces. After an error the targets may still be written to."""
+        """Read all pieces, within `timeout_s`. After an error the targets may still be written
+        to."""
         ...
 
     def disconnect(self, peer: str) -> None: ...
@@ -68,7 +69,7 @@ class DirectMemory(Protocol):
 
 
 class DirectSource:
-    """The side that is read. Called from any thread."""
+    """Side whose memory is read. Any thread may call it."""
 
     def __init__(self, transfer: DirectTransfer, memory: DirectMemory) -> None:
         self._transfer, self._memory = transfer, memory
@@ -76,7 +77,8 @@ class DirectSource:
         self._description: bytes | None = None
 
     def describe(self) -> bytes:
-        """Register all host memory, the first time; nothing if that cannot be done."""
+        """Return the description of all host memory, registered in the first call. It is empty if
+        that fails."""
         with self._lock:
             if self._description is None:
                 try:
@@ -96,7 +98,7 @@ class DirectSource:
 
 
 class DirectReader:
-    """The side that reads, into a buffer of its own."""
+    """Side that reads, into a buffer of its own."""
 
     def __init__(self, transfer: DirectTransfer) -> None:
         self._transfer = transfer
@@ -114,7 +116,7 @@ class DirectReader:
         return self._peer is not None
 
     def connect(self, description: bytes) -> None:
-        """Get to know the peer. Whatever fails here is told, and leaves TCP."""
+        """Connect to the peer. An error is logged, and then TCP is used."""
         if not description:
             return
         try:
@@ -128,8 +130,8 @@ class DirectReader:
     def read(
         self, places: Sequence[tuple[int, int, bytes] | None]
     ) -> list[memoryview | None] | None:
-        """Return the values: header and data. places: address, bytes, header. None: they are to be
-        fetched over TCP."""
+        """Return the values: header and data. None: they must be read over TCP. places: address,
+        bytes, header."""
         found = [place for place in places if place is not None]
         num_bytes = sum(length + HEADER_BYTES for _, length, _ in found)
         if self._peer is None or self._buffer is None or num_bytes > BUFFER_BYTES:
@@ -155,8 +157,8 @@ class DirectReader:
         return values
 
     def _give_up(self, error: StoreError) -> None:
-        """Use TCP until there is another connection. The buffer is not used again: what is late may
-        still come there."""
+        """Use TCP until the next connection. Late data may still be written to the buffer, so it is
+        never used again."""
         logger.warning("KV blocks are received from a peer over TCP: %s", error)
         self._num_failures += 1
         self._late.append(self._buffer)

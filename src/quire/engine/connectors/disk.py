@@ -3,14 +3,14 @@
     DIRECTORY/quire-kv-1/FINGERPRINT/GROUP/DI/DIGEST.kv      hexadecimal; DI: its first two digits
     DIRECTORY/quire-kv-1/tmp/PROCESS-NUMBER.tmp              while it is written
 
-A file appears under its name when it is complete, by a rename. It is not forced to the disk: what a
-loss of power leaves of it, the envelope's checksum refuses. What was used longest ago is deleted
-first (`trim.py`); using a file sets its time of change. Reading goes on whatever happens; when
-writing fails, nothing is written for a while.
+A file gets its name by a rename when it is complete. It is not forced to the disk: the envelope's
+checksum rejects files that a loss of power damaged. The least recently used files are deleted first
+(`trim.py`); a use sets a file's modification time. Reads always continue. After a failed write,
+nothing is written for a while.
 
 `shm:NAME` is such a directory in the shared memory of this machine, in /dev/shm/quire-kv-USER-NAME.
-Engines of one user share it by its name. It outlives them, until the machine is restarted or
-somebody removes the directory.
+Engines of one user share it by its name. It remains after they end, until the machine is restarted
+or a user removes the directory.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ logger = logging.getLogger("quire")
 LAYOUT = "quire-kv-1"  # changes with the names; the envelope has a version of its own
 SUFFIX, UNFINISHED = ".kv", ".tmp"
 PAUSE_S = 30.0  # without storing, after it failed
-OLD_S = 3600.0  # then an unfinished file has lost its writer
-TOUCH_S = 2.0  # a file used twice within this time is marked once
-LEAST_FREE_SHARE, LEAST_FREE_BYTES = 0.05, 1_000_000_000  # of the disk; the smaller
+OLD_S = 3600.0  # after this time, the writer of an unfinished file has ended
+TOUCH_S = 2.0  # a file used again within this time is not marked again
+LEAST_FREE_SHARE, LEAST_FREE_BYTES = 0.05, 1_000_000_000  # minimum free space; the smaller
 SHARED_MEMORY = Path("/dev/shm")
 STORE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
-MAX_SHARE_OF_MEMORY = 4  # the part of shared memory that blocks may take: a quarter
-AHEAD = 8  # files that the disk is told of before they are read
-MOST_BYTES = 1 << 28  # of a value; a larger file is none of ours
+MAX_SHARE_OF_MEMORY = 4  # blocks may use a quarter of shared memory
+AHEAD = 8  # files that the disk prefetches
+MOST_BYTES = 1 << 28  # of a value; a larger file is not ours
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # never waits for a pipe
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -51,11 +51,9 @@ advise = getattr(os, "posix_fadvise", None)  # Linux has it
 
 
 class DiskStore:
-    """Blocks in files. max_bytes: of all files of this directory together, by whatever process they
-    were written.
+    """Store of blocks in files. max_bytes: limit of all files in this directory, from any process.
 
-    Raises ConfigError if the directory cannot be made.
-    """
+    Raises ConfigError if the directory cannot be created."""
 
     def __init__(self, directory: str | Path, max_bytes: int, clock: Clock | None = None) -> None:
         self.directory = Path(directory).expanduser()
@@ -65,7 +63,7 @@ class DiskStore:
         self._top = os.path.join(self.directory, LAYOUT)
         self._temporary = os.path.join(self._top, "tmp")
         self._log = ThrottledLog(self._clock, 0.0)  # the pause is limit enough
-        self._resume_s: float | None = None  # while storing pauses
+        self._resume_s: float | None = None  # when storing resumes; None unless it pauses
         self._num_written = 0
         self._buffer = bytearray()
         try:
@@ -83,8 +81,8 @@ class DiskStore:
         return [is_file(self._path(key)) for key in keys]
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """Read one file after the other, each at once; the disk is told of the next ones, so that
-        it need not wait for us in between."""
+        """Yield the files' content, each read in one go. The disk prefetches the next files, so
+        that it is never idle."""
         opened: list[int | None] = []
         try:
             for i in range(len(keys)):
@@ -126,12 +124,12 @@ class DiskStore:
         return True
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Delete the files of these keys. Raises OSError if one cannot be deleted; all others
-        are."""
+        """Delete the files of these keys. If some cannot be deleted, raise OSError after deleting
+        all others."""
         errors: list[OSError] = []
         for key in keys:
             try:
-                os.unlink(self._path(key))  # the trimmer's next sweep sees it
+                os.unlink(self._path(key))  # the trimmer's next sweep notices
             except (FileNotFoundError, NotADirectoryError):
                 pass
             except OSError as error:
@@ -150,8 +148,8 @@ class DiskStore:
         return f"{self._top}/{fingerprint.hex()}/{group}/{name[:2]}/{name}{SUFFIX}"
 
     def _make_directory(self) -> None:
-        """Make our directory again, which may have been removed. What holds it must be there: it
-        may be a mount that is gone. Raises OSError."""
+        """Create our directory again, after it was removed. Its parent must exist: it may be a
+        mount that was unmounted. Raises OSError."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.directory, 0o700)
 
@@ -168,7 +166,7 @@ class DiskStore:
         return file
 
     def _read(self, file: int) -> memoryview | None:
-        """Read all of a file into a buffer that the next call overwrites. None if it cannot be
+        """Read a whole file into a buffer that the next call overwrites. None if it cannot be
         read."""
         try:
             facts = os.fstat(file)
@@ -180,7 +178,7 @@ class DiskStore:
             while done < len(view) and (num := os.readv(file, [view[done:]])):
                 done += num
             if time.time() - facts.st_mtime > TOUCH_S:
-                with contextlib.suppress(OSError):  # not ours, or not to be written to
+                with contextlib.suppress(OSError):  # owned by another user, or not writable
                     os.utime(file)
             return view[:done]
         except OSError:
@@ -191,7 +189,7 @@ class DiskStore:
     # ---- writing -----------------------------------------------------------------------------
 
     def _check_free(self, num_bytes: int) -> None:
-        """Raise OSError if this would take the disk's last bytes."""
+        """Raise OSError if this would use the disk's last bytes."""
         facts = os.statvfs(self.directory)
         free = facts.f_bavail * facts.f_frsize
         aligned_bytes = -(-num_bytes // facts.f_frsize) * facts.f_frsize
@@ -203,7 +201,7 @@ class DiskStore:
             )
 
     def _write(self, path: str, parts: Sequence[Buffer]) -> None:
-        """Write a file. Raises OSError; then nothing is left behind."""
+        """Write a file. Raises OSError; then no part of it is left."""
         self._num_written += 1
         name = f"{os.getpid()}-{id(self):x}-{self._num_written}{UNFINISHED}"
         temporary = os.path.join(self._temporary, name)
@@ -220,7 +218,7 @@ class DiskStore:
             raise
 
     def _remove_unfinished(self, now: float) -> None:
-        """Delete what processes that were killed have left. now: by the store's clock."""
+        """Delete the unfinished files of killed processes. now: by the store's clock."""
         self._cleaned_s = now
         before = time.time() - OLD_S
         try:
@@ -234,8 +232,8 @@ class DiskStore:
 
 
 def shared_memory_store(address: str, max_bytes: int) -> DiskStore:
-    """Open the store of this name, of which a quarter of the shared memory is the most. Raises
-    ConfigError where there is no such memory, and for a directory of somebody else."""
+    """Open the store of this name, limited to a quarter of the shared memory. Raises ConfigError if
+    there is no such memory, or if other users can write to the directory."""
     if not STORE_NAME.fullmatch(address):
         raise ConfigError(
             f"shm:NAME takes a name of letters, digits, '-', '_' and '.', got {address!r}."
@@ -257,8 +255,8 @@ def shared_memory_store(address: str, max_bytes: int) -> DiskStore:
 
 
 def _within(folder: str, call: Callable[[], T]) -> T:
-    """Make a call and return what it returns; if a folder is missing, make it and call again.
-    Raises OSError."""
+    """Return the result of a call. If a folder is missing, create it and call again. Raises
+    OSError."""
     try:
         return call()
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""What of the host tier peers may read: names of blocks, and where each is.
+"""Index of the host-tier blocks that peers may read: their names and locations.
 
-    core's thread    add, remove                    gives host blocks away when it needs them
+    core's thread    add, remove                    reuses host blocks when it needs them
     peers' threads   copy the block -> does it still have its name? -> send it; else it is a miss
 
-Nobody holds a block for a peer. A host block is written only after it has lost its name, and each
-loss is counted before: if the count has not changed when the copy is made, it is whole.
+No block is held for a peer. A host block is written only after it has lost its name, and each loss
+is counted before. If the count is unchanged after a copy, the copy is intact.
 """
 
 import threading
@@ -18,7 +18,7 @@ from quire.engine.connectors.worker import HostMemory
 
 
 class HostPool(Protocol):
-    """One cache group's host blocks (kv/pool.py)."""
+    """Host blocks of one cache group (kv/pool.py)."""
 
     def digest_of(self, block_id: int) -> bytes | None: ...
     def num_names_lost(self, block_id: int) -> int: ...
@@ -26,7 +26,7 @@ class HostPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A host block, and how many names it had lost before it got this one."""
+    """Location of a host block, and how many names it had lost before it got its current one."""
 
     group: int
     block: int
@@ -34,17 +34,17 @@ class Place:
 
 
 class HostIndex:
-    """pools: by cache group."""
+    """Names and locations of readable host blocks. pools: by cache group."""
 
     def __init__(self, fingerprint: bytes, memory: HostMemory, pools: Sequence[HostPool]) -> None:
         self._fingerprint, self._memory, self._pools = fingerprint, memory, pools
         self._places: dict[bytes, Place] = {}
-        self._keys: dict[tuple[int, int], bytes] = {}  # by group and block: so it stays bounded
+        self._keys: dict[tuple[int, int], bytes] = {}  # by group and block, to bound the index
         self._lock = threading.Lock()  # guards both
 
     def add(self, item: Item) -> tuple[bool, int]:
-        """Let a block be read that is held, and whole; from the core's thread. Tell whether it
-        still has this name, and its bytes if it is new."""
+        """Make a complete block readable, on the core's thread, while the core holds it. Return
+        whether it still has this name, and its size in bytes if it is new."""
         group, digest, block = item
         if self._pools[group].digest_of(block) != digest:
             return False, 0
@@ -75,7 +75,7 @@ class HostIndex:
         return [self.place(key) is not None for key in keys]
 
     def place(self, key: bytes) -> Place | None:
-        """Return where a block is now; None if it is not there any more."""
+        """Return a block's location; None if it no longer has this name."""
         with self._lock:
             place = self._places.get(key)
         return place if place is not None and self._is_there(place) else None
@@ -84,7 +84,7 @@ class HostIndex:
         return self._pools[place.group].num_names_lost(place.block) == place.num_lost
 
     def read(self, key: bytes) -> tuple[bytes, Buffer] | None:
-        """Return a block's envelope: header and data."""
+        """Return a block's envelope, as header and data; None if it was reused."""
         place = self.place(key)
         if place is None:
             return None

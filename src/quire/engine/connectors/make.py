@@ -1,6 +1,6 @@
-"""Make a store from its setting: `dir:/var/cache/kv`, `peer://10.0.0.2:7400`, or NAME:ADDRESS.
+"""Create a store from its setting: `dir:/var/cache/kv`, `peer://10.0.0.2:7400`, or NAME:ADDRESS.
 
-Other names are those of entry points: of other packages, or of `quire.plugins` (Redis, S3).
+Other names are entry points of other packages, or of `quire.plugins` (Redis, S3).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +20,14 @@ VIA = "?via="
 
 
 def make_transfer(name: str) -> DirectTransfer:
-    """Make a transfer that a package brings. Raises ConfigError, and MissingDependency."""
+    """Create a transfer that a package provides. Raises ConfigError, and MissingDependency."""
     transfer: DirectTransfer = load_plugin(TRANSFERS, name, ())()
     return transfer
 
 
 def split_via(address: str) -> tuple[str, DirectTransfer | None]:
-    """Split HOST:PORT?via=NAME; makes the transfer. Raises ConfigError, and MissingDependency."""
+    """Split HOST:PORT?via=NAME, and create the transfer. Raises ConfigError, and
+    MissingDependency."""
     place, sign, name = address.partition(VIA)
     if not sign:
         return place, None
@@ -41,13 +42,13 @@ def _peer(address: str, max_bytes: int) -> PeerStore:
 BUILT_IN: Mapping[str, Make] = MappingProxyType(
     {"dir": DiskStore, "shm": shared_memory_store, "peer": _peer}
 )
-NAMES = (*BUILT_IN, "serve")  # the latter is no store of its own (start/build.py)
+NAMES = (*BUILT_IN, "serve")  # `serve` is not a store of its own (start/build.py)
 
 
 def make_store(setting: str, max_bytes: int) -> BlockStore:
-    """Make a store. setting: NAME:ADDRESS, of which the store reads the address; max_bytes: that it
-    may keep. Raises ConfigError if there is no such store, or it cannot be made, and
-    MissingDependency if that needs a package."""
+    """Create a store. setting: NAME:ADDRESS; the store parses the address. max_bytes: limit of the
+    store. Raises ConfigError if the store is unknown or cannot be created, and MissingDependency if
+    it needs a package."""
     shown = SecretUrl(setting)
     name, colon, address = setting.partition(":")
     if not (name and colon and address):
@@ -66,11 +67,11 @@ def make_store(setting: str, max_bytes: int) -> BlockStore:
         raise ConfigError(
             f"the KV store {shown!r} cannot be created: {type(error).__name__}:"
             f" {_reason(error, shown)}. Correct the address, or use another store."
-        ) from (None if shown.has_secret else error)  # whose text may hold parts of the address
+        ) from (None if shown.has_secret else error)  # its text may hold parts of the address
     return store
 
 
 def _reason(error: Exception, setting: SecretUrl) -> str:
-    """Return why a store cannot be made. A parser may quote any part of an address, a part of the
-    password too, so of one with a secret nothing is quoted."""
+    """Return why a store cannot be created. A parser may quote any part of an address, even a part
+    of the password. So nothing is quoted if the address has a secret."""
     return "its address is not valid" if setting.has_secret else setting.scrub(str(error))

@@ -1,8 +1,8 @@
 """Peers that requests name: `remote_host` and `remote_port` of `kv_transfer_params`.
 
 A request chooses among the peers of the operator's settings (`--kv-store peer://HOST:PORT`), by the
-very same text; it never makes an engine connect to anything else. Who names another one is told of
-in the log, and its prompt is looked up as if it had named none: what is not found is computed.
+same text. It never makes an engine connect to another address. If a request names an unknown peer,
+a warning is logged, and its prompt is looked up without a named peer. Missing blocks are computed.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ from quire.engine.connectors.make import VIA
 from quire.engine.observability.log_throttle import ThrottledLog
 
 PEER = "peer:"
-ANYWHERE = ("0.0.0.0", "::", "[::]", "*", "")  # to listen on, but no place to reach
+ANYWHERE = ("0.0.0.0", "::", "[::]", "*", "")  # addresses to listen on that cannot be connected to
 
 
 class NamedPeers:
-    """stores: of the settings, each as NAME:ADDRESS."""
+    """Choice of a request's stores by the peer that it names. stores: from the settings, as
+    NAME:ADDRESS."""
 
     def __init__(self, stores: Sequence[str]) -> None:
         places = {i: _place(s, PEER) for i, s in enumerate(stores) if s.startswith(PEER)}
@@ -28,12 +29,13 @@ class NamedPeers:
         self._numbers = {place: i for i, place in places.items()}
         served = [_place(s, SERVE) for s in stores if s.startswith(SERVE)]
         host, _, port = (served or [""])[0].rpartition(":")
-        # Where this engine's blocks are, if its settings say so
+        # Address of this engine's blocks, if its settings have one
         self.address = "" if host in ANYWHERE or port == "0" else f"{host}:{port}"
         self._log = ThrottledLog(MonotonicClock())
 
     def choose(self, request: Request) -> Request:
-        """Return the request with what is to be asked for it, and what its answer may tell."""
+        """Return the request with the stores to search, and the address that its response may
+        report."""
         transfer = request.kv_transfer
         if transfer is None:
             return request

@@ -1,9 +1,9 @@
-"""Another engine's blocks, as it serves them (`served.py`): `peer://HOST:PORT`.
+"""Store of another engine's blocks, which that engine serves (`served.py`): `peer://HOST:PORT`.
 
-Nothing is put there: a peer keeps what it computes itself. A peer that is away, or was started
-again, is a miss; each call tries it once. An exchange as a whole has a limit, so that a peer that
-sends a byte now and then holds up no request: CALL_S, and the time of its values at
-MIN_BYTES_PER_S.
+Nothing is put there: a peer keeps the blocks that it computes itself. A peer that is unreachable or
+was restarted is a miss; each call tries it once. Each exchange has a time limit, so that a peer
+that sends a byte now and then delays no request. The limit is CALL_S, plus the time of its values
+at MIN_BYTES_PER_S.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ MIN_BYTES_PER_S = 10e6
 
 
 class PeerStore:
-    """A connection to one peer, made when it is first needed. address: HOST:PORT. transfer: by
-    which blocks come, if the peer has the same; if not, or when it fails, they come over TCP."""
+    """Connection to one peer, made when it is first needed. address: HOST:PORT. transfer: moves
+    blocks if the peer has the same one. Otherwise, or when it fails, TCP does."""
 
     def __init__(
         self, address: str, max_bytes: int, transfer: DirectTransfer | None = None
@@ -47,7 +47,7 @@ class PeerStore:
         self._place = parse_address("peer", address)
         self._secret = secret_for(self._place[0], "peer")
         self._sock: socket.socket | None = None
-        self._until_s = 0.0  # when the present exchange must be over
+        self._until_s = 0.0  # deadline of the current exchange
         self._buffer = bytearray()
         self._direct = None if transfer is None else DirectReader(transfer)
 
@@ -61,8 +61,8 @@ class PeerStore:
         return found
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """Yield the values; each overwrites the one before it. Who stops early ends the
-        connection: what is still to come on it answers nobody."""
+        """Yield the values; each overwrites the previous one. A caller that stops early closes the
+        connection, since the rest of the response would be read as the next one."""
         for part in _parts(keys):
             with self._connection() as sock:
                 values = self._read_directly(sock, part)
@@ -77,7 +77,7 @@ class PeerStore:
     def _read_directly(
         self, sock: socket.socket, keys: Sequence[bytes]
     ) -> Sequence[Buffer | None] | None:
-        """Return the values; None if they are to come over TCP."""
+        """Return the values; None if they must be read over TCP."""
         if self._direct is None or not self._direct.is_connected:
             return None
         sock.sendall(request(PLACES, keys))
@@ -124,7 +124,7 @@ class PeerStore:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[socket.socket]:
-        """Give the connection for one exchange; it ends if anything goes wrong. Raises
+        """Yield the connection for one exchange, and close it after any error. Raises
         StoreError."""
         sock = self._sock
         try:
@@ -154,6 +154,6 @@ class PeerStore:
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Yield the keys in requests that are not too long."""
+    """Yield the keys in parts that fit into a request."""
     for first in range(0, len(keys), MOST_KEYS):
         yield keys[first : first + MOST_KEYS]

@@ -1,4 +1,4 @@
-"""What an engine that serves blocks and its peers say to each other over TCP.
+"""The protocol between an engine that serves blocks and its peers, over TCP.
 
     server    MAGIC | nonce (32 bytes)
     client    nonce (32) | HMAC-SHA256(secret, "client" | both nonces)
@@ -11,9 +11,9 @@
               PLACES: for each key an address u64, the bytes of data there u64 or NOTHING, and the
               header of its value
 
-Both sides prove that they know the secret, and neither sends it; what follows is not encrypted.
-Values are envelopes with checksums (`store.py`), which their reader checks. There is no server
-without a secret: every user of this machine reaches its port.
+Both sides prove that they know the secret, and neither sends it. All later messages are
+unencrypted. Values are envelopes with checksums (`store.py`), which their reader checks. A server
+always needs a secret, because every user of this machine can reach its port.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ FIND, GET, REMOVE, DESCRIBE, PLACES = 1, 2, 3, 4, 5
 PLACE = struct.Struct("<QQ")
 MOST_DESCRIPTION = 1 << 20
 MOST_KEYS = 1 << 16
-SECRET = "QUIRE_KV_SECRET"  # the environment variable: a flag could be seen by all users
+SECRET = "QUIRE_KV_SECRET"  # an environment variable, because all users can see a flag
 
 
 def parse_address(kind: str, text: str) -> tuple[str, int]:
@@ -52,7 +52,7 @@ def parse_address(kind: str, text: str) -> tuple[str, int]:
 
 
 def secret_for(host: str, kind: str) -> bytes:
-    """Return the secret that both sides know. Raises ConfigError if there is none."""
+    """Return the secret that both sides know. Raises ConfigError if it is not set."""
     secret = os.environ.get(SECRET, "")
     if not secret.strip():
         raise ConfigError(
@@ -66,8 +66,8 @@ def secret_for(host: str, kind: str) -> bytes:
 def receive(
     sock: socket.socket, num: int, into: bytearray | None = None, until_s: float | None = None
 ) -> memoryview:
-    """Return so many bytes. until_s: when all of them must have come, by the monotonic clock; the
-    socket's own limit is for each piece. Raises OSError, also if the other side has closed."""
+    """Return `num` bytes. until_s: deadline for all of them, by the monotonic clock; without it,
+    the socket's timeout limits each part. Raises OSError, also if the other side has closed."""
     buffer = bytearray(num) if into is None else into
     view, done = memoryview(buffer)[:num], 0
     while done < num:
@@ -84,8 +84,8 @@ def receive(
 
 
 def greet(sock: socket.socket, secret: bytes, timeout_s: float) -> None:
-    """Begin a connection as its server. Raises OSError for who does not know the secret, or has not
-    said so in time, however many pieces it sends."""
+    """Begin a connection as its server. Raises OSError for a client without the secret, or if its
+    proof is not complete in time, even if parts of it arrive."""
     mine, until_s = secrets.token_bytes(NONCE_BYTES), time.monotonic() + timeout_s
     sock.settimeout(timeout_s)
     sock.sendall(MAGIC + mine)
@@ -97,8 +97,8 @@ def greet(sock: socket.socket, secret: bytes, timeout_s: float) -> None:
 
 
 def introduce(sock: socket.socket, secret: bytes, until_s: float | None = None) -> None:
-    """Begin a connection as a client. until_s: as of `receive`. Raises OSError, and StoreError for
-    a server that is none of ours, or has another secret."""
+    """Begin a connection as a client. until_s: as in `receive`. Raises OSError, and StoreError for
+    a server that is not quire's or has another secret."""
     head = bytes(receive(sock, len(MAGIC) + NONCE_BYTES, until_s=until_s))
     if not head.startswith(MAGIC):
         raise StoreError("no quire engine serves blocks at this address; check it.")
@@ -123,7 +123,7 @@ def request(kind: int, keys: Sequence[bytes]) -> bytes:
 
 
 def receive_request(sock: socket.socket) -> tuple[int, list[bytes]]:
-    """Return what is asked, and its keys. Raises OSError."""
+    """Return the kind of a request, and its keys. Raises OSError."""
     kind, num = HEAD.unpack(receive(sock, HEAD.size))
     if kind not in (FIND, GET, REMOVE, DESCRIBE, PLACES) or num > MOST_KEYS:
         raise ConnectionError("a peer sent an invalid request")

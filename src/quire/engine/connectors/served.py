@@ -1,8 +1,8 @@
 """Blocks of this engine's host memory, which it serves to its peers over TCP: `serve://HOST:PORT`.
 
-What is kept there is not copied: it stays where the host tier has it, and peers (`peer.py`) read it
-by its name until the tier gives the block away (`host_index.py`). All of it ends with the engine;
-then peers miss. Each connection has a thread, which only reads and sends: it never touches
+A block that is stored here is not copied. It stays where the host tier has it, and peers
+(`peer.py`) read it by its name until the tier reuses it (`host_index.py`). All blocks end with the
+engine; then peers miss. Each connection has a thread, which only reads and sends: it never touches
 scheduler or model.
 """
 
@@ -44,18 +44,17 @@ from quire.engine.connectors.peer_wire import (
 logger = logging.getLogger("quire")
 
 MOST_CONNECTIONS = 64
-GREETING_S, SEND_S = 2.0, 10.0  # how long a peer may take
+GREETING_S, SEND_S = 2.0, 10.0  # maximum time for a peer to authenticate, and to receive
 REST_S = 600.0  # between two requests
-AGAIN_S = 0.2  # after a connection could not be taken, as when the process has too many files open
+AGAIN_S = 0.2  # after a connection could not be accepted, for example with too many open files
 
 
 class ServedBlocks:
-    """Carries out the orders for `serve://` at once, on the core's thread, and answers peers.
+    """Server of `serve://`: it carries out orders at once, on the core's thread, and answers peers.
 
-    address: HOST:PORT. port: the one that it listens on, which the system chooses if the address
-    says 0. direct: for peers that read the memory itself. answer, ring: as of `StoreWorker`. Raises
-    ConfigError for an address that cannot be listened on.
-    """
+    address: HOST:PORT. port: the actual port; the system chooses it if the address has port 0.
+    direct: for peers that read the memory directly. answer, ring: as in `StoreWorker`.
+    Raises ConfigError if it cannot listen on the address."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class ServedBlocks:
         self._secret = secret_for(host, "serve")
         self._index, self._answer_core, self._ring = index, answer, ring
         self._direct = direct
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the connections
         self._connections: set[socket.socket] = set()
         self._closed = threading.Event()
         try:
@@ -90,7 +89,8 @@ class ServedBlocks:
         self._ring()
 
     def _carry_out(self, order: Order) -> Answer:
-        """Carry out an order. Nothing is found here that the host tier has not found before."""
+        """Carry out an order. Look-ups and fetches always miss: the host tier has been searched
+        before."""
         if isinstance(order, LookUp):
             found = [False] * len(order.names)
             return LookedUp(order.store, order.request_id, found, order.ticket)
@@ -141,7 +141,7 @@ class ServedBlocks:
             threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        """Answer one peer until it leaves, or does not keep to the protocol."""
+        """Answer one peer until it disconnects or breaks the protocol."""
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greet(sock, self._secret, GREETING_S)
@@ -179,8 +179,8 @@ class ServedBlocks:
             sock.sendall(b"\1")
 
     def _place(self, key: bytes) -> bytes:
-        """Tell where a block is, with the header of its value: its checksum is over what is there
-        now."""
+        """Return where a block is, with its header. The header's checksum is over the current
+        bytes."""
         place, parts = self._index.place(key), self._index.read(key)
         if self._direct is None or place is None or parts is None:
             return PLACE.pack(0, NOTHING)

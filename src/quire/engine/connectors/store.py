@@ -1,14 +1,13 @@
-"""What a store of KV blocks is, and the envelope that each block's bytes travel in.
+"""Interface of a store of KV blocks, and the envelope around each block's bytes.
 
     magic | version u32 | group u32 | bytes of data u64 | fingerprint | digest | CRC-32 u32 | data
 
-A store only moves values that it need not understand: keys and envelopes are made and checked here,
-so a store of any package can lose, cut off, mix up or damage what it keeps, and the worst that
-comes of it is a miss.
+A store moves values without understanding them: keys and envelopes are made and checked here. So a
+store of any package may lose, cut off, mix up or damage values, and the worst result is a miss.
 
-The checksum covers header and data. It finds every error in up to 32 bits that follow each other
-and all but one in 2**32 of others; zlib computes it at 6.7 GB/s (one core of an EPYC of 2024, 57 KB
-and 1.75 MB alike), while the interpreter is free for other threads.
+The checksum covers header and data. It finds every error within 32 consecutive bits, and all but
+one in 2**32 of the others. zlib computes it at 6.7 GB/s (one core of an EPYC of 2024, for 57 KB and
+for 1.75 MB). Meanwhile the interpreter is free for other threads.
 """
 
 import struct
@@ -30,44 +29,42 @@ Buffer = bytes | bytearray | memoryview
 
 
 class StoreError(QuireError):
-    """A store cannot do what it was asked. Say what was wrong, and what to do."""
+    """Error of a store that cannot do a call. Say what was wrong, and what to do."""
 
 
 class BlockStore(Protocol):
-    """Keeps values under keys, somewhere else. One thread calls it, never two at once.
+    """Storage of values under keys. Only one thread calls it at a time.
 
-    A class that another package brings is called with the store's address, a string, and the most
-    bytes that it may keep; a store that others limit need not look at the latter. Making it should
-    not connect to anything: what raises then keeps the engine from starting.
+    A class of another package is called with the store's address, a string, and the maximum bytes
+    to store. A store with a limit of its own may ignore the latter. Creating it should not connect
+    to anything: an error then prevents the engine from starting.
 
-    All methods may raise OSError or StoreError: that is a miss, and storing goes on. They should
-    end within a second: a request that waits is told of a miss after a while, and while a call
-    hangs all else is a miss, too.
-    """
+    All methods may raise OSError or StoreError: that is a miss, and storing continues. They should
+    return within a second. A waiting request gets a miss after a while, and while a call hangs, all
+    other requests get misses, too."""
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tell which of these keys have a value, in their order."""
+        """Return which of these keys have a value, in their order."""
         ...
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
         """Yield the values, one for each key in their order; None is a miss.
 
-        A value need only stay as it is until the next one is asked for. The caller may stop early.
-        The caller asks for some megabytes at once, so a network needs one round trip.
-        """
+        A value may change after the next one is taken. The caller may stop early. It requests some
+        megabytes at once, so a network needs one round trip."""
         ...
 
     def put(self, key: bytes, parts: Sequence[Buffer]) -> bool:
-        """Keep the parts, one after the other, as the value, also if there is one already. False
-        if they are not kept, for example because there is no room.
+        """Store the concatenated parts as the value, also if there is one already. Return False if
+        they are not stored, for example because there is no room.
 
-        A read meanwhile must get the old value or the new one. The parts change afterwards.
-        """
+        A read meanwhile must get the old value or the new one. The caller changes the parts
+        afterwards."""
         ...
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Have no values under these keys any more; a key may have had none. They may be wrong,
-        though whole: this is called when a request has failed whose tokens they are of."""
+        """Delete the values under these keys; a key may have none. The values may be wrong, though
+        intact: this is called for the tokens of a request that has failed."""
         ...
 
     def close(self) -> None:
@@ -88,7 +85,7 @@ def split_key(key: bytes) -> tuple[bytes, int, bytes]:
 
 
 def seal(fingerprint: bytes, group: int, digest: bytes, data: Buffer) -> bytes:
-    """Make the header that goes before a block's bytes."""
+    """Return the header of a block's bytes."""
     body = BODY.pack(MAGIC, VERSION, group, memoryview(data).nbytes, fingerprint, digest)
     return body + CHECKSUM.pack(zlib.crc32(data, zlib.crc32(body)))
 
@@ -96,8 +93,8 @@ def seal(fingerprint: bytes, group: int, digest: bytes, data: Buffer) -> bytes:
 def unseal(
     value: Buffer, fingerprint: bytes, group: int, digest: bytes, num_bytes: int
 ) -> tuple[memoryview | None, str]:
-    """Return the bytes of this block (a view of the value), or None and why the value is
-    refused."""
+    """Return the bytes of this block (a view of the value), or None and the reason for rejecting
+    it."""
     view = memoryview(value).cast("B")
     if len(view) < HEADER_BYTES:
         return None, "it ends within its header"
@@ -119,6 +116,6 @@ def unseal(
 
 
 def _fields(body: memoryview) -> tuple[bytes, int, bytes, int, bytes, int]:
-    """Read magic, version, fingerprint, cache group, digest, bytes of data."""
+    """Return magic, version, fingerprint, cache group, digest, bytes of data."""
     magic, version, group, length, fingerprint, digest = BODY.unpack(body)
     return magic, version, fingerprint, group, digest, length

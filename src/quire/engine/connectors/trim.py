@@ -1,9 +1,9 @@
-"""Keeps the files below a directory, of several processes together, under a number of bytes.
+"""Limit of the bytes of all files below a directory, which several processes may write.
 
-What is there is counted by sweeps: a sweep looks at a few thousand files per call, so that nobody
-waits for millions of them, and keeps the oldest in mind, which are deleted until the next sweep.
-Between two sweeps the files of other processes are not seen; a new one begins after a minute, or
-when this process has written a sixteenth of the limit.
+Sweeps count the files. A sweep looks at a few thousand files per call, so that no caller waits for
+millions of them. It remembers the oldest files, which are deleted until the next sweep. Files of
+other processes are noticed only by sweeps. A new sweep begins after a minute, or when this process
+has written a sixteenth of the limit.
 """
 
 import contextlib
@@ -15,18 +15,19 @@ from collections.abc import Iterator
 from quire.base.clock import Clock
 
 SWEEP_S = 60.0
-SLACK = 16  # 1/16 of the limit: what is written between two sweeps, and room made beyond the need
+SLACK = 16  # 1/16 of the limit: maximum bytes written between two sweeps, and additional room made
 FILES_PER_CALL = 4096
-FOLDER_COST = 4  # files that looking into a folder costs as much as
+FOLDER_COST = 4  # reading a folder costs as much as so many files
 MOST_OLDEST = 1 << 16
-DELETED_PER_CALL = 64  # beyond the need
+DELETED_PER_CALL = 64  # beyond the required room
 ENDED = True
 
-Old = tuple[int, int, str]  # time of change, bytes, path
+Old = tuple[int, int, str]  # modification time in ns, bytes, path
 
 
 class Trimmer:
-    """suffix: of the files that count and may be deleted. They are found in folders four deep."""
+    """Trimmer that deletes the least recently used files. suffix: of the files that count and may
+    be deleted. They are in folders three levels below `top`."""
 
     def __init__(self, top: str, suffix: str, max_bytes: int, clock: Clock) -> None:
         self._top = top
@@ -34,14 +35,14 @@ class Trimmer:
         self._max_bytes = max_bytes
         self._clock = clock
         self._used: int | None = None  # bytes; None before the first sweep has ended
-        self._new_bytes = 0  # written by us since the present or last sweep began
+        self._new_bytes = 0  # written by us since the current or last sweep began
         self._oldest: deque[Old] = deque()  # of the last sweep, not yet deleted
         self._sweep: Iterator[bool] | None = None
         self._swept_s = 0.0
 
     def make_room(self, num_bytes: int) -> bool:
-        """Delete what was used longest ago until so many bytes fit. False: not now, because the
-        files must be counted first, or never, because they are more than the limit."""
+        """Delete the least recently used files until `num_bytes` fit. Return False if the files
+        must be counted first, or if the limit is smaller."""
         if num_bytes > self._max_bytes:
             return False
         self._look_on()
@@ -50,7 +51,7 @@ class Trimmer:
         if self._used + num_bytes > self._max_bytes:
             self._delete(self._max_bytes - num_bytes)
             if self._used + num_bytes > self._max_bytes and self._sweep is None:
-                self._begin()  # all that it knew of were used since, or are gone
+                self._begin()  # all known files were used since, or deleted
                 self._look_on()
                 self._delete(self._max_bytes - num_bytes)
         return self._used + num_bytes <= self._max_bytes
@@ -62,7 +63,7 @@ class Trimmer:
             self._used += num_bytes
 
     def _look_on(self) -> None:
-        """Look at some more files, if a sweep is under way or due."""
+        """Continue the sweep, and begin one if it is due."""
         if self._sweep is None:
             is_due = self._clock.now() >= self._swept_s + SWEEP_S
             if self._used is None or is_due or self._new_bytes > self._max_bytes // SLACK:
@@ -75,7 +76,7 @@ class Trimmer:
         self._sweep = self._look()
 
     def _look(self) -> Iterator[bool]:
-        """Sweep; yields when enough was done for one call."""
+        """Sweep all files; yield when one call has done enough."""
         total = cost = 0
         oldest: list[tuple[int, int, str]] = []  # a heap, the youngest of them first
         for folder in _folders(self._top, 3):
@@ -87,7 +88,7 @@ class Trimmer:
             if cost > FILES_PER_CALL:
                 cost = 0
                 yield not ENDED
-        self._used = total + self._new_bytes  # some of the new ones may count twice, till the next
+        self._used = total + self._new_bytes  # some new bytes may count twice, until the next sweep
         self._oldest = deque(sorted((-changed, size, path) for changed, size, path in oldest))
 
     def _files(self, folder: str) -> Iterator[Old]:
@@ -99,8 +100,8 @@ class Trimmer:
                         yield facts.st_mtime_ns, facts.st_size, entry.path
 
     def _delete(self, most_bytes: int) -> None:
-        """Delete the oldest, until no more than so many bytes are left; and a few more, for what
-        other processes write."""
+        """Delete the oldest files until at most `most_bytes` remain. Then delete a few more, for
+        bytes that other processes write."""
         assert self._used is not None
         num_more, fewer_bytes = DELETED_PER_CALL, most_bytes - self._max_bytes // SLACK
         while self._oldest and (self._used > most_bytes or num_more and self._used > fewer_bytes):
@@ -111,14 +112,14 @@ class Trimmer:
                     continue  # used since
                 os.unlink(path)
             except FileNotFoundError:
-                pass  # another process was faster
+                pass  # deleted by another process
             except OSError:
                 continue
             self._used -= size
 
 
 def _folders(top: str, depth: int) -> Iterator[str]:
-    """Yield all folders so deep below."""
+    """Yield all folders `depth` levels below `top`."""
     if depth == 0:
         yield top
         return

@@ -5,18 +5,18 @@
                       fetch: store -> private buffer -> checked -> host block, if still wanted
                       keep:  host block -> copy -> store
 
-A store that raises or hangs makes misses. What waits too long is answered with misses by `expire`,
-on the core's thread, and what the store brings afterwards must not be written: the host blocks may
-be somebody else's by then. So a job has a lock: under it this thread looks whether the job still
-lives and copies one block, and `expire` ends the job. It never waits for that lock: who holds it is
-just writing a block, and the job ends with the next call.
+A store that raises or hangs causes misses. `expire`, on the core's thread, answers overdue orders
+with misses. Late data from the store must not be written, since the host blocks may have another
+owner by then. So each job has a lock. Under the lock this thread checks that the job is not over,
+and copies one block, and `expire` ends the job. `expire` never waits for the lock: if it is held,
+a block is being written, and the next call ends the job.
 
-What is to be removed is missing from then on, whether or not the store can do it, and is left out
-of what waits to be kept. It is the one order that waits for a store that is stuck, and that is also
-done when it was answered.
+Blocks to be removed count as missing from then on, even if the store fails to remove them. Waiting
+jobs no longer keep them. A removal is the only order that waits for a stuck store, and that is
+carried out even after it was answered.
 
-Files and sockets are read without the interpreter's lock; so are checksums. After a fork the child
-has no such thread: what it asks for is missing.
+Reads of files and sockets release the interpreter's lock, and so do checksums. After a fork the
+child has no such thread: its orders get misses.
 """
 
 import logging
@@ -51,22 +51,22 @@ from quire.engine.observability.log_throttle import ThrottledLog
 
 logger = logging.getLogger("quire")
 
-KINDS = (Remove, LookUp, Fetch, Keep)  # by importance
-AT_THE_END = (Remove, Keep)  # what is still done when the worker is closed
-WAIT_S: dict[type[Order], float] = {  # then `expire` ends it
+KINDS = (Remove, LookUp, Fetch, Keep)  # by priority
+AT_THE_END = (Remove, Keep)  # still carried out when the worker closes
+WAIT_S: dict[type[Order], float] = {  # then `expire` ends the job
     Remove: 120.0, LookUp: 2.0, Fetch: 30.0, Keep: 120.0,
 }  # fmt: skip
-STUCK_S = 2.0  # a call of the store that takes longer: until it returns, all else is a miss
-FETCH_BYTES = 8 << 20  # asked for at once; look-ups go between
-MOST_KEEP_BYTES = 256 << 20  # that wait
+STUCK_S = 2.0  # maximum of a store's call; until a longer one returns, all other orders get misses
+FETCH_BYTES = 8 << 20  # in one request; look-ups are done in between
+MOST_KEEP_BYTES = 256 << 20  # of waiting orders
 MOST_WAITING = 4096  # look-ups, and fetches
-POLL_S, PROBED = 0.01, 4  # how often, at how many of the first and last, to look for what comes
-MOST_FAILURES, QUIET_S = 3, 5.0  # after so many failures in a row the store is left alone so long
+POLL_S, PROBED = 0.01, 4  # interval of repeated look-ups; first and last names probed
+MOST_FAILURES, QUIET_S = 3, 5.0  # failures in a row, then time without calls
 MOST_REFUSED = 4096
 
 
 class HostMemory(Protocol):
-    """Blocks of host memory, by cache group. Called from any thread."""
+    """Blocks of host memory, by cache group. Any thread may call it."""
 
     def block_bytes(self, group: int) -> int: ...
 
@@ -75,18 +75,17 @@ class HostMemory(Protocol):
         ...
 
     def write(self, group: int, block: int, data: memoryview) -> None:
-        """Fill the block; data is only valid during the call."""
+        """Fill the block; `data` is only valid during the call."""
         ...
 
 
 class StoreWorker:
-    """Carries out orders on a thread of its own, which ends with `close`, or when nobody holds this
-    object any more. All methods are for one thread, the core's.
+    """Worker that carries out orders on a thread of its own. The thread ends with `close`, or when
+    no reference to this object is left. Only the core's thread calls the methods.
 
-    answer: gets each order's answer, from any thread; ring: is called after it, and wakes the core.
-    Neither should hold the core, which could never end then. scrub: masks the secrets of the
-    store's address in the texts of its errors.
-    """
+    answer: gets each order's answer, from any thread.
+    ring: called after it, to wake the core. If one referred to the core, that could never end.
+    scrub: masks the secrets of the store's address in the texts of its errors."""
 
     def __init__(
         self,
@@ -103,14 +102,14 @@ class StoreWorker:
         self._work = _Work(mover, answer, ring, clock)
         self._clock = clock
         self._process_id = os.getpid()
-        # A daemon, because nothing could end a store's call.
+        # A daemon, because a store's call cannot be ended.
         self._thread = threading.Thread(target=self._work.run, name="quire-store", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._work, self._process_id)
 
     def submit(self, order: Order) -> None:
-        """Have an order carried out. What cannot be is answered at once, before this returns: too
-        much waits, the store is stuck, or the worker is closed."""
+        """Queue an order. An order is answered at once, before this returns, if the queue is full,
+        the store is stuck, or the worker is closed."""
         now = self._clock.now()
         job = _Job(order, now)
         is_ours = os.getpid() == self._process_id
@@ -120,18 +119,18 @@ class StoreWorker:
         self._work.finish(job)
 
     def expire(self, now: float) -> None:
-        """Answer with misses what has waited too long."""
+        """Answer overdue orders with misses."""
         if os.getpid() == self._process_id:
             self._work.expire(now)
 
     @property
     def next_s(self) -> float | None:
-        """When `expire` has something to do, if nothing happens before; None is never."""
+        """Time at which `expire` is due, if nothing happens before; None is never."""
         return self._work.next_s if os.getpid() == self._process_id else None
 
     def close(self, timeout_s: float) -> None:
-        """Remove and keep what waits for it, for so many seconds at most; the rest is not. What is
-        to be looked up or fetched is missing. No host block is touched afterwards."""
+        """Carry out the waiting removals and keeps, for up to `timeout_s`, and end the thread.
+        Look-ups and fetches get misses. No host block is touched afterwards."""
         if self._end.detach() is None or os.getpid() != self._process_id:
             return
         self._work.stop(is_patient=True)
@@ -141,8 +140,7 @@ class StoreWorker:
 
 @dataclass(eq=False)
 class _Job:
-    """An order under way. lock: guards what follows it, and is held while a block is copied.
-    unwanted: not to be kept any more."""
+    """Order under way. lock: guards the fields after it, and is held while a block is copied."""
 
     order: Order
     since_s: float
@@ -152,8 +150,8 @@ class _Job:
     position: int = 0  # items before it are done
     num_bytes: int = 0
     duration_s: float = 0.0
-    unwanted: set[BlockName] = field(default_factory=set)
-    again_s: float = 0.0  # it is not to be carried on before
+    unwanted: set[BlockName] = field(default_factory=set)  # not to be kept any more
+    again_s: float = 0.0  # when to continue it, at the earliest
 
     def __post_init__(self) -> None:
         order = self.order
@@ -170,7 +168,8 @@ class _Job:
 
 
 class _Work:
-    """What both threads share: the jobs. It holds no worker, whose end is the thread's."""
+    """Jobs, which both threads share. It does not refer to the worker, whose end stops the
+    thread."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class _Work:
         self._answer = answer
         self._ring = ring
         self._clock = clock
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._jobs: dict[type[Order], deque[_Job]] = {kind: deque() for kind in KINDS}
         self._keep_bytes = 0
         self._is_closing = self._is_abandoned = False
@@ -191,7 +190,7 @@ class _Work:
     # ---- the core's thread -------------------------------------------------------------------
 
     def add(self, job: _Job) -> bool:
-        """Queue a job; False if there is no room, or no thread any more."""
+        """Queue a job. Return False if the queue is full or the thread ends."""
         waiting = self._jobs[type(job.order)]
         num_bytes = self._bytes_to_keep(job)
         with self._changed:
@@ -227,7 +226,8 @@ class _Work:
         return min(times, default=None)
 
     def stop(self, is_patient: bool) -> None:
-        """End the thread: when all is kept, or after what it is doing now."""
+        """End the thread. is_patient: after all waiting removals and keeps, instead of after the
+        current call."""
         if not is_patient:
             self.abandon()
         with self._changed:
@@ -240,15 +240,15 @@ class _Work:
             self._forget(job)
 
     def abandon(self) -> None:
-        """End the thread after what it is doing now, and answer nobody. It takes no job's lock: the
-        garbage collector may come here while this very thread holds one."""
+        """End the thread after its current call, without answers. It uses no job's lock: the
+        garbage collector may call it on a thread that holds one."""
         with self._changed:
             self._is_closing = self._is_abandoned = True
             self._changed.notify()
 
     def finish(self, job: _Job, waits: bool = True) -> bool:
-        """Answer a job, unless it was answered. False if its lock is held, and it should not wait
-        for that."""
+        """Answer a job, unless it was answered. Return False if its lock is held and `waits` is
+        False."""
         if not job.lock.acquire(blocking=waits):
             return False
         try:
@@ -290,7 +290,7 @@ class _Work:
             if is_done:
                 self.finish(job)
                 self._forget(job)
-            del job  # while it waits it holds nothing
+            del job  # hold no job while waiting
         self.mover.close()
 
     def _keep_without(self, names: tuple[BlockName, ...]) -> None:
@@ -299,14 +299,14 @@ class _Work:
                 job.unwanted.update(names)
 
     def _next(self) -> _Job | None:
-        """Return the most important job, which stays where it is; None at the end."""
+        """Return the job with the highest priority, without removing it; None at the end."""
         with self._changed:
             while not self._is_abandoned:
                 now, next_s = self._clock.now(), math.inf
                 for kind, jobs in self._jobs.items():
                     if not jobs:
                         continue
-                    # Of those that look again and again the one whose turn has come first.
+                    # Of the repeated look-ups, take the first that is due.
                     job = min(jobs, key=_again_s) if kind is LookUp else jobs[0]
                     due_s = max(job.again_s, self.mover.rests_until_s) if job.again_s else 0.0
                     if due_s <= now:
@@ -319,7 +319,7 @@ class _Work:
 
 
 class _Mover:
-    """Carries jobs on, piece by piece; all of it on the store's thread, but for `is_stuck`."""
+    """Mover of blocks, which carries out jobs piece by piece, on the store's thread."""
 
     def __init__(
         self,
@@ -337,12 +337,12 @@ class _Mover:
         self._calls = {
             Remove: self._remove, LookUp: self._look_up, Fetch: self._fetch, Keep: self._keep,
         }  # fmt: skip
-        self.rests_until_s = 0.0  # from looking again, which leaves half of the time to others
-        self._call_since_s: float | None = None  # of the store's call under way
+        self.rests_until_s = 0.0  # repeated look-ups use half of the time
+        self._call_since_s: float | None = None  # of the current call of the store
         self._num_failures = 0  # in a row
         self._quiet_until_s = -1.0
-        # Keys of values that were refused, or could not be read: not there, for all who ask, until
-        # they are put again.
+        # Keys of values that were rejected or could not be read. They count as missing for all
+        # requests until they are put again.
         self._refused: dict[bytes, None] = {}
 
     def is_stuck(self, now: float) -> bool:
@@ -350,7 +350,7 @@ class _Mover:
         return since_s is not None and now > since_s + STUCK_S
 
     def carry_on(self, job: _Job) -> bool:
-        """Do a piece of a job; whether it is done. What goes wrong is a miss."""
+        """Carry out a piece of a job, and return whether the job is done. An error is a miss."""
         if isinstance(job.order, Remove):
             self._refuse(self._key(*name) for name in job.order.names)
         elif job.is_over:
@@ -359,7 +359,7 @@ class _Mover:
             return True
         try:
             is_done = self._calls[type(job.order)](job)
-        except BaseException as error:  # of a store, which may be anybody's
+        except BaseException as error:  # a store of any package
             self._fail(error)
             return True
         self._num_failures = 0
@@ -401,8 +401,9 @@ class _Mover:
         return [bool(is_found) and key not in self._refused for key, is_found in pairs]
 
     def _look_up(self, job: _Job) -> bool:
-        """Look blocks up. Those that are to come do so in their order, so the first ones tell
-        whether there are any; or the last, of a group that keeps few."""
+        """Look blocks up, again until the first arrive or `wait_s` ends. Expected blocks arrive in
+        order, so the first ones show whether any do. In a group that keeps few blocks, the last
+        ones do."""
         order = job.order
         assert isinstance(order, LookUp)
         keys, now = [self._key(*name) for name in order.names], self._clock.now()
@@ -445,7 +446,7 @@ class _Mover:
                     job.num_bytes += len(data)
 
     def _unsealed(self, key: bytes, item: Item, value: Buffer | None) -> memoryview | None:
-        """Return the block's bytes, if the value is what was put there."""
+        """Return the block's bytes, if the value is valid."""
         if value is not None:
             group, digest, _ = item
             num_bytes = self.memory.block_bytes(group)
@@ -475,7 +476,7 @@ class _Mover:
         return True
 
     def _keep(self, job: _Job) -> bool:
-        """Keep one block; before the first, look which of them the store has."""
+        """Keep one block. Before the first, look up which of them the store has."""
         assert isinstance(job.order, Keep)
         items = job.order.items
         if job.position == 0:

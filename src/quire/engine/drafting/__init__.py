@@ -1,1 +1,1 @@
-"""Drafters: what sequences may go on with, found on the host or the device."""
+"""Drafters, on the host or the device, that propose draft tokens for sequences."""

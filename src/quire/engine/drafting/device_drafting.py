@@ -1,14 +1,14 @@
-"""Guesses that the device makes, so that plans follow each other: which sequences try how many.
+"""Draft tokens that the device makes, so that plans follow each other.
 
-Where several plans are in flight the host does not know the last token, so n-grams are looked for
-on the device, with each step that is to try some (`ops/sampling/device_guesses.py`). The host says
-for whom: those whose known tokens end as they did before, since who goes on copying will still do
-so some tokens later; and how many, by how often the guesses of a sequence were right, and by the
-times from one result to the next of steps with guesses and of others.
+Where several plans are in flight, the host does not know the last token. So the device looks up
+n-grams, as part of each step that verifies them (`ops/sampling/device_guesses.py`). The host
+chooses the sequences: those with an earlier match of their last known tokens. A sequence that
+copies text is likely to do so some tokens later as well. The host also chooses the number of draft
+tokens. It uses how often a sequence's drafts were accepted, and the times between results of steps
+with drafts and without.
 
-What is not the device's matter is guessed by the host as ever, which lets the plans in flight end
-first: what grammars force, and rows of which the host looks at the text before
-they choose (DRY).
+The host still drafts the tokens that grammars force, and for rows whose sampling needs the host
+(DRY, logits processors). It lets the plans in flight end first.
 """
 
 import time
@@ -23,25 +23,23 @@ from quire.scheduler.core.sequence import Sequence
 
 
 class AheadDrafting(Drafting):
-    """Drafting of n-grams for an engine of several plans in flight."""
+    """Drafter of n-grams on the device, for an engine with several plans in flight."""
 
     def __init__(self, speculation: Speculation, grammars: Grammars, num_rows: int) -> None:
         super().__init__(speculation, grammars, num_rows)
-        self._follows = False  # another plan is in flight beside the next one
-        self._has_others = False  # there are candidates that are not the device's matter
+        self._follows = False  # another plan will be in flight with the next one
+        self._has_others = False  # some candidates are drafted for on the host
         self._of_plan: dict[int, dict[int, Guesser]] = {}  # by step, then by row
 
     @property
     def is_ahead(self) -> bool:
-        """See Guesses."""
         return not self.holds_back
 
     def follow(self) -> None:
-        """See Guesses."""
         self._follows = True
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """See Guesses. Those of the device are as many ids that stand for nothing."""
+        """See `Guesses`. Drafts of the device hold -1 for each token that it is to propose."""
         follows, self._follows = self._follows, False
         found = [sequence for sequence in sequences if _is_plain(sequence)]
         self._has_others = len(found) < len(sequences)
@@ -51,7 +49,7 @@ class AheadDrafting(Drafting):
             return drafts
         if not follows:
             self._began_s = time.perf_counter()
-        self._is_alone = False  # these steps' times are those of steps that follow each other
+        self._is_alone = False  # from now on, plans overlap and are timed as such
         if self._has_new:
             self._forget_ended()
         drafts = self._choose(found, num_running)
@@ -59,7 +57,7 @@ class AheadDrafting(Drafting):
         return drafts
 
     def _choose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """Let so many guesses be made for each as should pay."""
+        """Choose for each sequence how many tokens the device drafts; none if it won't pay off."""
         self._in_row = {}
         guessers = [self._guesser(sequence) for sequence in sequences]
         rooms = [s.limit - int(s.table.total[s.row]) - 1 for s in sequences]
@@ -68,7 +66,7 @@ class AheadDrafting(Drafting):
         plain, tried = self._flowing, self._flowing_tried
         nums = lengths(most, chances, num_running - len(sequences), plain, tried=tried)
         if plain.seconds(1) is None and tried.seconds(1) is not None:
-            nums = [0] * len(nums)  # to find out what guesses are compared with
+            nums = [0] * len(nums)  # measure steps without drafts first
         drafts = []
         for sequence, guesser, num in zip(sequences, guessers, nums, strict=True):
             if num == 0:
@@ -81,18 +79,16 @@ class AheadDrafting(Drafting):
         return drafts
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
-        """See Guesses. Only those count for which the host would have to guess."""
+        """See `Guesses`. Only sequences that the host drafts for count."""
         others = [sequence for sequence in sequences if not _is_plain(sequence)]
         if others:
             super().look_ahead(others, num_pending, num_running)
 
     @property
     def looks_ahead(self) -> bool:
-        """See Guesses."""
         return self._has_others
 
     def planned(self, plan: Plan) -> None:
-        """See Guesses."""
         if not plan.is_guessing:
             super().planned(plan)
             return
@@ -101,14 +97,14 @@ class AheadDrafting(Drafting):
         self._of_plan[plan.step_id] = {r: self._in_row[r] for r in rows if r in self._in_row}
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """See Guesses. What became of the device's guesses, only the result tells."""
+        """See `Guesses`. Only the result shows how many drafts of the device were accepted."""
         if plan.is_guessing:
             of_plan = self._of_plan.pop(plan.step_id, {})
             counts = dict(zip(plan.sample_rows.tolist(), result.num_accepted.tolist(), strict=True))
             for draft in plan.drafts:
                 if (guesser := of_plan.get(draft.row)) is not None:
                     _observe(guesser, self._of_all, len(draft.token_ids), counts[draft.row] - 1)
-        if self._of_plan:  # of plans that failed nothing was told
+        if self._of_plan:  # plans that failed have no result
             alive = {n: found for n, found in self._of_plan.items() if n > plan.step_id}
             self._of_plan = alive
         super().observe(plan, result)
@@ -120,6 +116,6 @@ def _observe(guesser: Guesser, of_all: Chance, num: int, num_right: int) -> None
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    """Tell whether nothing of a sequence's choices needs the host between logits and token."""
+    """Return whether a sequence samples without any work of the host between logits and token."""
     params = sequence.request.params
     return not (sequence.request.grammar or params.has_dry or params.logits_processors)

@@ -1,14 +1,15 @@
-"""How many guesses are worth their time: by how often a sequence's were right, and by what steps
-of more tokens have taken.
+"""How many draft tokens pay off, given acceptance rates and the times of steps.
 
-A row with k guesses, each right with probability a if those before it were, brings 1 + a + a^2 +
-.. + a^k tokens on average. The k of each row that gives the most tokens per second is found by
-adding the guess that is most likely right as long as that makes the step's rate no lower. What a
-step of T tokens takes is the median of those of T that there were lately, and between two such
-numbers it lies on the line between them. Only steps that compute no prompt are counted. What was
-seen too long ago is forgotten, and a size above all that are known is taken to cost no more than
-they do, so that it is tried again. Steps that try guesses have times of their own, since each of
-them takes a little more, however few they are.
+A row with k draft tokens brings 1 + a + a^2 + .. + a^k tokens on average. Here a is the probability
+that a draft token is accepted if those before it were. `lengths` chooses the k of each row that
+gives the highest token rate. It adds the draft token with the highest probability, one by one, and
+returns the best rate on that path.
+
+The time of a step of T tokens is the median of the recent steps of that size; sizes in between are
+interpolated linearly. Only steps that compute no prompt count. Times of a size that has not
+occurred for long are dropped. A size above all known sizes is assumed to cost as much as the
+largest of them, so that it is tried again. Steps with draft tokens have times of their own, since
+each takes a little more, however few its drafts.
 """
 
 from bisect import bisect_left, insort
@@ -20,27 +21,27 @@ from typing import NamedTuple
 
 from quire.base.plan import Int32, Plan
 
-FORGOTTEN = 128  # steps
-NUM_TIMES = 9  # of steps of a size
-KEPT, KEPT_OF_ALL = 0.9, 0.98  # of what was believed of a sequence, and of all, after a guess
-FIRST_CHANCE = 0.7  # that a guess is right, where there was none
-LEAST_CHANCE = 0.05
-HOPE = 0.01  # how much the chance grows with each step without guesses, so that it is tried again
+FORGOTTEN = 128  # steps until the times of an unused size are dropped
+NUM_TIMES = 9  # recent times of a size
+KEPT, KEPT_OF_ALL = 0.9, 0.98  # weight of the old estimate, of a sequence and of all
+FIRST_CHANCE = 0.7  # initial acceptance probability
+LEAST_CHANCE = 0.05  # minimum probability of another draft token
+HOPE = 0.01  # growth of the chance per step without draft tokens, so that drafting is tried again
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 class StepTimes:
-    """What steps take, by how many tokens they compute."""
+    """Recent times of steps, by the number of tokens that they compute."""
 
     def __init__(self) -> None:
         self._num_seen = 0
-        self._lately: dict[int, deque[float]] = {}  # by size
-        self._seen_at: dict[int, int] = {}
-        self._sizes: list[int] = []  # in order
-        self._seconds: dict[int, float] = {}  # medians of what is in `_lately`, as far as asked for
+        self._lately: dict[int, deque[float]] = {}  # by size, in seconds
+        self._seen_at: dict[int, int] = {}  # by size: number of the last step
+        self._sizes: list[int] = []  # in ascending order
+        self._seconds: dict[int, float] = {}  # medians of `_lately`, as far as computed
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take the time of a step that computed no prompt."""
+        """Record the time of a step that computed no prompt."""
         size = SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
         if size not in self._lately:
             self._lately[size] = deque(maxlen=NUM_TIMES)
@@ -51,13 +52,13 @@ class StepTimes:
         self.pass_one()
 
     def pass_one(self) -> None:
-        """Take that there was a step, of this kind or another."""
+        """Count a step, of this kind or another, and drop times that are too old."""
         self._num_seen += 1
         if self._seen_at and min(self._seen_at.values()) < self._num_seen - FORGOTTEN:
             self._forget()
 
     def seconds(self, num_tokens: int) -> float | None:
-        """Return what a step of so many tokens should take; None if nothing is known."""
+        """Return the expected seconds of a step of `num_tokens` tokens; None without any times."""
         sizes = self._sizes
         if not sizes:
             return None
@@ -86,20 +87,20 @@ class StepTimes:
 
 
 class Tried(NamedTuple):
-    """Guesses at what followed a sequence's first tokens, so many."""
+    """Draft tokens that a plan verifies for one sequence."""
 
-    num_known: int
-    token_ids: Int32
+    num_known: int  # tokens of the sequence before them
+    token_ids: Int32  # [k]
 
     def num_right(self, known_tokens: Int32) -> int:
-        """Count those that were right, up to the first wrong one, by what the sequence has got."""
+        """Return how many leading draft tokens equal the sequence's `known_tokens` [T]."""
         came = known_tokens[self.num_known : self.num_known + len(self.token_ids)]
         is_right = came == self.token_ids[: len(came)]
         return len(came) if is_right.all() else int(is_right.argmin())
 
 
 def tries_of(plan: Plan) -> dict[int, Tried]:
-    """Return what a plan tries, by row."""
+    """Return the draft tokens that a plan verifies, by row."""
     if not plan.drafts:
         return {}
     known = (plan.computed_bound + plan.num_tokens - plan.num_drafts).tolist()
@@ -108,19 +109,21 @@ def tries_of(plan: Plan) -> dict[int, Tried]:
 
 
 class Chance:
-    """How often guesses were right lately. kept: of what was believed, after a guess."""
+    """Estimate of the probability that a draft token is accepted, as a moving average.
+
+    kept: weight of the old estimate when a draft token is observed."""
 
     def __init__(self, value: float = FIRST_CHANCE, kept: float = KEPT) -> None:
         self.value, self._kept = value, kept
 
     def observe(self, num_guessed: int, num_right: int) -> None:
-        """Take what became of guesses: those up to the first wrong one were put to the test."""
+        """Update the estimate. Draft tokens after the first rejected one do not count."""
         num_tested = min(num_guessed, num_right + 1)
         for i in range(num_tested):
             self.value = self._kept * self.value + (1 - self._kept) * (i < num_right)
 
     def hope(self, num_steps: int = 1) -> None:
-        """Take steps in which nothing is guessed."""
+        """Raise the estimate after steps without draft tokens, up to `FIRST_CHANCE`."""
         self.value = max(self.value, min(FIRST_CHANCE, self.value + HOPE * num_steps))
 
 
@@ -132,9 +135,18 @@ def lengths(
     guessing_s: Callable[[int], float] = lambda num: 0.0,
     tried: StepTimes | None = None,
 ) -> list[int]:
-    """Return how many guesses each row should try. most: how many it has; chances: that one of them
-    is right; num_others: tokens of the step beside these rows' own; guessing_s: what it takes to
-    make so many for all rows; tried: what steps take that try guesses, if that is not the same."""
+    """Return the number of draft tokens for each row that gives the highest token rate.
+
+    Without any times, each row gets its maximum.
+
+    Args:
+        most: maximum draft tokens of each row.
+        chances: acceptance probability of a draft token of each row.
+        num_others: tokens of the step in addition to one for each of these rows.
+        times: times of steps.
+        guessing_s: seconds to draft that many tokens for all rows.
+        tried: times of steps with draft tokens, if they differ from `times`.
+    """
     found = [0] * len(most)
     if times.seconds(1) is None:
         return list(most)

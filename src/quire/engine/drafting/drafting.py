@@ -2,12 +2,13 @@
 
 The scheduler's side is scheduler/branching/drafts.py. Drafters see known tokens only, and draft
 tokens reach the scheduler by `control`, so a replay of a recording needs none of this. Tokens that
-a grammar forces come first: they are right. Other drafts under a grammar end where it forbids them.
+a grammar forces come first, since they are always accepted. Other drafts under a grammar end at the
+first token that it forbids.
 
-N-grams ("prompt lookup"): of the last n tokens, for n from the most to the fewest that is set, the
-newest earlier place where they stand; the tokens after it are the draft. Where that is the
-sequence's own end, the sequence repeats itself, and so does the draft. Nothing is kept: all
-sequences of a step are searched in one call.
+N-grams ("prompt lookup"): the last n tokens of a sequence are looked up in its own earlier text. n
+runs from the maximum that is set down to the minimum. The tokens after the newest match are the
+draft. Where they reach the end of the sequence, the sequence repeats itself, and so does the draft.
+There is no index: one call searches all sequences of a step.
 """
 
 import time
@@ -35,39 +36,41 @@ from quire.scheduler.core.sequence import RowTable, Sequence, State
 
 
 class NGrams:
-    """fewest, most: tokens of the run."""
+    """Look-up of rows' last `fewest` to `most` tokens in their own earlier text."""
 
     def __init__(self, fewest: int, most: int) -> None:
         self._fewest, self._most = fewest, most
 
     def places(self, table: RowTable, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Find [N] where the last tokens of these rows stood before: the place behind them; -1 if
-        they are new."""
+        """Return [N] the position after the newest earlier match of the last tokens, for each of
+        `rows` [N]; -1 without a match."""
         bounds = self._fewest, self._most, SEARCHED
         return find_runs(table.tokens, rows, table.known[rows], *bounds)
 
 
 def repeated(tokens: npt.NDArray[np.int32], place: int, num: int) -> list[int]:
-    """Return `num` tokens that may come next if they go on as behind a place."""
+    """Return `num` draft tokens: `tokens` [T] from `place` on, repeated if there are too few."""
     followed: list[int] = tokens[place : place + num].tolist()
     while len(followed) < num:
         followed += followed[: num - len(followed)]
     return followed
 
 
-PATIENCE = 4  # looks one by one that found nothing to guess, before a rest
-MOST_REST = 4  # steps
-MOST_IN_VAIN = 16  # steps until forced tokens are looked for again that were not worth their time
+PATIENCE = 4  # failed look-ups in a row, before a rest gets longer than a step
+MOST_REST = 4  # maximum steps of a rest
+MOST_IN_VAIN = 16  # maximum steps until forced tokens that did not pay off are looked up again
 
 
 Int64 = npt.NDArray[np.int64]
 
 
 class Guesses(Protocol):
-    """Who guesses, for the core. is_idle: whether there is nobody to guess for. holds_back: whether
-    the next plan is to wait until none is in flight. is_ahead: whether the device makes the next
-    guesses, also if plans are in flight. looks_ahead: whether `look_ahead` may have something to
-    say."""
+    """Interface of a drafter, for the attachment that calls it.
+
+    is_idle: whether there is no sequence to draft for.
+    holds_back: whether the next plan must wait until no plan is in flight.
+    is_ahead: whether the device makes the next draft tokens, even while plans are in flight.
+    looks_ahead: whether `look_ahead` may change `holds_back`."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -82,51 +85,50 @@ class Guesses(Protocol):
     def looks_ahead(self) -> bool: ...
 
     def worth(self, table: RowTable, rows: Int64) -> Int64:
-        """Return those of the rows for which there may be something to guess."""
+        """Return the rows of `rows` [N] that may have draft tokens."""
         ...
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """Guess for those of the sequences for which it is worth its time, before each plan beside
-        which no other is in flight, or before each plan. num_running: rows that run, with them."""
+        """Propose draft tokens for the sequences where drafting is expected to pay off. The core
+        calls it before each plan if `is_ahead`, else only while no plan is in flight.
+        num_running: number of running rows, including these sequences."""
         ...
 
     def follow(self) -> None:
-        """Take that a plan is to follow one that is in flight, so the host guesses nothing."""
+        """Note that the next plan follows one in flight, so the host proposes nothing for it."""
         ...
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
-        """Find out whether to wait for the plans in flight. sequences: that could be guessed for
-        then, each with so many tokens on their way."""
+        """Decide whether the next plan waits for the plans in flight. sequences: candidates for
+        drafting after these plans, each with `num_pending` pending tokens."""
         ...
 
     def planned(self, plan: Plan) -> None:
-        """Note which guesses a plan tries."""
+        """Note which draft tokens a plan verifies."""
         ...
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """Take what a plan gave that has been carried out."""
+        """Record how long an executed plan took, and how many of its draft tokens were accepted."""
         ...
 
 
 def rest_after(num_misses: int) -> int:
-    """Return how many steps later to look again, after so many looks in vain."""
+    """Return in how many steps to look again, after `num_misses` failed look-ups in a row."""
     return min(MOST_REST, 1 << max(0, num_misses - PATIENCE))
 
 
 @dataclass(slots=True)
 class Guesser:
-    """What is known of one sequence. tried: how many tokens it had when guesses were tried last,
-    and these. num_misses: steps in a row in which there was nothing to guess, or it was not worth
-    its time."""
+    """Drafting state of one sequence."""
 
-    history: SuffixGuesser | None  # of methods that keep something
+    history: SuffixGuesser | None  # for the suffix method
     chance: Chance
-    tried: Tried | None = None
-    num_misses: int = 0
+    tried: Tried | None = None  # draft tokens that the last plan with some verified
+    num_misses: int = 0  # steps in a row without draft tokens, or in which none paid off
 
     def catch_up(self, sequence: Sequence, of_all: Chance) -> None:
-        """Take what the sequence has got since, and what became of its guesses. of_all: the chance
-        of a guess of any sequence."""
+        """Add the sequence's new tokens, and record how many of its draft tokens were accepted.
+        of_all: the acceptance estimate over all sequences, which is updated as well."""
         if self.tried is not None:
             num, num_right = len(self.tried.token_ids), self.tried.num_right(sequence.known_tokens)
             self.chance.observe(num, num_right)
@@ -136,7 +138,7 @@ class Guesser:
             self.history.extend(sequence.known_tokens[self.history.num_taken :].tolist())
 
     def rest(self) -> int:
-        """Take that nothing is guessed now; returns for how many steps to leave it alone."""
+        """Count a step without draft tokens, and return how many steps later to look again."""
         self.num_misses += 1
         steps = rest_after(self.num_misses)
         self.chance.hope(steps)
@@ -144,26 +146,24 @@ class Guesser:
 
 
 class Guessed(NamedTuple):
-    """Guesses at what a sequence goes on with. chance: of each, if those before it were right;
-    guesser: whose they are, None if they are forced."""
+    """Draft tokens proposed for one sequence."""
 
     sequence: Sequence
     guesses: list[int]
-    chance: float
-    guesser: Guesser | None
+    chance: float  # acceptance probability of each, if all before it are accepted
+    guesser: Guesser | None  # None if a grammar forces the draft tokens
 
 
 class Drafting:
-    """Guesses for all sequences of an engine, of so many rows. grammars: of its requests.
+    """Drafter on the host for all sequences of an engine. grammars: of the requests.
 
-    A sequence for which there has been nothing to guess for a while rests some steps, so that it
-    costs less, and if that is so of all, nobody is looked at.
+    A sequence that has had no draft tokens for a while rests for some steps, to save look-ups. If
+    no sequence has had draft tokens, the whole drafter rests.
 
-    Guesses need to know the last token, so no other plan may be in flight. Where more than one is,
-    as beside a GPU, each result tells whether to wait for those that are, because guesses should
-    bring more than the device loses while it waits for the host; if not, plans follow each other
-    as they do without guesses. holds_back: whether to wait.
-    """
+    A draft follows the last token, which must be known, so no other plan may be in flight. Where
+    several plans are in flight, as on a GPU, each result decides whether the next plan waits for
+    the others (`holds_back`). It waits if drafting should gain more than the device loses by
+    waiting for the host. If not, plans follow each other as they do without drafts."""
 
     def __init__(self, speculation: Speculation, grammars: Grammars, num_rows: int) -> None:
         self._settings, self._grammars = speculation, grammars
@@ -172,42 +172,39 @@ class Drafting:
         runs = speculation.shortest_run, speculation.longest_run
         self._ngrams = NGrams(*runs) if is_ngram else None
         self._answers = Answers(speculation.suffixes.num_answers if is_suffix else 0)
-        self._num_steps = self._num_misses = 0  # of the latter, one by one
-        self._rests = 0  # a step, until which nobody is looked at
-        self._rests_until = np.zeros(num_rows, np.int64)  # a step, by row, whoever holds it
-        self._places = np.full(num_rows, -1)  # where the last tokens of rows stood before
-        self._num_in_vain = 0  # steps for which no forced token was worth its time, one by one
-        self._forced_from = 0  # a step, from which on they are looked for again
+        self._num_steps = self._num_misses = 0  # steps planned; steps in a row without draft tokens
+        self._rests = 0  # step before which the drafter rests
+        self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
+        self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
+        self._num_in_vain = 0  # steps in a row in which no forced token paid off
+        self._forced_from = 0  # step before which forced tokens are not looked up
         self.holds_back = False
-        self._is_alone = True  # no other plan is in flight beside the last one
+        self._is_alone = True  # no other plan was in flight with the last one
         self._began_s = self._taken_s = 0.0
-        # From one result to the next, of plans that are not alone: without guesses, and with some.
+        # Seconds between results of plans that overlap: without draft tokens, and with some.
         self._flowing, self._flowing_tried = StepTimes(), StepTimes()
         self._of: dict[Sequence, Guesser] = {}
-        self._has_new = False  # since it was looked for those that have ended
-        self._in_row: dict[int, Guesser] = {}  # those of the last guesses
-        self._times, self._tried = StepTimes(), StepTimes()  # without guesses, and with some
-        self._of_all = Chance(kept=KEPT_OF_ALL)  # where a new sequence begins
+        self._has_new = False  # a sequence was added since ended ones were removed
+        self._in_row: dict[int, Guesser] = {}  # rows with draft tokens from the last call
+        self._times, self._tried = StepTimes(), StepTimes()  # without drafts, and with some
+        self._of_all = Chance(kept=KEPT_OF_ALL)  # initial chance of a new sequence
 
     @property
     def is_ahead(self) -> bool:
-        """See Guesses."""
         return False
 
     @property
     def looks_ahead(self) -> bool:
-        """See Guesses."""
         return True
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nobody to guess for, or has been nothing to guess for a while."""
+        """Whether there is no sequence to draft for, or the drafter rests."""
         if self._grammars.num_followed:
             return False
         return self._only_forced or self._num_steps < self._rests
 
     def worth(self, table: RowTable, rows: Int64) -> Int64:
-        """See Guesses."""
         rows = rows[self._rests_until[rows] <= self._num_steps]
         if self._ngrams is None or len(rows) == 0:
             return rows
@@ -215,11 +212,9 @@ class Drafting:
         return rows[(self._places[rows] >= 0) | table.is_masked[rows]]
 
     def follow(self) -> None:
-        """See Guesses."""
         self._is_alone = False
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """See Guesses."""
         self._began_s, self._is_alone = time.perf_counter(), True
         if self._has_new:
             self._forget_ended()
@@ -229,13 +224,13 @@ class Drafting:
         return drafts
 
     def _rest_all(self, is_worth: bool) -> None:
-        """Let all rest some steps, the more often it was not worth its time to look at them."""
+        """Let the drafter rest, for longer with each step in a row without success (`is_worth`)."""
         self._num_misses = 0 if is_worth else self._num_misses + 1
         self._rests = self._num_steps + rest_after(self._num_misses)
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
-        """See Guesses. What guesses should bring is held against what plans bring that follow each
-        other."""
+        """See `Guesses`. Compare the token rate expected with drafts to the rate of overlapping
+        plans."""
         gained = float(num_running)
         if any(sequence.request.grammar for sequence in sequences):
             self.holds_back = True  # masks make the device wait for the host anyway
@@ -254,7 +249,7 @@ class Drafting:
         seconds = tried.seconds(num_running + sum(nums))
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
-            self.holds_back = sum(nums) > 0  # to find out
+            self.holds_back = sum(nums) > 0  # measure it
         else:
             self.holds_back = gained / max(seconds, 1e-9) > num_running / max(plainly, 1e-9)
 
@@ -280,8 +275,8 @@ class Drafting:
         return drafts
 
     def _weigh_forced(self, nums: list[int]) -> None:
-        """Look less often for forced tokens where none is worth its time. nums: how many are tried
-        of each row that has some."""
+        """Look up forced tokens less often while none of them pays off. nums: draft tokens to
+        verify, for each row with forced tokens."""
         if any(nums):
             self._num_in_vain = 0
         elif nums:
@@ -289,13 +284,13 @@ class Drafting:
             self._forced_from = self._num_steps + min(MOST_IN_VAIN, 1 << self._num_in_vain)
 
     def _find(self, sequences: list[Sequence], num_pending: int = 0) -> list[Guessed]:
-        """Guess for all of the sequences for which there is something to guess. num_pending: tokens
-        more, because they are on their way."""
+        """Propose draft tokens for each sequence that has some. num_pending: pending tokens, which
+        the drafts must cover as well."""
         each_s = (self._guess_at(sequence, num_pending) for sequence in sequences)
         return [each for each in each_s if each is not None]
 
     def _guess_at(self, sequence: Sequence, num_pending: int) -> Guessed | None:
-        """Guess for one sequence: what its grammar forces, or else what others say."""
+        """Propose draft tokens for one sequence: forced by its grammar, or else looked up."""
         guesser, has_grammar = None, bool(sequence.request.grammar)
         if not self._only_forced:
             guesser = self._guesser(sequence)
@@ -320,22 +315,20 @@ class Drafting:
         return Guessed(sequence, guesses, guesser.chance.value, guesser)
 
     def _rest(self, sequence: Sequence, guesser: Guesser) -> None:
-        """Let a sequence rest for which nothing is guessed now. One with a grammar does not: soon
-        something may be forced."""
+        """Let a sequence without draft tokens rest, unless a grammar may soon force some."""
         num_steps = guesser.rest()
         if not sequence.request.grammar:
             self._rests_until[sequence.row] = self._num_steps + num_steps
 
     def planned(self, plan: Plan) -> None:
-        """Note which guesses a plan tries."""
         self._num_steps += 1
         for row, tried in tries_of(plan).items():
             if (guesser := self._in_row.get(row)) is not None:
                 guesser.tried = tried
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """Take that a plan has been carried out: what it took counts from when its guesses were
-        looked for, or from the result before it."""
+        """See `Guesses`. Only steps that compute no prompt are timed: since drafting began, or
+        since the previous result if that came later."""
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
         self._taken_s = now_s
         if self.is_idle or began_s == 0.0:  # its start was not measured
@@ -361,13 +354,13 @@ class Drafting:
         return found
 
     def _forget_ended(self) -> None:
-        """Forget the sequences that have ended; others may want to guess their last tokens."""
+        """Remove ended sequences, after adding their last tokens for other sequences to find."""
         self._has_new = False
         for sequence in [s for s in self._of if s.state is State.ENDED]:
             self._of.pop(sequence).catch_up(sequence, self._of_all)
 
     def _of_tokens(self, sequence: Sequence) -> SuffixGuesser | None:
-        """Make what remembers where a sequence's tokens stood, if the method needs it."""
+        """Return a new suffix drafter for a sequence; None if the method is not `suffix`."""
         settings, request = self._settings, sequence.request
         if settings.method != SUFFIX:
             return None

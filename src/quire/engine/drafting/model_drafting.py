@@ -1,12 +1,12 @@
-"""What sequences are to try next where a model guesses: what it computes between two steps.
+"""Draft tokens from a model: what the draft model computes between two steps.
 
-A drafter has keys and values of its own, in blocks that sequences share, lose and get back like all
-others. It computes a token when the step is over that has computed it. Where guesses are not worth
-their time it stays behind with answers, so that steps without guesses cost what they do without it;
-prompts it computes in any case, since others may begin with their blocks. It catches up from the
-sequence's own tokens. One that reads the target's hidden states cannot: these are there until the
-next step. What it has not computed, or what has changed since, makes guesses worse and no answer
-wrong.
+A drafter has keys and values of its own. They are in the sequences' blocks, which are shared,
+evicted and restored like all others. The drafter computes a token after the step that computed it.
+While drafting does not pay off, it lags in answers, so steps without draft tokens cost what they do
+without a drafter. It computes every prompt, since other requests may share its blocks. It catches
+up from the sequence's own tokens. A drafter that reads the target's hidden states cannot lag,
+because they exist only until the next step. Tokens that the drafter has not computed, or that have
+changed since, make drafts worse but no answer wrong.
 """
 
 import logging
@@ -27,36 +27,33 @@ from quire.scheduler.core.sequence import RowTable, Sequence, State
 
 logger = logging.getLogger("quire")
 
-MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
-REST = 8  # steps without a look at rows that decode, where no guess is worth its time
+MOST_FORGOTTEN = 64  # number of sequences added between two searches for ended ones
+REST = 8  # steps in which decoding rows are skipped after drafting did not pay off
 
 
 @dataclass(frozen=True)
 class DrafterTraits:
-    """num_tokens: most guesses of a row. most_tokens: of one pass. max_length: tokens that the
-    drafter was made for. reads: whether it reads what the target has computed. may_lag: whether it
-    may catch up later."""
+    """Properties of a draft model that decide when and how much it drafts."""
 
-    num_tokens: int
-    most_tokens: int
-    max_length: int
-    block_size: int
-    reads: bool
-    may_lag: bool
+    num_tokens: int  # maximum draft tokens of a row
+    most_tokens: int  # maximum tokens of one pass
+    max_length: int  # maximum tokens of a sequence
+    block_size: int  # tokens
+    reads: bool  # whether it reads the target's hidden states
+    may_lag: bool  # whether it may compute tokens of answers later
 
 
 @dataclass(slots=True)
 class _Guesser:
-    """What is known of one sequence. num_computed: leading tokens that the drafter has computed.
-    tried: how many tokens it had when guesses were tried last, and these."""
+    """Drafting state of one sequence."""
 
-    num_computed: int
+    num_computed: int  # leading tokens that the drafter has computed
     chance: Chance = field(default_factory=Chance)
-    tried: Tried | None = None
-    is_lost: bool = False
+    tried: Tried | None = None  # draft tokens that the last plan with some verified
+    is_lost: bool = False  # the drafter failed; the sequence gets no more draft tokens
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Take what became of its guesses."""
+        """Record how many of the last verified draft tokens were accepted."""
         if self.tried is not None:
             num_right = self.tried.num_right(sequence.known_tokens)
             self.chance.observe(len(self.tried.token_ids), num_right)
@@ -64,14 +61,14 @@ class _Guesser:
 
 
 class _Work(NamedTuple):
-    """Tokens of a row for the drafter, up to `end`; num: guesses."""
+    """Tokens of a row that the drafter is to compute, and the number of tokens to draft."""
 
     sequence: Sequence
     guesser: _Guesser
     row: int
-    end: int
-    read_from: int
-    num: int = 0
+    end: int  # position after the last token to compute
+    read_from: int  # index of the first token among the last step's tokens
+    num: int = 0  # draft tokens to propose
 
     @property
     def is_due(self) -> bool:
@@ -79,11 +76,13 @@ class _Work(NamedTuple):
 
 
 class ModelDrafting:
-    """Guesses of a model for all sequences of an engine, and what grammars force. draft: carries
-    out an order. holders: who holds these rows."""
+    """Drafter of a draft model for all sequences of an engine; it also proposes forced tokens.
+
+    draft: executes an order on the device.
+    holders: returns the sequences that hold the rows `[N]`."""
 
     is_idle = False
-    holds_back = True  # the last token must be known, and there is always something to guess
+    holds_back = True  # the last token must be known, and any row can have draft tokens
     is_ahead = looks_ahead = False
 
     def __init__(
@@ -96,15 +95,15 @@ class ModelDrafting:
         self._traits, self._grammars, self._draft = traits, grammars, draft
         self._holders = holders
         self._of: dict[Sequence, _Guesser] = {}
-        self._planned: dict[int, Sequence] = {}  # the last plan's rows
-        self._trying: dict[int, _Guesser] = {}  # rows of the last guesses
-        self._last: Plan | None = None  # that was carried out, until it was looked at
+        self._planned: dict[int, Sequence] = {}  # of the last plan, by row
+        self._trying: dict[int, _Guesser] = {}  # rows with draft tokens from the last call
+        self._last: Plan | None = None  # last executed plan, until the drafter has seen it
         self._times, self._draft_times = StepTimes(), StepTimes()
         self._began_s = 0.0
-        self._num_resting = 0  # steps
+        self._num_resting = 0  # steps left to skip
 
     def planned(self, plan: Plan) -> None:
-        """Note who is in a plan, what they begin with, and which guesses they try."""
+        """Note a plan's sequences, their computed tokens, and the draft tokens that it verifies."""
         self._planned = dict(zip(plan.rows.tolist(), self._holders(plan.rows), strict=True))
         for start in plan.started:
             [sequence] = self._holders(np.array([start.row], np.int32))
@@ -115,25 +114,22 @@ class ModelDrafting:
                 trying.tried = tried
 
     def worth(self, table: RowTable, rows: Int64) -> Int64:
-        """Return all: a model has something to say of every row."""
+        """Return all `rows` [N]: a model can draft for each of them."""
         return rows
 
     def follow(self) -> None:
         """Do nothing: no plan follows one that is in flight."""
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
-        """Do nothing: no other plan is in flight when a result comes."""
+        """Do nothing: no other plan is in flight when a result arrives."""
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """Take that a plan has been carried out: what it took counts from when guesses were
-        there."""
+        """Keep an executed plan for the drafter, and record its time since drafting ended."""
         self._last = plan
         if len(plan.rows) and (plan.num_tokens - plan.num_drafts == 1).all():
             self._times.observe(plan.num_scheduled_tokens, time.perf_counter() - self._began_s)
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """Guess for those of the sequences for which it is worth its time. num_running: rows that
-        run, with them."""
         forced = self._forced(sequences)
         if self._may_rest():
             self._began_s = time.perf_counter()
@@ -148,8 +144,8 @@ class ModelDrafting:
         return drafts
 
     def _may_rest(self) -> bool:
-        """Tell whether to leave all for later: nothing was worth guessing a moment ago, and no
-        prompt has been computed since."""
+        """Return whether to skip this step, and count it. It is skipped if drafting did not pay off
+        lately, and no prompt was computed since."""
         plan = self._last
         if self._num_resting == 0 or plan is None or not self._traits.may_lag:
             return False
@@ -160,7 +156,7 @@ class ModelDrafting:
         return True
 
     def _forced(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-        """Find what grammars leave no choice about: nobody has to guess that."""
+        """Return the tokens that grammars force, by sequence; these need no model."""
         found = {}
         for sequence in sequences:
             most = min(MOST_TOKENS, sequence.limit - sequence.num_known_tokens - 1)
@@ -169,7 +165,7 @@ class ModelDrafting:
         return found
 
     def _carry_out(self, work: dict[Sequence, _Work]) -> list[Draft]:
-        """Let the drafter do what is to be done now; returns what it has guessed."""
+        """Run the drafter if work is urgent, and return its draft tokens."""
         self._trying = {each.row: each.guesser for each in work.values() if each.num > 0}
         if not any(self._is_urgent(each) for each in work.values()):
             return []
@@ -193,7 +189,7 @@ class ModelDrafting:
         return self._drafts(due, answer)
 
     def _left_to_compute(self) -> dict[Sequence, _Work]:
-        """Find the tokens of the last step's rows that the drafter lacks."""
+        """Return, by sequence, the tokens of the last step that the drafter has not computed."""
         plan, self._last, found = self._last, None, dict[Sequence, _Work]()
         if plan is None:
             return found
@@ -221,14 +217,14 @@ class ModelDrafting:
     def _choose_lengths(
         self, sequences: list[Sequence], num_others: int, work: dict[Sequence, _Work]
     ) -> None:
-        """Choose how much is guessed for these sequences, and put it to the work. num_others:
-        tokens of the step that are not theirs."""
+        """Choose how many tokens to draft for each of the sequences, and write that into `work`.
+        num_others: tokens of the step that belong to other sequences."""
         traits, asked = self._traits, list[tuple[_Work, int]]()
         for sequence in sequences:
             known, row, table = sequence.num_known_tokens, sequence.row, sequence.table
             each = work.get(sequence)
             if sequence not in self._of and sequence.members[0] in work:
-                continue  # it was forked, and its first tokens are being computed
+                continue  # it was forked, and its first tokens are computed by its leader
             if each is None and not traits.reads:
                 guesser = self._guesser(sequence, sequence.num_computed_tokens)
                 each = _Work(sequence, guesser, row, min(known - 1, traits.max_length), 0)
@@ -254,7 +250,7 @@ class ModelDrafting:
             work[each.sequence] = each._replace(num=num)
 
     def _is_urgent(self, work: _Work) -> bool:
-        """Tell whether the drafter has something to do that cannot be done later."""
+        """Return whether work cannot wait: to draft, for a filled prompt block, or without lag."""
         size, begun = self._traits.block_size, work.guesser.num_computed
         in_prompt = begun < work.sequence.num_prompt_tokens
         has_filled = in_prompt and work.end // size > begun // size
@@ -262,7 +258,7 @@ class ModelDrafting:
         return work.num > 0 or has_filled or (work.end > begun and not may_lag)
 
     def _within_budget(self, due: list[_Work]) -> list[_Work]:
-        """Leave for later what a pass has no room for: of rows that have to catch up most."""
+        """Return the work that fits into one pass; rows that lag furthest are cut or skipped."""
         room, found = self._traits.most_tokens, list[_Work]()
         for each in sorted(due, key=lambda each: each.end - each.guesser.num_computed):
             begun = each.guesser.num_computed
@@ -303,7 +299,7 @@ class ModelDrafting:
         return found
 
     def _guesser(self, sequence: Sequence, num_computed: int) -> _Guesser:
-        """Return what is known of a sequence; of a new one, so many tokens are computed."""
+        """Return a sequence's state. A new one starts at `num_computed` or its leader's count."""
         found = self._of.get(sequence)
         if found is None:
             if len(self._of) >= MOST_FORGOTTEN and len(self._of) % MOST_FORGOTTEN == 0:
@@ -316,8 +312,9 @@ class ModelDrafting:
 
 
 def _is_still_there(sequence: Sequence, row: int) -> bool:
-    """Tell whether what a sequence had in a row is there until the next plan is made, and worth
-    computing on. Beams change their rows."""
+    """Return whether a sequence's blocks still hold what the last step computed in `row`.
+
+    Beams change their rows, so their blocks do not count. Neither do blocks of failed sequences."""
     group = sequence.group
     if sequence.is_beam and group is not None and group.is_forked:
         return False

@@ -1,9 +1,9 @@
-"""Where runs of tokens stand in a text: hash chains, as compressors that look for repeats use them.
+"""Index of the runs of tokens in a text: hash chains, as in compressors that look for repeats.
 
-A *place* is the number of the token that follows a run. For runs of 6 and of 2 tokens each place
-leads to the one before it whose run has the same hash; the newest of each hash is in a table. What
-a chain leads to may be another run, or overwritten since: places are compared before they are used.
-A token takes 12 bytes, and nothing is ever searched through.
+A *place* is the index of the token that follows a run. Runs of 6 and of 2 tokens are indexed. Each
+place links to the previous place whose run has the same hash, and a table holds the newest place of
+each hash. A linked place may follow another run, or be overwritten by now, so tokens are compared
+before a place is used. A token takes 12 bytes, and no text is ever scanned.
 """
 
 from array import array
@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-LONG, SHORT = 6, 2  # tokens of the runs that are looked up
-MOST_PLACES = 16  # that are looked at, the newest of a chain
-NOTHING = -1  # in the place of a token, or of a place
+LONG, SHORT = 6, 2  # tokens of the indexed runs
+MOST_PLACES = 16  # maximum places of a chain that are compared, the newest first
+NOTHING = -1  # stands for a missing token or place
 
 HASH_BITS = 32
 MASK = (1 << HASH_BITS) - 1
@@ -24,18 +24,18 @@ BASE_2, BASE_4 = BASE**2 & MASK, BASE**4 & MASK
 SPREAD = 0x85EBCA6B
 
 Ints: TypeAlias = "array[int]"
-Match = tuple[int, list[int]]  # how many tokens are the same, and the places behind them
+Match = tuple[int, list[int]]  # number of equal tokens, and the places after them
 
 
 class Keys(NamedTuple):
-    """Hashes of the last tokens. Texts of fewer than LONG have none."""
+    """Hashes of the last LONG and SHORT tokens. Shorter texts than LONG have none."""
 
     long: int
     short: int
 
 
 def keys_of(tokens: Ints) -> Keys | None:
-    """Hash the runs with which these tokens end."""
+    """Return the hashes of the runs at the end of these tokens; None for fewer than LONG."""
     if len(tokens) < LONG:
         return None
     a, b, c, d, e, f = tokens[-LONG:]
@@ -45,7 +45,7 @@ def keys_of(tokens: Ints) -> Keys | None:
 
 
 class Chains:
-    """The places of runs of one length."""
+    """Chains of the places of runs of one length, by hash."""
 
     def __init__(self, bits: int) -> None:
         self.shift = HASH_BITS - bits
@@ -53,51 +53,50 @@ class Chains:
         self.before = array("i")
 
     def add(self, place: int, key: int) -> None:
-        """Put a place before those of its hash."""
+        """Add a place at the head of the chain of its hash."""
         bucket = key >> self.shift
         self.before[place] = self.newest[bucket]
         self.newest[bucket] = place
 
     def fill(self, keys: npt.NDArray[np.uint64], first: int) -> None:
-        """Put the places from `first` on, which are the first ones. A hash must have 16 bits at
-        most."""
+        """Add places from `first` on to empty chains of at most 16 bits. keys: [N] hashes."""
         assert self.shift >= HASH_BITS - 16, "stable sorting is fast for short numbers only"
         buckets = ((keys & np.uint64(MASK)) >> np.uint64(self.shift)).astype(np.uint16)
         order = np.argsort(buckets, kind="stable")
         buckets, places = buckets[order], (order + first).astype(np.int32)
         is_next = buckets[1:] == buckets[:-1]
         np.frombuffer(self.before, np.int32)[places[1:][is_next]] = places[:-1][is_next]
-        np.frombuffer(self.newest, np.int32)[buckets] = places  # the last one of each stays
+        np.frombuffer(self.newest, np.int32)[buckets] = places  # the last write to a bucket remains
 
 
 class Places:
-    """Tokens, and the chains of their places."""
+    """Tokens and the chains of their places."""
 
     def __init__(self, num_tokens: int) -> None:
-        """num_tokens: how many there may be, roughly."""
+        """Create an empty index for about `num_tokens` tokens."""
         bits = min(max((num_tokens - 1).bit_length(), 8), 18)
         self.tokens = array("i")
         self._long, self._short = Chains(bits), Chains(bits)
 
     def reserve(self, num: int) -> None:
-        """Add places without tokens."""
+        """Add `num` places without tokens."""
         nothing = array("i", [NOTHING]) * num
         for numbers in (self.tokens, self._long.before, self._short.before):
             numbers.extend(nothing)
 
     def clear(self, first: int, num: int) -> None:
-        """Take the tokens away from places."""
+        """Remove the tokens of `num` places from `first` on."""
         self.tokens[first : first + num] = array("i", [NOTHING]) * num
 
     def write(self, place: int, token_id: int, keys: Keys | None, mix: int = 0) -> None:
-        """Put a token that follows runs of these hashes. mix: another one leads to other chains."""
+        """Write a token that follows runs with these hashes. mix: XORed to select own chains."""
         self.tokens[place] = token_id
         if keys is not None:
             self._long.add(place, keys.long ^ mix)
             self._short.add(place, keys.short ^ mix)
 
     def append(self, token_id: int, keys: Keys | None) -> None:
-        """Add a token that follows runs of these hashes."""
+        """Append a token that follows runs with these hashes."""
         place = len(self.tokens)
         self.tokens.append(token_id)
         self._long.before.append(NOTHING)
@@ -107,11 +106,11 @@ class Places:
             self._short.add(place, keys.short)
 
     def fill(self, token_ids: npt.NDArray[np.integer]) -> None:
-        """Put the first tokens, LONG or more, at once."""
+        """Write the first tokens `[N]` at once; N is at least LONG."""
         self.reserve(len(token_ids))
         np.frombuffer(self.tokens, np.int32)[:] = token_ids
-        tokens = token_ids[:-1].astype(np.uint64)  # nobody knows what follows the last
-        short = tokens[:-1] * np.uint64(BASE) + tokens[1:]  # [i]: of the run from i on
+        tokens = token_ids[:-1].astype(np.uint64)  # no token follows the last run yet
+        short = tokens[:-1] * np.uint64(BASE) + tokens[1:]  # [i]: hash of the run from i on
         long = short[:-4] * np.uint64(BASE_4) + short[2:-2] * np.uint64(BASE_2) + short[4:]
         self._long.fill(long * np.uint64(SPREAD), LONG)
         self._short.fill(short[LONG - SHORT :] * np.uint64(SPREAD), LONG)
@@ -119,8 +118,9 @@ class Places:
     def find(
         self, last: Ints, keys: Keys, mix: int = 0, may_use: Callable[[int], bool] | None = None
     ) -> Match:
-        """Return the places before which most of these tokens stand, newest first. last: tokens to
-        compare, LONG or more; keys: theirs; may_use: says which places count."""
+        """Return the longest earlier match of the last tokens, with its places, newest first. Only
+        the MOST_PLACES newest of a chain are compared. last: tokens to compare, LONG or more;
+        keys: hashes of their end; mix: as in `write`; may_use: filter of places."""
         for chains, key, best in (
             (self._long, keys.long, LONG),
             (self._short, keys.short, SHORT),
@@ -142,7 +142,7 @@ class Places:
         return 0, []
 
     def _num_same(self, last: Ints, place: int) -> int:
-        """Count how many of these tokens, from the last one back, stand before a place."""
+        """Return how many tokens before a place equal the end of `last`."""
         tokens, num = self.tokens, len(last)
         if tokens[max(0, place - num) : place] == last:
             return num

@@ -1,14 +1,15 @@
-"""Guesses at what most often followed a sequence's last tokens, here and in others' answers
-(SuffixDecoding, arXiv 2411.04975).
+"""Drafts from the most frequent continuation of a sequence's last tokens, in its own text and in
+other answers (SuffixDecoding, arXiv 2411.04975).
 
-Of the places where the longest run of the sequence's last tokens stands already, the newest are
-asked what follows: at each step ahead the most frequent token counts, and how often it came says
-whether the guess goes on. What was found is followed from token to token, and looked up anew only
-when none of it went on as the sequence did.
+The longest run of last tokens that occurred before is looked up, and its newest places are
+compared. Each draft token is the most frequent one at its position. The draft ends when the product
+of these frequencies falls too low. Matches advance with each token of the sequence. They are looked
+up again only when none of them continues as the sequence does.
 
-A sequence sees all of its own tokens (of a long prompt the newest), and of others what they
-answered, in pieces, the oldest of which are overwritten. Nobody sees answers to another tenant, or
-under another cache salt: each piece has one owner, and who asks is compared with it.
+A sequence sees all of its own tokens, except the older tokens of a long prompt. Of other sequences
+it sees the answers. These are stored in pieces, of which the oldest are overwritten. A sequence
+never sees answers to another tenant or under another cache salt. Each piece has one owner, which is
+compared with the sequence's owner.
 """
 
 from collections.abc import Sequence as Seq
@@ -30,38 +31,38 @@ from quire.engine.drafting.ngram_index import (
     keys_of,
 )
 
-OWN_TOKENS = 1 << 15  # of a prompt, the newest, that are looked through
-OWN_ANSWER = 1 << 10  # tokens, roughly; more of them make chains longer
-BULK = 64  # tokens from which a beginning is put at once
-PIECE = 128  # places of a piece of an answer: nothing, what stood before, the answer, nothing
+OWN_TOKENS = 1 << 15  # maximum indexed tokens of a prompt, the newest
+OWN_ANSWER = 1 << 10  # expected tokens of an answer; longer answers make chains longer
+BULK = 64  # minimum tokens of a prompt that is written at once
+PIECE = 128  # places of a piece: nothing, tokens before it, answer tokens, nothing
 MOST_OWNERS = 1 << 16
 OWNER_SPREAD = 0x9E3779B1
 
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """Where a sequence's answer goes on. owner: who may see it."""
+    """Position at which a sequence's answer is written."""
 
-    owner: int
-    mix: int  # of hashes
-    piece: int = -1
-    place: int = 0
+    owner: int  # only sequences with the same owner see the answer
+    mix: int  # XORed to hashes, so that each owner has its own chains
+    piece: int = -1  # index of the piece; -1 before the first
+    place: int = 0  # of the next token
 
 
 class Answers:
-    """The newest answers to everybody."""
+    """Newest answers of all sequences, in pieces that are overwritten in turn."""
 
     def __init__(self, num_pieces: int) -> None:
         self._most = num_pieces
         self.places = Places(num_pieces * PIECE)
-        self._writers: list[Writer] = []  # of the pieces
+        self._writers: list[Writer] = []  # by piece
         self._num_begun = 0
         self._owners: dict[tuple[str, str], int] = {}
         self._new_owner = count(1)
 
     def writer(self, tenant: str, cache_salt: str) -> Writer:
-        """Begin an answer. An owner who is forgotten, being the oldest of too many, sees no more of
-        what there was."""
+        """Return the writer of a new answer. With too many owners, the oldest one is forgotten and
+        its earlier answers are no longer seen."""
         key = tenant, cache_salt
         if key not in self._owners:
             if len(self._owners) >= MOST_OWNERS:
@@ -71,7 +72,7 @@ class Answers:
         return Writer(owner, owner * OWNER_SPREAD & MASK)
 
     def write(self, writer: Writer, token_id: int, keys: Keys | None, before: Ints) -> None:
-        """Add a token to an answer. keys: of the tokens before it, of which `before` has some."""
+        """Append a token to an answer. keys: hashes of the tokens before it, `before`."""
         is_mine = writer.piece >= 0 and self._writers[writer.piece] is writer
         if not is_mine or writer.place % PIECE == PIECE - 1:
             self._begin_piece(writer, before[-LONG:])
@@ -91,17 +92,17 @@ class Answers:
         self.places.tokens[first + 1 : writer.place] = before
 
     def is_seen_by(self, writer: Writer, place: int) -> bool:
-        """Tell whether a place is in an answer to the same owner."""
+        """Return whether a place is in an answer with the same owner."""
         return self._writers[place // PIECE].owner == writer.owner
 
 
 class SuffixGuesser:
-    """One sequence's tokens, and where they have led before."""
+    """Suffix drafter of one sequence: its tokens, and its matches here and in other answers."""
 
     def __init__(
         self, settings: Suffixes, num_prompt: int, answers: Answers, writer: Writer
     ) -> None:
-        """num_prompt: tokens that are no answer."""
+        """Create a drafter without tokens. num_prompt: tokens of the prompt."""
         self._settings, self._answers, self._writer = settings, answers, writer
         self._num_prompt = num_prompt
         self._own = Places(min(num_prompt + OWN_ANSWER, OWN_TOKENS))
@@ -111,7 +112,7 @@ class SuffixGuesser:
         self.num_taken = 0
 
     def extend(self, token_ids: Seq[int]) -> None:
-        """Add tokens."""
+        """Append tokens; tokens after the prompt are also written to the answers."""
         if self.num_taken == 0 and min(self._num_prompt, len(token_ids)) >= BULK:
             prompt, token_ids = token_ids[: self._num_prompt], token_ids[self._num_prompt :]
             self._own.fill(np.array(prompt[-OWN_TOKENS:], np.int32))
@@ -129,12 +130,12 @@ class SuffixGuesser:
         own.append(token_id, keys)
         length = min(self._here[0], LONG + 1)
         if own.tokens[-length:] == own.tokens[max(0, LONG - length) : LONG]:
-            self._here = 0, []  # the first place that can be found leads here as well
+            self._here = 0, []  # the first indexed place is a continuation as well
         self._keys = keys_of(own.tokens)
         self.num_taken += 1
 
     def guess(self, num: int) -> list[int]:
-        """Return up to `num` tokens that may come next; none if nothing led here before."""
+        """Return up to `num` draft tokens; an empty list if the last tokens have no match."""
         if self._keys is None:
             return []
         own, settings = self._own, self._settings
@@ -162,8 +163,8 @@ class SuffixGuesser:
         return self._choose(length, [tokens[place : place + num] for place in places], num)
 
     def _choose(self, length: int, runs: list[Ints], num: int) -> tuple[float, list[int]]:
-        """Return how many tokens of the most frequent way on should be right, and these. length:
-        how many tokens led to each of the ways, the newest first."""
+        """Return how many draft tokens should be accepted, and the draft tokens. runs:
+        continuations, newest first; length: matched tokens before them."""
         if not runs:
             return 0.0, []
         settings = self._settings
@@ -173,7 +174,7 @@ class SuffixGuesser:
         chance, expected = 1.0, 0.0
         while len(chosen) < most:
             ahead = len(chosen)
-            if ways.count(ways[0]) == len(ways):  # all go on alike
+            if ways.count(ways[0]) == len(ways):  # all continue identically
                 rest = ways[0][ahead:]
                 if NOTHING in rest:
                     rest = rest[: rest.index(NOTHING)]
@@ -192,7 +193,7 @@ class SuffixGuesser:
 
 
 def _follow(places: Places, match: Match, token_id: int) -> Match:
-    """Keep those places that this token follows."""
+    """Return the match after one more token: only the places where that token stands remain."""
     length, found = match
     if not found:
         return match
@@ -201,5 +202,5 @@ def _follow(places: Places, match: Match, token_id: int) -> Match:
 
 
 def _repeated(run: Ints, num: int) -> Ints:
-    """Let a run that reaches to the end go on as it began."""
+    """Return `num` tokens: a run that the end of the text cuts off is repeated."""
     return run if len(run) >= num else (run * (num // len(run) + 1))[:num]

@@ -1,1 +1,1 @@
-"""Grammars: compiled, followed token by token, and turned into masks."""
+"""Grammars: compiled, advanced token by token, and turned into masks."""

@@ -1,4 +1,4 @@
-"""Grammars' texts to matchers, which are kept for other requests with the same one."""
+"""Compile texts of grammars to matchers, which are cached for other requests with the same text."""
 
 import threading
 from collections import OrderedDict
@@ -10,12 +10,12 @@ from quire.engine.grammars.vocabulary import MakeVocabulary, Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_CACHED = 32  # compiled grammars that are kept for other requests
+MOST_CACHED = 32  # compiled grammars in the cache
 MAX_LEXER_STATES = 50_000  # of one compiled grammar: some 20 MB
 
 
 class Compiler:
-    """Compiles, on any thread. vocabulary: None before the first grammar."""
+    """Cache of compiled grammars, for any thread. vocabulary: None before the first grammar."""
 
     def __init__(self, make_vocabulary: MakeVocabulary) -> None:
         self.vocabulary: Vocabulary | None = None
@@ -24,8 +24,9 @@ class Compiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str, instead_of: "LLMatcher | None" = None) -> "LLMatcher":
-        """Return a matcher that nobody may change. instead_of: one that is used up. Raises
-        BadGrammar, ConfigError, MissingDependency."""
+        """Return a shared matcher, which callers must copy instead of changing it. instead_of: a
+        matcher that is used up, so it is not returned. Raises BadGrammar, ConfigError,
+        MissingDependency."""
         if self.vocabulary is None:
             self.vocabulary = self._make_vocabulary()
         with self._lock:
@@ -41,48 +42,48 @@ class Compiler:
 
 
 class BadGrammar(Exception):
-    """What llguidance says of a grammar."""
+    """Error of llguidance about a grammar."""
 
 
-# Limits of llguidance that a text may meet, not the grammar by itself: what it says, and the name.
+# Limits of llguidance that depend on the text, not only on the grammar: error text and name.
 LIMITS = {
     "Current row has": "max_items_in_row",
     "Too many items": "step_max_items",
     "too many expressions": "step_lexer_fuel",
     "too many states": "max_lexer_states",
 }
-# A text meets these again with each matcher that goes through it. A lexer's limits are on what
-# copies of a matcher share, so another matcher may go on.
+# Every matcher meets these limits again with the same text. The lexer's limits count what copies of
+# a matcher share, so another matcher may continue.
 LIMITS_OF_TEXTS = ("max_items_in_row", "step_max_items")
 
 
 def compiled(vocabulary: Vocabulary, grammar: str) -> "LLMatcher":
-    """Return a matcher that is warm. Raises BadGrammar."""
+    """Return a new matcher that has computed its first mask. Raises BadGrammar."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=limits)
     check(matcher)
-    matcher.compute_bitmask()  # copies share what this finds out
+    matcher.compute_bitmask()  # copies share its results
     check(matcher)
     return matcher
 
 
 def check(matcher: "LLMatcher") -> None:
-    """Raise BadGrammar for a matcher that cannot go on."""
+    """Raise BadGrammar if a matcher is in error."""
     if matcher.is_error():
-        raise BadGrammar(matcher.get_error().partition("\n<")[0])  # not its inner state
+        raise BadGrammar(matcher.get_error().partition("\n<")[0])  # without its inner state
 
 
 def is_final(matcher: "LLMatcher") -> bool:
-    """Tell whether a matcher has met a limit that every other one would meet with the same text.
-    Going through that text again may take half a minute, for which the step waits."""
+    """Return whether a matcher met a limit that any other would meet with the same text. Matching
+    that text again may take half a minute, while the step waits."""
     said = matcher.get_error() if matcher.is_error() else ""
     return any(words in said and name in LIMITS_OF_TEXTS for words, name in LIMITS.items())
 
 
 def in_words(error: BaseException) -> str:
-    """Return what a request is told of an error."""
+    """Return the error message for the request."""
     if isinstance(error, QuireError):
         return str(error)
     if not isinstance(error, BadGrammar):

@@ -1,14 +1,14 @@
-"""Grammars while their requests run: compiled, followed token by token, asked what they allow.
+"""Grammars of running requests: compiled, advanced token by token, and turned into masks.
 
     core's thread   begin(request)     take() -> GrammarReady    forced, cut    fill(promise, ...)
                         |                    ^                       ^                |
     compiling           +--- compile, warm --+                       |                |
     masks                                                  followers +-- ask, promise.put(...)
 
-The caller fills a promise once all results of earlier plans are in: then the known tokens are those
-before the first position that is masked. What a grammar leaves no choice about (`forced`) may be
-guessed; the masks of a guess's position and of those behind it are made with its plan's. llguidance
-is imported, and the threads are made, when the first grammar comes.
+The caller fills a promise once all results of earlier plans are in. Then all tokens before the
+first masked position are known. Tokens that a grammar forces may be used as draft tokens
+(`forced`). The masks of positions with draft tokens are made together with the others of the plan.
+The first grammar imports llguidance and starts the threads.
 """
 
 import logging
@@ -36,12 +36,13 @@ logger = logging.getLogger("quire")
 
 
 class Grammars:
-    """The grammars of one engine's requests.
+    """Grammars of one engine's requests.
 
-    make_vocabulary: called once, on the compiling thread; what it raises of ours is told to the
-    request, and it is called again for the next one. vocab_size: of the logits. num_threads: that
-    make masks. on_ready: called, from any thread, when `take` has something to give.
-    """
+    make_vocabulary: called once, on the compiling thread. If it raises, the request gets the error,
+    and the next request calls it again.
+    vocab_size: number of logits of a token.
+    num_threads: threads that compute masks.
+    on_ready: called, from any thread, when `take` has something to return."""
 
     def __init__(
         self,
@@ -61,12 +62,12 @@ class Grammars:
 
     @property
     def num_open(self) -> int:
-        """Grammars that are being compiled."""
+        """Number of grammars that are being compiled."""
         return self._num_open
 
     @property
     def num_followed(self) -> int:
-        """Requests that have a grammar and have not ended."""
+        """Number of requests with a grammar that have not ended."""
         return len(self._guided)
 
     @property
@@ -74,7 +75,7 @@ class Grammars:
         return not self._compiled.empty()
 
     def begin(self, request: Request) -> None:
-        """Compile the grammar of a request that was queued; `take` tells when it is ready."""
+        """Start to compile the grammar of a queued request; `take` returns it when it is ready."""
         if self._compiling is None:
             self._compiling, self._filling = DeviceThread("grammars"), DeviceThread("masks")
         guided = self._guided[request.request_id] = Guided(request)
@@ -85,7 +86,7 @@ class Grammars:
             error = None
             try:
                 guided.compiled = compiler.compile(request.grammar)
-            except BaseException as raised:  # as a panic of the library's is
+            except BaseException as raised:  # including a panic of the library
                 error = in_words(raised)
             compiled.put((guided, error))
             on_ready()
@@ -93,7 +94,7 @@ class Grammars:
         self._compiling.do(compile_it)
 
     def take(self) -> list[GrammarReady]:
-        """Take what is ready, without what was compiled for requests that have ended."""
+        """Return the requests whose grammars are ready or have failed, without ended requests."""
         found: list[GrammarReady] = []
         while True:
             try:
@@ -106,24 +107,25 @@ class Grammars:
                 found.append(GrammarReady(request_id, error))
 
     def hear(self, events: Iterable[Event]) -> None:
-        """Forget the requests that have ended."""
+        """Drop the requests that have ended."""
         if self._guided:
             for event in events:
                 if isinstance(event, Finished):
                     self._guided.pop(event.request_id, None)
 
     def forced(self, sequence: Sequence) -> list[int]:
-        """Return the tokens that alone a sequence may go on with, as far as its grammar leaves no
+        """Return the tokens that must come next in a sequence, as far as its grammar leaves no
         choice."""
         return self._asked_of(sequence, self._masks.forced)
 
     def cut(self, sequence: Sequence, guesses: list[int]) -> list[int]:
-        """Return the guesses that a sequence's grammar allows, up to the first that it forbids."""
+        """Return the draft tokens that a sequence's grammar allows, up to the first that it
+        forbids."""
         return self._asked_of(sequence, lambda wanted: guesses[: self._masks.cut(wanted)], guesses)
 
     def fill(self, promise: MaskPromise, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
-        """Have the masks of a plan's masked rows made, behind the tokens that are known now and
-        behind the plan's guesses. sequences: of its rows."""
+        """Start to make the masks of a plan's masked rows: after the known tokens, and after each
+        draft token. sequences: by row."""
         assert self._filling is not None, "no row has a grammar"
         masks, rows = self._masks, plan.masked_rows
         guesses = {draft.row: tuple(draft.token_ids.tolist()) for draft in plan.drafts}
@@ -131,13 +133,13 @@ class Grammars:
         self._filling.do(lambda: promise.put(masks.make_or_tell(rows, wanted)))
 
     def forgo(self, promise: MaskPromise, plan: Plan) -> None:
-        """Put masks that allow everything, for a plan whose result will not count."""
+        """Put masks that allow all tokens, for a plan whose result will not count."""
         num_positions = 1 + int(plan.num_drafts.max(initial=0))
         shape = len(plan.masked_rows), num_positions, self._num_words
         promise.put(TokenMasks(plan.masked_rows, np.full(shape, -1, np.int32)))
 
     def close(self) -> None:
-        """End the threads, when they have done what they were given."""
+        """End the threads after their queued work."""
         for thread in (self._compiling, self._filling):
             if thread is not None:
                 thread.close()
@@ -147,8 +149,8 @@ class Grammars:
         is_over = sequence.state is State.ENDED
         if guided is None or is_over:
             return Wanted(row, None)
-        # Another request may have had this id. The scheduler may complete a request, but keeps its
-        # list of tokens.
+        # A new request may reuse an id. The scheduler may replace the request object, but it keeps
+        # the list of prompt tokens.
         if guided.request.prompt_token_ids is not sequence.request.prompt_token_ids:
             return Wanted(row, None)
         token_ids = sequence.known_tokens[sequence.num_prompt_tokens :].copy()
@@ -157,11 +159,12 @@ class Grammars:
     def _asked_of(
         self, sequence: Sequence, ask: "Callable[[Wanted], list[int]]", guesses: Iterable[int] = ()
     ) -> list[int]:
-        """Ask for guesses. What goes wrong costs these alone: the row's mask tells of it."""
+        """Return the result of `ask`. An error only costs draft tokens here; the row's mask reports
+        it."""
         try:
             return ask(self._want(sequence.row, sequence, tuple(guesses)))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # as a panic of the library's is
+        except BaseException:  # including a panic of the library
             logger.exception("draft tokens for %s", sequence.request.request_id)
             return []

@@ -1,10 +1,10 @@
-"""What grammars allow: the masks of a plan's rows, and what is known of tokens to come.
+"""Masks of a plan's rows, and look-ahead into the tokens that grammars allow.
 
     position      0              1                         2
-    mask of    known tokens   and the first guess   and the second ...     to a row's last guess
+    mask of    known tokens   and the first draft   and the second ...    to a row's last draft
 
-Behind a guess that its own mask forbids, behind an end and behind whatever a grammar cannot go on
-with, nothing is allowed: no row gets that far, or is to be asked again by its next step.
+No token is allowed after a draft token that its own mask forbids, after an end token, and where a
+grammar is in error. No row samples there, or its next step asks for the mask again.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger("quire")
 
 @dataclass(slots=True)
 class Asked:
-    """Who is asked for a mask. place: of the mask, among those of all rows and positions."""
+    """Matcher that is to compute a mask. place: index of the mask among all rows and positions."""
 
     wanted: Wanted
     follower: Follower
@@ -36,7 +36,7 @@ class Asked:
 
 
 class MaskMaker:
-    """Asks matchers, for one thread at a time."""
+    """Maker of masks, used by one thread at a time."""
 
     def __init__(self, compiler: Compiler, vocab_size: int, num_threads: int) -> None:
         self._compiler = compiler
@@ -46,7 +46,8 @@ class MaskMaker:
         self._lock = threading.Lock()
 
     def make_or_tell(self, rows: Int32, wanted: list[Wanted]) -> TokenMasks:
-        """Make the masks of these rows; whatever goes wrong is told by them. Somebody waits."""
+        """Return the masks of these `rows` [N]. They report any error, which is never raised: the
+        device waits for them."""
         try:
             with self._lock:
                 return self.make(rows, wanted)
@@ -58,7 +59,7 @@ class MaskMaker:
             return TokenMasks(rows, words, dict.fromkeys(rows.tolist(), in_words(error)))
 
     def make(self, rows: Int32, wanted: list[Wanted]) -> TokenMasks:
-        """Make the masks of these rows. What is wrong with a grammar is told of its row."""
+        """Return the masks of these `rows` [N]; an error in a grammar is reported for its row."""
         num_positions = _num_positions(wanted)
         words = np.zeros((len(rows), num_positions, self._num_words), np.int32)
         words[:, 0] = -1
@@ -75,13 +76,13 @@ class MaskMaker:
         return TokenMasks(rows, words, errors)
 
     def forced(self, wanted: Wanted) -> list[int]:
-        """Return the tokens that alone may come next, as far as there is no choice."""
+        """Return the tokens that must come next, as far as the grammar leaves no choice."""
         with self._lock:
             follower = _follow(wanted)
             return [] if follower is None else follower.matcher.compute_ff_tokens()
 
     def cut(self, wanted: Wanted) -> int:
-        """Count the guesses that may come next, one after the other."""
+        """Return how many of the draft tokens, from the first on, the grammar allows."""
         with self._lock:
             follower = _follow(wanted)
             return 0 if follower is None else follower.matcher.validate_tokens(list(wanted.guesses))
@@ -101,7 +102,7 @@ class MaskMaker:
         return asked
 
     def _ask(self, asked: list[Asked], masks: Int32, errors: dict[int, str]) -> None:
-        """Ask all matchers for what may follow the known tokens."""
+        """Fill the masks of position 0: the tokens allowed after the known tokens."""
         self._fill(asked, masks)
         for each in asked:
             if each.follower.matcher.is_error():
@@ -115,7 +116,7 @@ class MaskMaker:
         self._leave_out_ends(asked, masks)
 
     def _goes_on(self, asked: Asked, position: int, masks: Int32) -> bool:
-        """Take the guess before a position, if it may stand there; tell whether to ask on."""
+        """Return whether to fill the mask of a position, after taking the draft token before it."""
         guesses, before = asked.wanted.guesses, asked.place
         if position > len(guesses):
             return False
@@ -126,7 +127,7 @@ class MaskMaker:
         return may_stand and not is_end and asked.follower.take(guess)
 
     def _ask_further(self, asked: list[Asked], masks: Int32) -> None:
-        """Ask matchers for what may follow a guess."""
+        """Fill masks of a later position; they allow nothing where a matcher is in error."""
         if not asked:
             return
         self._fill(asked, masks)
@@ -136,8 +137,8 @@ class MaskMaker:
         self._leave_out_ends(asked, masks)
 
     def _start_over(self, wanted: Wanted) -> Follower:
-        """Return the follower of a grammar that is compiled anew. Copies share what they find out,
-        up to a limit, and when one of them meets it, none is of any use any more."""
+        """Return a follower, from a grammar that is compiled again if the old one is in error.
+        Copies share results up to a limit; when one copy meets it, all are useless."""
         guided = wanted.guided
         assert guided is not None, "an ended row has no mask"
         follower = guided.followers.get(wanted.index)
@@ -146,8 +147,8 @@ class MaskMaker:
         return guided.follow(wanted.index, wanted.token_ids)
 
     def _fill(self, asked: list[Asked], masks: Int32) -> None:
-        """Let the library write masks, on its threads; Python goes on meanwhile. A tokenizer may
-        know more tokens than the model."""
+        """Have the library write masks, on its threads, while Python continues. A tokenizer may
+        have more tokens than the model's table, so wider masks are cut."""
         if self._executor is None:
             from llguidance import LLExecutor
 
@@ -167,8 +168,7 @@ class MaskMaker:
         masks[places, -len(padding) :] &= padding
 
     def _leave_out_ends(self, asked: list[Asked], masks: Int32) -> None:
-        """Forbid the end where something else is allowed, of answers that are not to end by
-        themselves."""
+        """Forbid end tokens where another token is allowed, for requests with `ignore_eos`."""
         for each in asked:
             guided = each.wanted.guided
             if guided is not None and guided.request.params.ignore_eos:
@@ -188,8 +188,7 @@ def _num_positions(wanted: list[Wanted]) -> int:
 
 
 def _follow(wanted: Wanted) -> Follower | None:
-    """Return a sequence's follower, if its grammar can go on; what the matter is, if it cannot, is
-    told with its mask."""
+    """Return a sequence's follower; None if its grammar is in error, which its mask reports."""
     if wanted.guided is None or wanted.guided.compiled is None:
         return None
     follower = wanted.guided.follow(wanted.index, wanted.token_ids)

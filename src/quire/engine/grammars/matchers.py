@@ -1,8 +1,8 @@
-"""Matchers that follow sequences: which tokens a grammar's text allows, after any output.
+"""Matchers that follow sequences: which tokens a grammar allows after any output.
 
-They follow statelessly: before a matcher is asked anything, it goes to its sequence's known output
-tokens, back to where these differ from those that it has taken, and on from there. So a preemption
-costs nothing, forks copy, beams, rewinds and wrong guesses go back, and nobody needs to be told.
+Before each use, a matcher is moved to its sequence's known output tokens. It rolls back to the
+first token that differs, and takes the tokens from there on. So a preemption costs nothing, and a
+fork copies a matcher. Beams, rewinds and rejected draft tokens roll back, without any notification.
 """
 
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Follower:
-    """A matcher, and the output tokens that it has taken."""
+    """Matcher together with the output tokens that it has taken."""
 
     matcher: "LLMatcher"
     token_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     def go_to(self, token_ids: Int32) -> None:
-        """Take these tokens instead, from where they differ on. A matcher that cannot go on, or
-        back, is in error from then on."""
+        """Move to these tokens [T], from the first that differs. If the matcher cannot move there,
+        it stays in error."""
         num_kept = num_common(self.token_ids, token_ids)
         if num_kept < len(self.token_ids):
             self.matcher.rollback(len(self.token_ids) - num_kept)
@@ -36,32 +36,31 @@ class Follower:
         self.token_ids = token_ids
 
     def take(self, token_id: int) -> bool:
-        """Take one more token; returns whether the matcher can go on."""
+        """Take one more token. Return whether the matcher accepts it."""
         self.token_ids = np.append(self.token_ids, np.int32(token_id))
         return self.matcher.consume_token(token_id)
 
 
 @dataclass(eq=False, slots=True)
 class Guided:
-    """A request with a grammar. compiled: without any token taken; made by the compiling thread.
-    followers: of its sequences, by index; for who makes masks."""
+    """Request with a grammar. followers: of its sequences, by index; used by the masks' thread."""
 
     request: Request
-    compiled: "LLMatcher | None" = None
+    compiled: "LLMatcher | None" = None  # without tokens; set by the compiling thread
     followers: dict[int, Follower] = field(default_factory=dict)
 
     def start_over(self, compiled: "LLMatcher") -> None:
-        """Follow with matchers of this one, which has no token taken, from now on."""
+        """Replace the compiled grammar by a new one without tokens, and drop all followers."""
         self.compiled, self.followers = compiled, {}
 
     def follow(self, index: int, token_ids: Int32) -> Follower:
-        """Return the follower of a sequence, which has taken these output tokens. One that is not
-        known yet is copied from the one that is nearest."""
+        """Return the follower of a sequence, moved to these output tokens [T]. A new sequence gets
+        a copy of the follower with the longest common beginning."""
         follower = self.followers.get(index) or self._copy_nearest(token_ids)
-        if follower.matcher.is_error():  # since a draft that was wrong
+        if follower.matcher.is_error():  # after a rejected draft token
             follower = self._fresh()
         follower.go_to(token_ids)
-        # It cannot go back over what `max_tokens` has ended.
+        # A matcher cannot roll back over an end that `max_tokens` forced.
         if follower.matcher.is_error() and not is_final(follower.matcher):
             follower = self._fresh()
             follower.go_to(token_ids)
@@ -81,7 +80,7 @@ class Guided:
 
 
 def num_common(first: Int32, second: Int32) -> int:
-    """Count the tokens with which both begin."""
+    """Return the length of the common beginning of two arrays [T] and [U]."""
     size = min(len(first), len(second))
     differs = first[:size] != second[:size]
     return int(differs.argmax()) if differs.any() else size
@@ -89,12 +88,10 @@ def num_common(first: Int32, second: Int32) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A sequence, by the row that it holds, and the output tokens behind which its grammar is
-    asked. guided: None allows everything, for a sequence that has ended. guesses: behind each of
-    them it is asked too."""
+    """Sequence, by its row, with the output tokens after which masks are needed."""
 
     row: int
-    guided: Guided | None
+    guided: Guided | None  # None allows all tokens, for a sequence that has ended
     index: int = 0
-    token_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    guesses: tuple[int, ...] = ()
+    token_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))  # [T]
+    guesses: tuple[int, ...] = ()  # masks are needed after each of them, too

@@ -1,11 +1,11 @@
-"""A model's tokens as llguidance sees them: made once, when the first grammar comes.
+"""A model's tokens for llguidance, converted once, when the first grammar arrives.
 
-Where a grammar leaves one text only, masks allow its canonical token alone, so llguidance tokenises
-while it makes them. It reads the whole tokenizer for that, and needs no Python then. Added tokens,
-special or not, are tokens that a grammar names (`<[151657]>`).
+Where a grammar leaves only one text, masks allow only its canonical tokens, so llguidance tokenises
+while it makes masks. It reads the whole tokenizer for that, and then needs no Python. Grammars name
+added tokens, special or not, by id (`<[151657]>`).
 
-A tokenizer finds added tokens in any text, so llguidance would tokenise the text `<|im_end|>` as
-the token, which the grammar then rejects. `without_added_texts` hides their texts from it: text is
+A tokenizer finds added tokens in any text. So llguidance would read the text `<|im_end|>` as the
+token, which the grammar then rejects. `without_added_texts` hides these texts, so that text is
 always spelled with ordinary tokens.
 """
 
@@ -27,24 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """size: of the model's table, so of the logits; num_tokens: of these the tokenizer has, the
-    rest is padding. end_token_ids: with which an answer may end. tokens: also those that a
-    tokenizer has beyond the table."""
+    """Tokens of a model, and the bits of masks that stand for some of them."""
 
-    size: int
-    num_tokens: int
-    end_token_ids: tuple[int, ...]
-    tokens: "LLTokenizer"
+    size: int  # rows of the model's table, and so logits of a token
+    num_tokens: int  # ids below this are tokens, the others are padding
+    end_token_ids: tuple[int, ...]  # tokens that may end an answer
+    tokens: "LLTokenizer"  # includes tokens beyond the table
 
     @cached_property
     def ends(self) -> Int32:
-        """[W] the bits of the end tokens."""
+        """[W] int32: bits of the end tokens."""
         return self._words(list(self.end_token_ids))
 
     @cached_property
     def padding(self) -> Int32:
-        """[P] the bits of the last words, from the first that is not all tokens: ones for tokens.
-        At least one word."""
+        """[P] int32: the last words of a mask, with ones for tokens and zeros for padding.
+
+        They begin with the first word that has padding; at least one word."""
         words = self._words(slice(0, self.num_tokens))
         return words[min(self.num_tokens // 32, len(words) - 1) :]
 
@@ -55,18 +54,17 @@ class Vocabulary:
 
 
 def num_words(vocab_size: int) -> int:
-    """Return how many words of 32 bits have one bit for each token."""
+    """Return the number of 32-bit words with one bit for each token."""
     return (vocab_size + 31) // 32
 
 
 def make_vocabulary(
     tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: Sequence[int]
 ) -> Vocabulary:
-    """Make it of a tokenizer. vocab_size: rows of the model's table, some of which may be no
-    tokens. Takes about a second for 150,000 tokens.
+    """Return a tokenizer's vocabulary. It takes about a second for 150,000 tokens.
 
-    Raises ConfigError for a model that no grammar can be used with; MissingDependency.
-    """
+    vocab_size: rows of the model's table, including padding.
+    Raises ConfigError for a model that no grammar can be used with; MissingDependency."""
     if tokenizer is None:
         raise ConfigError(
             "structured output needs a tokenizer, which this model does not have; set tokenizer,"
@@ -89,8 +87,8 @@ def make_vocabulary(
     try:
         readable = without_added_texts(tokenizer.to_json())
         plain = LLTokenizer(readable, num_known, list(ends), slices=[])
-        # Masks of texts in JSON take a third of the time with these. In two calls: each holds
-        # Python's lock, so that the engine's loop waits.
+        # Masks of JSON texts take a third of the time with slices. Two calls, because each holds
+        # Python's lock, so the engine's loop waits.
         tokens = plain.with_slices(LLTokenizer.general_slices())
     except Exception as error:
         raise ConfigError(
@@ -101,11 +99,10 @@ def make_vocabulary(
 
 
 def without_added_texts(tokenizer: str) -> str:
-    """Return a tokenizer.json whose added tokens keep their ids and hide their texts.
+    """Return a tokenizer.json whose added tokens keep their ids and have hidden texts.
 
-    Those that are words (not `is_mark`) stand for their text, so they keep it. In a byte-level
-    model such a word may be the name of a byte's token, whose bytes are others: it is hidden, too.
-    """
+    Added words (not `is_mark`) stand for their text, so they keep it. In a byte-level model such a
+    word may equal the name of a byte token with other bytes; then it is hidden, too."""
     state = json.loads(tokenizer)
     model = state["model"]
     is_byte_level = '"ByteLevel"' in json.dumps([state.get("pre_tokenizer"), state.get("decoder")])
@@ -115,7 +112,7 @@ def without_added_texts(tokenizer: str) -> str:
         text = token["content"]
         if is_mark(text, token["special"]) or (is_byte_level and text in names):
             hidden[text] = (
-                f"\ufdd0{token['id']}\ufdd1"  # Unicode noncharacters, which stand in no text
+                f"\ufdd0{token['id']}\ufdd1"  # Unicode noncharacters, which occur in no text
             )
             token |= {"content": hidden[text], "special": True}
         else:
@@ -125,12 +122,12 @@ def without_added_texts(tokenizer: str) -> str:
 
 
 def _names(vocab: Any) -> set[str]:
-    """Return the tokens of a model: names of ids, or pieces with scores."""
+    """Return the texts of a model's tokens: keys with ids, or pieces with scores."""
     return set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Give tokens of a tokenizer's model other names. None of them is merged any more."""
+    """Rename tokens of a tokenizer's model, and remove the merges that involve them."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}

@@ -1,1 +1,1 @@
-"""The loop of one model: plan, submit, take, recover; and the interface of what attaches to it."""
+"""The loop of one model: plan, submit, take, recover; and the interface of its attachments."""

@@ -7,12 +7,12 @@
     each turn of the loop: answers --> control
     close --> close
 
-The loop calls attachments by their `order`, then in the order of attaching. An attachment learns
-from `Decisions` what the scheduler decided, and asks the rest through its questions. It changes the
-scheduler only by messages: those that `answers` and `before_plan` return go through
-`Scheduler.control`.
+The loop calls attachments by their `order`, then in the order of attaching. An attachment gets the
+scheduler's decisions as `Decisions`, and reads all else through the core's questions. It changes
+the scheduler only by messages, which it returns from `answers` and `before_plan`. The loop passes
+them to `Scheduler.control`.
 
-This one aborts a request as soon as its tenant has got more tokens than allowed:
+This attachment aborts a request as soon as its tenant has received more tokens than allowed:
 
     class TokenLimit(Attachment):
         is_vital = False
@@ -47,24 +47,24 @@ from quire.engine.loop.in_flight import StepInFlight
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.views import RequestView
 
-# What went through a door: a request, a message, a result, or nothing (`schedule`).
+# Input of a door: a request, a message, a result, or nothing (`schedule`).
 Given = Request | Control | StepResult | None
 
 
 class Phase(enum.Enum):
-    """What has become of a step in flight."""
+    """Event in the life of a step in flight."""
 
-    NEXT = "next"  # it is the oldest in flight: the results of all steps before it were taken
-    DONE = "done"  # its result has come; the scheduler has not taken it yet
+    NEXT = "next"  # it is the oldest in flight: the results of all earlier steps were taken
+    DONE = "done"  # its result has arrived; the scheduler has not taken it yet
     VOID = "void"  # its result will not count; the executor may still wait for its masks
 
 
 class Pending(NamedTuple):
-    """What the loop may wait for because of an attachment."""
+    """Reasons of an attachment for the loop to wait."""
 
     has_answers: bool = False  # `answers` returns something now
-    num_open: int = 0  # answers that are still to come
-    next_s: float | None = None  # when to call `answers` even if nothing came; None is never
+    num_open: int = 0  # number of answers that are still to come
+    next_s: float | None = None  # when to call `answers` even if nothing arrived; None is never
     holds_plans: bool = False  # no plan is made while another is in flight
 
 
@@ -72,7 +72,7 @@ NOTHING_PENDING = Pending()
 
 
 class Loop(Protocol):
-    """What an attachment may ask of the loop when it closes."""
+    """Calls that an attachment may make on the loop when it closes."""
 
     @property
     def executor(self) -> Executor: ...
@@ -92,28 +92,27 @@ class Loop(Protocol):
 
 
 class Attachment:
-    """The base class of attachments: override what is needed, the rest does nothing.
+    """Base class of attachments. A method that is not overridden does nothing.
 
-    order: place among the attachments; the lowest is called first.
+    order: the attachment with the lowest order is called first.
     is_vital: what happens if a method raises. True: the engine stops, because requests depend on
     the attachment. False: the attachment is detached, with a warning in the log.
-    pending: what the loop may wait for. Override it with a property, or leave it.
-    """
+    pending: what the loop may wait for. Override it with a property, or keep the default."""
 
     order: int = 50
     is_vital: bool = True
     pending: Any = NOTHING_PENDING  # Pending
 
     def accept(self, request: Request) -> Request:
-        """Return the request as the scheduler is to get it. Raise RequestError to refuse it."""
+        """Return the request that the scheduler is to get. Raise RequestError to refuse it."""
         return request
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        """Take what the scheduler has decided about what went through a door. given: None after
+        """Receive the scheduler's decisions about the input of a door. given: None after
         `schedule`. A request in `given` was refused if the decisions hold a refusal."""
 
     def answers(self, now: float) -> Sequence[Control]:
-        """Return messages for the scheduler. Called in every turn of the loop."""
+        """Return messages for the scheduler. The loop calls this in every turn."""
         return ()
 
     def before_plan(self, num_in_flight: int) -> Sequence[Control]:
@@ -121,14 +120,14 @@ class Attachment:
         return ()
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
-        """Take what has become of a step in flight."""
+        """Receive an event of a step in flight."""
 
     def close(self, loop: Loop) -> None:
-        """End. Nothing is called afterwards, but `on_step` for steps that are void."""
+        """Close the attachment. The only later call is `on_step`, for void steps."""
 
 
 class Doors(Protocol):
-    """The four doors of a scheduler."""
+    """Four doors of a scheduler."""
 
     def add(self, request: Request, now: float) -> Decisions: ...
     def control(self, message: Control, now: float) -> Decisions: ...
@@ -137,5 +136,5 @@ class Doors(Protocol):
 
 
 class DoorWatcher(Attachment, Doors):
-    """An attachment in front of the doors: each call goes through it, after all other attachments,
-    and it passes the call on to the scheduler. At most one per core."""
+    """Attachment in front of the doors: each call goes through it, after all other attachments, and
+    it passes the call on to the scheduler. At most one per core."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 
 class Bell:
-    """Rung from any thread when a result or an answer has come. It holds no reference to the core,
-    so an unused core is collected with its executor's thread."""
+    """Bell that any thread rings when a result or an answer has arrived. It holds no reference to
+    the core, so an unused core is collected with its executor's thread."""
 
     def __init__(self) -> None:
         self.wake_up: Callable[[], None] = lambda: None
@@ -21,5 +21,5 @@ class Bell:
         self._is_rung.clear()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is rung."""
+        """Wait until it is rung, or until the timeout."""
         self._is_rung.wait(timeout_s)

@@ -6,9 +6,9 @@
 
 `plan` makes and submits a plan, `take` takes the oldest result, `_recover` repeats a failed step.
 Each `step` plans as far ahead as the pipeline depth allows, takes the oldest result, and returns
-the outputs. A caller that also waits for other things asks `rest_s` and calls `advance`.
+the outputs. A caller that also waits for other events uses `rest_s` and `advance` instead.
 
-Everything else around a step attaches to this loop (`loop/attachment.py`).
+All else around a step attaches to this loop (`loop/attachment.py`).
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from quire.scheduler.scheduler import Scheduler
 logger = logging.getLogger("quire")
 
 SETTLE_S = 2.0
-MAX_WAIT_S = 0.5  # for an answer, before the loop looks whether one is overdue
+MAX_WAIT_S = 0.5  # maximum wait for an answer, before the loop checks whether one is overdue
 
 
 class EngineCore(Front):
-    """The loop of one model on one device. step_budget: None for the configured budget."""
+    """Loop of one model on one device. step_budget: None for the configured budget."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class EngineCore(Front):
         self.in_flight = InFlight(scheduler.rows.num_stages)
         self.bell = Bell()
         self._rates = StepRates(executor.copy_bytes_per_s(), step_budget)
-        self._carried_over: Plan | None = None  # a skipped plan, whose rest the next one does
-        self._dropped = StepOutputs()  # ends of requests while no result was taken
+        self._carried_over: Plan | None = None  # skipped; the next plan includes its rest
+        self._dropped = StepOutputs()  # ends of requests that no taken result has reported
         self.control(self._rates.known)
         executor.start(self.bell.ring)
 
@@ -64,31 +64,31 @@ class EngineCore(Front):
 
     @property
     def num_in_flight(self) -> int:
-        """Plans whose results are not taken yet."""
+        """Number of plans whose results are not taken yet."""
         return len(self.in_flight)
 
     # ---- the loop ----------------------------------------------------------------------------
 
     def step(self) -> StepOutputs:
         """Plan as far ahead as possible, wait for one result and take it. Return at once if there
-        is nothing to do. Raises EngineError, now and from then on, if the core cannot go on."""
+        is nothing to do. Raises EngineError, now and in later calls, if the core has failed."""
         return self._turn(waits=True)
 
     def advance(self) -> StepOutputs:
-        """Plan if a plan is due, and take a result if there is one. Raises EngineError as `step`
-        does."""
+        """Plan if a plan is due, and take a result if there is one. Raises EngineError like
+        `step`."""
         return self._turn(waits=False)
 
     def settle(self) -> None:
-        """Take steps, for SETTLE_S at most, while there is work that no request waits for. Raises
+        """Take steps while there is work that no request waits for, for up to SETTLE_S. Raises
         EngineError."""
         until_s = self._clock.now() + SETTLE_S
         while self.scheduler.has_work and not self.requests() and self._clock.now() < until_s:
             self._turn(waits=True)
 
     def rest_s(self) -> float | None:
-        """Return the time for which there is nothing to do; None: until a message comes or the bell
-        rings."""
+        """Return the seconds until there is something to do. None: until a message arrives or the
+        bell rings."""
         pending = self.attachments.pending
         if self._has_lost_executor or any(each.has_answers for each in pending):
             return 0.0
@@ -105,7 +105,7 @@ class EngineCore(Front):
         return None if self._holds_back else max(0.0, self.in_flight.due_s - now)
 
     def plan(self) -> Plan | None:
-        """Plan and submit one step, if there is something to plan."""
+        """Plan and submit one step. Return None if there is nothing to plan."""
         for message in self.attachments.before_plan(len(self.in_flight)):
             self.control(message)
         decisions = self.schedule()
@@ -119,7 +119,7 @@ class EngineCore(Front):
         return plan
 
     def take(self) -> StepOutputs:
-        """Take the result of the oldest plan in flight."""
+        """Take the result of the oldest plan in flight, and return its outputs."""
         step = self.in_flight[0]
         has_run, carried_out = step.has_run, step.carried_out
         result = self.executor.next_result() if has_run else combine(carried_out, [])
@@ -141,12 +141,13 @@ class EngineCore(Front):
         return outputs
 
     def take_dropped(self) -> StepOutputs:
-        """Return the ends of requests that ended while no plan was in flight."""
+        """Return the outputs of requests that ended without a result."""
         dropped, self._dropped = self._dropped, StepOutputs()
         return dropped
 
     def wait_for_answers(self) -> None:
-        """Take the attachments' answers; if there are none, wait up to MAX_WAIT_S."""
+        """Pass the attachments' answers to the scheduler; if there are none, wait up to
+        MAX_WAIT_S."""
         self.bell.forget()
         if not self._take_answers():
             self.bell.wait(MAX_WAIT_S)
@@ -157,12 +158,13 @@ class EngineCore(Front):
         self.attachments.close(self)
         self._void(list(self.in_flight)[1:])
         self.executor.close()
-        self.attachments = Attachments()  # which may hold a model
+        self.attachments = Attachments()  # the old ones may hold a model
 
     # ------------------------------------------------------------------------------------------
 
     def _turn(self, waits: bool) -> StepOutputs:
-        """Do one turn of the loop. waits: for a result, or an attachment's answer."""
+        """Do one turn of the loop. waits: whether to wait for a result, or an attachment's
+        answer."""
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
@@ -178,7 +180,7 @@ class EngineCore(Front):
             elif waits or self._is_answered:
                 outputs = self.take()
                 if not waits and self.in_flight and not self._holds_back and self._is_due:
-                    self.plan()  # before the outputs go out: steps are short
+                    self.plan()  # plan before the outputs are sent: steps are short
         except EngineError as error:
             self._death = str(error)
             raise
@@ -204,7 +206,7 @@ class EngineCore(Front):
 
     @property
     def _has_lost_executor(self) -> bool:
-        """Whether the executor reports, with nothing in flight, that it cannot go on."""
+        """Whether the executor reports, with nothing in flight, that it has failed."""
         return not self.in_flight and self.executor.is_ready()
 
     @property
@@ -216,7 +218,7 @@ class EngineCore(Front):
 
     @property
     def _is_due(self) -> bool:
-        """Whether to plan the next step now: nothing runs, or not for much longer."""
+        """Whether to plan the next step now: the device is idle, or will be soon."""
         if self._has_nothing_to_plan:
             late_s = self._next_s
             return late_s is not None and late_s <= self._clock.now()
@@ -226,7 +228,7 @@ class EngineCore(Front):
 
     @property
     def _next_s(self) -> float | None:
-        """The time when something becomes due, or an attachment wants to be asked."""
+        """Time of the next due event of the scheduler or of an attachment."""
         times = [self._due_s, *(each.next_s for each in self.attachments.pending)]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -241,8 +243,8 @@ class EngineCore(Front):
     def _submit(
         self, plan: Plan, sampling: Sampling, left_out: frozenset[int] = frozenset()
     ) -> None:
-        """Submit a plan without the rows in left_out. If it loses all rows, still carry out its
-        moves; if it has none, skip it and merge the rest into the next plan."""
+        """Submit a plan without the rows in `left_out`. If it loses all rows, still carry out its
+        moves. If it has no moves either, skip it and merge the rest into the next plan."""
         carried_out, carried_over = plan, self._carried_over
         if left_out or carried_over is not None:
             carried_out = reduce_plan(plan, left_out, carried_over)
@@ -259,7 +261,7 @@ class EngineCore(Front):
 
     def _recover(self, failed: StepInFlight, error: str) -> StepOutputs:
         """Repeat the oldest plan, which failed, in parts or without its rows. Then submit the later
-        plans again, without the rows of sequences that this ended or preempted."""
+        plans again, without the rows of sequences that the failure ended or preempted."""
         later = self.in_flight.take_all()
         self._void(later)
         for step in later:
@@ -273,10 +275,10 @@ class EngineCore(Front):
         result = repeat_step(
             self.executor, part, plans, failed.masks, error, is_repeatable, has_stages
         )
-        self._carried_over = None  # if there is one, it is made again below
+        self._carried_over = None  # the later plans are submitted again below, and set it
         if result.error or len(result.row_errors) == len(part.rows):
-            # Perhaps no part of the plan was carried out. All but its moves may be done again; the
-            # result says whether the moves are lost.
+            # Perhaps no part of the plan was carried out. All but its moves may be repeated; the
+            # result shows whether the moves are lost.
             empty = leave_out(part, set(part.rows.tolist()))
             self._carried_over = dataclasses.replace(empty, moves=())
         outputs = self._update(combine(failed.plan, [(part, result)]), later)
@@ -287,12 +289,13 @@ class EngineCore(Front):
         return outputs
 
     def _void(self, steps: list[StepInFlight]) -> None:
-        """Let attachments give up steps whose masks the executor may wait for."""
+        """Notify attachments of void steps, whose masks the executor may wait for."""
         for step in steps:
             self.attachments.on_step(step, Phase.VOID)
 
     def _update(self, result: StepResult, later: list[StepInFlight]) -> StepOutputs:
-        """Give the scheduler a result. later: the steps in flight after it."""
+        """Give the scheduler a result, and return its outputs. later: the steps in flight after
+        it."""
         decisions = self.update(result)
         for step, left_out in zip(later, decisions.left_out, strict=True):
             step.left_out = left_out

@@ -1,5 +1,5 @@
-"""The front of a core: the scheduler's four doors, the attachments that hear what the doors decide,
-subscribers of events, and the questions that callers ask."""
+"""The front of a core: the scheduler's four doors, and the attachments that receive its decisions.
+It also has the subscribers of events, and the questions that callers ask."""
 
 import logging
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class Attachments:
-    """The attachments of one loop, in order. Each method is called only on the attachments that
+    """Attachments of one loop, in order. Each method is called only on the attachments that
     override it."""
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Attachments:
         self._index()
 
     def add(self, attachment: Attachment) -> None:
-        """Attach; those of equal order stay in the order of attaching."""
+        """Add an attachment. Attachments of equal order stay in the order of attaching."""
         self.all = sorted([*self.all, attachment], key=lambda each: each.order)
         self._index()
 
     def remove(self, attachment: Attachment) -> None:
-        """Detach; an attachment that is not attached is ignored."""
+        """Remove an attachment. One that is not attached is ignored."""
         self.all = [each for each in self.all if each is not attachment]
         self._index()
 
@@ -74,7 +74,7 @@ class Attachments:
         self._call(self._on_step, lambda each: each.on_step(step, phase))
 
     def close(self, loop: Loop) -> None:
-        """Close all, in order. What one raises keeps none of the others from it."""
+        """Close all attachments, in order, even if some of them raise."""
         for each in self.all:
             try:
                 each.close(loop)
@@ -83,18 +83,18 @@ class Attachments:
 
     @property
     def pending(self) -> list[Pending]:
-        """List what the loop may wait for."""
+        """Reasons of the attachments for the loop to wait."""
         return [each.pending for each in self._pending]
 
     @property
     def holds_plans(self) -> bool:
-        """Whether the next plan waits until none is in flight."""
+        """Whether the next plan waits until no plan is in flight."""
         return any(each.pending.holds_plans for each in self._pending)
 
     def _call(
         self, attachments: list[Attachment], call: Callable[[Attachment], Result]
     ) -> list[Result]:
-        """Return what each attachment returns, without those that fail."""
+        """Return the results of the attachments that do not raise."""
         results: list[Result] = []
         for each in attachments:
             try:
@@ -104,7 +104,7 @@ class Attachments:
         return results
 
     def _fail(self, attachment: Attachment, error: Exception) -> None:
-        """Raise what a vital attachment raised; detach another one."""
+        """Raise the error of a vital attachment, or detach another one."""
         if attachment.is_vital:
             raise error
         name = type(attachment).__name__
@@ -124,24 +124,24 @@ class Attachments:
 
 
 class Front:
-    """A scheduler and its attachments. Nothing but these four doors changes the scheduler."""
+    """Scheduler and its attachments. Only these four doors change the scheduler."""
 
     def __init__(self, scheduler: Scheduler, clock: Clock, limits: RequestLimits) -> None:
         self.scheduler = scheduler
-        self.doors: Doors = scheduler  # or the attachment that stands before them
+        self.doors: Doors = scheduler  # or the attachment in front of them
         self.limits = limits
         self.attachments = Attachments()
         self._clock = clock
         self._subscribers: list[Subscriber] = []
         self._events: list[Event] = []  # not delivered yet
-        self._has_nothing_to_plan = False  # before something comes in
-        self._due_s: float | None = None  # when something becomes due by itself
-        self._death: str | None = None  # why this core cannot go on
+        self._has_nothing_to_plan = False  # until the next call of a door
+        self._due_s: float | None = None  # time when something becomes due by itself
+        self._death: str | None = None  # why this core has failed
 
     # ---- the scheduler's doors ---------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for what can never be served, EngineBusy."""
+        """Queue a request. Raises RequestError if it can never be served, EngineBusy."""
         fork, num_known = request.fork, 0
         if fork is not None:
             num_known = check_fork(request, self.held(fork.request_id, fork.index))
@@ -156,7 +156,7 @@ class Front:
         self._hear(message, self.doors.control(message, self._clock.now()))
 
     def schedule(self) -> Decisions:
-        """Let the scheduler make a plan. It is not submitted."""
+        """Have the scheduler make a plan, without submitting it."""
         return self._hear(None, self.doors.schedule(self._clock.now()))
 
     def update(self, result: StepResult) -> Decisions:
@@ -164,8 +164,8 @@ class Front:
         return self._hear(result, self.doors.update(result, self._clock.now()))
 
     def _hear(self, given: Given, decisions: Decisions) -> Decisions:
-        """Let attachments hear what a door has decided. Raises EngineError if one is lost that
-        requests depend on."""
+        """Pass the decisions of a door to the attachments. Raises EngineError if a vital one
+        fails."""
         self._has_nothing_to_plan = False
         self._due_s = decisions.next_s
         self._events += decisions.events
@@ -176,36 +176,36 @@ class Front:
         return decisions
 
     def _failure(self, error: Exception) -> EngineError:
-        """Note that this core cannot go on, and return what to raise."""
+        """Record that this core has failed, and return the error to raise."""
         self._death = f"{type(error).__name__}: {error}"
         return EngineError(f"the engine cannot continue: {self._death}")
 
     # ---- attachments -------------------------------------------------------------------------
 
     def attach(self, attachment: Attachment) -> None:
-        """Let an attachment follow the loop from now on."""
+        """Add an attachment, which follows the loop from now on."""
         if isinstance(attachment, DoorWatcher):
             assert self.doors is self.scheduler, "at most one attachment stands at the doors"
             self.doors = attachment
         self.attachments.add(attachment)
 
     def detach(self, attachment: Attachment) -> None:
-        """Let an attachment follow the loop no longer. It is not closed."""
+        """Remove an attachment, without closing it."""
         if isinstance(attachment, DoorWatcher):
             self.doors = self.scheduler
         self.attachments.remove(attachment)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Deliver every event from now on."""
+        """Deliver all later events to a subscriber."""
         self._subscribers.append(subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Deliver no event any more."""
+        """Deliver no more events to a subscriber."""
         self._subscribers = [each for each in self._subscribers if each is not subscriber]
 
     def publish(self) -> None:
-        """Deliver the events since the last call: between two steps, so that no subscriber delays a
-        plan. What a subscriber raises reaches the caller."""
+        """Deliver the events since the last call. It runs between two steps, so that no subscriber
+        delays a plan. Errors of subscribers reach the caller."""
         if not self._events:
             return
         events, self._events = self._events, []
@@ -216,16 +216,16 @@ class Front:
     # ---- questions ---------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Return the time on the clock of this core."""
+        """Return the time on the clock of this core, in seconds."""
         return self._clock.now()
 
     @property
     def has_failed(self) -> bool:
-        """Whether this core cannot go on."""
+        """Whether this core has failed."""
         return self._death is not None
 
     def has(self, request_id: str) -> bool:
-        """Tell whether a request has not ended."""
+        """Return whether a request is known and has not ended."""
         return self.scheduler.has(request_id)
 
     def requests(self) -> tuple[RequestView, ...]:
@@ -233,15 +233,15 @@ class Front:
         return self.scheduler.requests()
 
     def view(self) -> SchedulerView:
-        """Return the scheduler's state as it is now."""
+        """Return the scheduler's current state."""
         return self.scheduler.view()
 
     def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        """List the pinned prefixes, oldest first. tenant: whose; None is everybody's."""
+        """List the pinned prefixes, oldest first. tenant: None for all tenants."""
         return self.scheduler.prefixes(self._clock.now(), tenant)
 
     def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
     ) -> list[HeldRequest]:
-        """List what is held, as `Scheduler.held` does."""
+        """List the retained requests, like `Scheduler.held`."""
         return self.scheduler.held(self._clock.now(), request_id, index, tenant)

@@ -1,5 +1,5 @@
-"""The steps in flight, how fast they are, and when to plan the next one: late, so that it includes
-the requests that arrive meanwhile, but early enough that the device never waits."""
+"""The steps in flight, their speed, and the time to plan the next one. The loop plans late, to
+include requests that arrive meanwhile, but early enough that the device never waits."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,37 +15,36 @@ from quire.runner.setup.step_size import StepBudget
 Sampling = npt.NDArray[np.object_]
 NO_SAMPLING: Sampling = np.empty(0, object)
 SHARE = 0.75  # of the time until the device runs out of plans; steps may be shorter than expected
-LEAD_S = 0.002  # planning, handing over, and waking up
-PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
-RATE_CHANGE = 0.2
+LEAD_S = 0.002  # for planning, submitting and waking up
+PREFILL_TOKENS = 32  # smaller steps do not show how fast prompts are computed
+RATE_CHANGE = 0.2  # relative change of a rate that is reported
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan in flight, as the loop knows it."""
+    """Plan in flight, with what the loop knows about it."""
 
     plan: Plan  # as the scheduler made it
     sampling: Sampling  # the sequences of its sample_rows
-    carried_out: Plan  # as the executor got it: without rows left out, with a plan carried over
+    carried_out: Plan  # as submitted: without `left_out` rows, with a carried-over plan
     num_tokens: int  # of carried_out
     masks: MaskPromise | None  # of its masked rows
     left_out: frozenset[int] = frozenset()  # rows whose results are void
-    result: StepResult | None = None  # once it has come
+    result: StepResult | None = None  # once it has arrived
 
     @property
     def has_run(self) -> bool:
-        """Whether the executor got it; it skips a plan that has lost all its rows and moves."""
+        """Whether the executor got it. A plan that has lost all its rows and moves is skipped."""
         has_work = len(self.carried_out.rows) > 0 or len(self.carried_out.moves) > 0
         return has_work or len(self.plan.rows) == 0
 
 
 class InFlight(deque[StepInFlight]):
-    """The steps in flight, oldest first. Change it by these methods alone, which keep the pace.
+    """Steps in flight, oldest first. Only these methods may change it, since they measure the pace.
 
-    A step is expected to take the time of the last one, or less if it has fewer tokens. If it takes
-    less, only the lead of one plan is lost: the loop plans at once after a result. num_stages: of
-    the model; until as many plans are in flight, the next one is due.
-    """
+    A step is expected to take as long as the last one, or less if it has fewer tokens. If a step is
+    faster than that, only the lead of one plan is lost: the loop plans at once after a result.
+    num_stages: stages of the model; until as many plans are in flight, the next one is due."""
 
     def __init__(self, num_stages: int) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class InFlight(deque[StepInFlight]):
 
     @property
     def due_s(self) -> float:
-        """When to plan the next step, while steps are in flight."""
+        """Time to plan the next step, while steps are in flight."""
         last_s = self._duration_s
         if len(self) < self._num_stages or SHARE * last_s * len(self) <= LEAD_S:
             return self._began_s
@@ -65,25 +64,25 @@ class InFlight(deque[StepInFlight]):
         return self._began_s + SHARE * expected_s - LEAD_S
 
     def begin(self, step: StepInFlight, now_s: float) -> None:
-        """Add a step that is submitted."""
+        """Add a submitted step."""
         if not self:
             self._began_s = now_s
         self.append(step)
 
     def end(self, now_s: float) -> None:
-        """Remove the oldest step, whose result has come. The device begins the next."""
+        """Remove the oldest step, whose result has arrived. The device begins the next."""
         self._num_tokens = max(1, self.popleft().num_tokens)
         self._duration_s, self._began_s = now_s - self._began_s, now_s
 
     def take_all(self) -> list[StepInFlight]:
-        """Remove all steps."""
+        """Remove all steps, and return them."""
         steps = list(self)
         self.clear()
         return steps
 
 
 class StepRates:
-    """The rates that the scheduler knows. step_budget: None for the configured budget."""
+    """Rates that the scheduler knows. step_budget: None for the configured budget."""
 
     def __init__(self, copy_bytes_per_s: float, step_budget: StepBudget | None) -> None:
         self._step_budget = step_budget
@@ -91,7 +90,7 @@ class StepRates:
         self.known = MeasuredRates(copy_bytes_per_s=copy_bytes_per_s, step_tokens=step_tokens)
 
     def observe(self, plan: Plan, result: StepResult) -> MeasuredRates | None:
-        """Take the time of a step; return the rates if they have changed."""
+        """Record the time of a step; return the rates if they have changed."""
         step_tokens = self.known.step_tokens
         prefill_rate = self._prefill_rate(plan, result)
         if self._step_budget is not None:

@@ -1,20 +1,20 @@
-"""Finding the rows that make a step fail, by repeating it in parts.
+"""Find the rows that make a step fail, by repeating it in parts.
 
 Row counters change last in a step, so a failed step can be repeated. A part is a plan of its own:
 some of the rows, with their starts and block-table entries. Failing parts are halved down to single
 rows. Parts run in the order of the plan's rows: a row may use blocks that earlier rows compute.
 
-The rest of the plan (released, forked, truncated, host tokens, swaps to host memory) goes with each
-part until one succeeds, and with none after it. A row that is forked while its parent samples goes
-with its parent. Loads and copies go with the rows of their blocks, and encoder inputs with the rows
-that read their outputs. (A block may be copied again after the plan has written it: both owners
-write the same slot.)
+The rest of the plan is released, forked, truncated, host tokens and swaps to host memory. It is in
+each part until one succeeds, and in no later one. A row that is forked while its parent samples is
+in its parent's part. Loads and copies are in the parts of the rows that use their blocks. Encoder
+inputs are in the parts of the rows that read their outputs. (A block may be copied again after the
+plan has written it: both owners write the same slot.)
 
-If rows cannot be computed again, only the rest of the plan is repeated (`give_rows_up`), and the
-scheduler finds the guilty rows (scheduler/suspects.py).
+If rows cannot be computed again, only the rest of the plan is repeated (`give_rows_up`). The
+scheduler then finds the guilty rows (scheduler/suspects.py).
 
-A failing swap is no row's fault. Before the first row is blamed, the rest of the plan is carried
-out alone, and if that fails, too, without its swaps (`lost_swaps`).
+No row is to blame for a failing swap. Before the first row is blamed, the rest of the plan is
+carried out alone. If that fails too, it is carried out without its swaps (`lost_swaps`).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 Part = tuple[Plan, StepResult]
-Place = tuple[str, int, int]  # the kind of a move, cache group, block
+Place = tuple[str, int, int]  # kind of a move, cache group, block
 FILLING = ("load", "copy")
 
 
@@ -48,9 +48,9 @@ def repeat_step(
 ) -> StepResult:
     """Repeat or give up a failed plan; return its result.
 
-    later: the later plans in flight, which the executor has answered. masks: of the plan.
-    is_repeatable, has_stages: as `Scheduler.may_repeat_steps` and `Scheduler.has_stages` say.
-    """
+    later: the later plans in flight, whose results the caller has taken.
+    masks: of the plan.
+    is_repeatable, has_stages: values of `Scheduler.may_repeat_steps` and `Scheduler.has_stages`."""
     if has_stages:
         logger.warning("step %d failed; all steps in flight are restarted: %s", plan.step_id, error)
         return give_all_up(plan, later, error)
@@ -62,11 +62,10 @@ def repeat_step(
 
 
 def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-    """Repeat a failed plan in parts, without its drafts, once the executor has answered all plans.
+    """Repeat a failed plan in parts, without its drafts, after the results of all plans are taken.
 
     Rows that fail alone are in the result's row_errors, even if they do not sample. Halves come
-    first: a step that failed by chance, or only as a whole, then succeeds.
-    """
+    first: a step that failed by chance, or only as a whole, then succeeds."""
     bisection = _Bisection(executor, plan.without_drafts, masks)
     bisection.begin()
     result = combine(plan, bisection.done, bisection.errors)
@@ -90,7 +89,8 @@ def give_all_up(plan: Plan, later: Iterable[Plan], error: str) -> StepResult:
 
 
 class _Bisection:
-    """done: parts that succeeded, with their results. errors: of rows that failed alone."""
+    """Repetition of a failed plan in halves. done: parts that succeeded, with their results.
+    errors: of rows that failed alone."""
 
     def __init__(self, executor: "Executor", plan: Plan, masks: MaskPromise | None) -> None:
         self.executor = executor
@@ -98,7 +98,7 @@ class _Bisection:
         self.masks = masks
         self.done: list[Part] = []
         self.errors: dict[int, str] = {}
-        self._moved: set[Place] = set()  # what loads and copies have filled
+        self._moved: set[Place] = set()  # filled by loads and copies
         self._has_swaps = any(move.kind == "swap_out" for move in plan.moves)
         self._has_tried_rest = False
         self._is_without_swaps = False
@@ -117,7 +117,7 @@ class _Bisection:
             self.halve(0, num_rows)
 
     def run(self, first: int, last: int) -> None:
-        """Carry out rows first to last - 1 of the plan, in halves if they fail."""
+        """Carry out rows `first` to `last` - 1 of the plan, in halves if they fail."""
         error = self._try(self._part(self.plan.rows[first:last]))
         if error is None:
             return
@@ -157,8 +157,8 @@ class _Bisection:
         return dataclasses.replace(part, moves=tuple(kept))
 
     def do_rest_alone(self) -> bool:
-        """Carry out the rest of the plan, if it has swaps and was not tried yet. Return whether it
-        is done now."""
+        """Carry out the rest of the plan, if it has swaps and was not repeated yet. Return whether
+        it succeeded now."""
         if self.done or self._has_tried_rest or not self._has_swaps:
             return False
         self._has_tried_rest = True
@@ -173,15 +173,15 @@ class _Bisection:
 
 
 def _filled(move: Move) -> set[Place]:
-    """Return the places that a load or a copy fills."""
+    """Return the blocks that a load or a copy fills."""
     if move.kind not in FILLING:
         return set()
     return {(move.kind, move.group, block) for block in move.destination.tolist()}
 
 
 def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Move:
-    """Return the part of a load or copy that fills wanted (group, block) and is not done yet.
-    A swap is returned as it is."""
+    """Return the part of a load or copy that fills a (group, block) in `wanted` and is not done
+    yet. Return a swap unchanged."""
     if move.kind not in FILLING:
         return move
     kept = [
@@ -194,8 +194,9 @@ def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Mov
 
 
 def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
-    """Return a plan with only these rows, and with the rest of the plan, including rows that start
-    with it but compute nothing. gone: rows whose sequences have ended or were preempted."""
+    """Return a plan with only these rows [N], and with the rest of the plan. That includes rows
+    that start with it but compute nothing. gone: rows whose sequences have ended or were
+    preempted."""
     if len(rows) == len(plan.rows):
         return plan
     kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
@@ -221,7 +222,7 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
 
 
 def _encoding_of(plan: Plan, rows: Set[int]) -> dict[str, Any]:
-    """Keep what these rows read of encoder outputs, and the inputs of which they read some."""
+    """Return the encoder reads of these rows, and the encoder inputs that they read."""
     reads = tuple(read for read in plan.encoder_reads if read.row in rows)
     read_slots = {slot for read in reads for slot in read.slots.tolist()}
     inputs = [
@@ -238,7 +239,7 @@ def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
 
 
 def _leftover(plan: Plan, released: Set[int]) -> Plan:
-    """Return the rest of a plan that the next plan is to do. released: rows released since."""
+    """Return the rest of a plan that the next plan must include. released: rows released since."""
     started = tuple(start for start in plan.started if start.row not in released)
     forked = tuple(f for f in plan.forked if not {f.parent, f.child} & released)
     return dataclasses.replace(
@@ -253,7 +254,7 @@ def _leftover(plan: Plan, released: Set[int]) -> Plan:
 
 
 def with_leftover(plan: Plan, left: Plan) -> Plan:
-    """Return a plan that first does the rest of a plan without rows."""
+    """Return a plan that also does, first, the rest of a plan without rows."""
     left = _leftover(left, set(plan.released.tolist()))
     first, then = left.block_writes, plan.block_writes
     return dataclasses.replace(
@@ -272,11 +273,10 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
 
 
 def reduce_plan(plan: Plan, left_out: Set[int], left: Plan | None) -> Plan:
-    """Return a plan without these rows that first does what `left` was to do.
+    """Return a plan without these rows that first does the rest of `left`.
 
     A plan that loses all of its rows loses its copies, too: they were for these rows. It keeps its
-    other moves, since its result settles its blocks of host memory.
-    """
+    other moves, since its result settles its blocks of host memory."""
     reduced = leave_out(plan, left_out)
     if len(plan.rows) and not len(reduced.rows):
         moves = tuple(move for move in reduced.moves if move.kind != "copy")
@@ -292,8 +292,8 @@ def leave_out(plan: Plan, rows: Set[int]) -> Plan:
 
 
 def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None) -> StepResult:
-    """Combine results of parts into one of the whole plan. Rows that no part sampled get token
-    0."""
+    """Combine the results of parts into a result of the whole plan. Rows that no part sampled get
+    token 0."""
     width = max((result.token_ids.shape[1] for _, result in parts), default=1)
     token_ids = np.zeros((len(plan.sample_rows), width), np.int32)
     num_accepted = np.ones(len(plan.sample_rows), np.int32)
@@ -320,7 +320,7 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
 
 
 def _rows_alone(plan: Plan) -> Plan:
-    """Return a plan without all that it does besides its rows."""
+    """Return a plan with only its rows and what these need."""
     nothing, idle = np.empty(0, np.int32), set(plan.idle_rows)
     written = set(plan.block_writes.row.tolist()) - idle
     return dataclasses.replace(
