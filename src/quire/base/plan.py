@@ -237,7 +237,7 @@ class DraftOrder:
     num_known: Int32  # [S] tokens of the row; draft tokens follow them
     num_guesses: Int32  # [S] draft tokens to propose
     capacity: Int32  # [S] tokens for which the row's own blocks have room
-    read_from: Int32  # [S] index of the first token within the row's part of the last step
+    read_from: Int32  # [S] index of the first token among all tokens of the last step
 
 
 @dataclass(frozen=True, slots=True)
