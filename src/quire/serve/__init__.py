@@ -1,1 +1,1 @@
-"""Ways in: the offline `LLM`, `AsyncLLM`, and the processes of the HTTP server."""
+"""Interfaces of the engine: the offline `LLM`, `AsyncLLM`, and the HTTP server's processes."""

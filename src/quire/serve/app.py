@@ -1,4 +1,4 @@
-"""The app: which routes there are, who may call them, and what stands around all of them."""
+"""The FastAPI app of an API process: its routes, their access control, and its middleware."""
 
 from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -22,19 +22,19 @@ from quire.serve.responses import routes as responses
 
 
 def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
-    """Make an ASGI app over this context. Every route needs a key except those of `utility.public`.
+    """Make the ASGI app that serves this context.
 
-    batches: of a server that keeps files. Whoever serves the app starts them, and stops them.
-
-    The one of `stream` looks for it by itself: a dependency could not refuse a WebSocket.
+    Most routes need an API key. `utility.public`, the web page and the page of the docs do not.
+    `stream` checks the key itself, because a dependency cannot refuse a WebSocket.
+    batches: batches of a server that stores files; the caller starts and stops them.
     """
     app = FastAPI(
         title="quire",
         version=QUIRE_VERSION,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # it would redirect to what the Host header says
-        openapi_url=None,  # a route of our own shows it, to key holders
+        redirect_slashes=False,  # a redirect would use the client's Host header
+        openapi_url=None,  # a route of our own serves it, to key holders
     )
     app.state.context, app.state.batches = context, batches
     protected = Depends(authorised)

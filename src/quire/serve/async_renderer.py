@@ -1,8 +1,8 @@
-"""Prompts to token ids without blocking an event loop: `Lanes` of threads, and `AsyncRenderer`.
+"""Turn prompts into token ids without blocking the event loop: `Lanes` and `AsyncRenderer`.
 
-Short texts are processed on the loop. Longer ones go to threads, and the longest to a thread of
-their own, so short texts never queue behind long ones. Each lane is FIFO. The texts at work and in
-queues are bounded, because they take memory. Chat templates run in processes of their own.
+Short texts are processed on the loop. Longer texts go to threads, and the longest texts to a thread
+of their own, so short texts never queue behind long ones. Each lane is FIFO. Texts in work and in
+queues take memory, so their number and size are bounded. Chat templates run in other processes.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from quire.render.templates.chat_template import ChatOptions
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Texts up to this size are processed on the loop, in a few milliseconds at most.
+# Texts up to this size are processed on the event loop, in a few milliseconds at most.
 MAX_CHARS_ON_LOOP = 4096
 MAX_CHARS_SHORT = 1 << 18
 NUM_SHORT_THREADS = 2
-# Of all texts at work or in a queue.
+# Bounds of all texts in work or in a queue.
 MAX_OPEN_CHARS = 1 << 26
 MAX_OPEN = 1024
 
 
 class Lanes:
-    """Threads for texts, bounded by the number and the characters of open texts. A text beyond the
-    bounds is refused, unless it is the only one."""
+    """Thread pools for text work, which bound the number and the characters of open texts. A text
+    beyond the bounds is refused, unless no other text is open."""
 
     def __init__(self, max_open_chars: float = MAX_OPEN_CHARS, max_open: float = MAX_OPEN) -> None:
         self._max_open_chars = max_open_chars
@@ -37,20 +37,20 @@ class Lanes:
         self._lock = threading.Lock()
         self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, "text")
         self._long = ThreadPoolExecutor(1, "long-text")
-        self.num_open = 0  # texts at work or in a queue
-        self.num_open_chars = 0  # their characters
+        self.num_open = 0  # texts in work or in a queue
+        self.num_open_chars = 0  # characters of these texts
 
     async def run(
         self, num_chars: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Do work on a text of num_chars characters. Raises EngineBusy beyond the bounds, and what
-        the work raises."""
+        """Run `work` on a text of `num_chars` characters, on the loop or in a thread. Raises
+        EngineBusy if the open texts are at their bound. Errors of `work` are raised unchanged."""
         if num_chars <= MAX_CHARS_ON_LOOP:
             return work(*args, **kwargs)
         self._open(num_chars)
         lane = self._short if num_chars <= MAX_CHARS_SHORT else self._long
         future: Future[T] = lane.submit(work, *args, **kwargs)
-        future.add_done_callback(lambda _: self._close(num_chars))  # also if the caller has left
+        future.add_done_callback(lambda _: self._close(num_chars))  # even if cancelled
         return await asyncio.wrap_future(future)
 
     def _open(self, num_chars: int) -> None:
@@ -74,7 +74,7 @@ INT64 = 2**63
 
 
 class AsyncRenderer:
-    """A renderer whose long work runs in lanes."""
+    """Renderer that runs its long work in the threads of `Lanes`."""
 
     def __init__(self, renderer: Renderer, lanes: Lanes) -> None:
         self._renderer = renderer
@@ -89,16 +89,19 @@ class AsyncRenderer:
         max_tokens: int | None = None,
         media: Media = (),
     ) -> RenderedPrompt:
-        """Render as `Renderer.render` does. max_tokens: a text that certainly has more tokens is
-        refused unread, with CONTEXT_LENGTH_EXCEEDED; other texts may have more, too. Raises
-        RequestError, and EngineBusy beyond the bounds of the lanes."""
+        """Render a prompt as `Renderer.render` does, without blocking the event loop.
+
+        max_tokens: limit for an early check. A text that certainly exceeds it is refused before
+        tokenization, with CONTEXT_LENGTH_EXCEEDED. The caller must check the exact length.
+        Raises RequestError for a bad prompt, EngineBusy if the open texts are at their bound.
+        """
         field = "prompt"
         if is_conversation(prompt):
             field = "messages"
             prompt = await self._renderer.chat_text_async(prompt, options, template)
             add_special_tokens = False
         num_chars = size_of(prompt, MAX_CHARS_ON_LOOP)
-        if num_chars > MAX_CHARS_ON_LOOP:  # counting it all takes long for odd ones only
+        if num_chars > MAX_CHARS_ON_LOOP:  # an exact count is slow for unusual prompts only
             num_chars = len(prompt) if isinstance(prompt, str | list) else size_of(prompt)
 
         def rendered() -> RenderedPrompt:
@@ -123,8 +126,8 @@ class AsyncRenderer:
 
 
 def size_of(prompt: object, enough: float = float("inf")) -> int:
-    """Return the approximate number of characters of a prompt at any nesting, names included. In
-    lists, numbers of usual size count as one. enough: the number at which counting may stop."""
+    """Return the approximate number of characters of a prompt, nested values and keys included. In
+    lists of token ids, each number counts as one. Counting stops once it exceeds `enough`."""
     total, rest = 0, [prompt]
     while rest and total <= enough:
         value = rest.pop()
@@ -138,7 +141,7 @@ def size_of(prompt: object, enough: float = float("inf")) -> int:
             if total <= enough and not _is_ids(value):
                 rest.extend(value)
         elif isinstance(value, int):
-            total += value.bit_length() // 3  # as a template writes it
+            total += value.bit_length() // 3  # about its decimal digits
     return total
 
 

@@ -1,7 +1,7 @@
-"""`quire batch`: all lines of a file through the server's app in this process, over its own cores.
+"""`quire batch`: send all lines of a file through the server's app, in this process.
 
-The output file says what is done (`serve/batches/journal.py`), so the same command goes on
-where an earlier one ended, however that was.
+The process starts cores of its own. The output file records the finished lines
+(`serve/batches/journal.py`), so the same command resumes after any interruption.
 """
 
 import asyncio
@@ -32,20 +32,20 @@ from quire.serve.processes.progress import BatchBar
 logger = logging.getLogger("quire")
 
 INTERRUPTED = 130  # exit status
-LOOK_S = 0.5  # between two looks at the engine, and at how far it is
-SYNC_LOOKS = 2  # between two times that the disk is made to hold what was written
-OPEN_PER_ROW = 2  # lines: while one runs, the next one is tokenised and waits
+LOOK_S = 0.5  # interval of checking the engine and updating the progress bar
+SYNC_LOOKS = 2  # checks between two syncs of the output to disk
+OPEN_PER_ROW = 2  # open lines per row: one runs while the next one is tokenised and waits
 
 
 @dataclass(frozen=True)
 class BatchFiles:
-    """What `quire batch` reads and writes."""
+    """The input file and the output file of `quire batch`."""
 
     input: Path
     output: Path
 
     def check(self) -> None:
-        """Raise ConfigError for files that cannot be these."""
+        """Raise ConfigError if the input is missing or is also the output."""
         if not self.input.is_file():
             raise ConfigError(
                 f"there is no file {self.input}; give a file with one request per line."
@@ -55,14 +55,14 @@ class BatchFiles:
 
 
 class BatchRun:
-    """One call of `quire batch`."""
+    """One invocation of `quire batch`."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig, files: BatchFiles) -> None:
         self._engine, self._server, self._files = engine, server, files
         self._num_signals = 0
 
     def run(self) -> int:
-        """Run what is not done yet; the exit status. Raise QuireError for what cannot be run."""
+        """Run the unfinished lines; return the exit status. Raise QuireError if that fails."""
         self._files.check()
         source = resolve_source(self._engine.model)
         check_before_loading(self._engine, source)
@@ -138,7 +138,7 @@ class BatchRun:
             await work
 
     def _take_signals(self, work: "asyncio.Task[None]") -> None:
-        """Let open lines end after a first signal; end at once after a second."""
+        """Handle signals: the first one lets open lines finish, the second one cancels them."""
 
         def take() -> None:
             self._num_signals += 1
@@ -148,7 +148,7 @@ class BatchRun:
                 work.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 asyncio.get_running_loop().add_signal_handler(number, take)
 
     def _tell_end(self, runner: LineRunner, total: int) -> int:

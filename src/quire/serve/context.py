@@ -1,4 +1,4 @@
-"""What every handler of one API process shares: the way to the core, and the text side."""
+"""The context of an API process: the engine client, the renderer, and all that handlers share."""
 
 import copy
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Activity:
-    """Of an API process, whatever the model. num_open: HTTP requests that generate."""
+    """State of an API process that all its models share. num_open: open generating requests."""
 
     draining: bool = False
     num_open: int = 0
@@ -33,16 +33,17 @@ class Activity:
 
 @dataclass
 class ApiContext:
-    """model_names: what requests may call the model; the first one is shown. started_s: unix time.
+    """Everything that a handler needs to answer a request to one model.
 
-    draining: set when the process is asked to end: new work is refused, open work goes on.
-    num_open: HTTP requests that generate and are being answered; the drain ends when it is 0.
-    lanes: threads for long texts. hooks: what requests and answers pass through, if anything.
-    rates: what keys may have in a minute, if that is limited.
-    peers: the server's other API processes. responses: what this one keeps of /v1/responses.
-    models: where there are several, the contexts of all of them, which share all that is no model's
-    own; all_models: what is asked of all; be_known: waits until what the model takes is known.
-    images: reads the images of requests.
+    model_names: names of the model in requests; responses show the first one. started_s: unix time.
+    draining: set while the process shuts down: new work is refused, open work continues.
+    num_open: open HTTP requests that generate; the drain ends when it is 0.
+    lanes: threads for long texts. hooks: filters of prompts and responses, if configured.
+    rates: rate limits of the keys, if configured. peers: the server's other API processes.
+    responses: responses of /v1/responses that this process stores. images: reader of images.
+    models: with several models, the contexts of all; they share everything but the model's own.
+    all_models: with several models, the view of all of them. be_known: waits until the model's
+    limits and abilities are known.
     """
 
     client: "AsyncClient"
@@ -68,12 +69,12 @@ class ApiContext:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model has a vision tower."""
+        """Whether this model has a vision tower."""
         return self.renderer.media is not None
 
     @property
     def takes_images_at_all(self) -> bool:
-        """Whether one of the models has a vision tower."""
+        """Whether any of the models has a vision tower."""
         return any(each.takes_images for each in self.models or (self,))
 
     @property
@@ -94,22 +95,22 @@ class ApiContext:
 
     @property
     def engine(self) -> "AsyncClient | AllModels":
-        """What is asked of the whole server: of its one model, or of all."""
+        """Interface to the whole server: the client of the only model, or all models."""
         return self.client if self.all_models is None else self.all_models
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """What requests may call the models."""
+        """Names of all models, as requests may give them."""
         return tuple(name for each in self.models or (self,) for name in each.model_names)
 
     def of_model(self, name: object) -> "ApiContext":
-        """Return the context of the model of that name; the first one if there is none."""
+        """Return the context of the model of this name, or this context if there is none."""
         found = (each for each in self.models if name in each.model_names)
         return next(found, self)
 
     async def of_request(self, request_id: str, tenant: str | None) -> "ApiContext":
-        """Return the context of the model that a request runs or is held on; of several models, if
-        none has it, this one."""
+        """Return the context of the model that runs or retains a request. Return this context if
+        there is one model, or if no model has the request."""
         for each in self.models:
             if await each.client.held(request_id, -1, tenant):
                 return each
@@ -122,7 +123,7 @@ class ApiContext:
         requests: RequestMaker,
         model_names: tuple[str, ...],
     ) -> "ApiContext":
-        """Return a context of another model, which shares the rest with this one."""
+        """Return the context of another model, which shares all other fields with this one."""
         other = copy.copy(self)
         other.client, other.renderer, other.requests = client, renderer, requests
         other.model_names = model_names
@@ -134,15 +135,15 @@ class ApiContext:
 
 
 async def context(request: fastapi.Request) -> ApiContext:
-    """Return the context that answers this request: of the model that its body names, if there are
-    several. Async, so that no thread is needed."""
+    """Return the context of the model that the request's body names. It is async so that FastAPI
+    calls it on the event loop instead of in a thread."""
     found: ApiContext = request.app.state.context
     return found.of_model(request.scope.get(MODEL)) if found.models else found
 
 
 async def model_known(api: ApiContext, name: Any) -> None:
-    """Wait until it is known what the model takes that a body names, or does not name. An unknown
-    name is refused later. Raise EngineDead or EngineBusy."""
+    """Wait until the limits of the model `name` are known; an empty name means this model. An
+    unknown name is refused later. Raise EngineDead or EngineBusy."""
     if api.be_known is not None and (not name or name in api.model_names):
         await api.be_known()
 
@@ -152,5 +153,5 @@ Api = Annotated[ApiContext, fastapi.Depends(context)]
 
 
 async def knowing(request: fastapi.Request, api: Api) -> None:
-    """Dependency of routes that need to know what the model takes, and generate nothing."""
+    """Wait until the model's limits are known; dependency of routes that do not generate."""
     await model_known(api, request.scope.get(MODEL))

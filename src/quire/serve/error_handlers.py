@@ -1,4 +1,4 @@
-"""Whatever a handler raises ends here, as an answer."""
+"""Exception handlers, which turn every exception of a handler into an error response."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 async def answer(request: fastapi.Request, error: Exception) -> Response:
-    """Answer an exception of the app's own, of Starlette's or of FastAPI's."""
+    """Return the error response for an exception of ours, of Starlette's or of FastAPI's."""
     if isinstance(error, RequestValidationError):
         error = invalid_request(error, request)
     elif isinstance(error, ApiHttpError):
@@ -33,7 +33,7 @@ async def answer(request: fastapi.Request, error: Exception) -> Response:
 
 
 def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
-    """Tell of routes and methods that do not exist, and of bodies that FastAPI could not read."""
+    """Describe an unknown route, a wrong method, or a body that FastAPI could not read."""
     headers = dict(error.headers or {})
     if error.status_code == 404:
         path = request.scope["path"][:200]  # request.url is made from the Host header
@@ -55,7 +55,7 @@ def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
 
 
 def install_error_handlers(app: fastapi.FastAPI) -> None:
-    """Have every exception that a route may raise answered by `answer`."""
+    """Register `answer` for every exception that a route may raise."""
     kinds: tuple[type[Exception], ...] = (
         ApiError, QuireError, RecursionError, RequestValidationError, HTTPException,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def install_error_handlers(app: fastapi.FastAPI) -> None:
 
 
 def _allowed_methods(routes: list[Any], scope: Scope) -> list[str]:
-    """Return the methods that the routes at a request's path answer."""
+    """Return the methods that the routes at the request's path accept."""
     found = []
     for method in METHODS:
         asked = "GET" if method == "HEAD" else method
@@ -74,8 +74,7 @@ def _allowed_methods(routes: list[Any], scope: Scope) -> list[str]:
 
 
 def error_answer(error: BaseException, scope: Scope) -> Response:
-    """Return the answer to a request that fails. An exception that nobody expected goes to the
-    log."""
+    """Return the response to a failed request. An unexpected exception is also logged."""
     request_id = str(scope.get("state", {}).get("request_id", ""))
     told = as_api_error(error, request_id)
     if is_messages(scope):

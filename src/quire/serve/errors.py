@@ -1,7 +1,7 @@
-"""Errors as clients see them: {"error": {"message", "type", "param", "code"}}, as OpenAI's.
+"""Errors as clients see them: {"error": {"message", "type", "param", "code"}}, as in OpenAI's API.
 
-Texts are our own: an exception of a library is never shown, because it may hold paths or addresses;
-the log has it with its traceback.
+Clients see only our own texts. The text of a library's exception may hold paths or addresses, so it
+goes to the log, with its traceback.
 """
 
 import errno
@@ -29,12 +29,12 @@ logger = logging.getLogger("quire")
 
 RETRY_AFTER_S = 1
 MAX_SHOWN = 80
-OF_PROMPTS = (None, "prompt", "prompt_token_ids")  # as errors call what doors name differently
+OF_PROMPTS = (None, "prompt", "prompt_token_ids")  # fields that endpoints name differently
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ApiError(Exception):
-    """An answer that is an error. param: the request's field; code: what programs may look at."""
+    """An error response. param: the request's field; code: identifier for programs."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ApiError(Exception):
 
 
 class ApiHttpError(fastapi.HTTPException):
-    """An ApiError to raise while a body is read: there FastAPI lets only its own kind through."""
+    """Wrapper to raise an ApiError while FastAPI reads a body: it passes only its own kind on."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status, error.message)
@@ -73,7 +73,7 @@ class ApiHttpError(fastapi.HTTPException):
 
 
 class ErrorResponse(Response):
-    """JSON that can hold any text a client sent, also halves of surrogate pairs."""
+    """JSON response for any text of a client, including halves of surrogate pairs."""
 
     media_type = "application/json"
 
@@ -82,20 +82,19 @@ class ErrorResponse(Response):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Make a 400 to raise."""
+    """Return a 400 for the caller to raise."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_late(message: str) -> ApiError:
-    """Make a 408 for a request whose timeout_s has passed. Clients that try again by themselves
-    after a 408, as OpenAI's does, are told not to: late work is what an overloaded server needs
-    least."""
+    """Return a 408 for a request whose timeout_s has passed. OpenAI's client retries after a 408.
+    The response forbids that, because repeated late work would burden an overloaded server."""
     headers = {"x-should-retry": "false"}
     return ApiError(408, message, "timeout_error", "timeout_s", "request_timeout", headers)
 
 
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
-    """Return what a client is told about an exception. One that nobody expected goes to the log."""
+    """Return the error that the client sees for an exception. Log an unexpected exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineBusy):
@@ -125,8 +124,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def error_in(field: str, error: RequestError) -> ApiError:
-    """Return the client's error with `field` as its parameter, unless the error names a field other
-    than the prompt. A busy engine is no field's fault."""
+    """Return the error for the client, with `field` as its parameter. An error that names a field
+    other than the prompt keeps its parameter, and so does one of the server, such as EngineBusy."""
     shown = as_api_error(error)
     if shown.status == 400 and shown.param in OF_PROMPTS:
         shown.param = field
@@ -134,7 +133,7 @@ def error_in(field: str, error: RequestError) -> ApiError:
 
 
 def _step_failed(error: StepFailed, request_id: str) -> ApiError:
-    """Make a 500. The step was repeated already; clients that would try again are told not to."""
+    """Return a 500 that forbids retries, because the engine has already repeated the step."""
     logger.error("request %s: %s", request_id, error)
     text = (
         "a step of the engine failed on this request; the server's log says why, under request id"
@@ -145,15 +144,14 @@ def _step_failed(error: StepFailed, request_id: str) -> ApiError:
 
 
 def _disk_full(error: OSError, request_id: str) -> ApiError:
-    """Make a 507. Paths are for the log alone."""
+    """Return a 507. Paths go to the log only."""
     logger.error("request %s: writing to the disk failed (%s)", request_id, error)
     text = "the server's disk is full, and nothing was stored for this request; try again later."
     return ApiError(507, text, "server_error", code="disk_full")
 
 
 def _hook_failed(error: HookFailed) -> ApiError:
-    """Make a 503 where hooks hang, and else a 500, after which clients are told not to try
-    again."""
+    """Return a 503 if hooks hang, else a 500 that forbids retries."""
     if error.code == HOOK_UNAVAILABLE:
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(503, str(error), "server_error", code=error.code, headers=headers)
@@ -162,8 +160,7 @@ def _hook_failed(error: HookFailed) -> ApiError:
 
 
 def error_body(error: BaseException, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """Return status and body for an exception; for streams that have begun, the body is an
-    event."""
+    """Return status and body for an exception. A stream that has begun sends the body as event."""
     shown = as_api_error(error, request_id)
     return shown.status, shown.body()
 
@@ -174,7 +171,7 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
 
 
 class ShortRepr(reprlib.Repr):
-    """What repr shows, of a value of any size, without looking at more of it than is shown."""
+    """Short repr of a value of any size, which reads only the part of the value that it shows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The table of fields: what becomes of each field of each API's body.
+"""The table of fields: how each API handles each field of its body.
 
-Rows follow from the routes and from the declarations at the fields of their bodies
-(`bodies/open_body.py`), which validation reads as well.
+The rows are derived from the routes and from the declarations at the fields of their bodies
+(`bodies/open_body.py`). Validation reads the same declarations.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from quire.serve.native.open_request import OpenPromptRequest
 from quire.serve.openai import chat_completions, completions, embeddings, scores
 from quire.serve.responses import routes as responses
 
-STREAM = "/v1/stream"  # a WebSocket, whose route has no body
+STREAM = "/v1/stream"  # a WebSocket, whose route declares no body
 ROUTERS = (
     chat_completions.router, completions.router, responses.router, messages.generating_router,
     messages.counting_router, embeddings.router, scores.router, utility.router, prefixes.router,
@@ -36,7 +36,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A field of an API. becomes: what it sets, if it is taken. advice: if it is refused."""
+    """A field of an API. becomes: what a used field sets; advice: help for a refused field."""
 
     api: str  # the path, without /v1
     field: str
@@ -44,11 +44,11 @@ class Row:
     fate: str
     becomes: tuple[str, ...] = ()
     advice: str = ""
-    values: tuple[object, ...] = ()  # neutral values of a refused field
+    values: tuple[object, ...] = ()  # neutral values, which are accepted in a refused field
 
 
 def bodies() -> dict[str, type[BaseModel]]:
-    """Return the class of each API's body, by its name: the shortest path without /v1/."""
+    """Return the class of each API's body, keyed by the API's shortest path without /v1/."""
     paths: dict[type[BaseModel], list[str]] = {}
     for router in ROUTERS:
         for route in router.routes:
@@ -64,12 +64,12 @@ def _name_of(path: str) -> str:
 
 
 def rows() -> list[Row]:
-    """Return the fields of all APIs."""
+    """Return the rows of all APIs."""
     return [row for name, kind in bodies().items() for row in rows_of(name, kind)]
 
 
 def rows_of(name: str, kind: type[BaseModel]) -> Iterator[Row]:
-    """Yield the fields of an API."""
+    """Yield the rows of one API."""
     properties = kind.model_json_schema()["properties"]
     for field, info in kind.model_fields.items():
         shown = info.alias or field
@@ -88,7 +88,7 @@ def rows_of(name: str, kind: type[BaseModel]) -> Iterator[Row]:
 
 
 def _type_of(schema: dict[str, Any]) -> str:
-    """Describe the type of a field's JSON schema in words."""
+    """Describe the type of a field, given its JSON schema, in words."""
     kinds = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
     words: list[str] = []
     for each in kinds:

@@ -1,8 +1,8 @@
-"""The API processes of one server among themselves: each answers the others on a Unix socket, too.
+"""Forwarding between the API processes of one server, each of which listens on a Unix socket.
 
-What one of them holds in memory is named by ids with its number; a request about it that comes to
-another one is passed on as it is, with its key, and so is the answer. The sockets are in the core's
-private directory.
+An id of an object in the memory of one process contains the number of that process. Another process
+that receives a request for the id forwards the request unchanged, including its key, and returns
+the response. The sockets are in the core's private directory.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ PIECE_BYTES = 1 << 16
 RETRY_AFTER_S = 5
 BACKLOG = 128
 EVENTS = b"text/event-stream"
-# Headers that are about a connection or a body's coding, and not about what is asked and answered;
-# and what says which page a request is from, which the first process has checked (origins.py).
+# Headers of the connection or of the body's coding, which are not forwarded. The headers of the
+# requesting page are not forwarded either, because the first process has checked them (origins.py).
 OWN = {
     b"connection", b"keep-alive", b"transfer-encoding", b"content-encoding", b"content-length",
     b"accept-encoding", b"expect", b"upgrade", b"te", b"host", b"date", b"server", b"x-request-id",
@@ -41,8 +41,11 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class Peers:
-    """number: of this process. count: of all. home: where their sockets are; None for a process
-    that is alone. has_tls: they speak TLS, as on the server's own socket."""
+    """The API processes of a server, as one of them sees them.
+
+    number: this process; count: all processes. home: directory of the sockets, None for a process
+    without peers. has_tls: whether the sockets use TLS, as the server's own socket does.
+    """
 
     number: int = 0
     count: int = 1
@@ -50,34 +53,34 @@ class Peers:
     has_tls: bool = False
 
     def listener(self) -> socket.socket | None:
-        """Return a socket for the others' requests; None if there are none."""
+        """Return a listening socket for the requests of other processes; None if there are none."""
         if self.home is None or self.count == 1:
             return None
         path = self._path(self.number)
-        path.unlink(missing_ok=True)  # of one that has died
+        path.unlink(missing_ok=True)  # left by a process that died
         found = socket.socket(socket.AF_UNIX)
         found.bind(str(path))
         found.listen(BACKLOG)
         return found
 
     def is_other(self, number: int | None) -> TypeGuard[int]:
-        """Tell whether there is a process of this number, and it is not this one."""
+        """Return whether `number` is another process of this server."""
         return number is not None and self.home is not None and self.number != number < self.count
 
     def have_sent(self, scope: Scope) -> bool:
-        """Tell whether a request has come from another process, which has admitted it."""
+        """Return whether another process has forwarded this request, and so has admitted it."""
         own = None if self.home is None else (str(self._path(self.number)), None)
         return own is not None and tuple(scope.get("server") or ()) == own
 
     async def pass_on(self, request: fastapi.Request, number: int, last: ErrorEvent) -> Response:
-        """Have a request answered by another process. last: the end of a stream that breaks off.
-        Raises ApiError if the process is not there."""
+        """Forward a request to another process and return its response. last: event that ends a
+        stream whose connection breaks. Raises ApiError if the process does not answer."""
         exchange = _Exchange()
         body = b""
         if isinstance(request, BoundedRequest):
             body = bytes(request.whole)
         else:
-            await request.body()  # that of a route which takes none
+            await request.body()  # read it to the end; the route does not use it
         try:
             asking = self._ask(exchange, request, body, number)
             status, headers = await unless_disconnected(request.receive, asking)
@@ -100,7 +103,7 @@ class Peers:
     async def _ask(
         self, exchange: "_Exchange", request: fastapi.Request, body: bytes, number: int
     ) -> tuple[int, Headers]:
-        """Send a request; return status and headers of its answer."""
+        """Forward a request; return status and headers of the response."""
         scope = request.scope
         path = scope["raw_path"].removeprefix(scope.get("root_path", "").encode())
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
@@ -125,7 +128,7 @@ class Peers:
 
 @dataclass
 class _Exchange:
-    """One request and its answer, on a connection of its own."""
+    """One forwarded request and its response, on a connection of its own."""
 
     _connection: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
     _reader: asyncio.StreamReader | None = None
@@ -138,7 +141,7 @@ class _Exchange:
         )
 
     async def ask(self, head: h11.Request, body: bytes) -> tuple[int, Headers]:
-        """Send a request, in one piece; return status and headers of the answer."""
+        """Send the request with one write; return status and headers of the response."""
         assert self._writer is not None
         events: list[h11.Event] = [head, h11.Data(data=body), h11.EndOfMessage()]
         self._writer.write(b"".join([self._connection.send(event) or b"" for event in events]))
@@ -148,7 +151,7 @@ class _Exchange:
         return event.status_code, list(event.headers)
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it comes. Closes the connection."""
+        """Yield the chunks of the response body as they arrive, then close the connection."""
         try:
             while not isinstance(event := await self._next(), h11.EndOfMessage):
                 if isinstance(event, h11.Data):
@@ -157,7 +160,7 @@ class _Exchange:
             self.close()
 
     async def whole(self) -> bytes:
-        """Return the whole body."""
+        """Return the whole response body."""
         return b"".join([piece async for piece in self.pieces()])
 
     def close(self) -> None:
@@ -175,7 +178,7 @@ class _Exchange:
 
 
 def _any_certificate() -> ssl.SSLContext:
-    """Return a context for a socket that its directory vouches for."""
+    """Return a TLS context that accepts any certificate: the directory protects the socket."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,15 +1,16 @@
-"""quire as a deployment of Ray Serve: experimental, made for ray 2.60.
+"""quire as a deployment of Ray Serve: experimental, written for ray 2.60.
 
     from ray import serve
     from quire.serve.ray_serve import application
 
     serve.run(application("demo", max_num_seqs=64, deployment={"num_replicas": 2}))
 
-Each replica has cores of its own and answers HTTP by quire's own app, with all its endpoints: Ray
-asks a class without an app for one when the replica has started (`__serve_build_asgi_app__`). The
-same class stands in `LLMConfig(server_cls=...)` of Ray Serve LLM, where the replicas answer HTTP
-themselves (its "direct streaming"); its other way, by an ingress that calls `chat` and
-`completions` with vLLM's classes, is not supported.
+Each replica has cores of its own and answers HTTP through quire's app, with all its endpoints. Ray
+requests the app from a started replica by `__serve_build_asgi_app__`.
+
+`LLMConfig(server_cls=...)` of Ray Serve LLM accepts the same class if the replicas answer HTTP
+themselves (its "direct streaming"). Its other mode is not supported: there an ingress calls `chat`
+and `completions` with vLLM's classes.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ from quire.serve.vllm_compat import drop_vllm_settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-ANY_HOST = "0.0.0.0"  # Ray's proxy listens, under whatever names it has
-# What Ray does in their place, and what several processes of one server share.
+ANY_HOST = "0.0.0.0"  # Ray's proxy connects under any name
+# Settings that Ray replaces, and settings of state that several processes of a server share.
 NOT_HERE = {
     "host", "port", "uds", "root_path", "api_server_count", "shutdown_timeout", "restart_engine",
     "ssl_keyfile", "ssl_certfile", "files_dir", "files_gb", "requests_per_minute",
@@ -43,11 +44,15 @@ NOT_HERE = {
 
 
 class QuireServer:
-    """A replica. model: its name and directory, or Ray's LLMConfig, whose engine_kwargs are
-    settings; settings: of the engine and the server, by name. Raises ConfigError."""
+    """A replica of the deployment.
+
+    model: name or directory of the model, or Ray's LLMConfig with settings in `engine_kwargs`.
+    settings: settings of the engine and the server, by name. Raises ConfigError for a setting that
+    is invalid, or that has no effect in a replica.
+    """
 
     def __init__(self, model: Any = "demo", **settings: Any) -> None:
-        self._cores: ManagedCores | None = None  # of one that was never made
+        self._cores: ManagedCores | None = None  # stays None if __init__ fails
         self._llm_config = None if isinstance(model, str) else model
         if self._llm_config is not None:
             model, settings = _of_llm_config(model)
@@ -67,7 +72,7 @@ class QuireServer:
         return self._cores
 
     async def start(self) -> None:
-        """Load the model. A second call does nothing."""
+        """Load the model, unless it is loaded already."""
         if self._loaded is None:
             self._loaded = await asyncio.to_thread(self._load)
 
@@ -81,7 +86,7 @@ class QuireServer:
         return source, text
 
     async def __serve_build_asgi_app__(self) -> "FastAPI":
-        """Return the app that answers this replica's requests."""
+        """Load the model and return the app that answers this replica's requests."""
         await self.start()
         assert self._loaded is not None
         source, text = self._loaded
@@ -95,21 +100,21 @@ class QuireServer:
         return create_app(context)
 
     async def check_health(self) -> None:
-        """Raise EngineDead if a core has ended, or makes no progress: Ray starts a new replica."""
+        """Raise EngineDead if a core has ended or is stuck; Ray then starts a new replica."""
         if self._loaded is not None:
             self._started.check()
 
     async def llm_config(self) -> Any:
-        """Return Ray's LLMConfig, if this was made of one."""
+        """Return Ray's LLMConfig if the replica was made from one, else None."""
         return self._llm_config
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
-        """Return the options of a deployment for Ray's LLMConfig: its own."""
+        """Return the deployment options that Ray's LLMConfig contains."""
         return dict(llm_config.deployment_config)
 
     def __del__(self) -> None:
-        """End, when Ray lets the replica go: its requests are over."""
+        """Stop the cores when Ray drops the replica, whose requests have ended."""
         if self._cores is not None:
             self._cores.stop()
 
@@ -118,7 +123,7 @@ def application(
     model: str = "demo", *, deployment: Mapping[str, Any] | None = None, **settings: Any
 ) -> Any:
     """Return an application for `serve.run`. deployment: options of the deployment, such as
-    `num_replicas`; settings: as `quire serve` takes them. Raises MissingDependency without Ray."""
+    `num_replicas`; settings: as in `quire serve`. Raises MissingDependency without Ray Serve."""
     try:
         from ray import serve
     except ImportError as error:
@@ -130,7 +135,7 @@ def application(
 
 
 def _of_llm_config(llm_config: Any) -> tuple[str, dict[str, Any]]:
-    """Return model and settings of Ray's LLMConfig."""
+    """Return the model and the settings that Ray's LLMConfig contains."""
     loading, name = llm_config.model_loading_config, llm_config.model_id
     source = loading.model_source or loading.model_id
     if not isinstance(source, str):

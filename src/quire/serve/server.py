@@ -1,8 +1,8 @@
-"""An API process, which the supervisor starts: python -m quire.serve.server. No torch.
+"""An API process: `python -m quire.serve.server`, started by the supervisor. Imports no torch.
 
-Its configuration comes as JSON on standard input; it answers HTTP on the bound socket that it
-inherits, and writes its index to `--ready` when it does. SIGTERM drains: new work is refused, open
-requests go on for up to --shutdown-timeout, then end with an error.
+It reads its configuration as JSON from standard input and serves HTTP on an inherited socket. When
+it is ready, it writes its index to the descriptor `--ready`. On SIGTERM it drains: it refuses new
+work and lets open requests continue for up to --shutdown-timeout. Then it fails the rest.
 """
 
 import argparse
@@ -46,19 +46,19 @@ logger = logging.getLogger("quire")
 POLL_S = 0.05
 CLOSE_S = 2.0
 _ENDING = "the server is shutting down."
-MAX_DIGITS = 640  # of a number that a client sends; reading one takes the square of their number
-PING_S = 20.0  # WebSockets: a client that does not answer for as long has gone
+MAX_DIGITS = 640  # digits of a number in a request; parsing takes quadratic time
+PING_S = 20.0  # WebSocket ping interval, and the timeout of the client's reply
 
 
 class ApiConfig(msgspec.Struct, frozen=True):
-    """What an API process is told."""
+    """Configuration of an API process, which the supervisor sends."""
 
     models: list[ApiModel]
     server: ServerConfig
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """uvicorn server without signal handlers, because ours drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -66,8 +66,8 @@ class ApiServer(uvicorn.Server):
 
 
 def main() -> int:
-    """Serve until told to end."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time, in our threads
+    """Serve until SIGTERM; return the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our threads take one text at a time
     options = _arguments()
     begin_child(options.log_level)
     sys.set_int_max_str_digits(MAX_DIGITS)
@@ -108,7 +108,7 @@ async def _serve(
         if not ready.done():
             ready.cancel()
             return 0
-        await ready  # EngineDead, if the core will never come
+        await ready  # EngineDead, if the core will never be ready
         with collecting_rarely():
             await _serve_until(server, options, ending, context, fronts, link, batches)
         return 0
@@ -126,8 +126,8 @@ def _context(
     rates: RateLimits | None,
     link: ModelLink | None,
 ) -> ApiContext:
-    """Return what handlers share; of several models the context of the first, which knows those of
-    the others."""
+    """Return the context that handlers share. With several models it is the first model's context,
+    which refers to the others' contexts."""
     server, first = config.server, fronts[0]
     count, has_tls = server.api_server_count, server.ssl_certfile is not None
     home = Path(config.models[0].cores[0]).parent
@@ -143,8 +143,8 @@ def _context(
 
 
 async def _wait_until_ready(fronts: Sequence[ModelFront], link: ModelLink | None) -> None:
-    """Wait for the model, or for those of several that are loaded at the start. Raise EngineDead if
-    the one will never come."""
+    """Wait for the model; with several, for the models that are loaded at the start. Raise
+    EngineDead if the only model will never be ready."""
     if link is None:
         await fronts[0].core.wait_until_ready()
         return
@@ -152,7 +152,7 @@ async def _wait_until_ready(fronts: Sequence[ModelFront], link: ModelLink | None
     for front in fronts:
         assert front.leased is not None
         if link.states[front.names[0]].state == LOADED:
-            with contextlib.suppress(QuireError):  # it has ended meanwhile
+            with contextlib.suppress(QuireError):  # the model has ended meanwhile
                 await front.leased.be_known()
 
 
@@ -165,7 +165,7 @@ async def _serve_until(
     link: ModelLink | None,
     batches: Batches | None,
 ) -> None:
-    """Answer requests, and run batches; then let open requests finish."""
+    """Answer requests and run batches until SIGTERM, then drain open requests."""
     if batches is not None:
         batches.start(cast(FastAPI, server.config.app))
     sockets: list[socket.socket] = [Listener(fileno=options.socket)]
@@ -185,7 +185,7 @@ async def _serve_until(
 
 
 async def _drain(context: ApiContext, fronts: Sequence[ModelFront], link: ModelLink | None) -> None:
-    """Let open requests finish, then end those that are left with an error."""
+    """Wait for open requests up to the shutdown timeout, then fail the remaining requests."""
     context.draining = True
     end_s = time.monotonic() + context.config.shutdown_timeout
     if context.num_open:
@@ -211,7 +211,7 @@ async def _until(done: Callable[[], bool]) -> None:
 def uvicorn_config(
     context: ApiContext, log_level: str, batches: Batches | None = None
 ) -> uvicorn.Config:
-    """Configure uvicorn: h11, because it limits the size of headers."""
+    """Configure uvicorn with h11, which limits the size of headers."""
     server = context.config
     return uvicorn.Config(
         create_app(context, batches),
@@ -220,7 +220,7 @@ def uvicorn_config(
         ws_max_size=min(server.max_body_bytes, MAX_WIDE_BYTES),
         ws_ping_interval=PING_S,
         ws_ping_timeout=PING_S,
-        ws_per_message_deflate=False,  # messages are small, and a window per connection is not
+        ws_per_message_deflate=False,  # messages are small; a window per connection is large
         lifespan="off",
         access_log=log_level == "debug",
         log_level="info" if log_level == "debug" else "warning",

@@ -1,24 +1,24 @@
-"""`quire serve`: core processes, API processes, and this one, which starts and watches them.
+"""`quire serve`: the supervisor, which starts and watches the core processes and API processes.
 
-It holds all sockets from the beginning: the TCP socket, bound before anything is loaded, so that a
-port in use is an error at once, and each core's Unix socket, in a private directory, so that
-clients of a core that is started anew only wait. It imports neither torch nor FastAPI, and sleeps.
+It imports neither torch nor FastAPI, and mostly sleeps. It holds all sockets from the beginning. It
+binds the TCP socket before it loads anything, so a port in use is an error at once. Each core has a
+Unix socket in a private directory. When a core is restarted, its clients wait on that socket.
 
-    SIGTERM, -INT, -HUP  API processes drain, then cores keep what is cached in their stores, if
-                         there are any, and end; exit status 0, or 1 if one did not end well
-    a second one         everything ends now; exit status 1
-    an API process dies  it is started anew, and the others go on
-    a core dies          the others end, exit status 1; with --restart-engine it is started anew,
-                         and other cores go on
-    a core is stuck      it is killed, which is the case above
+    SIGTERM, -INT, -HUP  API processes drain; then cores save cached blocks in their stores, if
+                         they have any, and end; exit status 0, or 1 if a process failed to end
+    a second signal      everything ends now; exit status 1
+    an API process dies  it is restarted, and the others continue
+    a core dies          the others end, exit status 1; with --restart-engine it is restarted, and
+                         other cores continue
+    a core is stuck      it is killed, and handled as a core that dies
     dies too often       (serve/processes/children.py) the others end; exit status 1
     could not start      the others end; exit status 3
     kill -9 of this one  the kernel kills the children (engine/wire/child.py)
 
-With several models (serve/several/) a core that dies or cannot start takes no other with it: the
-server ends when there is none left.
+With several models (serve/several/), the death or failed start of one core does not end the others.
+The server ends when no model is left.
 
-Whether traces can be sent: `--otlp-traces-endpoint` needs packages that quire does without.
+`--otlp-traces-endpoint` needs optional packages, which this module checks for at the start.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def check_tracing(endpoint: str | None) -> None:
-    """Raise ConfigError for an endpoint that is no URL, or if a package is missing."""
+    """Raise ConfigError if the endpoint is not a URL or a package for tracing is missing."""
     if endpoint is None:
         return
     if not endpoint.startswith(("http://", "https://")):
@@ -82,7 +82,7 @@ def check_tracing(endpoint: str | None) -> None:
     for name in PACKAGES:
         try:
             found = importlib.util.find_spec(name)
-        except ModuleNotFoundError:  # of what it is a part of
+        except ModuleNotFoundError:  # its parent package is missing
             found = None
         if found is None:
             raise ConfigError(
@@ -99,7 +99,7 @@ KEEPER = "keeper.sock"
 
 @dataclass(frozen=True)
 class ServedCore:
-    """One core of a model: where it runs, and its socket."""
+    """One core of a model: the model, the devices of the core, and its socket."""
 
     model: ServedModel
     place: CorePlace
@@ -107,12 +107,12 @@ class ServedCore:
 
 
 def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -> int:
-    """Serve one model until a signal or a death; returns the exit status."""
+    """Serve one model until a signal or the death of a core; return the exit status."""
     places = core_places(engine)
     model = ServedModel(engine, server.served_model_name)
     with _prepared(server) as (listening, stack):
         sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
-        source = resolve_source(engine.model)  # downloads only once
+        source = resolve_source(engine.model)  # downloads once, for all processes
         check_before_loading(engine, source)
         pairs = zip(places, sockets, strict=True)
         cores = [ServedCore(model, place, unix) for place, unix in pairs]
@@ -123,8 +123,8 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
 def serve_several(
     models: Sequence[ServedModel], server: ServerConfig, log_level: str = "info"
 ) -> int:
-    """Serve models that come and go, each by its names, until a signal or until none is left;
-    returns the exit status."""
+    """Serve several models, which are loaded and unloaded as requests need them. Return the exit
+    status, after a signal or when no model is left."""
     from quire.serve.several.keeper import Keeper
     from quire.serve.several.residency import Residency
     from quire.serve.several.shares import shared_out
@@ -153,7 +153,7 @@ def serve_several(
 
 @contextlib.contextmanager
 def _prepared(server: ServerConfig) -> Iterator[tuple[socket.socket, contextlib.ExitStack]]:
-    """Prepare this process, check what can be checked, and bind."""
+    """Check the settings that can be checked now, and yield the bound socket."""
     raise_open_files_limit()
     remove_abandoned_sockets()
     check_usage_log(server.usage_log)
@@ -163,7 +163,8 @@ def _prepared(server: ServerConfig) -> Iterator[tuple[socket.socket, contextlib.
 
 
 def raise_open_files_limit() -> None:
-    """Every connection is an open file, and 1024 is the usual limit; children inherit ours."""
+    """Raise the limit of open files; children inherit it. Each connection is an open file, and the
+    usual limit is 1024."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MAX_OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -172,7 +173,7 @@ def raise_open_files_limit() -> None:
 
 @contextlib.contextmanager
 def _listening(server: ServerConfig) -> Iterator[socket.socket]:
-    """Bind what the settings say; a Unix socket's file is removed in the end."""
+    """Bind the configured TCP or Unix socket. Remove the file of a Unix socket at the end."""
     if server.uds is None:
         with bind(server.host, server.port) as tcp:
             yield tcp
@@ -183,8 +184,8 @@ def _listening(server: ServerConfig) -> Iterator[socket.socket]:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Bind a Unix socket; one that nobody listens on any more is replaced. Raises ConfigError if
-    that is not possible."""
+    """Bind a Unix socket; replace a socket file that no process listens on. Raises ConfigError if
+    another server listens on it, or if it cannot be bound."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
@@ -201,7 +202,7 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket, not yet listening. Raises ConfigError if that is not possible."""
+    """Bind a TCP socket without listening. Raises ConfigError if that is not possible."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -218,8 +219,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Supervisor:
-    """The processes of one server. first: the request that the log shows at the start.
-    make_keeper: makes the keeper of several models, which loads and unloads them."""
+    """Starter and watcher of one server's processes. first: the example request that the start log
+    shows. make_keeper: makes the `Keeper` that loads and unloads several models."""
 
     def __init__(
         self,
@@ -241,17 +242,17 @@ class Supervisor:
         self._ready_in, self._ready_out = os.pipe()
         self._never_ready = set(range(server.api_server_count))  # API processes, by index
         self._num_signals = 0
-        self._status: int | None = None  # of this process, once it is to end
-        self._deadline_s = NEVER  # for those that are still there
+        self._status: int | None = None  # exit status of the server, once it is ending
+        self._deadline_s = NEVER  # when the processes that must end are killed
         self._signals_in, self._signals_out = socket.socketpair()
 
     def run(self) -> int:
-        """Start, watch, end."""
+        """Start all processes and watch them until all have ended; return the exit status."""
         for sock in (self._signals_in, self._signals_out):
             sock.setblocking(False)
         signal.set_wakeup_fd(self._signals_out.fileno())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: None)
         try:
             if self._keeper is not None:
@@ -327,7 +328,7 @@ class Supervisor:
     # ---- watching ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Wait for the next thing that happens, and see to it."""
+        """Wait for the next event or deadline, and handle it."""
         running = [child for child in self._children if child.is_running]
         fds = [*(child.pidfd for child in running), self._ready_in, self._signals_in.fileno()]
         fds += [] if self._keeper is None else self._keeper.fds()
@@ -351,7 +352,7 @@ class Supervisor:
         self._start_due()
 
     def _keep(self, keeper: "Keeper", readable: Sequence[int]) -> None:
-        """Load and unload models, also while requests are waited for that are still open."""
+        """Load and unload models, even while the server drains."""
         if keeper.is_open:
             keeper.look(readable)
         if self._status is None and (status := keeper.end_status) is not None:
@@ -359,8 +360,8 @@ class Supervisor:
             self._end(status, 0.0)
 
     def _wait_s(self) -> float:
-        """Return the seconds until the next deadline or start, and never for long: the heartbeat is
-        looked at."""
+        """Return the seconds until the next deadline or start. The wait is bounded, because the
+        supervisor must look at the heartbeats."""
         dues = (child.due_s for child in self._children if child.due_s is not None)
         untils = [core.until_s for core in self._cores]
         untils += [] if self._keeper is None else [self._keeper.due_s()]
@@ -387,8 +388,7 @@ class Supervisor:
                 logger.info("%s", line)
 
     def _bury(self, child: Child) -> None:
-        """See to a child that has ended: as told, or it is started anew, or the server ends with
-        it."""
+        """Handle the end of a child: an expected end, a restart, or the end of the server."""
         status = child.bury()
         for core in self._cores:
             if core.child is child:
@@ -402,16 +402,16 @@ class Supervisor:
                 logger.error("%s stopped with an error (%s)", child.name, _describe(status))
                 self._status = self._status or 1
             if child in self._apis and not self._running_apis():
-                self._end_cores()  # nobody is left to serve
+                self._end_cores()  # no API process is left to use them
             return
-        if status == NO_START:  # it has said itself why it could not start
+        if status == NO_START:  # the child has logged the reason
             self._end(NO_START, 0.0)
             return
         logger.error("%s ended unexpectedly (%s)", child.name, _describe(status))
         self._start_again(child)
 
     def _is_kept(self, child: Child) -> bool:
-        """Tell whether a child comes and goes, as models do."""
+        """Return whether the keeper manages this child: a core of one of several models."""
         keeper = self._keeper
         return keeper is not None and keeper.is_open and child not in self._apis
 
@@ -426,7 +426,7 @@ class Supervisor:
     # ---- ending ------------------------------------------------------------------------------
 
     def _end(self, status: int, drain_s: float) -> None:
-        """Ask the API processes to end; the cores follow when they have."""
+        """Ask the API processes to end; the cores end after them."""
         self._status = status
         self._deadline_s = time.monotonic() + drain_s + END_S
         if self._keeper is None or drain_s == 0:
@@ -456,10 +456,10 @@ class Supervisor:
         return [child for child in self._apis if child.is_running]
 
     def _kill_late(self, now: float) -> None:
-        """Kill who had to end by now; who is there even so is left behind."""
+        """Kill the processes that missed the deadline; abandon a process that survives its kill."""
         self._deadline_s = now + END_S
         self._status = self._status or 1
-        for child in self._running_apis() or self._running_cores():  # cores follow them
+        for child in self._running_apis() or self._running_cores():  # cores end after API processes
             if child.was_killed:
                 logger.error("%s cannot be killed and is abandoned", child.name)
                 child.leave()

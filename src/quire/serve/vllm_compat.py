@@ -1,7 +1,7 @@
-"""vLLM's settings that have no counterpart here, for those who bring their scripts along.
+"""vLLM's settings that quire does not have, so that scripts for vLLM still run.
 
-A value that asks for nothing, or for what is so anyway, is accepted and ignored; any other is
-refused with the reason, never taken silently. `LLM` and the command line read this one table.
+quire accepts and ignores a value that changes nothing here, such as a default. It refuses any other
+value with a reason. `LLM` and the command line read this one table.
 """
 
 import json
@@ -15,19 +15,19 @@ from quire.serve.vllm_flags import FLAGS, VllmSetting
 VLLM_SETTINGS: dict[str, VllmSetting] = {
     name: setting for name, setting in FLAGS.items() if not setting.is_same and not setting.becomes
 }
-SECRETS = ("hf_token",)  # of vLLM's settings; errors do not show their values
+SECRETS = ("hf_token",)  # settings of vLLM whose values errors do not show
 SPECULATION = "speculative_config"
-# vLLM's flags for its fields.
+# vLLM's flags for fields of `speculative_config`.
 SPECULATION_FIELDS = {
     "spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens",
 }  # fmt: skip
 
 
 def ignore_vllm_setting(name: str, value: Any) -> str:
-    """Return why a setting with this value may be ignored. Raise ConfigError if it may not.
+    """Return the reason why a setting with this value may be ignored, else raise ConfigError.
 
-    name: a key of VLLM_SETTINGS. value: as Python has it (None is not given), or as text from a
-    command line.
+    name: a key of VLLM_SETTINGS. value: a Python value (None if not given), or text from a command
+    line.
     """
     setting = VLLM_SETTINGS[name]
     if value is None or setting.harmless is None:
@@ -42,8 +42,8 @@ def ignore_vllm_setting(name: str, value: Any) -> str:
 
 
 def drop_vllm_settings(settings: dict[str, Any]) -> None:
-    """Take those settings out that may be ignored, and put those together that are parts of ours.
-    Raise ConfigError for one that may not be."""
+    """Remove the ignorable settings of vLLM in place, and merge `spec_*` fields into one setting.
+    Raises ConfigError if a value may not be ignored."""
     for name in [name for name in settings if name in VLLM_SETTINGS]:
         ignore_vllm_setting(name, settings.pop(name))
     parts = {name: settings.pop(name) for name in SPECULATION_FIELDS if name in settings}
@@ -53,8 +53,9 @@ def drop_vllm_settings(settings: dict[str, Any]) -> None:
 
 
 def speculation_of(given: Mapping[str, Any], whole: Any) -> str:
-    """Return speculative_config as JSON, from its fields under vLLM's names for them. whole: the
-    setting itself, if that is given, too. Raises ConfigError."""
+    """Return speculative_config as JSON, made of its fields under vLLM's names. given: the fields
+    that were set. whole: the setting `speculative_config` itself, or None. Raises ConfigError if
+    both are set, or if a value is invalid."""
     if whole is not None:
         names = ", ".join(given)
         raise ConfigError(f"{names} and {SPECULATION} mean the same; give one of them.")

@@ -1,13 +1,13 @@
-"""Every flag of vLLM's `serve`, and what quire does with it: one table, data only.
+"""Table of all flags of vLLM's `serve`, with what quire does with each. Data only.
 
 `LLM` and the command line read vLLM's settings from it (`vllm_compat.py`). `python -m
-quire.cli.migrating` writes it into the pages docs/use/vllm-flags*.md.
+quire.cli.migrating` generates the pages docs/use/vllm-flags*.md from it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-# Reasons of several settings.
+# Reasons that several settings share.
 OWN_IMAGES = "the model's own settings decide how images are read"
 IMAGE_CACHE = "each API process keeps the last prepared images"
 NO_VIDEO_FILES = "the server decodes no video files"
@@ -25,11 +25,11 @@ STATES = "states are cached in the data type of the computation"
 class VllmSetting:
     """A setting of vLLM.
 
-    is_same: quire has it under the same name; reason: how it differs, if it does.
-    becomes: the setting of quire that it becomes a part of.
-    harmless: values that may be ignored, because they ask for the behaviour of quire. None is all
-    values, () is no value. reason: why it is ignored or refused, and what to use instead.
-    is_switch: a flag without a value; several: with any number of them. short: other spellings.
+    is_same: quire has a setting of this name; reason: the difference, if any.
+    becomes: the quire setting that includes this one.
+    harmless: values that may be ignored, because they request what quire does anyway. None means
+    all values, () means none. reason: why a value is ignored or refused, and the alternative.
+    is_switch: a flag without a value; several: it has any number of values. short: short names.
     """
 
     reason: str = ""

@@ -1,1 +1,1 @@
-"""The Messages API of Anthropic."""
+"""Routes of Anthropic's Messages API."""

@@ -1,4 +1,4 @@
-"""A request of the Messages API as one of chat completions, which is then served as such."""
+"""Translation of a Messages request into a chat completion request, which then serves it."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from quire.serve.errors import bad_request
 
 Json = dict[str, Any]
 
-# Of the fields of a request, those that a chat has by the same name and with the same meaning.
+# Fields that a chat has with the same name and meaning.
 SAME = (
     "temperature", "top_p", "top_k", "stream", "min_p", "repetition_penalty", "seed", "priority",
     "timeout_s", "cache_salt",
 )  # fmt: skip
-# What switches reasoning in chat templates: Qwen's, GLM's and others; DeepSeek's and Granite's.
+# Template variables that turn reasoning on: for Qwen, GLM and others; for DeepSeek and Granite.
 SWITCHES = ("enable_thinking", "thinking")
 EFFORTS = {"xhigh": "high", "max": "high"}  # templates know low, medium and high
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -29,7 +29,7 @@ FORMAT_NAME = "output"
 
 
 def chat_of(body: Conversing) -> ChatCompletionRequest:
-    """Return the chat with the same prompt. Raises ApiError."""
+    """Return the chat request with the same prompt. Raises ApiError."""
     messages = chat_messages(body.system, body.messages)
     fields: Json = {"model": body.model, "messages": messages}
     if goes_on(messages):
@@ -49,7 +49,7 @@ def chat_of(body: Conversing) -> ChatCompletionRequest:
 
 
 def answered_chat_of(body: MessagesRequest) -> ChatCompletionRequest:
-    """Return the chat with the same prompt and the same answer. Raises ApiError."""
+    """Return the chat request with the same prompt and sampling fields. Raises ApiError."""
     fields: Json = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
     fields["max_tokens"] = max(1, body.max_tokens)
     if body.stop_sequences:
@@ -117,7 +117,7 @@ def _of_output(output: OutputConfig) -> Json:
 
 
 def _of_thinking(thinking: Thinking, max_tokens: int) -> Json:
-    """Bound the reasoning, unless max_tokens is the lower bound."""
+    """Return the fields that bound the reasoning; none if max_tokens bounds it anyway."""
     if thinking.type == "disabled":
         return {"include_reasoning": False}
     budget = thinking.budget_tokens

@@ -1,8 +1,8 @@
-"""Messages made of blocks, as the messages that chat templates know.
+"""Messages made of blocks, as messages for chat templates.
 
-What a user's message says beside results of tools becomes messages of its own, in its place. What
-an assistant's message thinks, says and calls becomes one message. Neighbours of one role are one
-turn, as Anthropic has it. Raises ApiError, which names the block.
+In a user's message, each tool result becomes a message of its own, and so does each other block, in
+order. An assistant's thoughts, texts and calls become one message. Adjacent messages of one role
+are one turn, as in Anthropic's API. Errors are ApiErrors that name the block.
 """
 
 import json
@@ -17,12 +17,12 @@ Json = dict[str, Any]
 Block = Mapping[str, Any]
 Part = str | ImagePart
 
-# A block of this kind is a header of Claude Code's, another one for each request: with it in the
-# prompt no two prompts would begin alike.
+# Claude Code sends a header in such a block, which differs in each request. It is removed, because
+# no two prompts would share a prefix with it.
 BILLING = "x-anthropic-billing-header:"
-FAILED = "Error: "  # how a result of a tool says that it is one; templates know no flag
+FAILED = "Error: "  # prefix of a failed tool result, because templates have no flag for it
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
-JOINED = {"content", "reasoning_content", "tool_calls"}  # lists, until all turns are joined
+JOINED = {"content", "reasoning_content", "tool_calls"}  # fields that are lists until `_plain`
 ALLOWED = {
     USER: ("text", "image", "tool_result"),
     ASSISTANT: ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -32,12 +32,12 @@ OF_RESULTS = ("text", "image")
 
 
 def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Block]) -> list[Json]:
-    """Return a conversation as chat completions take it."""
+    """Return a conversation as messages of chat completions."""
     found: list[Json] = []
     texts = [] if system is None else _system_texts(system)
     if texts:
         found.append({"role": SYSTEM, "content": texts})
-    names: dict[str, str] = {}  # of tools, by the ids of calls
+    names: dict[str, str] = {}  # names of tools, by call id
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         role = message.get("role")
@@ -55,7 +55,7 @@ def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Block
 
 
 def goes_on(messages: Sequence[Json]) -> bool:
-    """Tell whether an answer continues the last message of a chat, which is the assistant's."""
+    """Return whether the answer continues the last message. Raise ApiError if it cannot."""
     last = messages[-1]
     if last["role"] != ASSISTANT:
         return False
@@ -76,7 +76,7 @@ def _system_texts(system: str | Sequence[Block]) -> list[str]:
 
 
 def _blocks(content: object, where: str, allowed: Sequence[str]) -> list[Block]:
-    """Return the blocks of a content, which are of allowed types. A text is a block of text."""
+    """Return a message's blocks, all of allowed types. A text becomes one text block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not content:
@@ -168,7 +168,7 @@ def _call(block: Block, where: str) -> Json:
 
 
 def _turns(messages: Sequence[Json]) -> list[Json]:
-    """Join neighbours of one role; results of tools stay apart."""
+    """Join adjacent messages of one role, except tool results."""
     found: list[Json] = []
     for message in messages:
         last = found[-1] if found else {}
@@ -181,11 +181,11 @@ def _turns(messages: Sequence[Json]) -> list[Json]:
 
 
 def _plain(message: Json) -> Json:
-    """Return a message with its text, or texts and images as parts, and without what it has none
-    of."""
+    """Return a message in its final form, without empty fields. Its content is a text, or a list of
+    parts if it has several parts or an image."""
     parts: list[Part] = message["content"]
     content: Any = [{"type": "text", "text": e} if isinstance(e, str) else e for e in parts]
-    if not parts:  # of the assistant, with calls or thoughts
+    if not parts:  # an assistant's message with calls or thoughts only
         content = None
     elif len(parts) == 1 and isinstance(parts[0], str):
         content = parts[0]

@@ -1,4 +1,4 @@
-"""Errors in the shape that clients of the Messages API read, on its paths and below them."""
+"""Errors in the format of the Messages API, on its paths and below them."""
 
 import json
 from typing import Any
@@ -10,8 +10,8 @@ from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.serve.errors import ApiError, ErrorResponse, as_api_error
 
 PATH = "/v1/messages"
-REQUEST_ID = "request-id"  # the header in which these clients look for it
-# By status; of others, those from 500 on are the server's fault, and the rest the request's.
+REQUEST_ID = "request-id"  # header in which these clients expect the id
+# Types by status. Of other statuses, 500 and above are the server's fault, the rest the request's.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -21,20 +21,20 @@ TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# Fields of a chat that have another name in a message.
+# Fields of a chat that have another name in a Messages request.
 FIELDS = {"response_format": "output_config.format"}
-# Clients look for these words to find out that they should send less.
+# Clients search for these words to detect that they must send less.
 TOO_LONG = "prompt is too long: "
 
 
 def is_messages(scope: Scope) -> bool:
-    """Tell whether a request is for the Messages API, or for something below its path."""
+    """Return whether a request is for the Messages API or a path below it."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path == PATH or path.startswith(f"{PATH}/")
 
 
 def message_error_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Return what is sent of an error."""
+    """Return the body of an error response."""
     fault = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = TYPES.get(error.status, fault)
     text = error.message
@@ -52,6 +52,6 @@ def message_error_response(error: ApiError, request_id: str) -> Response:
 
 
 def message_error_event(error: BaseException, request_id: str) -> bytes:
-    """Return the end of a stream that fails."""
+    """Return the last event of a stream that fails."""
     body = message_error_body(as_api_error(error, request_id), request_id)
     return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"

@@ -1,7 +1,7 @@
-"""A chat's answer as a message made of blocks: as events of a stream, or put together of them.
+"""A chat's answer as a message made of blocks: as events of a stream, or as one whole message.
 
-A block ends where the next one begins, so that all blocks are in the order in which the model wrote
-them. A message in one piece is made of the same events.
+A block ends where the next one begins, so the blocks are in the order in which the model wrote
+them. A whole message is assembled from the same events.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from quire.serve.pipeline.answer import Answer, UsageCounter
 Json = dict[str, Any]
 
 TOOL_USE = "tool_use"
-# Why a chat's answer ended, and why a message did.
+# Reason of a chat's end -> reason of a message's end.
 REASONS = {"tool_calls": TOOL_USE, "length": "max_tokens", CONTENT_FILTER: "refusal"}
 END = "end_turn"
 NO_ROOM = "model_context_window_exceeded"
@@ -26,9 +26,12 @@ NO_ROOM = "model_context_window_exceeded"
 
 @dataclass
 class MessageEvents:
-    """head: id and model. usage: of the answer's choice. stops: the request's stop_sequences.
-    shows_thinking: the text of reasoning, and not only that there is one. is_cut: the answer was
-    given less room than max_tokens. is_dropped: what is answered is told to nobody."""
+    """Converter of a chat's chunks to a message's events.
+
+    head: id and model. usage: counter of the answer's choice. stops: the request's stop_sequences.
+    shows_thinking: send the text of reasoning, not only an empty block. is_cut: the answer got less
+    room than max_tokens. is_dropped: the answer is computed but not sent (max_tokens is 0).
+    """
 
     head: Json
     usage: UsageCounter
@@ -37,8 +40,8 @@ class MessageEvents:
     is_cut: bool = False
     is_dropped: bool = False
     _begun: bool = field(default=False, init=False)
-    _num_blocks: int = field(default=0, init=False)  # that have ended
-    _open: str = field(default="", init=False)  # the type of the open block
+    _num_blocks: int = field(default=0, init=False)  # number of ended blocks
+    _open: str = field(default="", init=False)  # type of the open block, empty if none is open
     _thought: "hashlib._Hash" = field(default_factory=hashlib.sha256, init=False)
 
     def of_chunk(self, chunk: Json) -> list[Json]:
@@ -93,8 +96,8 @@ class MessageEvents:
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": fields}
 
     def _end_block(self) -> list[Json]:
-        """End the open block, if there is one. That of reasoning gets a signature, which clients
-        want to see; nothing is proved by it."""
+        """End the open block, if there is one. A thinking block gets a signature, because clients
+        expect one; it proves nothing."""
         if not self._open:
             return []
         found: list[Json] = []
@@ -126,7 +129,7 @@ class MessageEvents:
         return {"type": "message_delta", "delta": delta, "usage": self._usage_json()}
 
     def _usage_json(self) -> Json:
-        """Return the tokens so far. Those of the prompt that were cached count apart."""
+        """Return the tokens so far. Cached prompt tokens are counted separately."""
         usage, is_told = self.usage, not self.is_dropped
         found: Json = {
             "input_tokens": usage.num_prompt - usage.num_cached,
@@ -142,9 +145,9 @@ class MessageEvents:
 
 
 def message_of(events: Iterable[Json]) -> Json:
-    """Put a message together of all its events."""
+    """Assemble a message from all its events."""
     message: Json = {}
-    pieces: list[str] = []  # of the open block's text
+    pieces: list[str] = []  # deltas of the open block
     for event in events:
         match event["type"]:
             case "message_start":
@@ -179,7 +182,7 @@ def _close(block: Json, text: str) -> None:
 
 
 async def whole(answer: Answer, events: MessageEvents) -> Json:
-    """Return a message in one piece, made of all events."""
+    """Return the whole message of an answer."""
     found: list[Json] = []
     async with aclosing(answer.chunks()) as pieces:
         async for chunks in pieces:
@@ -189,7 +192,7 @@ async def whole(answer: Answer, events: MessageEvents) -> Json:
 
 
 async def stream(answer: Answer, events: MessageEvents) -> AsyncGenerator[bytes, None]:
-    """Yield one piece per output that has something to show."""
+    """Yield the events of each output that has any, as bytes."""
     async with aclosing(answer.chunks()) as pieces:
         async for chunks in pieces:
             found = [event for chunk in chunks for event in events.of_chunk(chunk)]

@@ -1,6 +1,6 @@
-"""Fields of /v1/messages and /v1/messages/count_tokens: Anthropic's, and some of quire's own.
+"""Fields of /v1/messages and /v1/messages/count_tokens: Anthropic's fields and some of quire's own.
 
-Messages, system blocks and tools are plain objects here, which `conversation` and `as_chat` check.
+Messages, system blocks and tools are plain objects here; `conversation` and `as_chat` check them.
 """
 
 from typing import Annotated, Any, Literal
@@ -34,7 +34,7 @@ from quire.serve.bodies.protocol import (
 )
 from quire.serve.bodies.schemas import SOME_TEXT, TEXT, TEXT_PART, list_of, object_of, one_of
 
-MAX_BLOCKS = 1024  # of a system prompt
+MAX_BLOCKS = 1024  # blocks of a system prompt
 
 Json = dict[str, Any]
 
@@ -98,37 +98,37 @@ Schema = Annotated[dict[str, Any], at_most(MAX_SCHEMA_FIELDS)]
 
 
 class Thinking(BaseModel):
-    """Whether the model reasons, and how much of the reasoning is shown."""
+    """Reasoning options: whether the model reasons, how much, and whether its text is shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None  # maximum number of reasoning tokens
-    display: Literal["summarized", "omitted"] | None = None  # omitted: reasoning without its text
+    display: Literal["summarized", "omitted"] | None = None  # omitted: reason, without the text
 
 
 class ToolChoice(BaseModel):
-    """Whether the response calls a tool."""
+    """Tool choice: whether the response calls a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # of the tool to call, with the type `tool`
+    name: str | None = None  # name of the tool to call, for type `tool`
     disable_parallel_tool_use: bool | None = None
 
 
 class Format(BaseModel):
-    """The form of a response's text."""
+    """Constraint on a response's text: a JSON schema."""
 
     type: Literal["json_schema"]
     json_schema: Annotated[Schema, Field(alias="schema")]
 
 
 class OutputConfig(BaseModel):
-    """How much to reason, for templates that have this variable, and the form of the text."""
+    """Output options: the reasoning effort, for templates with that variable, and the format."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[Format, at_most(MAX_FORMAT_FIELDS)] | None = None
 
 
 class Metadata(BaseModel):
-    """Labels of a request. user_id: on a server without keys, the tenant."""
+    """Labels of a request. user_id: the tenant, on a server without keys."""
 
     user_id: Tenant | None = None
 
@@ -157,7 +157,7 @@ class CountTokensRequest(Conversing):
 class MessagesRequest(Conversing, SchedulingFields, SamplingFields):
     """A conversation that the model continues."""
 
-    max_tokens: Natural = becomes("SamplingParams.max_tokens", default=...)  # 0 fills the cache
+    max_tokens: Natural = becomes("SamplingParams.max_tokens", default=...)  # 0: prefill only
     stream: bool | None = becomes(RESPONSE)
     stop_sequences: StopStrings | None = becomes("SamplingParams.stop")
     metadata: Annotated[Metadata, at_most(MAX_FORMAT_FIELDS)] | None = becomes("Request.tenant")

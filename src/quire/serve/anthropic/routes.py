@@ -1,5 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens: a conversation in Anthropic's form, answered or
-counted."""
+"""POST /v1/messages and /v1/messages/count_tokens: answer a conversation in Anthropic's format, or
+count its tokens."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ counting_router = fastapi.APIRouter(route_class=BoundedRoute)
 
 @generating_router.post("/v1/messages")
 async def create_message(body: MessagesRequest, request: fastapi.Request, api: Api) -> Response:
-    """The next message of a conversation, made of blocks."""
+    """Answer a conversation with its next message, made of blocks."""
     check_neutral(body)
     message_id = new_id("msg")
     chat_body = await api.lanes.run(_size(body), answered_chat_of, body)
@@ -62,7 +62,7 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
 
 @counting_router.post("/v1/messages/count_tokens", dependencies=[fastapi.Depends(knowing)])
 async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: Api) -> Response:
-    """How many tokens the prompt of a message with the same fields has."""
+    """Return the number of prompt tokens that a message with the same fields would have."""
     check_neutral(body)
     chat_body = await api.lanes.run(_size(body), chat_of, body)
     content = encode({"input_tokens": await count_chat(api, plan_prompt(api, chat_body))})
@@ -71,7 +71,7 @@ async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: 
 
 
 def _size(body: Conversing) -> int:
-    """Return about how many characters are to be made a chat, for `Lanes.run`."""
+    """Return the approximate number of characters that become a chat, for `Lanes.run`."""
     return size_of([body.system, body.messages, body.tools], MAX_CHARS_ON_LOOP)
 
 

@@ -1,1 +1,1 @@
-"""Batches of requests in files, and the files."""
+"""Files of requests, and the batches that answer them."""

@@ -1,4 +1,4 @@
-"""Requests to the app of this process, without HTTP: what a server would answer, byte for byte."""
+"""In-process calls of the app without HTTP. The reply's body equals a server's, byte for byte."""
 
 import asyncio
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from starlette.types import Message
 from quire.serve.native.document import document
 
 JSON = "application/json"
-# A batch may not ask for what an operator does, for files and batches, or for what is about one
-# request.
+# Endpoints that batches may not call: an operator's, those about files and batches, and those about
+# one request.
 NOT_IN_BATCHES = ("/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests/", "/abort_requests")
 
 
 def batch_urls(app: FastAPI) -> frozenset[str]:
-    """Return the paths that lines may name: all that take JSON by POST."""
+    """Return the paths that lines may name: the endpoints that accept a JSON body by POST."""
     paths = document(app)["paths"]
     return frozenset(
         path
@@ -27,7 +27,7 @@ def batch_urls(app: FastAPI) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Reply:
-    """request_id: by which the log and /v1/requests know it."""
+    """Reply of the app. request_id: its name in the log and in /v1/requests."""
 
     status: int
     request_id: str
@@ -35,7 +35,7 @@ class Reply:
 
 
 class AppCaller:
-    """Calls one app. key: the API key that requests bring, if any. urls: that it may call."""
+    """Caller of one app. key: API key sent with each request. urls: paths it may call."""
 
     def __init__(self, app: FastAPI, key: str | None = None) -> None:
         self.urls = batch_urls(app)
@@ -45,14 +45,14 @@ class AppCaller:
             self._headers.append((b"authorization", b"Bearer " + key.encode()))
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Post a JSON body. A caller that is cancelled is a client that has gone."""
+        """Post a JSON body and return the reply. To the app, a cancelled call is a disconnect."""
         status, headers, parts = 0, dict[bytes, bytes](), list[bytes]()
         is_sent = False
 
         async def receive() -> Message:
             nonlocal is_sent
             if is_sent:
-                await asyncio.Event().wait()  # the client stays until it is cancelled
+                await asyncio.Event().wait()  # the client stays connected until it is cancelled
             is_sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 

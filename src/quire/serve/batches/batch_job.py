@@ -1,4 +1,4 @@
-"""One batch of the server, from its file to its outputs; begun anew, it goes on where it was."""
+"""One batch of the server, from its input file to its outputs. A restarted batch resumes."""
 
 import asyncio
 import contextlib
@@ -28,9 +28,9 @@ from quire.serve.context import ApiContext
 
 logger = logging.getLogger("quire")
 
-LOW_PRIORITY = 1 << 20  # behind all that live requests ask for
+LOW_PRIORITY = 1 << 20  # after all live requests
 MAX_LINES = 1 << 18
-TICK_S = 1.0  # between two looks at whether it is to end, and two times its state is written
+TICK_S = 1.0  # interval of saving the state and checking whether the batch must end
 
 NOT_RUN = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was run."),
@@ -39,7 +39,7 @@ NOT_RUN = {
 
 
 class BatchFailed(Exception):
-    """A batch that cannot go on."""
+    """Error that ends a batch as failed. faults: the reasons, for its client."""
 
     def __init__(self, faults: list[LineFault]) -> None:
         super().__init__(faults[0].message)
@@ -48,8 +48,8 @@ class BatchFailed(Exception):
 
 @dataclass(frozen=True)
 class Workplace:
-    """What all batches of a process share. is_stopped: whether the process leaves its batches to
-    the next one."""
+    """Objects that all batches of a process share. is_stopped: whether the process is stopping, so
+    that another process must resume its batches."""
 
     app: FastAPI
     files: FileStore
@@ -64,15 +64,15 @@ class Workplace:
 
 
 class BatchJob:
-    """Runs one batch."""
+    """One batch at work."""
 
     def __init__(self, record: BatchRecord, place: Workplace) -> None:
         self._record, self._place = record, place
-        self._ends_as: str | None = None  # why nothing new is begun, once it is not
+        self._ends_as: str | None = None  # final state, once no new lines may start
 
     async def run(self) -> None:
-        """Bring the batch to its end, unless the process stops before. Raise OSError if not even
-        the end can be written."""
+        """Run the batch to its end, unless the process stops before. Raise OSError if even the
+        final state cannot be written."""
         record = self._record
         try:
             if record.status != "finalizing":
@@ -132,7 +132,7 @@ class BatchJob:
             raise BatchFailed([LineFault("file_not_found", message)]) from error
 
     def _validate(self, index: InputIndex) -> None:
-        """Raise BatchFailed for lines that cannot be sent, of which none is then."""
+        """Raise BatchFailed if any line is invalid or there is none, so that no line is sent."""
         faults = [
             LineFault(p.error.code, p.error.message, p.number, p.error.param)
             for p in index.problems
@@ -145,7 +145,7 @@ class BatchJob:
     # ---- lines -------------------------------------------------------------------------------
 
     async def _answer_lines(self, runner: LineRunner, journal: Journal, caller: AppCaller) -> None:
-        """Run lines until all are done, or the batch has to end."""
+        """Run lines until all are done or the batch has to end."""
         self._look()
         work = asyncio.create_task(
             runner.run(caller, self._place.slots, lambda: self._ends_as is not None)
@@ -166,13 +166,13 @@ class BatchJob:
             await runner.fail_rest(*NOT_RUN[self._ends_as])
 
     def _keep(self, journal: Journal) -> None:
-        """Have the disk hold what was written, and tell how far it is."""
+        """Sync the output to disk and save the progress."""
         journal.sync()
         self._place.records.save(self._record)
         self._look()
 
     def _look(self) -> None:
-        """See whether the batch has to end."""
+        """Set `_ends_as` if the batch was cancelled, has expired, or has no room."""
         if self._ends_as is not None:
             return
         if self._place.records.cancelled_at(self._record.id) is not None:
@@ -185,8 +185,8 @@ class BatchJob:
     # ---- the end -----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Make files of what was written. An end that is interrupted is made again, to the same
-        files."""
+        """Turn the outputs into files and save the final state. An interrupted end is repeated and
+        makes the same files."""
         record, records = self._record, self._place.records
         if record.status != "finalizing":
             record.enter("finalizing")
@@ -203,7 +203,7 @@ class BatchJob:
         records.save(record)
 
     def _id_for(self, suffix: str) -> str | None:
-        """Return an id for what was written there, if anything was; nothing is left otherwise."""
+        """Return a file id for this output if it has content; else remove the output."""
         path = self._place.records.directory.path(self._record.id, suffix)
         if path.exists() and path.stat().st_size:
             return make_id(FILE)
@@ -230,8 +230,8 @@ class BatchJob:
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call alongside the event loop. A cancellation waits for the call, because the caller closes
-    what it works on; its result and its error are dropped then."""
+    """Run a function in a thread. If the caller is cancelled, wait for the function first, because
+    the caller closes its objects. Its result or error is then dropped."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

@@ -1,4 +1,4 @@
-"""Batches as their files tell: every process reads them, and the one that runs them writes."""
+"""Batch records on disk. All API processes read them; the process that runs batches writes them."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ FINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
 class LineFault(msgspec.Struct):
-    """What is wrong with a batch, or a line of it."""
+    """Error of a batch, or of one of its lines."""
 
     code: str
     message: str
@@ -24,8 +24,8 @@ class LineFault(msgspec.Struct):
 
 
 class BatchRecord(msgspec.Struct, kw_only=True):
-    """A batch, as OpenAI's has it. owner: as of files. ends_as: its state when the files are there;
-    times are unix times, times_at those of states. output_ttl_s: of the files that it makes."""
+    """A batch, as in OpenAI's API. owner: digest of its key. times: unix times by state. ends_as:
+    final state once its files exist. output_ttl_s: lifetime of its output files."""
 
     id: str
     endpoint: str
@@ -51,37 +51,37 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         return self.status in FINAL
 
     def enter(self, status: str) -> None:
-        """Change the state."""
+        """Change the state and record the time."""
         self.status = status
         self.times[status] = int(time.time())
 
 
 class BatchStore:
-    """owner of methods: whose batches are seen; None is everybody's."""
+    """Store of batch records. Methods with `owner` see only its batches; None sees all."""
 
     def __init__(self, directory: FilesDirectory) -> None:
         self.directory = directory
-        self._final: set[str] = set()  # those whose state no longer changes
+        self._final: set[str] = set()  # ids of batches in a final state
 
     def create(self, record: BatchRecord) -> bool:
-        """Add a batch; False if there are too many that are not done. The oldest that is done makes
-        room for it."""
+        """Add a batch, and remove the oldest finished one if the store is full. Return False if
+        there are too many unfinished batches."""
         names, done = self.directory.names(BATCH, STATE), None
         if len(names) >= MAX_BATCHES:
             done = next((name for name in names if self._is_final(name)), None)
             if done is None:
                 return False
         self.save(record)
-        if done is not None:  # only now: on a full disk both would be lost
+        if done is not None:  # after saving: on a full disk both would be lost
             self._remove(done)
         return True
 
     def save(self, record: BatchRecord) -> None:
-        """Write the state. Only the process that runs batches may, once there is one."""
+        """Write the state. Only the process that runs batches may write it after its creation."""
         self.directory.write(self.directory.path(record.id, STATE), record)
 
     def get(self, batch_id: str, owner: str | None) -> BatchRecord | None:
-        """Return a batch; None if there is none of that id, or it is not this owner's."""
+        """Return a batch; None if the id is unknown or belongs to another owner."""
         if not is_id(batch_id, BATCH):
             return None
         record = self.directory.read(self.directory.path(batch_id, STATE), BatchRecord)
@@ -90,12 +90,12 @@ class BatchStore:
         return record
 
     def seen(self, owner: str | None) -> list[BatchRecord]:
-        """Return batches, oldest first."""
+        """Return the owner's batches, oldest first."""
         found = (self.get(name, owner) for name in self.directory.names(BATCH, STATE))
         return [record for record in found if record is not None]
 
     def unfinished(self) -> list[BatchRecord]:
-        """Return the batches that are not done, oldest first."""
+        """Return the batches that are not in a final state, oldest first."""
         names = set(self.directory.names(BATCH, STATE))
         self._final &= names
         found = [self.get(name, None) for name in sorted(names - self._final)]
@@ -104,11 +104,11 @@ class BatchStore:
         return [record for record in records if not record.is_final]
 
     def cancel(self, batch_id: str) -> None:
-        """Ask the process that runs it to end it."""
+        """Request the end of a batch from the process that runs it."""
         self.directory.path(batch_id, CANCEL).touch(0o600)
 
     def cancelled_at(self, batch_id: str) -> int | None:
-        """Return when a batch was asked to end, if it was."""
+        """Return the unix time when cancellation was requested; None if it was not."""
         try:
             return int(self.directory.path(batch_id, CANCEL).stat().st_mtime)
         except FileNotFoundError:

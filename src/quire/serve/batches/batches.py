@@ -1,7 +1,7 @@
-"""The batches of a server: one of its API processes runs them, a few at a time; all tell of them.
+"""The batches of a server. One of its API processes runs them, a few at a time; all show them.
 
-Who holds the lock of the directory runs batches. When that process ends, however that is, another
-one gets the lock, or the next server's.
+The process that holds the lock of the directory runs batches. When it ends for any reason, another
+API process gets the lock, or a process of the next server does.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from quire.serve.context import ApiContext
 
 logger = logging.getLogger("quire")
 
-POLL_S = 1.0  # between two looks for what other processes have made
-AGAIN_S = 30.0  # after a batch whose end could not be written
-MAX_RUNNING = 4  # batches at the same time, which take turns
+POLL_S = 1.0  # interval of looking for batches that other processes created
+AGAIN_S = 30.0  # pause after a batch whose end could not be written
+MAX_RUNNING = 4  # batches at the same time, which share the slots in turn
 
 
 class Batches:
-    """Files and batches of a directory, and the task that runs them."""
+    """Files and batches of one directory, and the task that runs the batches."""
 
     def __init__(self, directory: FilesDirectory) -> None:
         self.files, self.records = FileStore(directory), BatchStore(directory)
-        self._lock: int | None = None  # of the directory, once this process runs batches
+        self._lock: int | None = None  # the directory's lock, if this process has it
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._news = asyncio.Event()
@@ -43,16 +43,16 @@ class Batches:
         self._not_before: dict[str, float] = {}
 
     def start(self, app: FastAPI) -> None:
-        """Run batches from now on, if no other process does; once."""
+        """Start the task that runs batches while this process holds the lock. Idempotent."""
         if self._task is None and not self._is_stopped:
             self._task = asyncio.create_task(self._run(app))
 
     def wake(self) -> None:
-        """Look for batches at once."""
+        """Make the task look for batches at once."""
         self._news.set()
 
     async def stop(self) -> None:
-        """Leave all batches as they are, for the next process; for good."""
+        """Stop for good, and leave unfinished batches to the next process."""
         self._is_stopped = True
         tasks = [task for task in (self._task, *self._jobs.values()) if task is not None]
         for task in tasks:
@@ -95,7 +95,7 @@ class Batches:
         return True
 
     async def _begin_due(self, place: Workplace) -> None:
-        """Begin batches in the order in which they came; those that are to be cancelled at once."""
+        """Start batches in order of arrival. Batches with a cancellation request start at once."""
         for record in await asyncio.to_thread(self.records.unfinished):
             if record.id in self._jobs or self._not_before.get(record.id, 0.0) > time.monotonic():
                 continue
@@ -119,8 +119,8 @@ class Batches:
 
 
 def num_slots(api: ApiContext) -> int:
-    """Return how many sequences of batches run at once: half of the rows, so that live requests
-    find some free."""
+    """Return how many sequences of batches may run at once: half of the rows, so that live requests
+    find free rows."""
     num_rows = 1
     for each in api.models or (api,):
         with contextlib.suppress(EngineDead):  # one of several models that was never loaded
@@ -131,7 +131,7 @@ def num_slots(api: ApiContext) -> int:
 
 
 def open_batches(config: ServerConfig) -> Batches | None:
-    """Return the batches of a server that keeps files. Raise ConfigError if it cannot."""
+    """Return the batches of a server with a files directory, else None. Raises ConfigError."""
     if config.files_dir is None:
         return None
     return Batches(FilesDirectory(Path(config.files_dir), config.files_gb))

@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered when nothing more urgent is to be done."""
+"""Routes of /v1/batches: files of requests, which the engine answers at low priority."""
 
 import asyncio
 import re
@@ -35,14 +35,14 @@ Metadata = Annotated[
 
 
 class ExpiresAfter(StrictBody):
-    """How long the outputs are kept."""
+    """Lifetime of the output files."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=LEAST_S, le=MOST_S)]
 
 
 class BatchBody(OpenBody):
-    """A batch to be run. completion_window: hours, such as 24h, after which it ends as it is."""
+    """A batch to run. completion_window: hours, such as 24h, after which the batch expires."""
 
     input_file_id: Label = becomes("BatchRecord.input_file_id", default=...)
     endpoint: Label = becomes("BatchRecord.endpoint", default=...)
@@ -57,7 +57,7 @@ class BatchBody(OpenBody):
 async def create_batch(
     body: BatchBody, request: fastapi.Request, api: Api, kept: Kept
 ) -> dict[str, Any]:
-    """Run the requests of a file; answers at once, GET tells how far it is."""
+    """Create a batch from a file of requests. It runs later; GET shows its progress."""
     urls = batch_urls(request.app)
     if body.endpoint not in urls:
         known = ", ".join(sorted(urls))
@@ -105,7 +105,7 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
 ) -> dict[str, Any]:
-    """List the batches of the key that asks, newest first; without keys, all."""
+    """List the batches of the caller's key, newest first; without keys, all batches."""
     owner = seen_by(request.scope, api.config.api_key)
 
     def told() -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ async def list_batches(
 async def show_batch(
     batch_id: str, request: fastapi.Request, api: Api, kept: Kept
 ) -> dict[str, Any]:
-    """Tell how far a batch is."""
+    """Show the state and the progress of a batch."""
     return batch_json(await _found(batch_id, request, api, kept), kept.records)
 
 
@@ -126,7 +126,7 @@ async def show_batch(
 async def cancel_batch(
     batch_id: str, request: fastapi.Request, api: Api, kept: Kept
 ) -> dict[str, Any]:
-    """End a batch when its open lines have; what is done stays."""
+    """Cancel a batch. Its open lines finish, and finished lines stay."""
     record = await _found(batch_id, request, api, kept)
     if record.is_final:
         message = f"batch {record.id} is {record.status} already and cannot be cancelled."
@@ -146,7 +146,7 @@ async def _found(batch_id: str, request: fastapi.Request, api: Api, kept: Batche
 
 
 def batch_json(record: BatchRecord, records: BatchStore) -> dict[str, Any]:
-    """Return a batch as OpenAI's has it."""
+    """Return a batch in OpenAI's format."""
     times = dict(record.times)
     status = record.status
     if not record.is_final and (asked_at := records.cancelled_at(record.id)) is not None:

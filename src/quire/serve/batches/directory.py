@@ -1,14 +1,14 @@
-"""The directory of files and batches: names, room, owners, pages of lists, and whole writes.
+"""The directory of files and batches: names, room, owners, pages of lists, and atomic writes.
 
-    file-ID.json   what a file is        batch_ID.json    what a batch is, and how far
+    file-ID.json   record of a file      batch_ID.json    record of a batch, with its progress
     file-ID.data   its contents          batch_ID.output  answers so far; a file in the end
-    file-ID.part   an upload under way   batch_ID.failed  lines that failed so far, likewise
-    room.lock      who counts bytes      batch_ID.cancel  the batch is requested to end
-    runner.lock    who runs batches
+    file-ID.part   an upload under way   batch_ID.failed  failed lines so far; a file in the end
+    room.lock      lock to count bytes   batch_ID.cancel  the batch is requested to end
+    runner.lock    lock to run batches
 
-All API processes of a server work on it, and see what the others do. An id begins with the time at
-which it was made, so that names are sorted by age. Lists come in pages, as OpenAI's: `after` is the
-last id of the page before. The owner of a file is its key's digest, so no file shows the key.
+All API processes of a server share it. An id begins with its creation time, so sorted names are in
+order of age. Lists come in pages, as in OpenAI's API: `after` is the last id of the page before.
+The owner of a file is the digest of its key, so no file shows the key.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ T = TypeVar("T")
 GB = 10**9
 ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 TMP, PART = ".tmp", ".part"
-ABANDONED_S = 60.0  # younger ones may just be being made
+ABANDONED_S = 60.0  # minimum age of an abandoned file; younger files may still be in the making
 NO_ROOM = "no_room"
 
 
 class FilesDirectory:
-    """limit_bytes: of all that is in it."""
+    """Access to the directory. limit_bytes: maximum size of all its files together."""
 
     def __init__(self, root: Path, limit_gb: float) -> None:
-        """Make the directory, for this user alone. Raise ConfigError if that is not possible."""
+        """Create the directory for this user alone. Raise ConfigError if that is not possible."""
         self.root, self.limit_bytes, self._limit_gb = root, int(limit_gb * GB), limit_gb
-        self._damaged: set[str] = set()  # names of files that the log has
+        self._damaged: set[str] = set()  # names of damaged files that were logged
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path("room", ".lock").touch(0o600)
@@ -72,16 +72,16 @@ class FilesDirectory:
             return sorted(name for name in ids if ID.fullmatch(name))
 
     def read(self, path: Path, kind: type[T]) -> T | None:
-        """Return what `write` has put there; None if there is nothing, or something else. A damaged
-        file is reported once in the log, and costs no other file. Raise OSError if the process
-        lacks memory or descriptors."""
+        """Return the value that `write` stored; None if it is missing or damaged. A damaged file is
+        logged once, and other files are unaffected. Raise OSError if the process lacks memory or
+        descriptors."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno in NO_RESOURCES:
-                raise  # of the process, which says nothing about the file
+                raise  # the fault is the process's, not the file's
             self._report_damage(path, error.strerror or str(error))
             return None
         try:
@@ -98,14 +98,14 @@ class FilesDirectory:
             )
 
     def write(self, path: Path, value: Any) -> None:
-        """Put a value there as JSON. Raise OSError if the disk does not take it; what was there
-        stays."""
+        """Replace a file with the value as JSON. Raise OSError if the disk does not take it; the
+        old contents stay then."""
         replace_file(path, msgspec.json.encode(value), self.path(uuid.uuid4().hex, TMP))
 
     # ---- room --------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Return how many bytes there are, with those that uploads have reserved."""
+        """Return the bytes of all files, including what uploads have reserved."""
         used = 0
         with os.scandir(self.root) as entries:
             for entry in entries:
@@ -115,12 +115,12 @@ class FilesDirectory:
 
     @property
     def is_full(self) -> bool:
-        """Whether batches have written more than there is room for; uploads never do."""
+        """Whether batches have exceeded the limit; uploads never do."""
         return self.used_bytes() > self.limit_bytes
 
     def reserve(self, fd: int, least: int, most: int) -> int:
-        """Make a file as long as there is room for, between `least` and `most` bytes; how long it
-        is. Raise RequestError without room for the least."""
+        """Extend a file to as many bytes as there is room for, from `least` to `most`. Return its
+        size. Raise RequestError without room for `least`."""
         with self._counting():
             free = self.limit_bytes - self.used_bytes() + os.fstat(fd).st_size
             if free < least:
@@ -139,36 +139,36 @@ class FilesDirectory:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """One at a time, of all processes; held for a moment."""
+        """Hold the lock for counting bytes, which all processes share, for a moment."""
         with self.path("room", ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def sweep(self) -> None:
-        """Remove what processes that were killed had begun."""
+        """Remove temporary files and uploads of processes that were killed."""
         with os.scandir(self.root) as entries:
             paths = [Path(e.path) for e in entries if e.name.endswith((TMP, PART))]
         for path in paths:
             with contextlib.suppress(OSError), path.open("rb") as file:
                 if time.time() - path.stat().st_mtime > ABANDONED_S:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its maker holds it
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a live upload holds it
                     path.unlink()
 
 
 def make_id(prefix: str) -> str:
-    """Return an id that sorts behind all that were made before."""
+    """Return an id that sorts after all ids made before."""
     return f"{prefix}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Tell whether a text may be an id, and so be made part of a path."""
+    """Return whether a text has the form of an id, and so may become part of a path."""
     return text.startswith(prefix) and ID.fullmatch(text) is not None
 
 
 def page(
     items: list[dict[str, Any]], limit: int, after: str | None, order: str = "desc"
 ) -> dict[str, Any]:
-    """Return a page. items: oldest first. Raise ApiError if none has the id `after`."""
+    """Return one page of a list. items: oldest first. Raise ApiError if `after` is unknown."""
     ordered = items if order == "asc" else items[::-1]
     begin = 0
     if after is not None:
@@ -190,18 +190,19 @@ DIGEST_CHARS = 32
 
 
 def owner_of(scope: Scope, keys: Sequence[str]) -> str:
-    """Return whose what a request makes is; empty on a server without keys."""
+    """Return the owner of objects that a request creates; empty on a server without keys."""
     key = key_of(scope, keys)
     return "" if key is None else _digest(key)
 
 
 def seen_by(scope: Scope, keys: Sequence[str]) -> str | None:
-    """Return whose files and batches a caller sees: a key its own; without keys, None is all."""
+    """Return the owner whose files and batches a caller sees; None, without keys, sees all."""
     return owner_of(scope, keys) if keys else None
 
 
 def key_of_owner(owner: str, keys: Iterable[str]) -> tuple[str | None, bool]:
-    """Return the key of an owner, if it has one, and whether the server still takes it."""
+    """Return the key of an owner, and whether the owner is valid. A server without keys has no key,
+    and there every owner is valid."""
     given = list(keys)
     if not given:
         return None, True

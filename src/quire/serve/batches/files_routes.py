@@ -1,4 +1,5 @@
-"""/v1/files: what batches read and write. A key sees its own files; without keys, all are seen."""
+"""Routes of /v1/files: inputs and outputs of batches. A key sees its own files; without keys, all
+are seen."""
 
 import asyncio
 import os
@@ -45,7 +46,7 @@ FORM_SCHEMA = {
 
 
 async def batches(request: fastapi.Request) -> Batches:
-    """Return the files and batches of this server. Raise ApiError 404 if it keeps none."""
+    """Return the server's files and batches. Raise ApiError 404 if it has no directory for them."""
     found: Batches | None = request.app.state.batches
     if found is None:
         message = (
@@ -61,7 +62,7 @@ Kept = Annotated[Batches, Depends(batches)]
 
 @router.post("/v1/files", openapi_extra=FORM_SCHEMA)
 async def upload_file(request: fastapi.Request, api: Api, kept: Kept) -> dict[str, Any]:
-    """Keep a file; it goes to disk as it comes in."""
+    """Store an uploaded file; its data goes to disk as it arrives."""
     owner = owner_of(request.scope, api.config.api_key)
     await asyncio.to_thread(_make_room, kept)
     upload = await asyncio.to_thread(Upload, kept.files.directory)
@@ -93,7 +94,7 @@ async def list_files(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
-    """List the files of the key that asks; without keys, all."""
+    """List the files of the caller's key; without keys, all files."""
     owner = seen_by(request.scope, api.config.api_key)
     found = await asyncio.to_thread(kept.files.seen, owner, purpose)
     return page([_as_json(record) for record in found], limit, after, order)
@@ -101,12 +102,12 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}")
 async def show_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> dict[str, Any]:
-    """Tell what a file is."""
+    """Show the record of a file."""
     return _as_json(await _found(file_id, request, api, kept))
 
 
 class OpenFileResponse(FileResponse):
-    """Sends a file that is open, whole also if it is deleted meanwhile, and closes it."""
+    """Response that sends an open file and closes it. Deleting the file meanwhile does no harm."""
 
     def __init__(self, file: BinaryIO, filename: str, media_type: str) -> None:
         number = file.fileno()
@@ -125,7 +126,7 @@ class OpenFileResponse(FileResponse):
 
 @router.get("/v1/files/{file_id}/content", response_class=FileResponse)
 async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> FileResponse:
-    """Send what is in a file."""
+    """Send the contents of a file."""
     record = await _found(file_id, request, api, kept)
     try:
         file = await asyncio.to_thread(kept.files.directory.path(record.id, DATA).open, "rb")
@@ -138,7 +139,7 @@ async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept
 async def delete_file(
     file_id: str, request: fastapi.Request, api: Api, kept: Kept
 ) -> dict[str, Any]:
-    """Delete a file that no batch needs any more."""
+    """Delete a file, unless an unfinished batch reads it."""
     record = await _found(file_id, request, api, kept)
     for batch in await asyncio.to_thread(kept.records.unfinished):
         if batch.input_file_id == record.id:
@@ -162,17 +163,17 @@ def _missing(file_id: str) -> ApiError:
 
 
 def _make_room(kept: Batches) -> None:
-    """Remove what has expired or was abandoned. Raise ApiError for too many files."""
+    """Remove abandoned uploads and expired files. Raise ApiError if there are still too many."""
     kept.files.directory.sweep()
     if kept.files.is_full:
-        kept.files.seen(None)  # which removes what has expired
+        kept.files.seen(None)  # this removes expired files
     if kept.files.is_full:
         message = f"there are {MAX_FILES} files already; delete some."
         raise ApiError(413, message, param="file", code="too_many_files")
 
 
 def _record(form: UploadForm, upload: Upload, owner: str) -> FileRecord:
-    """Make what is told of an upload. Raise ApiError for a form that lacks something."""
+    """Return the record of an upload. Raise ApiError if the form is incomplete."""
     purpose = form.fields.get("purpose")
     if purpose != "batch":
         raise bad_request(f'purpose must be "batch", got {shown(purpose)}.', "purpose")
@@ -194,7 +195,7 @@ def _record(form: UploadForm, upload: Upload, owner: str) -> FileRecord:
 
 
 def _lifetime(fields: dict[str, str]) -> int | None:
-    """Return how many seconds a file is to be kept; None is for good."""
+    """Return the lifetime of a file in seconds; None means unlimited."""
     anchor, seconds = fields.get(ANCHOR), fields.get(SECONDS)
     if anchor is None and seconds is None:
         return None

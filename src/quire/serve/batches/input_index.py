@@ -1,10 +1,9 @@
-"""An input file by its lines: where each is and what names it, some 100 bytes a line whatever it
-holds.
+"""Index of an input file: the offset and the id of each line, in about 100 bytes a line.
 
-Lines have an order in which those that begin alike follow each other, so that the engine computes
-what they share once, while it is still cached. Of each prompt the first 64, 128, 256, ... 64 K
-bytes are reduced to a number each; lines whose first numbers are equal are neighbours. Such groups
-stand in the order of their first lines, and lines in a group likewise.
+It orders lines so that lines with a common beginning follow each other. Then the engine computes
+the common part once, while it is cached. For each prompt, the first 64, 128, 256, ... 64 K bytes
+are each reduced to a number. Lines whose first numbers are equal form a group. The groups stand in
+the order of their first lines, and so do the lines in a group.
 """
 
 import hashlib
@@ -30,27 +29,27 @@ from quire.serve.batches.lines import (
 FIRST_CUT = 64
 CUTS = [FIRST_CUT << i for i in range((MAX_BEGINNING_BYTES // FIRST_CUT).bit_length())]
 MAX_LINES = 1 << 26
-MAX_PROBLEMS = 100  # that are told
+MAX_PROBLEMS = 100  # invalid lines that are reported
 PIECE_BYTES = 1 << 20
 
 
 class ReadingStopped(Exception):
-    """The caller wants no more of a file that was not read to its end."""
+    """Signal that the caller has stopped the reading of a file before its end."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a line. number: from 1."""
+    """Error of a line. number: its line number, from 1."""
 
     number: int
     error: LineError
 
 
 class InputIndex:
-    """The lines of a file, by their places from 0. Blank ones are none.
+    """The lines of a file, at positions ("places") from 0. Blank lines are skipped.
 
-    order: the places in which lines are to be run. problems: of the first lines that have one;
-    num_problems: of all.
+    order: the positions in the order to run them, int64 `[num_lines]`. problems: errors of the
+    first invalid lines; num_problems: number of all errors.
     """
 
     def __init__(
@@ -62,15 +61,15 @@ class InputIndex:
         max_lines: int = MAX_LINES,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Read the whole file. model: which its ids are for; urls: that lines may have, None is
-        not to be checked; is_stopped: asked before each line. Raise RequestError for too many
-        lines, ReadingStopped, OSError."""
+        """Read the whole file. model: part of the lines' ids. urls: allowed paths, None to skip the
+        check. is_stopped: called before each line. Raise RequestError for too many lines,
+        ReadingStopped, OSError."""
         self.path, self.problems, self.num_problems = path, list[Problem](), 0
         self._model, self._max_bytes, self._max_lines = model, max_line_bytes, max_lines
         self._file: IO[bytes] = path.open("rb")
         self._offsets, self._sizes, self._numbers = array("q"), array("q"), array("q")
-        self._ids = array("Q")  # the first half of each
-        custom_ids = array("Q")  # a digest of each, 0 where there is none
+        self._ids = array("Q")  # the first half of each id
+        custom_ids = array("Q")  # a digest of each custom_id, 0 for an invalid line
         beginnings = [array("I") for _ in CUTS]
         try:
             for number, offset, data in _lines(self._file, max_line_bytes):
@@ -94,7 +93,7 @@ class InputIndex:
         self._file.close()
 
     def data(self, place: int) -> tuple[bytes, bytes]:
-        """Return a line and its id. Raise RequestError if the file is no longer what it was."""
+        """Return a line and its id. Raise RequestError if the file has changed there."""
         self._file.seek(self._offsets[place])
         data = self._file.read(self._sizes[place])
         number = self._numbers[place]
@@ -104,17 +103,17 @@ class InputIndex:
         return data, found
 
     def size(self, place: int) -> int:
-        """Return how many bytes of a line are read."""
+        """Return the number of bytes that `data` reads."""
         return self._sizes[place]
 
     def parse(self, place: int, data: bytes, urls: Collection[str]) -> Line:
-        """Parse a line. Raise LineError for what is wrong with it, also beside the others."""
+        """Parse a line. Raise LineError if it is invalid or repeats a custom_id."""
         if place in self._repeated:
             raise _repeated()
         return self._parsed(data, urls)
 
     def places_of(self, ids: "array[int]") -> np.ndarray:
-        """Return the places of the lines with these ids (first halves), -1 for those of none."""
+        """Return the positions `[num_ids]` of the lines with these first halves of ids, or -1."""
         known = np.frombuffer(self._ids, np.uint64) if len(self) else np.zeros(0, np.uint64)
         wanted = np.frombuffer(ids, np.uint64) if len(ids) else np.zeros(0, np.uint64)
         order = np.argsort(known, kind="stable")
@@ -131,7 +130,7 @@ class InputIndex:
         return parse_line(data, urls)
 
     def _add_place(self, number: int, offset: int, data: bytes) -> None:
-        """Note where a line is. Raise RequestError for one too many."""
+        """Record the position of a line. Raise RequestError if there are too many lines."""
         if len(self._offsets) == self._max_lines:
             raise RequestError(
                 f"{self.path.name} has more than {self._max_lines} lines; split it into several"
@@ -155,7 +154,7 @@ class InputIndex:
             self.problems.append(problem)
 
     def _find_repeated(self, custom_ids: "array[int]") -> set[int]:
-        """Return the places whose custom_id an earlier line has."""
+        """Return the positions of the lines that repeat an earlier line's custom_id."""
         digests = np.frombuffer(custom_ids, np.uint64) if custom_ids else np.zeros(0, np.uint64)
         _, firsts = np.unique(digests, return_index=True)
         others = np.setdiff1d(np.arange(len(digests)), firsts)
@@ -166,8 +165,8 @@ class InputIndex:
 
 
 def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and bytes of each line that is not blank; of one that is longer than
-    `most`, one byte more than that."""
+    """Yield number, offset and bytes of each line that is not blank. A line longer than `most` is
+    cut to `most` + 1 bytes."""
     number = offset = 0
     while data := file.readline(most + 1):
         number += 1
@@ -195,7 +194,7 @@ def _digest(text: str) -> int:
 
 
 def _marks(line: Line | None) -> Iterator[int]:
-    """Yield a number for each cut, which stands for all that is before it."""
+    """Yield a number for each cut, a checksum of the url and of all bytes before the cut."""
     text = b"" if line is None else beginning_of(line)
     mark = 0 if line is None else zlib.crc32(line.url.encode())
     begin = 0
@@ -206,7 +205,7 @@ def _marks(line: Line | None) -> Iterator[int]:
 
 
 def _grouped(beginnings: list["array[int]"]) -> np.ndarray:
-    """Return the order of lines. beginnings: of each cut the numbers of all lines."""
+    """Return the order of lines. beginnings: for each cut, the numbers of all lines."""
     keys = []
     for numbers in beginnings:
         marks = np.frombuffer(numbers, np.uint32) if numbers else np.zeros(0, np.uint32)

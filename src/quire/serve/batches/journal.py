@@ -1,8 +1,8 @@
-"""The output of a batch, which is its own journal: a line is there or it is not.
+"""The output of a batch, which is its own journal: each line is either complete or absent.
 
-Each line goes to the kernel with one write, so that a killed process loses none, and to the disk
-about once a second (`sync`), so that a machine without power loses a second. What was being written
-when the process died is the last line without its end, which is cut off.
+Each line goes to the kernel in one write, so a killed process loses no line. `sync` writes to the
+disk about once a second, so a power failure loses one second. If a process dies during a write, the
+last line lacks its end and is cut off.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ READ_BYTES = 1 << 20
 
 
 class Journal:
-    """path: the output; failed_path: where lines that failed go, if not there, too."""
+    """Output files. path: the output. failed_path: a separate output for failed lines."""
 
     def __init__(self, path: Path, failed_path: Path | None = None) -> None:
-        """Open the files, and make them. Raise ConfigError if another process writes them."""
+        """Open or create the files. Raise ConfigError if another process writes them."""
         self._files = [_File(path)]
         if failed_path is not None:
             try:
@@ -36,25 +36,24 @@ class Journal:
                 raise
 
     def resume(self, index: InputIndex, tally: Tally) -> set[int]:
-        """Return the places of the lines that are done, and count them. Raise RequestError for a
-        file that holds something else."""
+        """Return the positions of the finished lines, and count them in `tally`. Raise RequestError
+        if a file has other contents."""
         done: set[int] = set()
         for file in self._files:
             done |= set(file.resume(index, tally))
         return done
 
     def append(self, line: OutputLine) -> None:
-        """Write a line. Raise OSError if it cannot be, and then none of it is there."""
+        """Write a line. Raise OSError if that fails; the file is then unchanged."""
         self._files[-1 if line.is_failed else 0].append(line.encode())
 
     def sync(self) -> None:
-        """Have the disk hold all lines; from any thread."""
+        """Sync all lines to disk. Any thread may call it."""
         for file in self._files:
             file.sync()
 
     def close(self) -> None:
-        """Close all files, also if the disk does not take what one of them lacks. Raise OSError
-        then."""
+        """Close all files, even if one cannot be synced. Raise OSError in that case."""
         with contextlib.ExitStack() as closing:
             for file in self._files:
                 closing.callback(file.close)
@@ -78,7 +77,7 @@ class _File:
         self._is_synced = True
 
     def resume(self, index: InputIndex, tally: Tally) -> list[int]:
-        """Read what is there, cut off a torn end; the places of the lines that are done."""
+        """Read the file and cut off a torn end; return the positions of the finished lines."""
         ids, end = array("Q"), 0
         with open(self._fd, "rb", buffering=READ_BYTES, closefd=False) as file:
             file.seek(0)
@@ -113,7 +112,7 @@ class _File:
 
     def sync(self) -> None:
         if not self._is_synced:
-            self._is_synced = True  # before: a line that is appended meanwhile is not
+            self._is_synced = True  # before fsync: a line appended meanwhile resets it
             try:
                 os.fsync(self._fd)
             except OSError:

@@ -1,8 +1,8 @@
-"""Runs the lines of a batch through the app, and writes the result of each line.
+"""Runner of a batch: it sends the lines through the app and writes the result of each line.
 
-The engine is kept full: as many lines are open as there are slots, which all batches share in turn.
-A line that fails is written as an error, and the other lines continue. A line that the server
-cannot take now (503), or whose key has reached a limit (429), is sent again.
+It keeps the engine full: a line is open for each slot, and all batches share the slots in turn. A
+failed line is written as an error, and the other lines continue. A line is sent again if the server
+cannot take it now (503) or if its key has reached a limit (429).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from quire.serve.bodies.reading import ON_LOOP_BYTES
 
 
 class Slots:
-    """A semaphore with weights. It is FIFO: a large request is not overtaken by smaller ones."""
+    """Weighted FIFO semaphore: smaller requests do not overtake a large one."""
 
     def __init__(self, number: int) -> None:
         self._number = self._free = max(1, number)
@@ -56,7 +56,7 @@ class Slots:
         return number
 
     def give(self, number: int) -> None:
-        """Give slots back."""
+        """Return slots that were taken."""
         self._free += number
         self._wake()
 
@@ -72,13 +72,13 @@ UNAVAILABLE = (429, 503)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 DEAD = re.compile(rb'"code":\s*"engine_dead"')
 CANCEL_AGAIN_S = 0.2
-YIELD_EVERY = 64  # lines that are written without a request
+YIELD_EVERY = 64  # lines written without a request before the event loop runs again
 
 
 @dataclass(frozen=True)
 class LineOptions:
-    """priority: of all requests, their own if None. ends_with_engine: raise EngineDead when the
-    engine is gone, instead of waiting for the next one."""
+    """Options of a run. priority: priority of all requests; None keeps their own. ends_with_engine:
+    raise EngineDead if the engine dies, instead of waiting for its restart."""
 
     priority: int | None = None
     ends_with_engine: bool = False
@@ -88,12 +88,12 @@ DEFAULTS = LineOptions()
 
 
 class LineRunner:
-    """tally: of the lines that are done, also those of earlier runs."""
+    """Runner of one batch. tally: counts of finished lines, including earlier runs."""
 
     def __init__(
         self, index: InputIndex, journal: Journal, options: LineOptions = DEFAULTS
     ) -> None:
-        """Read what the journal holds. Raise RequestError if it is of another input."""
+        """Read the journal. Raise RequestError if it belongs to another input."""
         self.tally = Tally()
         self._index, self._journal, self._options = index, journal, options
         self._is_done = bytearray(len(index))
@@ -113,8 +113,8 @@ class LineRunner:
     async def run(
         self, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool] = lambda: False
     ) -> None:
-        """Run what is not done yet, until all of it is. Once `is_stopped`, nothing new is begun,
-        and what is open ends. Raise what kept a line from being written."""
+        """Run all unfinished lines. Once `is_stopped`, no new line starts, and open lines finish.
+        Raise the error that kept a line from being written."""
         try:
             for place in self._to_do():
                 if is_stopped() or self._error is not None:
@@ -128,7 +128,7 @@ class LineRunner:
             await self._cancel_open()
 
     async def fail_rest(self, code: str, message: str) -> None:
-        """Write an error for every line that is not done."""
+        """Write an error for every unfinished line."""
         for number, place in enumerate(self._to_do()):
             data, digest = self._index.data(place)
             failure = Failure(code, message)
@@ -142,7 +142,7 @@ class LineRunner:
     async def _begin(
         self, place: int, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool]
     ) -> None:
-        """Send a line, once there is a slot for it."""
+        """Send a line as soon as there is a slot for it."""
         if self._index.size(place) > ON_LOOP_BYTES:
             digest, line = await asyncio.to_thread(self._read, place, caller.urls)
         else:
@@ -161,7 +161,7 @@ class LineRunner:
         task.add_done_callback(lambda _: slots.give(taken))
 
     def _read(self, place: int, urls: Collection[str]) -> tuple[bytes, Line | OutputLine]:
-        """Return a line's id, and the line, or what is to be written about a wrong one."""
+        """Return a line's id, and the parsed line or the output of an invalid line."""
         data, digest = self._index.data(place)
         try:
             return digest, self._index.parse(place, data, urls)
@@ -192,7 +192,7 @@ class LineRunner:
         self.tally.add(line)
 
     async def _cancel_open(self) -> None:
-        """Cancel what is open, until all of it has ended: before Python 3.12 what awaits by
+        """Cancel the open lines until all have ended. Before Python 3.12, code that awaits with
         `asyncio.wait_for`, as hooks may, can lose a cancellation."""
         while self._open:
             for task in self._open:
@@ -201,7 +201,7 @@ class LineRunner:
 
 
 def _response(reply: Reply) -> Response:
-    """Make what is written of an answer: one line, whatever the app wrote."""
+    """Return the response to write, with its body on one line."""
     body = reply.body if b"\n" not in reply.body else _on_one_line(reply.body)
     return Response(reply.status, reply.request_id, msgspec.Raw(body or b"null"))
 

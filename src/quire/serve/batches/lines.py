@@ -1,11 +1,11 @@
-"""Lines of a batch: what one asks for, and what is written about it. Both are OpenAI's.
+"""Lines of a batch in OpenAI's format: a request, and the result of a request.
 
     in   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
     out  {"id": "batch_req_...", "custom_id": "a", "error": null,
           "response": {"status_code": 200, "request_id": "req-...", "body": {...}}}
 
-The id of an output line is made of the input line, its place and the model. So an output file says
-by itself which lines of which input are done.
+The id of an output line is a digest of the input line, its line number and the model. So an output
+file alone shows which lines of which input are finished.
 """
 
 import functools
@@ -23,11 +23,11 @@ from quire.serve.errors import ApiError
 ID_PREFIX = "batch_req_"
 ID_BYTES = 16
 MAX_CUSTOM_ID_CHARS = 1024
-MAX_BEGINNING_BYTES = 1 << 16  # of a prompt, by which lines are put in order
+MAX_BEGINNING_BYTES = 1 << 16  # bytes of a prompt that decide the order of lines
 
 
 class LineError(Exception):
-    """A line that cannot be sent as a request. code: for programs; param: the field at fault."""
+    """Error of an invalid line. code: for programs; param: the wrong field."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class _Wire(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """What the app answered. body: JSON."""
+    """Response of the app. body: JSON."""
 
     status_code: int
     request_id: str
@@ -50,14 +50,14 @@ class Response(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """Why a line has no answer."""
+    """Reason why a line has no response."""
 
     code: str
     message: str
 
 
 class OutputLine(msgspec.Struct):
-    """What is written about a line: a response, or an error."""
+    """Result of a line: a response, or an error."""
 
     id: str
     custom_id: str | None
@@ -69,13 +69,13 @@ class OutputLine(msgspec.Struct):
         return self.response is None or self.response.status_code >= 400
 
     def encode(self) -> bytes:
-        """Return the line, with its end."""
+        """Return the line as JSON, with its line end."""
         return msgspec.json.encode(self) + b"\n"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One request. body: its JSON as it came; fields: the same, decoded."""
+    """One request. body: its JSON as received; fields: the decoded body."""
 
     custom_id: str
     url: str
@@ -84,7 +84,7 @@ class Line:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences it runs at once; at least that many if it is wrong."""
+        """Number of sequences that the request runs at once; an upper bound if it is invalid."""
         prompt = self.fields.get("prompt")
         num_prompts = 1
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -94,8 +94,8 @@ class Line:
         return max(1, num_prompts * num_each)
 
     def body_of(self, priority: int | None) -> bytes:
-        """Return the body, with this priority where one is given: of two fields of one name the
-        last one counts."""
+        """Return the body, with this priority appended unless it is None. In a JSON object with
+        two fields of one name, the last one counts."""
         if priority is None:
             return self.body
         rest = self.body.rstrip()[:-1].rstrip()
@@ -104,7 +104,7 @@ class Line:
 
 
 def id_of(data: bytes, number: int, model: str) -> bytes:
-    """Return the id of a line, `ID_BYTES` long. data: the line; number: its place, from 1."""
+    """Return the id of a line, `ID_BYTES` long. data: the line; number: its number, from 1."""
     found = hashlib.blake2b(digest_size=ID_BYTES, key=_key_of(model))
     found.update(b"%d " % number)
     found.update(data.strip())
@@ -121,7 +121,7 @@ def shown_id(digest: bytes) -> str:
 
 
 def custom_id_of(data: bytes) -> str | None:
-    """Return a line's custom_id, if it has one."""
+    """Return a line's custom_id; None if it has no valid one."""
     try:
         found = msgspec.json.decode(data, type=_Wire).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -134,7 +134,7 @@ def _is_custom_id(value: object) -> bool:
 
 
 def parse_line(data: bytes, urls: Collection[str] | None = None) -> Line:
-    """Read a line. urls: those that there are; None: not to be checked. Raises LineError."""
+    """Parse a line. urls: the valid paths; None skips the check. Raises LineError."""
     try:
         wire = msgspec.json.decode(data, type=_Wire)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -175,8 +175,8 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def beginning_of(line: Line) -> bytes:
-    """Return the first bytes of what a line's prompt is made of, in the order of the prompt: what
-    lines have in common there, the engine computes once."""
+    """Return the first bytes of the texts that make up a line's prompt, in prompt order. Lines with
+    equal first bytes share a prefix that the engine computes once."""
     found = bytearray()
     for part in _parts(line):
         found += part.encode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""What a batch has done so far, counted from the lines that are written."""
+"""Counts of a batch's progress, taken from its output lines."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,13 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Under the names of all endpoints, of which an answer has some."""
+    """Usage, under the field names of all endpoints; a response has some of them."""
 
     prompt_tokens: int | None = 0
     input_tokens: int | None = 0
     completion_tokens: int | None = 0
     output_tokens: int | None = 0
-    cache_read_input_tokens: int | None = 0  # beside input_tokens
+    cache_read_input_tokens: int | None = 0  # not included in input_tokens
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
@@ -33,7 +33,7 @@ class _Body(msgspec.Struct):
 
 @dataclass
 class Tally:
-    """Lines that have an answer, lines that failed, and tokens of the answers."""
+    """Counts of lines with a response, failed lines, and tokens of the responses."""
 
     num_completed: int = 0
     num_failed: int = 0
@@ -47,14 +47,14 @@ class Tally:
         return self.num_completed + self.num_failed
 
     def add(self, line: OutputLine) -> None:
-        """Count a line that was written."""
+        """Count an output line."""
         if line.is_failed or line.response is None:
             self.num_failed += 1
             return
         self.num_completed += 1
         try:
             usage = msgspec.json.decode(line.response.body, type=_Body).usage
-        except msgspec.MsgspecError:  # of an endpoint that tells no usage
+        except msgspec.MsgspecError:  # the endpoint reports no usage
             return
         if usage is None:
             return
@@ -67,7 +67,7 @@ class Tally:
         self.num_reasoning_tokens += 0 if output is None else output.reasoning_tokens or 0
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens as OpenAI's batches tell them."""
+        """Return the tokens in the format of OpenAI's batches."""
         return {
             "input_tokens": self.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.num_cached_tokens},

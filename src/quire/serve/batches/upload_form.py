@@ -1,4 +1,4 @@
-"""The form of an upload (multipart/form-data), read as it comes: the file goes to disk at once."""
+"""Parser of an upload's form (multipart/form-data), which streams the file to disk."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 1024
-PIECE_BYTES = 1 << 20  # that is written at once
+PIECE_BYTES = 1 << 20  # minimum size of a write to disk
 FORM = b"multipart/form-data"
 
 
 class UploadForm:
-    """fields: by name, without the file; filename: of the file, once it has begun."""
+    """Form of an upload. fields: values without the file, by name; filename: None if not begun."""
 
     def __init__(self, upload: Upload) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._upload = upload
-        self._piece = bytearray()  # of the file
-        self._value = bytearray()  # of another field
+        self._piece = bytearray()  # unwritten bytes of the file
+        self._value = bytearray()  # bytes of another field
         self._header, self._disposition = bytearray(), bytearray()
         self._name = ""
         self._is_file = self._is_ended = False
 
     async def read(self, request: fastapi.Request) -> None:
-        """Read the whole body. Raise ApiError for what is no such form, RequestError if there is no
-        room for the file."""
+        """Read the whole body. Raise ApiError for an invalid form, RequestError if there is no room
+        for the file."""
         kind, options = parse_options_header(request.headers.get("content-type"))
         boundary = options.get(b"boundary")
         if kind != FORM or not boundary:
@@ -57,7 +57,7 @@ class UploadForm:
         piece, self._piece = self._piece, bytearray()
         await asyncio.to_thread(self._upload.write, piece)
 
-    # ---- what the parser finds ---------------------------------------------------------------
+    # ---- parser callbacks --------------------------------------------------------------------
 
     def _callbacks(self) -> "MultipartCallbacks":
         return {

@@ -1,1 +1,1 @@
-"""Bodies of requests: what clients may send, and what it becomes."""
+"""Bodies of requests: the fields that clients may send, and what each field sets."""

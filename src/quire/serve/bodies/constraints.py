@@ -1,4 +1,4 @@
-"""What a body requires of its answer: a grammar, a schema or a choice, and the tools to call.
+"""Output constraints of a body: a grammar, a schema or a choice, and the tools to call.
 
 `response_format`, `structured_outputs`, or a field of another engine such as `guided_json` becomes
 StructuredOutputsParams and a checked grammar. `tools` and `tool_choice` become the tools that an
@@ -32,14 +32,14 @@ MAX_WARNING_CHARS = 1024
 RESPONSE_FORMAT = "response_format"
 STRUCTURED = "structured_outputs"
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
-# vLLM's older names, then those of llama.cpp and SGLang.
+# vLLM's older names, then the names of llama.cpp and SGLang.
 GUIDED = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
     "guided_grammar": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex",
     "ebnf": "grammar",
 }  # fmt: skip
 WHITESPACE_FIELD = "guided_whitespace_pattern"
-MAY_BE_EMPTY = ("grammar", "regex", "ebnf")  # clients of those engines send "" for none
+MAY_BE_EMPTY = ("grammar", "regex", "ebnf")  # clients of llama.cpp and SGLang send "" if unset
 CONSTRAINT_FIELDS = frozenset({RESPONSE_FORMAT, STRUCTURED, WHITESPACE_FIELD, *GUIDED})
 KNOWN = frozenset(StructuredOutputsParams.__struct_fields__)
 
@@ -48,8 +48,8 @@ UNCONSTRAINED: Asked = None, False, STRUCTURED
 
 
 def structured_outputs_of(body: GenerationRequest) -> Asked:
-    """Return the form that the answer must have, None for any; whether what a schema asks for and
-    cannot be had is an error; and the field that says so. Raises ApiError."""
+    """Return the constraint of the answer, or None; whether an unsupported schema keyword is an
+    error (`strict`); and the field that set the constraint. Raises ApiError."""
     asked = [
         found
         for found in (_of_response_format(body), _of_structured_outputs(body), _of_guided(body))
@@ -64,8 +64,8 @@ def structured_outputs_of(body: GenerationRequest) -> Asked:
 
 
 def form_size(body: GenerationRequest, tools: object = None) -> int:
-    """Return about how many characters say what the answer must be, for `Lanes.run`: to read them
-    and to write a grammar of them takes as long as they are many."""
+    """Return the approximate number of characters that constrain the answer, for `Lanes.run`. The
+    time to read them and to write a grammar from them grows with this number."""
     asked = [body.response_format, body.structured_outputs, tools]
     asked += [getattr(body, name) for name in GUIDED]
     return size_of(asked, MAX_CHARS_ON_LOOP)
@@ -74,8 +74,8 @@ def form_size(body: GenerationRequest, tools: object = None) -> int:
 async def checked_grammar(
     api: ApiContext, body: GenerationRequest, num_prompts: int = 1
 ) -> Checked:
-    """Return the grammar of answers that are only what the body asks for; empty where it asks for
-    nothing. num_prompts: how many requests of the engine hold it. Raises ApiError, RequestError and
+    """Return the checked grammar of the body's constraint; it is empty for an unconstrained body.
+    num_prompts: engine requests that hold the grammar. Raises ApiError, RequestError and
     EngineBusy."""
     wanted, strict, field = structured_outputs_of(body)
     if wanted is None:
@@ -92,7 +92,7 @@ async def checked_grammar(
 
 
 def with_warnings(response: Response, grammar: Checked) -> Response:
-    """Say in a header what of a grammar is not kept to."""
+    """Report the parts of a grammar that are not enforced in a header of the response."""
     if grammar.warnings:
         text = json.dumps(" ".join(grammar.warnings))[1:-1]
         response.headers[WARNING_HEADER] = text[:MAX_WARNING_CHARS]
@@ -184,16 +184,16 @@ WORDS = ("auto", "none", "required")
 
 @dataclass(frozen=True)
 class AskedTools:
-    """callable: what an answer may call."""
+    """Tools of a request. callable: the tools that an answer may call."""
 
     callable: tuple[Tool, ...] = ()
     choice: ToolChoice = "none"
 
 
 def asked_tools(body: ChatCompletionRequest) -> AskedTools:
-    """Return the tools of a request that was rendered; with the choice `none`, none. Raises
-    ApiError for a choice that is none, or of a tool that is not there, and RequestError for a tool
-    that is none."""
+    """Return the tools that the answer to a rendered request may call. The choice `none` gives no
+    tools. Raises ApiError for an invalid choice or an unknown tool, and RequestError for an invalid
+    tool definition."""
     choice: Any = "auto" if body.tool_choice is None else body.tool_choice
     if not body.tools:
         if choice in ("auto", "none"):
@@ -213,7 +213,7 @@ def asked_tools(body: ChatCompletionRequest) -> AskedTools:
 
 
 def _allowed(tools: tuple[Tool, ...], choice: Mapping[str, Any]) -> AskedTools:
-    """Return some of the tools."""
+    """Return the subset of the tools that `allowed_tools` lists."""
     allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
     listed = allowed.get("tools") if isinstance(allowed, Mapping) else None

@@ -1,4 +1,4 @@
-"""Counting what a large JSON text holds in its bytes, before it is decoded."""
+"""Limits of a large JSON text, counted in its bytes before it is decoded."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,25 +7,25 @@ from quire.serve.errors import ApiError
 
 MAX_VALUES = 3 << 18
 MAX_CONTAINERS = 1 << 15
-MAX_TEXTS = 1 << 17  # names of fields included
+MAX_TEXTS = 1 << 17  # texts, names of fields included
 MAX_EXPONENTS = 1 << 16  # numbers that are slow to read; true and false count as such
-MAX_WIDE_BYTES = 8 << 20  # in texts with a character above U+FFFF
+MAX_WIDE_BYTES = 8 << 20  # bytes of texts with a character above U+FFFF
 PIECE_BYTES = 1 << 18
 
 QUOTE, COMMA, BRACE, EXPONENT = b'",{e'
-LOWER = 0x20  # makes { of [, and e of E
+LOWER = 0x20  # bit that turns [ into {, and E into e
 BACKSLASH = ord("\\")
-WIDE = 0xF0  # the first byte of such a character
+WIDE = 0xF0  # the first byte of a character above U+FFFF
 WIDE_TEXTS = "bytes in texts with characters above U+FFFF such as emoji"
 
 
 def check_counts(data: bytes | bytearray, what: str) -> None:
-    """Count the data's values, lists, texts and slow numbers. Raise ApiError beyond a limit."""
+    """Raise ApiError if the data has too many values, containers, texts or slow numbers."""
     num_values, num_containers, num_quotes, num_exponents = 1, 0, 0, 0
     rest, is_text, wide = b"", False, _WideTexts()
     for start in range(0, len(data), PIECE_BYTES):
         piece = (rest + data[start : start + PIECE_BYTES]).replace(rb"\\", b"  ")
-        rest = b"\\" if piece.endswith(b"\\") else b""  # what it escapes is in the next piece
+        rest = b"\\" if piece.endswith(b"\\") else b""  # the escaped character is in the next piece
         chars = np.frombuffer(piece.replace(rb"\"", b"  "), np.uint8)
         quotes = chars == QUOTE
         in_text = np.logical_xor.accumulate(quotes) ^ is_text
@@ -49,8 +49,8 @@ def check_counts(data: bytes | bytearray, what: str) -> None:
 
 
 class _WideTexts:
-    """Counts the bytes of texts with a character above U+FFFF, which makes Python use four bytes
-    for each character of the text."""
+    """Counter of the bytes of texts with a character above U+FFFF. Such a character makes Python
+    use four bytes for each character of the text."""
 
     def __init__(self) -> None:
         self._ended = 0  # bytes of texts that have ended
@@ -61,7 +61,7 @@ class _WideTexts:
         return self._ended + (self._open if self._is_open_wide else 0)
 
     def take(self, chars: npt.NDArray[np.uint8], quotes: npt.NDArray[np.bool_]) -> None:
-        """Count the next piece. chars: its bytes [num_bytes]; quotes: which of them are quotes."""
+        """Count the next piece. chars: its bytes `[num_bytes]`; quotes: mask of its quotes."""
         is_wide = chars >= WIDE
         escapes = (chars[:-2] == BACKSLASH) & (chars[1:-1] == ord("u"))
         is_wide[:-2] |= escapes & (chars[2:] | LOWER == ord("d"))  # half of a surrogate pair

@@ -1,9 +1,9 @@
 """Fields of other engines that quire does not have: refused if they would change the text.
 
 A body's unknown fields are removed (`open_body.py`). That is right only for labels, cache hints and
-extra output. Without a constraint or a sampling method the text would differ, with status 200. So a
-known field of this kind is a 400 with advice. Clients send many fields at their neutral values, and
-these values are accepted.
+fields that add to the response. If a constraint or a sampling method were dropped, the client would
+get different text with status 200. So a known field of this kind is a 400 with advice. Clients send
+many fields at their neutral values, and these values are accepted.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ EMPTY_VALUES: tuple[object, ...] = ("", [], {})
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a field is refused, and its neutral values besides null."""
+    """Rule of a refused field. advice: help for the client; values: neutral values besides null."""
 
     advice: str
     values: tuple[object, ...] = ()
@@ -104,8 +104,8 @@ FOREIGN: Mapping[str, Refused] = {
 }
 
 
-# Fields of the same engines that cannot change the text, by the reason. They are removed as all
-# unknown fields are.
+# Fields of the same engines that cannot change the text, with the reason. They are removed like all
+# unknown fields.
 HARMLESS: Mapping[str, str] = {
     "cache_prompt id_slot keep_alive rid": "the server decides which blocks stay cached",
     "n_keep num_keep": "quire never shortens a context",

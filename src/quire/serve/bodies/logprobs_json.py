@@ -1,9 +1,8 @@
-"""Log-probabilities as clients read them: the format of completions, that of chat, and vLLM's list
-for the prompt.
+"""Log-probabilities in the formats of clients: completions, chats, and vLLM's prompt logprobs.
 
-The chosen token comes first in a position's dictionary (`logprobs_of`). Its number
-is the same float wherever it is shown: clients compare it with the maximum to see whether it was
-greedy.
+The chosen token comes first in a position's dictionary (`logprobs_of`). Its log-probability is the
+same float in all lists of the response. Clients compare it with the maximum to see whether the
+choice was greedy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,13 +11,13 @@ from typing import Any
 from quire.base.requests.outputs import Logprob, PromptLogprobs
 from quire.render.tokens.tokenizer import Tokenizer
 
-LEAST = -9999.0  # JSON has no minus infinity
+LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
 Position = dict[int, Logprob] | None
 
 
 class TokenNames:
-    """Tokens as texts, or as `token_id:N` where that is wanted or there is no text."""
+    """Names of tokens: their texts, or `token_id:N` if requested or if there is no text."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self._tokenizer = None if as_ids else tokenizer
@@ -26,7 +25,7 @@ class TokenNames:
         self._table = None if pieces is None else pieces.table
 
     def text(self, token_id: int, logprob: Logprob | None) -> str:
-        """Return a token as text. logprob: None at the first token of a prompt."""
+        """Return the name of a token. logprob: None for the first token of a prompt."""
         if self._tokenizer is not None:
             if logprob is None:
                 return self._tokenizer.decode([token_id])
@@ -35,14 +34,14 @@ class TokenNames:
         return f"token_id:{token_id}"
 
     def bytes(self, token_id: int, text: str) -> list[int]:
-        """UTF-8 of the token; also of one that is a part of a character, whose text is empty."""
+        """Return the UTF-8 bytes of a token. A token that is part of a character has bytes, too."""
         piece = None if self._table is None else self._table[token_id]
         return list(piece if isinstance(piece, bytes) else text.encode())
 
 
 class LegacyLogprobs:
-    """The format of completions: parallel lists. Offsets run on from block to block. with_ids: tell
-    also the ids of the best, by the names under which they are shown."""
+    """Writer of the completions format, which has parallel lists. Text offsets continue from block
+    to block. with_ids: also write the ids of the top tokens, under the same names."""
 
     def __init__(self, names: TokenNames, num_top: int, with_ids: bool = False) -> None:
         self._names = names
@@ -51,8 +50,8 @@ class LegacyLogprobs:
         self._offset = 0
 
     def block(self, token_ids: Sequence[int], positions: Iterable[Position]) -> dict[str, Any]:
-        """Make the block of some tokens; a position without logprobs (the first of a prompt) shows
-        null."""
+        """Return the block of some tokens. A position without logprobs, such as the first of a
+        prompt, shows null."""
         tokens: list[str] = []
         chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -77,8 +76,8 @@ class LegacyLogprobs:
         }
 
     def _top(self, position: dict[int, Logprob]) -> dict[str, tuple[int, Logprob]]:
-        """Return the best by text; where two tokens have the same, the later one is shown by its
-        id."""
+        """Return the top tokens by name. If two tokens have the same text, the later one is named
+        by its id."""
         found: dict[str, tuple[int, Logprob]] = {}
         for place, (token_id, logprob) in enumerate(position.items()):
             if place and not _is_wanted(logprob, self._num_top):
@@ -94,7 +93,7 @@ def chat_logprobs(
     positions: Iterable[dict[int, Logprob]],
     num_top: int,
 ) -> dict[str, Any]:
-    """Write the format of chat completions: one object per token, with the best tokens by rank."""
+    """Return the chat format: one object per token, with the top tokens in order of rank."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=False):
         best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
@@ -105,7 +104,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs_json(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
-    """Token id (as text) -> logprob, rank and text, per position of the prompt."""
+    """Return vLLM's prompt logprobs: per position, a token id (as text) maps to its entry."""
     return [
         None
         if position is None

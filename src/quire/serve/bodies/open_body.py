@@ -1,9 +1,9 @@
-"""The effect of each field of a body, declared or not.
+"""Declarations of the effect of each field of a body, and the handling of undeclared fields.
 
-Each declared field says what becomes of it: `becomes` names what it sets, an `Ignored` field has no
-effect, and an `unsupported` field is refused unless its value is neutral. A field without any of
-these sets the field of `SamplingParams` of the same name. Checks, the OpenAPI document and the
-table of fields (`serve/fields.py`) read these declarations.
+Each field declares its effect. `becomes` names what the field sets. An `Ignored` field has no
+effect. An `unsupported` field is refused unless its value is neutral. Any other field sets the
+field of `SamplingParams` of the same name. Checks, the OpenAPI document and the table of fields
+(`serve/fields.py`) read these declarations.
 
 Clients of other servers send fields that only those servers know. Undeclared fields of an
 `OpenBody` are removed, and a header names them. Known fields that would change the text are refused
@@ -30,18 +30,18 @@ from quire.serve.errors import ApiError, ApiHttpError
 IGNORED_HEADER = "X-Quire-Ignored-Fields"
 MAX_HEADER_CHARS = 1024
 MAX_SUGGESTED_CHARS = 60
-MAX_NAME_CHARS = 256  # of an object's fields
+MAX_NAME_CHARS = 256  # length of a field's name in an object
 SAFE = "!#$&'()*+/:;<=>?@[]^`{|}"
 EMPTY = '""'  # a header's value must not end with a blank
 ONLY_NEUTRAL = "only at its neutral value"
 
-# Parts of a request's plan that are not a field of an engine's message.
+# Parts of a request's plan that are not fields of an engine message.
 MODEL, PROMPT, GRAMMAR, RESPONSE = "model", "prompt", "grammar", "response"
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuse a list or an object of more than `most` items before its items are read, and an object
-    with a name of more than MAX_NAME_CHARS."""
+    """Return a validator that refuses a list or an object of more than `most` items before the
+    items are read. It also refuses names of more than MAX_NAME_CHARS."""
 
     def checked(value: object) -> object:
         if isinstance(value, list | Mapping) and len(value) > most:
@@ -55,7 +55,7 @@ def at_most(most: int) -> BeforeValidator:
 
 @dataclass(frozen=True)
 class Becomes:
-    """What a field sets: `Class.field` of the engine, or a part of the plan such as PROMPT."""
+    """Effect of a field. parts: `Class.field` of the engine, or a part of the plan like PROMPT."""
 
     parts: tuple[str, ...]
 
@@ -130,8 +130,8 @@ def known_fields(endpoint: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def without_unknown(body: dict[str, Any], known: frozenset[str], scope: Scope) -> dict[str, Any]:
-    """Return a body without unknown fields, and store their names in its request's scope. Raise
-    ApiHttpError for a field that would change the text."""
+    """Return a body without its unknown fields, and store their names in the request's scope.
+    Raises ApiHttpError for an unknown field that would change the text."""
     unknown = tuple(name for name in body if name not in known)
     if not unknown:
         return body
@@ -150,7 +150,7 @@ def ignored_fields(scope: Scope) -> tuple[str, ...]:
 
 
 def add_suggestion(error: ApiError, ignored: Sequence[str]) -> None:
-    """Add to an error the removed field whose name resembles the field at fault."""
+    """Extend the error's message if a removed field looks like a misspelling of its field."""
     names = [name for name in ignored if len(name) <= MAX_SUGGESTED_CHARS]
     close = difflib.get_close_matches(error.param or "", names, n=1)
     if close:
@@ -158,7 +158,7 @@ def add_suggestion(error: ApiError, ignored: Sequence[str]) -> None:
 
 
 def naming_ignored(response: Response, names: Sequence[str]) -> Response:
-    """Name removed fields in a header of the response, as many as fit into it.
+    """Name the removed fields in a header of the response, as many as fit into it.
 
     Names are quoted as in a URL, so that their bytes cannot break the header.
     """

@@ -1,4 +1,4 @@
-"""Fields of models that pool: OpenAI's, Jina's and vLLM's."""
+"""Fields of the endpoints of pooling models: OpenAI's, Jina's and vLLM's."""
 
 from typing import Annotated, Any, Literal
 
@@ -52,7 +52,7 @@ class EmbeddingBody(PromptBody):
     """A body of /v1/embeddings. normalize: the older name of use_activation."""
 
     encoding_format: Literal["float", "base64"] | None = becomes(RESPONSE)
-    dimensions: Positive | None = becomes(RESPONSE)  # numbers that are kept, from the first one
+    dimensions: Positive | None = becomes(RESPONSE)  # leading numbers of an embedding to return
     normalize: bool | None = becomes(RESPONSE)
     embed_dtype: Any = unsupported(FIXED_FORM, "float32")
     endianness: Any = unsupported(FIXED_FORM, "native", "little")
@@ -63,7 +63,7 @@ class ClassifyBody(PromptBody):
 
 
 class ScoreBody(PoolingBody):
-    """Texts to compare: one with each, or as many with as many. All pairs of names are synonyms."""
+    """Texts to compare: one with each, or pairwise. All pairs of names are synonyms."""
 
     text_1: Texts = becomes(PROMPT)
     text_2: Texts = becomes(PROMPT)
@@ -81,7 +81,7 @@ class RerankBody(PoolingBody):
     documents: Annotated[
         list[Any], Field(min_length=1), at_most(MAX_INPUTS), WithJsonSchema(_TEXTS_SCHEMA)
     ] = becomes(PROMPT, default=...)
-    top_n: Natural | None = becomes(RESPONSE)  # documents that are shown; 0 shows all
+    top_n: Natural | None = becomes(RESPONSE)  # maximum number of documents shown; 0 shows all
     return_documents: bool | None = becomes(RESPONSE)
-    max_tokens_per_doc: OrUnlimited | None = becomes(PROMPT)  # 0 and -1 cut no document
+    max_tokens_per_doc: OrUnlimited | None = becomes(PROMPT)  # 0 and -1 truncate no document
     rank_fields: Any = unsupported("only text documents are supported; remove it", [])

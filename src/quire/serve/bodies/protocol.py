@@ -1,10 +1,11 @@
 """Fields of /v1/completions and /v1/chat/completions, and the fields that other bodies share.
 
-Each field declares what becomes of it (`open_body.py`). `None` is "not given": then the model's own
-default counts. Sizes are limited here. `SamplingParams` checks values, and the client token ids.
+Each field declares what becomes of it (`open_body.py`). `None` means "not given", and then the
+model's default applies. Sizes are limited here. `SamplingParams` checks values, and the client
+checks token ids.
 
 `at_most` measures a list or an object before its items are read, and validation of a list ends at
-the first wrong item. pydantic alone would read all items and make an error of each.
+the first wrong item. pydantic alone would read all items and make an error for each.
 """
 
 from typing import Annotated, Any, Literal
@@ -50,7 +51,7 @@ MAX_ALLOWED_TOKENS = 1 << 19
 MAX_CHOICES = 1 << 14
 MAX_FORMAT_FIELDS = 16
 MAX_TRANSFER_FIELDS = 64
-MAX_SCHEMA_FIELDS = 256  # of a JSON schema, on its first level
+MAX_SCHEMA_FIELDS = 256  # top-level fields of a JSON schema
 INT32 = 2**31
 NOT_HERE = "is not supported; remove it"
 NO_MEDIA_OPTIONS = "the model's own settings decide how images are read; remove it"
@@ -97,7 +98,7 @@ NamedTokens = Annotated[TokenIds, Field(max_length=MOST_NAMED_TOKENS), at_most(M
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
 Natural = Annotated[int, Field(ge=0, lt=INT32)]
 Positive = Annotated[int, Field(ge=1, lt=INT32)]
-OrUnlimited = Annotated[int, Field(ge=-1, lt=INT32)]  # -1 is no limit
+OrUnlimited = Annotated[int, Field(ge=-1, lt=INT32)]  # -1 means no limit
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
 Effort = Annotated[str, Field(max_length=32)]
@@ -121,7 +122,7 @@ class NamedProcessor(StrictBody):
 
 
 class RepetitionSizes(StrictBody):
-    """The fields of `RepetitionDetectionParams`, with their meaning."""
+    """The fields of `RepetitionDetectionParams`, with the same meaning."""
 
     max_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
     min_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
@@ -169,10 +170,10 @@ Choices = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """When a stream reports usage. Other options are ignored."""
+    """Options of a stream: when it reports usage. Other options are ignored."""
 
-    include_usage: bool | None = becomes(RESPONSE)  # in a last chunk
-    continuous_usage_stats: bool | None = becomes(RESPONSE)  # in every chunk, too
+    include_usage: bool | None = becomes(RESPONSE)  # in a final chunk
+    continuous_usage_stats: bool | None = becomes(RESPONSE)  # also in every other chunk
     include_obfuscation: Ignored
 
 
@@ -180,13 +181,13 @@ class StreamOptions(BaseModel):
 
 
 class ModelField(StrictBody):
-    """The model that answers; the first one if absent."""
+    """Name of the model that answers; the first model if absent."""
 
     model: Label | None = becomes(MODEL)
 
 
 class SchedulingFields(ModelField):
-    """When the engine computes a request, and which requests share its cached blocks."""
+    """Priority and deadline of a request, and the salt that separates cached blocks."""
 
     priority: Int32 | None = becomes("Request.priority")
     timeout_s: Seconds | None = becomes("Request.timeout_s")
@@ -194,7 +195,7 @@ class SchedulingFields(ModelField):
 
 
 class SamplingFields(StrictBody):
-    """How tokens are chosen."""
+    """Sampling parameters that most bodies share."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -205,7 +206,7 @@ class SamplingFields(StrictBody):
 
 
 class VariableFields(StrictBody):
-    """Variables of the chat template."""
+    """Variables for the chat template."""
 
     chat_template_kwargs: TemplateKwargs | None = becomes(PROMPT)
 
@@ -217,14 +218,14 @@ class TemplateFields(VariableFields):
 
 
 class ConversationFields(TemplateFields):
-    """How the chat template ends a conversation."""
+    """Options for the end of a rendered conversation."""
 
     add_generation_prompt: bool | None = becomes(PROMPT)
     continue_final_message: bool | None = becomes(PROMPT)
 
 
 class ChatFields(TemplateFields):
-    """Tools and reasoning of chats."""
+    """Tool and reasoning options of chats."""
 
     tools: Tools | None = becomes(PROMPT)
     tool_choice: ToolChoice = becomes(GRAMMAR)
@@ -249,7 +250,7 @@ class ServedBody(ScheduledBody):
 
 
 class SampledBody(OpenBody, SamplingFields):
-    """How tokens are chosen, when a response ends, and its form."""
+    """Sampling parameters, the ends of a response, and its constraint."""
 
     min_tokens: Int32 | None = None
     presence_penalty: float | None = None
@@ -272,7 +273,7 @@ class GenerationRequest(SampledBody, ServedBody):
     stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = becomes(RESPONSE)
     keep_s: KeepSeconds | None = becomes("Request.keep_s")
 
-    # How tokens are chosen, and when a text ends
+    # Sampling, and the ends of a text
     n: Count | None = None
     max_tokens: Int32 | None = None
     dry_multiplier: float | None = None
@@ -308,17 +309,17 @@ class GenerationRequest(SampledBody, ServedBody):
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
 
-    # The form of the response (`structured.py`)
+    # Constraints on the response (`constraints.py`)
     response_format: Format | None = becomes(GRAMMAR)
     guided_json: JsonSchema | None = becomes(GRAMMAR)
     guided_regex: str | None = becomes(GRAMMAR)
     guided_choice: Choices | None = becomes(GRAMMAR)
     guided_grammar: str | None = becomes(GRAMMAR)
     guided_whitespace_pattern: str | None = becomes(GRAMMAR)
-    grammar: str | None = becomes(GRAMMAR)  # llama.cpp's; GBNF, or Lark
-    json_schema: JsonSchema | None = becomes(GRAMMAR)  # llama.cpp's and SGLang's
-    regex: str | None = becomes(GRAMMAR)  # SGLang's
-    ebnf: str | None = becomes(GRAMMAR)  # SGLang's
+    grammar: str | None = becomes(GRAMMAR)  # llama.cpp's field: GBNF, or Lark
+    json_schema: JsonSchema | None = becomes(GRAMMAR)  # field of llama.cpp and SGLang
+    regex: str | None = becomes(GRAMMAR)  # SGLang's field
+    ebnf: str | None = becomes(GRAMMAR)  # SGLang's field
     guided_decoding_backend: Ignored
 
     return_token_offsets: Any = unsupported(NOT_HERE, False)
@@ -334,14 +335,14 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, WithJsonSchema(schemas.prompts_schema(MAX_PROMPTS))] = becomes(PROMPT)
     suffix: str | None = becomes(PROMPT)  # follows the continuation
     logprobs: Int32 | None = None
-    best_of: Count | None = None  # continuations that are computed; the best n are returned
+    best_of: Count | None = None  # number of computed continuations; the best n are returned
 
     thinking_token_budget: Any = unsupported("use max_tokens to limit the answer", -1)
     prompt_embeds: Any = unsupported("send the prompt as text or token ids", [])
 
 
 class ChatCompletionRequest(GenerationRequest, ConversationFields, ChatFields):
-    """A body of /v1/chat/completions. Messages and tools are checked where they are rendered."""
+    """A body of /v1/chat/completions. The renderer checks messages and tools."""
 
     messages: SomeMessages = becomes(PROMPT, default=...)
     max_completion_tokens: Int32 | None = becomes("SamplingParams.max_tokens")

@@ -1,8 +1,8 @@
-"""Bodies of requests: JSON, bounded before it is decoded and validated.
+"""Bodies of requests: JSON whose size is bounded before it is decoded and validated.
 
-A value of JSON may take two bytes, and its Python object a hundred times as many. So the values of
-a large body are counted in its bytes first (`counts.py`), and the names of its fields before they
-are validated. Valid JSON is read the same at every size. Only small bodies get an exact message
+A JSON value may take two bytes, and its Python object a hundred times as many. So the values of a
+large body are counted in its bytes first (`counts.py`), and its field names are counted before
+validation. Valid JSON is read the same way at every size. Only small bodies get an exact message
 about invalid JSON.
 """
 
@@ -25,23 +25,23 @@ from quire.serve.bodies.open_body import (
 from quire.serve.errors import ApiError, ApiHttpError, bad_request
 from quire.serve.media.parts import image_chars
 
-MODEL = "quire.model"  # in a scope: the model that the body names
+MODEL = "quire.model"  # key in an ASGI scope: the model that the body names
 
 MAX_FIELDS = 256
 
 # Bodies up to this size are decoded on the event loop, in a millisecond at most.
 ON_LOOP_BYTES = 1 << 16
-# Bodies up to this size are not counted. If they are not JSON, json.loads names the fault, or
-# accepts NaN and halves of surrogate pairs.
+# Bodies up to this size are not counted. For invalid JSON, json.loads finds the exact fault. It
+# also accepts NaN and halves of surrogate pairs.
 SMALL_BYTES = 1 << 20
-# msgspec's own reading of decimals is slow for some of them.
+# float() parses decimals, because msgspec's own parser is slow for some of them.
 DECODER = msgspec.json.Decoder(float_hook=float)
 
 
 class BoundedRequest(fastapi.Request):
     """A request whose body is read by `read_json`, in a thread if it is large."""
 
-    known: frozenset[str] | None = None  # the declared fields; None: unknown ones are not left out
+    known: frozenset[str] | None = None  # the declared fields; None: keep unknown fields
     whole: bytes | bytearray = b""  # the body as it arrived
 
     async def body(self) -> bytearray:  # type: ignore[override]
@@ -53,7 +53,7 @@ class BoundedRequest(fastapi.Request):
         return data
 
     async def json(self) -> Any:
-        """Decode the body. Raises ApiHttpError if it is too large without its images, and the
+        """Decode the body. Raises ApiHttpError if it is too large, not counting images. Raises the
         errors of `json` if it is not JSON."""
         value = await read_in_thread(self.whole, "the body")
         most = self.app.state.context.config.max_body_bytes
@@ -69,7 +69,7 @@ class BoundedRequest(fastapi.Request):
 
 
 class BoundedRoute(APIRoute):
-    """A route whose handler gets a BoundedRequest."""
+    """A route whose handler receives a BoundedRequest."""
 
     def get_route_handler(self) -> Any:
         handle, known = super().get_route_handler(), known_fields(self.endpoint)
@@ -85,7 +85,7 @@ class BoundedRoute(APIRoute):
 
 
 async def read_in_thread(data: bytes | bytearray, what: str) -> Any:
-    """Call `read_json`, in a thread if the data is large. Raise ApiHttpError instead of
+    """Run `read_json`, in a thread if the data is large. Raises ApiHttpError in place of
     ApiError."""
     try:
         if len(data) <= ON_LOOP_BYTES:
@@ -98,8 +98,8 @@ async def read_in_thread(data: bytes | bytearray, what: str) -> Any:
 def read_json(data: bytes | bytearray, what: str) -> Any:
     """Decode JSON in UTF-8. what: the data's name in errors.
 
-    Raises ApiError for more values than any request has, and for large data that is not JSON. Small
-    data that is not JSON is left to json.loads.
+    Raises ApiError if the data has too many values, or if large data is not valid JSON. Small
+    invalid data raises the errors of json.loads.
     """
     if len(data) > SMALL_BYTES:
         check_counts(data, what)

@@ -1,6 +1,6 @@
-"""JSON schemas of fields that bodies take as plain objects, for the OpenAPI document.
+"""JSON schemas, for the OpenAPI document, of fields whose Python type is a plain object.
 
-They describe what clients may send. The objects themselves are checked where they are read.
+They describe what clients may send. The code that reads these objects checks them.
 """
 
 from typing import Any
@@ -36,13 +36,13 @@ ANY_OBJECT: Json = {"type": "object", "additionalProperties": True}
 
 
 def prompts_schema(most: int) -> Json:
-    """Describe a field of one prompt, or of several, each a text or token ids."""
+    """Return the schema of a field that holds one or several prompts, as texts or token ids."""
     texts, ids = (list_of(each, minItems=1, maxItems=most) for each in (SOME_TEXT, TOKEN_IDS))
     return one_of(SOME_TEXT, texts, TOKEN_IDS, ids)
 
 
 def choice_schema(most: int, choice: Json) -> Json:
-    """Describe a field that chooses tools: by a word, or by an object of at most so many fields."""
+    """Return the schema of a tool choice: a word, or an object of at most `most` fields."""
     return one_of({"enum": ["auto", "none", "required", None]}, choice | {"maxProperties": most})
 
 
@@ -68,7 +68,7 @@ PROCESSOR = one_of(
 
 
 def response_format_schema(most: int) -> Json:
-    """Describe `response_format`, an object of at most so many fields."""
+    """Return the schema of `response_format`, an object of at most `most` fields."""
     text = {"anyOf": [TEXT, NULL]}
     schema = object_of(
         "name", "schema", name=SOME_TEXT, schema=ANY_OBJECT, strict=FLAG, description=text
@@ -85,7 +85,7 @@ def response_format_schema(most: int) -> Json:
 
 
 def structured_outputs_schema(most: int, most_choices: int) -> Json:
-    """Describe `structured_outputs`, an object of at most so many fields."""
+    """Return the schema of `structured_outputs`, an object of at most `most` fields."""
     flag = {"type": "boolean"}
     found = object_of(
         json=one_of(TEXT, ANY_OBJECT), regex=TEXT,

@@ -1,7 +1,7 @@
 """Errors of a body in plain words: each field, its value, and the values that it accepts.
 
-pydantic finds the errors. Its own wording names Python's types, so it is used only for errors
-without an entry in WANTED. A field of several kinds gives one error for each; they are joined.
+pydantic finds the errors. Its own wording names Python types, so we use it only for errors without
+an entry in WANTED. pydantic reports one error for each kind of a union; they are joined.
 """
 
 import difflib
@@ -23,7 +23,7 @@ MAX_ERRORS = 8
 MAX_SHOWN_CHARS = 60
 MAX_PATH = 8
 
-# The accepted values, by pydantic's type of error. The error's context fills the braces.
+# The accepted values by pydantic's error type. The error's context fills the braces.
 WANTED = {
     "string_type": "a string",
     "string_unicode": "a string of valid Unicode",
@@ -56,7 +56,7 @@ WANTED = {
     "string_too_long": "of at most {max_length} characters",
     "string_too_short": "of at least {min_length} characters",
 }
-# The same for a kind of a union, by pydantic's name of the kind.
+# The accepted values of one member of a union, by pydantic's name of the member.
 KINDS = {
     "str": "a string",
     "int": "an integer",
@@ -71,7 +71,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class _Problem:
-    """An error of a field: a sentence, or the wanted values and the given value."""
+    """An error of a field: a sentence, or the accepted values and the given value."""
 
     path: str
     sentence: str = ""
@@ -80,13 +80,13 @@ class _Problem:
 
 
 def invalid_request(error: RequestValidationError, request: fastapi.Request) -> ApiError:
-    """Make one 400 that names all wrong fields; `param` is the first one."""
+    """Return one 400 that names all wrong fields; `param` is the first one."""
     return invalid_fields(error.errors(), _field_names(request))
 
 
 def parsed(kind: type[Body], fields: Mapping[str, Any]) -> Body:
-    """Return a body with these fields, which did not come as the body of an HTTP request. Raises
-    ApiError, as such a body does."""
+    """Validate fields that did not arrive as an HTTP body. Raises the ApiError that an HTTP body
+    with these fields would raise."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -95,7 +95,7 @@ def parsed(kind: type[Body], fields: Mapping[str, Any]) -> Body:
 
 
 def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:
-    """Make the same of pydantic's errors, whose locations begin with `body`. known: all fields."""
+    """Return one 400 for pydantic's errors, whose locations start with `body`. known: fields."""
     whole = _whole_body(errors[0])
     if whole is not None:
         return whole
@@ -112,7 +112,7 @@ def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """Return a value as shortened JSON, and lists and objects by their size."""
+    """Return a scalar as shortened JSON, and describe a list or an object by its size."""
     if isinstance(value, str):
         cut = value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "..."
         return json.dumps(cut, ensure_ascii=False)
@@ -144,7 +144,7 @@ def _whole_body(item: Mapping[str, Any]) -> ApiError | None:
 
 
 def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
-    """Return the field of an error, and its sentence or its wanted values."""
+    """Describe one of pydantic's errors: its field, and a sentence or the accepted values."""
     names, kind = _split(item["loc"])
     path, what, value = _path(names), item["type"], shown(item.get("input"))
     context = item.get("ctx") or {}
@@ -167,7 +167,7 @@ def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
 
 
 def _line(problems: list[_Problem]) -> str:
-    """Return one sentence about one field, with its kinds joined by `or`."""
+    """Return one sentence about one field, with the accepted kinds joined by `or`."""
     for problem in problems:
         if problem.sentence:
             return problem.sentence
@@ -176,24 +176,24 @@ def _line(problems: list[_Problem]) -> str:
 
 
 def _split(loc: Sequence[str | int]) -> tuple[list[str], str | None]:
-    """Return the names of the fields down to the wrong value, and the kind of a union.
+    """Return the field names down to the wrong value, and the kind if a union member failed.
 
-    pydantic puts the names of kinds, such as list[int] or a class, between the fields.
+    pydantic puts the names of union members, such as list[int] or a class, between the fields.
     """
     names: list[str] = []
     for part in loc[1 : MAX_PATH + 1]:
-        if part == "[key]":  # the name of a field is wrong, and not its value
+        if part == "[key]":  # the field's name is wrong, not its value
             continue
         if isinstance(part, str) and (part in KINDS or "[" in part):
             return names, KINDS.get(part, _plain_kind(part))
         if isinstance(part, str) and part[:1].isupper():
-            continue  # a class among the kinds
+            continue  # a class of a union
         names.append(str(part))
     return names, None
 
 
 def _path(names: list[str]) -> str:
-    """Write a path, such as messages[0].content."""
+    """Format a path, such as messages[0].content."""
     parts = [f"[{name}]" if name.isdecimal() else f".{name}" for name in names]
     return "".join(parts).removeprefix(".")
 
@@ -207,7 +207,7 @@ def _cut(path: str) -> str:
 
 
 def _field_names(request: fastapi.Request) -> list[str]:
-    """Return the fields of the body that the matched route takes, for `did you mean`."""
+    """Return the fields of the matched route's body, for `did you mean`."""
     endpoint = request.scope.get("endpoint")
     kind = body_class(endpoint) if endpoint else None
     return list(kind.model_fields) if kind else []

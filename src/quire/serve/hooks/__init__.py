@@ -1,1 +1,1 @@
-"""Hooks of operators: made once, called with a time limit, each answer checked."""
+"""Hooks of operators: created once, called with a time limit, each returned value checked."""

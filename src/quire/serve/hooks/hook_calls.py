@@ -1,10 +1,10 @@
-"""Calls of foreign code that may raise or hang, from an event loop that must do neither.
+"""Calls of hooks: foreign code that may raise or hang, called from an event loop that must not.
 
-Plain methods run on threads, async ones on an event loop of their own, so that nothing that they do
-holds up the loop that awaits them. A call that takes too long is left to itself: its thread is no
-longer counted, and a loop that it blocks is replaced (async calls that are on it may be late, too).
-How many such calls there may be of one hook is bounded; while they hang, whoever needs that hook
-fails at once.
+Plain methods run on threads, and async methods on an event loop of their own, so they cannot block
+the loop that awaits them. A call that exceeds its time is abandoned. Its thread no longer counts as
+busy, and a blocked event loop is replaced (other async calls on it may miss their deadline, too).
+The number of abandoned calls is bounded for each hook. At the bound, requests that need the hook
+fail at once.
 """
 
 import asyncio
@@ -17,25 +17,25 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-MAX_THREADS = 32  # that work at once; others wait
-MAX_HUNG = 8  # calls of one hook that took too long and go on
-STUCK_S = 1.0  # an event loop that answers nobody for as long is blocked
+MAX_THREADS = 32  # busy threads; other calls wait
+MAX_HUNG = 8  # calls of one hook that missed their deadline and still run
+STUCK_S = 1.0  # time without a reaction after which an event loop counts as blocked
 
 T = TypeVar("T")
-Outcome = tuple[Any, BaseException | None]  # what a call returned, or raised
+Outcome = tuple[Any, BaseException | None]  # the value that a call returned, or its error
 Tell = Callable[[Any, BaseException | None], None]
 
 
 class TooLong(Exception):
-    """The call did not end in time."""
+    """The call missed its deadline."""
 
 
 class Unavailable(Exception):
-    """As many calls as may hang do."""
+    """The hook has reached its maximum number of hanging calls."""
 
 
 class Caller:
-    """Calls the methods of one hook. num_hung: calls that took too long and have not ended."""
+    """Caller of one hook's methods. num_hung: calls that missed their deadline and still run."""
 
     def __init__(self, lanes: "CallLanes", timeout_s: float) -> None:
         self.num_hung = 0
@@ -43,8 +43,8 @@ class Caller:
         self._timeout_s = timeout_s
 
     async def call(self, method: Callable[[T], Any], thing: T) -> Outcome:
-        """Return what the method returns or raises: also TooLong, and Unavailable if it is not
-        called. Raises nothing but CancelledError, for whoever awaits it."""
+        """Return the value that the method returns, or its error. The error may also be TooLong, or
+        Unavailable if the method was not called. Raises only CancelledError, for its awaiter."""
         lanes = self._lanes
         if inspect.iscoroutinefunction(method):
             if self.num_hung >= MAX_HUNG:
@@ -62,10 +62,10 @@ class Caller:
 
 
 class _Call:
-    """One call, which ends in time or is late; on the loop that awaits it. Who awaits it may leave:
-    it is counted until it has ended or is late.
+    """One call, on the event loop that awaits it. It ends in time or at its deadline. If the
+    awaiting task leaves, the call still counts until then.
 
-    free: gives back what it occupies. when_late: what else to do then.
+    free: releases the call's slot. when_late: extra action at the deadline.
     """
 
     def __init__(self, caller: Caller, timeout_s: float, free: Callable[[], None]) -> None:
@@ -78,8 +78,8 @@ class _Call:
         self._timer = self.loop.call_later(timeout_s, self._expire)
 
     def end_from_anywhere(self, value: Any, error: BaseException | None) -> None:
-        """Take what came out of it, on any thread."""
-        with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+        """Record the outcome of the call; any thread may call this."""
+        with suppress(RuntimeError):  # the loop was closed, so no task awaits the outcome
             self.loop.call_soon_threadsafe(self._end, value, error)
 
     def _end(self, value: Any, error: BaseException | None) -> None:
@@ -103,7 +103,7 @@ class _Call:
 
 
 class CallLanes:
-    """Where calls run. To be used from one event loop at a time."""
+    """Threads and event loop that calls run on. Use it from one event loop at a time."""
 
     def __init__(self) -> None:
         self.slots = asyncio.Semaphore(MAX_THREADS)
@@ -120,7 +120,7 @@ class CallLanes:
     def _when_late(
         self, own: "OwnLoop", cancel: Callable[[], object], loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Cancel it, and see whether it holds up the others."""
+        """Cancel a late call, and replace its event loop if it does not react."""
         answered = threading.Event()
         own.call_soon(cancel)
         own.call_soon(answered.set)
@@ -128,7 +128,7 @@ class CallLanes:
 
     def _replace(self, own: "OwnLoop", answered: threading.Event) -> None:
         if self._async is own and not answered.is_set():
-            own.stop()  # as soon as it can
+            own.stop()  # once it reacts again
             self._async = OwnLoop("hooks")
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class CallLanes:
 
 
 class OwnLoop:
-    """An event loop on a thread of its own, which ends with the program."""
+    """An event loop on a daemon thread of its own."""
 
     def __init__(self, name: str) -> None:
         begun: Future[asyncio.AbstractEventLoop] = Future()
@@ -153,11 +153,12 @@ class OwnLoop:
         await self._asked.wait()
 
     def begin(self, work: Coroutine[Any, Any, Any], tell: Tell) -> Callable[[], object]:
-        """Run it; tell, there, what came of it. Return what cancels it, to be called there."""
+        """Run work on this loop, and call `tell` there with its outcome. Return a function that
+        cancels the work; call it on this loop."""
         tasks: list[asyncio.Task[Outcome]] = []
 
         def ended(task: asyncio.Task[Outcome]) -> None:
-            work.close()  # of one that was cancelled before it began
+            work.close()  # in case it was cancelled before it began
             tell(*((None, asyncio.CancelledError()) if task.cancelled() else task.result()))
 
         def start() -> None:
@@ -168,7 +169,7 @@ class OwnLoop:
         return lambda: tasks[0].cancel()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it there, and wait for it on another thread."""
+        """Run work on this loop, and wait for its result on the calling thread."""
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result()
@@ -177,23 +178,23 @@ class OwnLoop:
             raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have it called there, unless the loop has ended."""
+        """Schedule a call on this loop; do nothing if it has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Cancel what runs there, and end the thread. A second call does nothing."""
+        """Cancel the work on this loop and end its thread. Idempotent."""
         self.call_soon(self._asked.set)
 
 
 class Threads:
-    """Threads that do one thing after another and end with the program, however long that is."""
+    """Daemon threads that each run one work item at a time, for as long as it takes."""
 
     def __init__(self) -> None:
         self._idle: deque[SimpleQueue[Any]] = deque()
 
     def begin(self, work: Callable[[], Any], tell: Tell) -> None:
-        """Do the work on a thread that is idle, or on another one; tell, there, what came of it."""
+        """Run work on an idle thread or a new one, and call `tell` there with its outcome."""
         try:
             inbox = self._idle.pop()
         except IndexError:
@@ -208,20 +209,20 @@ class Threads:
             value, error = None, None
             try:
                 value = work()
-            except BaseException as raised:  # SystemExit too: it ends a request, not a thread
+            except BaseException as raised:  # even SystemExit must not end the thread
                 error = raised
-            self._idle.append(inbox)  # before anybody knows, who would start another thread
+            self._idle.append(inbox)  # before `tell`, or its receiver would start another thread
             tell(value, error)
             del work, tell, value, error, item
 
     def close(self) -> None:
-        """End those that are idle."""
+        """End the idle threads."""
         while self._idle:
             self._idle.pop().put(None)
 
 
 async def _outcome(work: Coroutine[Any, Any, Any]) -> Outcome:
-    """Return what it returns or raises: SystemExit too, which would end the loop."""
+    """Return the result or the error of work; even SystemExit, which would end the loop."""
     try:
         return await work, None
     except BaseException as error:

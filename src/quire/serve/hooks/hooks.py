@@ -1,7 +1,7 @@
-"""The operator's hooks around requests: made once, asked in order, each answer checked.
+"""The operator's hooks around requests: created once, called in order, each returned value checked.
 
-`Hooks` are those of a process, `RequestHooks` what they are for one request. What they are shown is
-in base/requests/hooks.py, how they are called in serve/hooks/hook_calls.py.
+`Hooks` belongs to a process, and `RequestHooks` to one request. base/requests/hooks.py defines the
+objects that hooks receive, and serve/hooks/hook_calls.py calls the hooks.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger("quire")
 
 T = TypeVar("T", HookRequest, HookPiece, HookCall)
 TIMEOUT_S = 5.0
-# What hooks are told of a client's parameters.
+# Parameters of a client that hooks receive.
 ASKED = (
     "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "stream",
@@ -45,7 +45,7 @@ ASKED = (
 
 @dataclass(frozen=True)
 class _Hook:
-    """methods: those that it has, by name."""
+    """A hook. methods: its methods by name."""
 
     name: str
     methods: Mapping[str, Callable[[Any], Any]]
@@ -53,9 +53,10 @@ class _Hook:
 
 
 class Hooks:
-    """hooks: names of what packages bring, or objects; in this order. timeout_s: of one call.
+    """The hooks of a process, which run in the given order.
 
-    Raises ConfigError for what is no hook. To be used from one event loop.
+    hooks: names of installed plug-ins, or objects. timeout_s: limit of one call. Raises ConfigError
+    for an object that is not a hook. Use it from one event loop.
     """
 
     def __init__(self, hooks: Sequence[Any], timeout_s: float = TIMEOUT_S) -> None:
@@ -64,13 +65,13 @@ class Hooks:
         self._hooks = [self._made(each) for each in hooks]
 
     def see(self, method: str) -> bool:
-        """Tell whether one of them has this method."""
+        """Return whether any hook has this method."""
         return any(method in hook.methods for hook in self._hooks)
 
     def open(
         self, request_id: str, tenant: str, model: str, actions: HookActions | None = None
     ) -> "RequestHooks":
-        """Begin with a request. actions: what hooks may do to it."""
+        """Return the hooks of a new request. actions: actions on the request that hooks may use."""
         actions = actions or NoActions()
         contexts = [
             (hook, HookContext(request_id, tenant, model, {}, actions)) for hook in self._hooks
@@ -78,7 +79,7 @@ class Hooks:
         return RequestHooks(contexts, self._timeout_s, actions)
 
     def close(self) -> None:
-        """End the threads that are idle; calls that hang go on until the program ends."""
+        """End the idle threads. Hanging calls continue until the program ends."""
         self._lanes.close()
 
     def _made(self, given: Any) -> _Hook:
@@ -95,8 +96,8 @@ class Hooks:
 
 
 def asked_of(params: object) -> dict[str, Any]:
-    """Return what parameters, or a body with such fields, ask for; what is not given is left
-    out."""
+    """Return the client's parameters that hooks receive, by name; unset ones are omitted. params: a
+    body, or another object with these fields."""
     found = {name: getattr(params, name, None) for name in ASKED}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -113,8 +114,8 @@ def _from_package(name: str) -> Any:
 
 
 class RequestHooks:
-    """What hooks say of one request. Its methods raise EndRequest for the hook that ends it, and
-    HookFailed."""
+    """The hooks of one request. Its methods raise EndRequest if a hook ends the request, and
+    HookFailed if a hook fails."""
 
     def __init__(
         self, hooks: Sequence[tuple[_Hook, HookContext]], timeout_s: float, actions: HookActions
@@ -125,40 +126,40 @@ class RequestHooks:
 
     @property
     def priority(self) -> int | None:
-        """The last priority that a hook set; None if none did."""
+        """The last priority that a hook set; None if no hook set one."""
         return self._actions.priority
 
     def see(self, method: str) -> bool:
-        """Tell whether one of them has this method."""
+        """Return whether any hook has this method."""
         return any(method in hook.methods for hook, _ in self._hooks)
 
     async def before_admission(self, request: HookRequest) -> HookRequest:
-        """Return the request as it is to be served; its context is filled in here. Raises
-        RequestError for one that a hook ends."""
+        """Return the request as the hooks changed it; each hook gets its own context. Raises
+        RequestError if a hook ends the request."""
         try:
             return await self._ask("before_admission", request, _checked_request)
         except EndRequest as end:
             raise RequestError(end.reason, code=CONTENT_FILTER) from end
 
     async def on_output(self, choice: int, kind: Kind, text: str, is_last: bool) -> str:
-        """Return the text that the client gets."""
+        """Return the text that is sent to the client."""
         piece = HookPiece(self._no_context, choice, kind, text, is_last)
         return (await self._ask("on_output", piece, _checked_piece)).text
 
     async def on_tool_call(
         self, choice: int, call_id: str, name: str, arguments: str
     ) -> tuple[str, str]:
-        """Return name and arguments of the call that the client gets."""
+        """Return the name and the arguments of the tool call that is sent to the client."""
         call = HookCall(self._no_context, choice, call_id, name, arguments)
         seen = await self._ask("on_tool_call", call, _checked_call)
         return seen.name, seen.arguments
 
     @property
     def _no_context(self) -> HookContext:
-        return self._hooks[0][1]  # each hook gets its own in its place
+        return self._hooks[0][1]  # a placeholder; `_ask` sets each hook's own context
 
     async def _ask(self, name: str, thing: T, check: Callable[[T, T], T]) -> T:
-        """Return what all hooks have made of it. check: (shown, returned) -> what counts of it."""
+        """Pass an object through all hooks. check: (shown, returned) -> the accepted object."""
         for hook, context in self._hooks:
             method = hook.methods.get(name)
             if method is None:
@@ -173,7 +174,7 @@ class RequestHooks:
         return thing
 
     def _told(self, hook: str, request_id: str, method: str, error: BaseException) -> Exception:
-        """Log what a hook raised; return what to raise, which says nothing of it."""
+        """Log a hook's error, and return the error to raise, which hides the details."""
         if isinstance(error, EndRequest):
             reason = str(error.reason)
             logger.info("hook %s ended request %s in %s: %s", hook, request_id, method, reason)
@@ -199,7 +200,7 @@ class RequestHooks:
 def _checked(
     check: Callable[[T, T], T], shown: T, returned: Any
 ) -> tuple[T | None, Exception | None]:
-    """Return what counts of what a hook returned, or what is wrong with it."""
+    """Return the accepted part of a hook's returned value, or the error in it."""
     if type(returned) is not type(shown):
         kinds = type(shown).__name__, type(returned).__name__
         return None, TypeError("it must return None or a {}, got a {}".format(*kinds))
@@ -210,7 +211,7 @@ def _checked(
 
 
 def _checked_request(shown: HookRequest, changed: HookRequest) -> HookRequest:
-    """Take messages or prompt; the ids of a text are void if that is another one."""
+    """Accept changed messages or a changed prompt; a changed text drops its token ids."""
     messages, prompt, ids = changed.messages, changed.prompt, changed.prompt_token_ids
     if shown.messages is not None:
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -235,8 +236,8 @@ def _checked_call(shown: HookCall, changed: HookCall) -> HookCall:
 
 
 def _text(name: str, value: object) -> str:
-    """Return a text that can be sent. Raises TypeError, and ValueError for half of a surrogate
-    pair."""
+    """Return a text that can be encoded as UTF-8. Raises TypeError, and ValueError for half of a
+    surrogate pair."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a text, got a {type(value).__name__}")
     if not value.isascii():

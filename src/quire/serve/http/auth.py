@@ -1,8 +1,8 @@
-"""API keys: who may call what.
+"""API keys: which callers may use which routes.
 
-The decision hangs on the route that was matched, as a dependency of its router, never on the text
-of the path: what a client writes into URL or Host header cannot move a request past it. Only the
-routers that `create_app` includes as public do without. The WebSocket's route calls `has_key`.
+Each router checks the key as a dependency of the matched route, never by the text of the path. So
+no URL or Host header can bypass the check. Only the routers that `create_app` includes as public
+need no key. The WebSocket's route calls `has_key` itself.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ from quire.serve.context import Api
 from quire.serve.errors import ApiError
 
 SCHEME = b"bearer "
-KEY_HEADER = b"x-api-key"  # where Anthropic's clients put it
+KEY_HEADER = b"x-api-key"  # header that Anthropic's clients use for the key
 
 
 async def authorised(request: fastapi.Request, api: Api) -> None:
-    """Dependency of the protected routers. Raises ApiError 401."""
+    """Check the API key; dependency of the protected routers. Raises ApiError 401."""
     if not has_key(request.scope, api.config.api_key):
         raise wrong_key()
 
 
 def has_key(scope: Scope, keys: Iterable[str]) -> bool:
-    """Return whether a request brings one of the keys in its one Authorization header, or without
-    such a header in its one x-api-key, or none is needed.
+    """Return whether a request has a valid key, or whether the server needs none. The key is in the
+    single Authorization header or, without such a header, in the single x-api-key.
 
-    Takes as long for a wrong key as for a right one: digests are compared, with all of the keys.
+    A wrong key takes as long as a right one, because its digest is compared with all keys.
     """
     digests, digest = _digests(keys), _given(scope)
     if not digests:
@@ -48,7 +48,7 @@ def _digests(keys: Iterable[str]) -> list[bytes]:
 
 
 def _given(scope: Scope) -> bytes:
-    """Return the digest of the key that a request brings; empty if it brings none."""
+    """Return the digest of the request's key; empty without a key."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     given = [value for name, value in headers if name == b"authorization"]
     keys = [value[len(SCHEME) :] for value in given if value[: len(SCHEME)].lower() == SCHEME]
@@ -60,18 +60,18 @@ def _given(scope: Scope) -> bytes:
 
 
 def key_of(scope: Scope, keys: Sequence[str]) -> str | None:
-    """Return which of the keys a request brings; None on a server without keys."""
+    """Return the server's key that a request uses; None on a server without keys."""
     given = _given(scope)
     pairs = zip(keys, _digests(keys), strict=True)
     return next((key for key, digest in pairs if hmac.compare_digest(given, digest)), None)
 
 
 def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
-    """Return whom a request is for: tenants share the engine evenly.
+    """Return the tenant of a request; tenants share the engine evenly.
 
-    On a server with keys that is the key, by its place among them, and `user` means nothing: a
-    client could invent as many users as it likes. Neither a key nor a user's name goes further
-    than here.
+    On a server with keys, the tenant is the index of the key. `user` is then ignored, because a
+    client could invent any number of users. Keys and user names never leave this function in clear
+    text.
     """
     if keys:
         return key_name(_digests(keys).index(_given(scope)))
@@ -81,8 +81,8 @@ def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
 
 
 def tenant_asking(scope: Scope, config: ServerConfig, body: ServedBody) -> str:
-    """Return whom a body is for. Raises ApiError 403 if it asks to be served before others, and its
-    key may not."""
+    """Return the tenant of a body. Raises ApiError 403 if the body has a priority below 0 and its
+    key does not allow that."""
     priority = body.priority or 0
     may_hurry = not config.api_key or (
         bool(config.urgent_api_key) and has_key(scope, config.urgent_api_key)
@@ -101,13 +101,13 @@ def tenant_asking(scope: Scope, config: ServerConfig, body: ServedBody) -> str:
 
 
 def reader_of(scope: Scope, keys: Sequence[str]) -> str | None:
-    """Return whose requests and prefixes a caller may see: a key its own; without keys, None is
-    all."""
+    """Return the tenant whose requests and prefixes a caller may see: its key's tenant. Without
+    keys it is None, which means all."""
     return tenant_of(scope, keys, None) if keys else None
 
 
 def wrong_key() -> ApiError:
-    """Refuse a missing or a wrong key with the same text, which never shows what was sent."""
+    """Return the error for a missing or a wrong key: the same text, which never shows the key."""
     return ApiError(
         401,
         "this server needs an API key; send one of its keys as Authorization: Bearer <key>, or as"

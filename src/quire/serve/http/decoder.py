@@ -1,4 +1,4 @@
-"""Compressed bodies: Content-Encoding gzip or deflate (RFC 9110, 8.4), decoded piece by piece."""
+"""Compressed bodies: Content-Encoding gzip or deflate (RFC 9110, 8.4), decoded in pieces."""
 
 import zlib
 
@@ -6,12 +6,12 @@ from starlette.types import Scope
 
 from quire.serve.errors import ApiError, bad_request
 
-# zlib's window sizes, by which it knows the formats.
+# zlib's window sizes, which select the format.
 WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 def decoder_of(scope: Scope) -> "Decoder | None":
-    """Return what a request's body is to be read with; None if it comes as it is. Raises ApiError
+    """Return the decoder for a request's body; None if it is not compressed. Raises ApiError
     415."""
     listed = [value for name, value in scope["headers"] if name == b"content-encoding"]
     names = [name.strip().lower() for name in b",".join(listed).decode("latin-1").split(",")]
@@ -30,15 +30,15 @@ def decoder_of(scope: Scope) -> "Decoder | None":
 
 
 class Decoder:
-    """One compressed body, piece by piece."""
+    """Decoder of one compressed body, which arrives in pieces."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._zlib = zlib.decompressobj(WINDOWS[name])
 
     def take(self, data: bytes, most: int, is_last: bool) -> bytes:
-        """Return what a piece stands for, but not much more than `most` bytes of it. Raises
-        ApiError."""
+        """Return the decoded bytes of a piece, cut off just above `most` bytes. Raises ApiError if
+        the data is invalid."""
         try:
             found = self._zlib.decompress(data, most + 1)
         except zlib.error:

@@ -1,13 +1,13 @@
 """HTTP/1.1 for slow clients: uvicorn's protocol with timeouts, WebSockets for text, a strict h11.
 
-uvicorn times out a connection between two requests, but not one that never finishes the head of
-its request: a few thousand of those would use up all open files.
+uvicorn times out a connection between two requests, but not one that never finishes the head of its
+request. A few thousand such connections would use up all open files.
 
-h11 passes heads of any size that come at once, and requests whose end two servers may see in two
-places. A proxy in front of this server that takes another view of where a request ends lets a
-client send requests past its rules ("request smuggling", RFC 9112, 11.2). What may be read in two
-ways is refused, and the connection closed. So are bodies in chunks so small that finding their ends
-would take longer than everything else.
+h11 accepts a head of any size that arrives at once, and requests whose end is ambiguous. A proxy in
+front may see another end than this server. Then clients can send requests past the proxy's rules
+("request smuggling", RFC 9112, 11.2). Ambiguous requests are therefore refused, and the connection
+is closed. Bodies in very small chunks are refused, too, because finding the ends of chunks would
+dominate all other work.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from quire.engine.wire.wire import NO_RESOURCES
 from quire.serve.errors import ApiError, error_response
 
 MAX_HEAD_BYTES = 1 << 16
-MAX_CHUNKS = 1 << 14  # of one body
+MAX_CHUNKS = 1 << 14  # chunks of one body
 STATUS_OF_LARGE_HEADS = 431
 
 HEAD_END = re.compile(rb"\n\r?\n")
@@ -37,7 +37,7 @@ CODING = re.compile(rb"\ntransfer-encoding[ \t]*:", re.IGNORECASE)
 
 
 class StrictConnection(h11.Connection):
-    """A server's side. refusal: what was wrong with what the client sent, after an error."""
+    """Server side of a connection. refusal: the error in the client's data, after an error."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
@@ -45,7 +45,7 @@ class StrictConnection(h11.Connection):
         self._num_chunks = 0
 
     def next_event(self) -> Any:
-        """Raise h11.RemoteProtocolError for what is no HTTP, or not beyond doubt."""
+        """Return the next event. Raise h11.RemoteProtocolError for invalid or ambiguous HTTP."""
         try:
             if self.their_state is h11.IDLE:
                 self._num_chunks = 0
@@ -62,7 +62,7 @@ class StrictConnection(h11.Connection):
 
 
 def check_head(data: bytes) -> None:
-    """Raise for the head of a request that data begins with, as soon as all of it is there."""
+    """Raise h11.RemoteProtocolError if the data begins with a complete head that is refused."""
     end = HEAD_END.search(data, 0, MAX_HEAD_BYTES + 2)
     if end is None or end.end() > MAX_HEAD_BYTES:
         if len(data) > MAX_HEAD_BYTES:
@@ -90,12 +90,12 @@ logger = logging.getLogger("quire")
 
 HEAD_S = 60.0
 MAX_REASON_CHARS = 200
-NOT_UTF8 = 1007  # why a WebSocket is closed (RFC 6455, 7.4.1)
+NOT_UTF8 = 1007  # close code of a WebSocket (RFC 6455, 7.4.1)
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection whose next request has not begun `HEAD_S` after its first byte, or after
-    the connection was made."""
+    """Protocol that closes a connection if a request's head is not complete within `HEAD_S`. The
+    time begins with the connection, or with the first byte after a response."""
 
     _closing: asyncio.TimerHandle | None = None
     conn: StrictConnection
@@ -118,8 +118,8 @@ class TimedProtocol(H11Protocol):
         self._forget()
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """Hand a connection with a WebSocket's handshake to another protocol, whose pings find out
-        who has gone. A head that only the other one finds wrong is answered here."""
+        """Hand the connection to the WebSocket protocol, whose pings find disconnected clients. If
+        only that protocol finds the head invalid, answer with a 400 here."""
         self._is_upgraded = True
         self._forget()
         super().handle_websocket_upgrade(event)
@@ -128,11 +128,11 @@ class TimedProtocol(H11Protocol):
             self.send_400_response("Invalid WebSocket handshake.")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be read as a request, with the reason, and close the connection."""
+        """Send an error response with the reason, and close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # in the middle of an answer
+            self.transport.close()  # a response is already partly sent
             return
-        if self.cycle is not None:  # it has not begun to answer, and shall not
+        if self.cycle is not None:  # the handler has not answered yet, and must not any more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         reason = self.conn.refusal
@@ -150,7 +150,7 @@ class TimedProtocol(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Let the time run while there is no request."""
+        """Start the timer while no request is open; stop it otherwise."""
         if self._is_upgraded:
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -165,10 +165,10 @@ class TimedProtocol(H11Protocol):
 
 
 class TextProtocol(WebSocketsSansIOProtocol):
-    """Closes a WebSocket whose text is no UTF-8; uvicorn writes a traceback to the log for each.
-    For a refused handshake it writes an error, unless it is told that this was an answer, too."""
+    """WebSocket protocol that closes a connection whose text is not UTF-8. uvicorn would log a
+    traceback for each. It also marks a refused handshake as answered, or uvicorn logs an error."""
 
-    _decoder: codecs.IncrementalDecoder | None = None  # of the text message that comes in
+    _decoder: codecs.IncrementalDecoder | None = None  # decoder of the incoming text message
 
     async def send(self, message: Any) -> None:
         await super().send(message)
@@ -201,8 +201,8 @@ class TextProtocol(WebSocketsSansIOProtocol):
 
 
 class Listener(socket.socket):
-    """Fails once when no connection can be accepted; the next call says that none is there, which
-    ends asyncio's round. Who wants to connect waits until descriptors are free."""
+    """Listening socket for times without free descriptors. `accept` fails once; its next call
+    reports that no connection waits, which ends asyncio's round. Clients wait in the backlog."""
 
     _has_failed = False
 
@@ -218,8 +218,8 @@ class Listener(socket.socket):
 
 
 def report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handle an exception of a loop: one line for what a `Listener` says, which is once a second;
-    the usual report for all else."""
+    """Handle an exception of the event loop. Log one line for a failed `Listener`, which happens
+    once a second, and the usual report for other errors."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in NO_RESOURCES:
         reason = error.strerror

@@ -1,7 +1,7 @@
-"""What keeps a request from its handler: a body that is too large, and a server that is ending.
+"""Limits in front of the handlers: size and speed of bodies, and the shutdown of the server.
 
-`BodyLimit` is plain ASGI, so that it counts while the body comes in and adds nothing per chunk of
-an answer. A body may be compressed with gzip or deflate (Content-Encoding, RFC 9110, 8.4).
+`BodyLimit` is plain ASGI, so that it counts a body as it arrives and adds no work per chunk of a
+response. A body may be compressed with gzip or deflate (Content-Encoding, RFC 9110, 8.4).
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from quire.serve.http.decoder import Decoder, decoder_of
 from quire.serve.http.rate_gate import admit
 
 RETRY_AFTER_S = 5
-BODY_S = 60.0  # for the next piece of a body
+BODY_S = 60.0  # timeout for the next piece of a body
 WHOLE_BODY_S = 600.0
 UPLOADS = ("POST", "/v1/files")
 WITH_IMAGES = (
     "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/tokenize",
 )  # fmt: skip
-FORM_BYTES = 1 << 16  # around a file
+FORM_BYTES = 1 << 16  # size of an upload's form around the file
 
 
 class BodyLimit:
-    """Caps the body of every request, and gives handlers none of those that bring no key.
+    """Middleware that limits the body of each request, and hides bodies of requests without a key.
 
-    The key is not judged here (`auth.authorised` does that, with the route): without one, a handler
-    that asks for a body gets the 401 in its place, so that strangers have nothing parsed. So it is
-    with a coding that nobody here can read. What is compressed counts with its size before that.
+    `auth.authorised` checks the key per route. Here, a handler that reads the body of a request
+    without a valid key gets the 401, so nothing of strangers is parsed. The same holds for an
+    unknown coding. The decoded size of a compressed body counts.
     """
 
     def __init__(self, app: ASGIApp, context: ApiContext) -> None:
@@ -59,8 +59,8 @@ class BodyLimit:
         await self._app(scope, body.receive, send)
 
     def _most(self, scope: Scope) -> int:
-        """Return how many bytes a body may have. An upload goes to disk, where it is counted. Of a
-        body with images, `reading.py` measures the rest."""
+        """Return the maximum size of a body in bytes. Uploads are also counted on disk, and
+        `reading.py` measures a body without its images."""
         config, path = self._config, scope["path"].removeprefix(scope.get("root_path", ""))
         if config.files_dir is not None and (scope["method"], path) == UPLOADS:
             return max(config.max_body_bytes, int(config.files_gb * 1e9) + FORM_BYTES)
@@ -78,9 +78,8 @@ def _decoded(scope: Scope, receive: Receive, most: int) -> "_Body":
 
 
 class _Body:
-    """One request's body on its way in. With more than `most` bytes it is refused, and what is
-    still to come is left to the server, which drops it. So is one that stops coming in, or comes
-    drop by drop."""
+    """The body of one request as it arrives. It is refused if it exceeds `most` bytes, stops
+    arriving, or arrives too slowly. The server drops the rest of a refused body."""
 
     def __init__(
         self,
@@ -112,8 +111,8 @@ class _Body:
         return message
 
     async def _next(self) -> Message:
-        """Wait for the next message, without an end once the body is there: then it is for the
-        client to leave."""
+        """Return the next message. The wait is bounded until the body is complete; after that, the
+        only message to come is the client's disconnect."""
         if self._is_whole:
             return await self._receive()
         seconds = min(BODY_S, self._end_s - time.monotonic())
@@ -144,11 +143,11 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 
 async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
-    """Dependency of the routes that generate: refuses new work while the server ends and what is
-    beyond its key's limits, and counts.
+    """Count a request that generates; dependency of the generating routes. Raise ApiError while the
+    server shuts down, and for a key at its limits.
 
-    FastAPI leaves it when the answer has been sent to its end, or the client has gone; a streaming
-    handler has nothing to do for that.
+    FastAPI ends the dependency when the response has been sent or the client has disconnected, so
+    streaming handlers need no code for that.
     """
     async with open_request(api):
         if api.rates is not None and not api.peers.have_sent(request.scope):
@@ -159,7 +158,7 @@ async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def open_request(context: ApiContext) -> AsyncIterator[None]:
-    """Count one request that generates. Raise ApiError 503 while the server ends."""
+    """Count one open request that generates. Raise ApiError 503 while the server shuts down."""
     if context.draining:
         text = "the server is shutting down and does not accept new requests; try again later."
         headers = {"Retry-After": str(RETRY_AFTER_S)}

@@ -1,6 +1,7 @@
-"""Plain ASGI around all routes: request ids, HEAD, and the headers of traces.
+"""Plain ASGI middleware around all routes: request ids, HEAD, and the headers of traces.
 
-`app.py` puts the layers together. Those that refuse requests are in `limits.py` and `origins.py`.
+`app.py` puts the layers together. The layers that refuse requests are in `limits.py` and
+`origins.py`.
 """
 
 import asyncio
@@ -18,9 +19,9 @@ TRACE_NAMES = (b"traceparent", b"tracestate")
 
 
 class RequestIds:
-    """Puts X-Request-Id on every answer, and turns unexpected exceptions into responses.
+    """Middleware that adds X-Request-Id to every response and answers unexpected exceptions.
 
-    A client's own id is echoed, so that it finds its request again; inside, ids are server-made.
+    It echoes the client's own id, if there is one. Ids of engine requests never come from clients.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -32,7 +33,7 @@ class RequestIds:
             return
         shown = _client_id(scope) or new_id("req").encode()
         scope.setdefault("state", {})["request_id"] = shown.decode("ascii")
-        current_request.set(shown.decode("ascii"))  # of this task, for its lines in the log
+        current_request.set(shown.decode("ascii"))  # id for this task's log lines
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -47,12 +48,12 @@ class RequestIds:
         except Exception as error:
             answer = error_answer(error, scope)  # also writes the log
             if started:
-                raise  # the connection is closed in the middle of the answer
+                raise  # the server then closes the connection amid the response
             await answer(scope, receive, send_with_id)
 
 
 def _client_id(scope: Scope) -> bytes | None:
-    """Return what the client calls this request, if it is one short word of printable ASCII."""
+    """Return the client's id of this request, if it is a short word of printable ASCII."""
     for name, value in scope["headers"]:
         if name == REQUEST_ID_HEADER and 0 < len(value) <= MAX_ID_CHARS:
             return bytes(value) if all(33 <= byte < 127 for byte in value) else None
@@ -60,8 +61,8 @@ def _client_id(scope: Scope) -> bytes | None:
 
 
 class HeadAsGet:
-    """Answers HEAD with status and headers of GET (RFC 9110, 9.3.2). The answer ends
-    with them: whoever streams is told that nobody reads."""
+    """Middleware that answers HEAD with status and headers of GET (RFC 9110, 9.3.2). After them,
+    the handler sees a disconnect, so a stream ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -92,7 +93,7 @@ class HeadAsGet:
 
 
 class TraceHeaders:
-    """Keeps W3C's trace headers of a request for those that are made of it."""
+    """Middleware that stores a request's W3C trace headers for the engine requests made from it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,17 +1,18 @@
-"""Which web pages may use a server: by where they come from, and by the name that they ask for.
+"""Checks that keep web pages of other sites from using a server, by Origin and by Host.
 
-A browser lets every page send simple POSTs to every address, without asking the server first. It
-only hides the answer. On a server without keys such a request could abort requests, reset the
-prefix cache or fill the space for files. So each request that may change something is refused when
-its headers name another site: `Sec-Fetch-Site`, or else `Origin` (both set by the browser, neither
-by a page). Clients that are no browsers send none of the two, and pass.
+A browser lets every page send simple POSTs to every address without a prior check. It only hides
+the response. On a server without keys such a request could abort requests, reset the prefix cache
+or fill the space for files. So a request that may change something is refused when its headers name
+another site: `Sec-Fetch-Site`, or else `Origin`. The browser sets both, and a page cannot. Clients
+other than browsers send neither of them, and pass.
 
-A browser also lets a page ask the host that it came from. The owner of that host's name can point
-it to 127.0.0.1 a moment later (DNS rebinding), and so reach what listens on this machine. The Host
+A browser also lets a page send requests to the host that it came from. The owner of that host's
+name can point it to 127.0.0.1 later (DNS rebinding), and so reach servers on this machine. The Host
 header still has the name. A server on the loopback interface without keys therefore answers only to
-addresses, to `localhost` and names below it (nobody can own `app.localhost`, RFC 6761), and to what
-`--allowed-hosts` names. A Host header that is not a name or an address with at most a port is
-refused. A request without the header (HTTP/1.0) passes: no browser sends one.
+addresses, to `localhost` and names below it, and to `--allowed-hosts`. A name such as
+`app.localhost` cannot have an owner (RFC 6761). A Host header that is not a name or an address with
+an optional port is refused. A request without it (HTTP/1.0) passes, because browsers always send
+it.
 """
 
 import ipaddress
@@ -29,14 +30,14 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # their routes change nothing
 EVERY = "*"
 DEFAULT_PORTS = {"http": 80, "https": 443}
 LOCALHOST = "localhost"
-POLICY = 1008  # why a WebSocket is closed (RFC 6455, 7.4.1)
-# [IPv6] or a name or IPv4, then perhaps a port, which may be empty (RFC 3986, 3.2)
+POLICY = 1008  # close code of a WebSocket (RFC 6455, 7.4.1)
+# [IPv6], a name or IPv4, then an optional port, which may be empty (RFC 3986, 3.2)
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[^\[\]:@/?#\s]+))(?::[0-9]{0,5})?")
 
 
 class OriginCheck:
-    """Plain ASGI middleware: refuses state-changing HTTP requests from pages of other sites. It
-    covers every route, also ones that do not exist yet."""
+    """Middleware that refuses state-changing HTTP requests from pages of other sites. It covers
+    every route, including future ones."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
@@ -52,8 +53,8 @@ class OriginCheck:
 
 
 def refusal_of_handshake(scope: Scope, config: ServerConfig) -> ApiError | None:
-    """Return why a WebSocket is refused; None if it is allowed. Only allowed origins may open one
-    from a browser, the server's own page included."""
+    """Return the error for a refused WebSocket, or None. A browser may open one only from an
+    allowed origin. That rule includes the server's own page."""
     foreign = [each for each in _values(scope, b"origin") if not _is_allowed(each, config)]
     return origin_not_allowed(foreign[0]) if foreign else None
 
@@ -87,7 +88,7 @@ def _is_allowed(origin: str, config: ServerConfig) -> bool:
 
 
 def _is_own(origin: str, hosts: list[str]) -> bool:
-    """Return whether an origin names the host and port that the request was sent to."""
+    """Return whether an origin equals the host and port that the request was sent to."""
     try:
         parts = urlsplit(origin)
         port = DEFAULT_PORTS.get(parts.scheme)
@@ -95,7 +96,7 @@ def _is_own(origin: str, hosts: list[str]) -> bool:
         return port is not None and [(parts.hostname, parts.port or port)] == [
             (each.hostname, each.port or port) for each in here
         ]
-    except ValueError:  # no port, or no address in brackets
+    except ValueError:  # invalid port, or invalid address in brackets
         return False
 
 
@@ -104,8 +105,8 @@ def _values(scope: Scope, header: bytes) -> list[str]:
 
 
 class HostCheck:
-    """Plain ASGI: refuses requests, and handshakes of WebSockets, to other names. What does not
-    come over TCP is of this server's own processes, or of a Unix socket, which no page reaches."""
+    """Middleware that refuses requests and WebSocket handshakes to unknown host names. It checks
+    TCP connections only, because no page can reach a Unix socket."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
@@ -127,8 +128,8 @@ class HostCheck:
             await send({"type": "websocket.close", "code": POLICY})
 
     def _is_checked(self, scope: Scope) -> bool:
-        """Return whether a request came over TCP, and to an interface whose names are checked: a
-        server that listens on a name learns from its connections what the name means."""
+        """Return whether a request came over TCP to an interface with a name check. The address of
+        the connection decides, because `--host` may be a name."""
         server = scope.get("server")
         if server is None or server[1] is None or not is_address(server[0]):
             return False
@@ -145,8 +146,8 @@ class HostCheck:
 
 
 def checks_hosts(config: ServerConfig) -> bool:
-    """Return whether a server checks the names of Host headers: if its settings list names, or if
-    it has no keys and listens on the loopback interface, also by a name that means it."""
+    """Return whether a server checks Host headers. It does if its settings list names, or if it has
+    no keys and may listen on the loopback interface."""
     if EVERY in config.allowed_hosts:
         return False
     may_be_loopback = not is_address(config.host) or ipaddress.ip_address(config.host).is_loopback
@@ -154,7 +155,7 @@ def checks_hosts(config: ServerConfig) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Return whether a host is an IP address, of IPv6 without brackets."""
+    """Return whether a host is an IP address; IPv6 without brackets."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -171,12 +172,12 @@ def _is_ipv6(host: str) -> bool:
 
 
 def _normal(name: str) -> str:
-    """Return a name as it is compared: in lower case, without the dot of the root."""
+    """Return the form of a name for comparisons: lower case, without the final dot."""
     return name.lower().removesuffix(".")
 
 
 def _is_localhost(name: str) -> bool:
-    """Return whether a name is `localhost` or below it."""
+    """Return whether a name is `localhost` or a name below it."""
     *above, last = _normal(name).split(".")
     return last == LOCALHOST and all(above)
 

@@ -1,5 +1,5 @@
-"""Rate limits as clients meet them: 429 with Retry-After, and on each answer OpenAI's headers that
-tell how much is left."""
+"""HTTP side of rate limits: 429 with Retry-After, and OpenAI's headers with the remaining amounts
+on each response."""
 
 import math
 
@@ -12,7 +12,7 @@ from quire.serve.http.auth import tenant_of
 from quire.serve.observers.observed_client import too_many
 from quire.serve.observers.rate_limits import RateLimits
 
-KEY_STATE = "rate_key"  # in the scope's state, of a request that the limits are for
+KEY_STATE = "rate_key"  # in the scope's state: index of the key that a request counts for
 HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}"
     for what in ("limit", "remaining", "reset")
@@ -21,8 +21,8 @@ HEADERS = tuple(
 
 
 def admit(rates: RateLimits, api: ApiContext, scope: Scope) -> None:
-    """Count a request that generates against its key's limits. Raise ApiError 429 if there is
-    nothing left of them."""
+    """Count a request that generates against its key's limits. Raise ApiError 429 if a limit is
+    used up."""
     key = key_index(tenant_of(scope, api.config.api_key, None))
     scope.setdefault("state", {})[KEY_STATE] = key
     refused = rates.admit(key)
@@ -31,7 +31,7 @@ def admit(rates: RateLimits, api: ApiContext, scope: Scope) -> None:
 
 
 class RateHeaders:
-    """Plain ASGI: tells on the answers to requests that generate what is left of the limits."""
+    """Middleware that adds the remaining limits to responses of generating requests."""
 
     def __init__(self, app: ASGIApp, rates: RateLimits) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class RateHeaders:
 
 
 def _duration(seconds: float) -> str:
-    """Write a duration as OpenAI does: 20ms, 1.5s, 6m0s."""
+    """Format a duration as OpenAI does: 20ms, 1.5s, 6m0s."""
     ms = math.ceil(seconds * 1000)
     if ms < 1000:
         return f"{ms}ms"

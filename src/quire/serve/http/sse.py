@@ -1,9 +1,9 @@
 """Server-sent events: chunks as bytes, and the response that sends them while the client listens.
 
-Once a stream has begun its status is fixed: what fails later becomes an event with the error's
-body. So the first event is awaited before the response starts, but not for long: what the engine
-refuses it refuses within milliseconds, and a client whose prompt takes a while sees the headers.
-Work for a client is cancelled when its connection closes.
+Once a stream has begun, its status is fixed, and a later error becomes an event with the error's
+body. So the first event is awaited before the response starts, but only briefly. The engine refuses
+a bad request within milliseconds, and a client with a long prompt sees the headers early. Work for
+a client is cancelled when its connection closes.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from quire.serve.http.ids import request_id_of
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
-ALIVE = b": the answer goes on\n\n"  # a comment, which readers of events pass over
+ALIVE = b": the answer goes on\n\n"  # a comment, which event readers skip
 
 HEADERS_AFTER_S = 0.25
 
 Events = AsyncGenerator[bytes, None]
-ErrorEvent = Callable[[BaseException, str], bytes]  # of an error and the id of its request
+ErrorEvent = Callable[[BaseException, str], bytes]  # (error, id of its request) -> last event
 First = asyncio.Task[bytes]
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def error_event(error: BaseException, request_id: str = "") -> bytes:
-    """Return the end of a stream that fails."""
+    """Return the last event of a stream that fails."""
     body = error_body(error, request_id)[1]
     return b"data: " + json.dumps(body).encode() + b"\n\n" + DONE
 
@@ -49,9 +49,9 @@ async def start_stream(
     last: ErrorEvent = error_event,
     alive_s: float | None = None,
 ) -> Response:
-    """Wait for the first event, HEADERS_AFTER_S at most; what goes wrong until then is raised, for
-    a status of its own. last: makes the end of a stream that fails. alive_s: seconds without an
-    event after which a comment is sent; None: as the server's settings say."""
+    """Return the response of a stream, after waiting up to HEADERS_AFTER_S for the first event. An
+    error before that is raised, and so gets a status of its own. last: makes the last event of a
+    failed stream. alive_s: quiet seconds before a comment is sent; None takes the setting."""
     first = asyncio.ensure_future(_first(events))
     try:
         await unless_disconnected(request.receive, _look(first))
@@ -69,16 +69,16 @@ async def _first(events: Events) -> bytes:
 
 
 async def _look(first: First) -> None:
-    """Wait for a while. Raises what the first event raised instead of being there."""
+    """Wait briefly for the first event. Raises the error if it failed already."""
     await asyncio.wait((first,), timeout=HEADERS_AFTER_S)
     if first.done():
         first.result()
 
 
 class EventStream(Response):
-    """Sends events until they end or the client goes; either way the events' generator is closed,
-    which ends what it generates. alive_s: after so many seconds without one a comment is sent; 0 is
-    never."""
+    """Response that sends events until they end or the client disconnects. In both cases it closes
+    the events' generator, which stops the generation. alive_s: quiet seconds before a comment is
+    sent; 0 sends none."""
 
     media_type = "text/event-stream"
 
@@ -127,12 +127,12 @@ class EventStream(Response):
 
 
 class _Body:
-    """The body of a response, in pieces of several tasks, one after the other."""
+    """Body of a response, which several tasks write in turn."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._turn = asyncio.Lock()
-        self._sent_s: float | None = None  # when the last piece was; None before and behind all
+        self._sent_s: float | None = None  # time of the last write; None outside of the body
 
     async def begin(self, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -148,14 +148,14 @@ class _Body:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def keep_alive(self, alive_s: float) -> None:
-        """Send a comment whenever nothing was sent for so long."""
+        """Send a comment whenever the stream was quiet for `alive_s` seconds."""
         wait_s = alive_s
         while True:
             await asyncio.sleep(wait_s)
             wait_s = alive_s - self._quiet_s()
             if wait_s <= 0:
                 async with self._turn:
-                    if self._quiet_s() >= alive_s:  # also after it was waited for the turn
+                    if self._quiet_s() >= alive_s:  # still quiet, after the wait for the lock
                         await self._write(ALIVE)
                 wait_s = alive_s
 
@@ -164,20 +164,20 @@ class _Body:
         self._sent_s = asyncio.get_running_loop().time()
 
     def _quiet_s(self) -> float:
-        """Return for how long nothing was sent, while something may be."""
+        """Return the seconds since the last write; 0.0 before the body begins and after its end."""
         now_s = asyncio.get_running_loop().time()
         return 0.0 if self._sent_s is None else now_s - self._sent_s
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client has gone. The request's body must have been read."""
+    """Wait until the client disconnects. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the work's result. Raises ApiError if the client goes first; the work is cancelled
-    then."""
+    """Return the work's result. If the client disconnects first, cancel the work and raise
+    ApiError."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(receive))
     try:

@@ -1,1 +1,1 @@
-"""Media that clients send: where the bytes come from, and what an operator allows."""
+"""Media of clients: the sources of their bytes, and what an operator allows."""

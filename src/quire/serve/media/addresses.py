@@ -1,8 +1,8 @@
-"""Which network addresses a server may fetch media from: public ones only.
+"""Network addresses that a server may fetch media from: public ones only.
 
-A client names a URL, so it must not reach the operator's own network through the server. Names are
-resolved once; the connection goes to the very address that was checked, so that a second answer of
-the name server cannot replace it.
+A client names a URL, so it must not reach the operator's own network through the server. A name is
+resolved once, and the connection goes to the address that was checked. A second reply of the name
+server cannot replace it.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], list[str]]
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-MAX_LOOKUPS = 16  # names that are being resolved at once
+MAX_LOOKUPS = 16  # names that may be resolved at once
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -27,14 +27,14 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is a public unicast one, also inside an IPv6 address."""
+    """Return whether an address, and any IPv4 address inside it, is a public unicast address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return all(each.is_global and not each.is_multicast for each in _all_forms(parsed))
 
 
 def _all_forms(address: Address) -> list[Address]:
-    """Return the address and the IPv4 addresses inside it. An IPv4 address mapped into IPv6 counts
-    as the IPv4 address alone."""
+    """Return the address and the IPv4 addresses inside it. For an IPv4 address in mapped or NAT64
+    form, return only the IPv4 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:
@@ -47,10 +47,10 @@ def _all_forms(address: Address) -> list[Address]:
 
 
 class Lookups:
-    """Resolves names within a time, MAX_LOOKUPS at once.
+    """Resolver of names with a timeout, MAX_LOOKUPS at once.
 
-    The C library's resolver cannot be interrupted. So it runs in a thread, which outlives
-    the timeout and counts until it ends.
+    The C library's resolver cannot be interrupted. So it runs in a thread, which may outlive the
+    timeout and counts until it ends.
     """
 
     def __init__(self, resolver: Resolver = resolve) -> None:
@@ -58,8 +58,8 @@ class Lookups:
         self._free = threading.BoundedSemaphore(MAX_LOOKUPS)
 
     def addresses(self, host: str, port: int, timeout_s: float) -> list[str]:
-        """Return the addresses of a host. Raises TimeoutError, what the resolver raises, and
-        EngineBusy if too many names are being resolved."""
+        """Return the addresses of a host. Raises TimeoutError, the resolver's error, or EngineBusy
+        if too many names are being resolved."""
         if not self._free.acquire(blocking=False):
             raise EngineBusy(f"{MAX_LOOKUPS} names of hosts are being resolved; try again later.")
         found: Future[list[str]] = Future()

@@ -1,7 +1,7 @@
-"""Download a file over HTTPS from a host that the operator allows.
+"""Download of a file over HTTPS from a host that the operator allows.
 
 The connection goes to an address that was checked (`addresses.py`). Redirects are followed to the
-same host only. The answer's size and the total time are bounded, whatever the headers say.
+same host only. The response's size and the total time are bounded, whatever the headers claim.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from quire.serve.media.addresses import Lookups, public_address
 READ_BYTES = 1 << 16
 MAX_REDIRECTS = 3
 MIN_CONNECT_S = 0.001  # a socket with a timeout of 0 would not block at all
-SAFE = "%/?:@!$&'()*+,;=-._~[]"  # what a path and a query hold as they are
-MAX_HOST_CHARS = 253  # of a name in DNS
+SAFE = "%/?:@!$&'()*+,;=-._~[]"  # characters of a path and a query that stay unquoted
+MAX_HOST_CHARS = 253  # length of a DNS name
 HTTPS_PORT = 443
 REDIRECTS = (301, 302, 303, 307, 308)
-# Types of content besides images, with which a server says that it does not know.
+# Content types of servers that do not know the content; they are accepted like image types.
 UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 
 
 @dataclass(frozen=True)
 class Downloads:
-    """What may be downloaded. domains: hosts; `.example.org` also allows all hosts below it."""
+    """Allowed downloads. domains: hosts; `.example.org` also allows all hosts below it."""
 
     domains: tuple[str, ...] = ()
     max_bytes: int = 32 << 20
-    timeout_s: float = 10.0  # for everything together
+    timeout_s: float = 10.0  # for the whole download
     lookups: Lookups = field(default_factory=Lookups, repr=False)
     context: Callable[[], ssl.SSLContext] = field(default=ssl.create_default_context, repr=False)
 
@@ -62,8 +62,8 @@ class Downloads:
         )
 
     def checked(self, url: str, base: str = "") -> SplitResult:
-        """Return the parts of a URL that may be downloaded; raises RequestError for others. base:
-        the URL that redirects to this one."""
+        """Return the parts of a URL. base: the URL that redirected to it. Raises RequestError if it
+        may not be downloaded."""
         try:
             parts = urlsplit(urljoin(base, url))
             host, port = (parts.hostname or "").rstrip("."), parts.port
@@ -117,7 +117,7 @@ class Downloads:
                 )
             check_type(answer.getheader("Content-Type", "").partition(";")[0])
             data = self._read(answer)
-            if time.monotonic() >= deadline:  # what ended at the deadline may be cut short
+            if time.monotonic() >= deadline:  # the alarm may have truncated the data
                 raise TimeoutError(f"it takes longer than {self.timeout_s:g} s")
             return data
         except (OSError, http.client.HTTPException) as error:
@@ -144,8 +144,8 @@ class Downloads:
 
 
 def check_type(content_type: str) -> None:
-    """Raise RequestError for a type that is not an image's. The content is checked when it is
-    decoded."""
+    """Raise RequestError if a content type is known and not an image's. The content itself is
+    checked when it is decoded."""
     name = content_type.strip().lower()
     if name in UNKNOWN_TYPES or (name.startswith("image/") and not name.startswith("image/svg")):
         return
@@ -156,22 +156,22 @@ def check_type(content_type: str) -> None:
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """A TLS connection to a given address, with the certificate of the host checked."""
+    """TLS connection to a given address, which checks the certificate of the host."""
 
     def __init__(self, host: str, address: str, context: ssl.SSLContext, timeout_s: float) -> None:
         super().__init__(host, HTTPS_PORT, timeout=timeout_s, context=context)
         self._address, self._tls = address, context
-        self._stream: ssl.SSLSocket | None = None  # also after http.client has let go of it
+        self._stream: ssl.SSLSocket | None = None  # kept after http.client drops its reference
 
     def connect(self) -> None:
         plain = socket.create_connection((self._address, self.port), self.timeout)
         self.sock = self._stream = self._tls.wrap_socket(
             plain, server_hostname=self.host, do_handshake_on_connect=False
         )
-        self._stream.do_handshake()  # `abort` ends it, too
+        self._stream.do_handshake()  # explicit, so that `abort` can interrupt it
 
     def abort(self) -> None:
-        """End the exchange from another thread: its reads end."""
+        """Shut the connection down from another thread, so that its reads end."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.shutdown(socket.SHUT_RDWR)

@@ -1,10 +1,10 @@
-"""Images and videos in the prompts of a Python program (`LLM`, `AsyncLLM`), as vLLM takes them.
+"""Images and videos in the prompts of a Python program (`LLM`, `AsyncLLM`), in vLLM's formats.
 
     messages    {"type": "image_url", "image_url": {"url": ...}}, {"type": "image_pil", ...}
     prompts     {"prompt": ..., "multi_modal_data": {"image": ..., "video": ...}}
 
-Objects of the program are trusted: pictures and arrays are preprocessed in this process. Files are
-decoded in bounded processes, wherever they come from.
+The program's objects are trusted, so pictures and arrays are preprocessed in this process. Files
+are decoded in bounded processes, whatever their source.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ FIELD, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 
 
 class LocalMedia:
-    """Prepares the media of prompts. folder: files below it may be read, "" allows none. domains:
-    hosts that images may be downloaded from."""
+    """Preparer of the media of prompts. folder: files below it may be read, "" allows none.
+    domains: hosts that images may be downloaded from."""
 
     def __init__(self, renderer: Renderer, folder: str = "", domains: Sequence[str] = ()) -> None:
         self._renderer = renderer
@@ -37,18 +37,18 @@ class LocalMedia:
         )
 
     def take(self, prompt: Any) -> tuple[Any, list[PreparedMedia]]:
-        """Return a prompt as `Renderer.render` takes it, and its media. Raises RequestError for
-        media that cannot be used, and for a model that takes none."""
+        """Return a prompt in the form for `Renderer.render`, and its media. Raises RequestError for
+        unusable media, or for a model without a vision tower."""
         prompt, parts = self._parts(prompt)
         return prompt, [self._prepared(part) for part in parts]
 
     async def take_async(self, prompt: Any) -> tuple[Any, list[PreparedMedia]]:
-        """Do the same without holding up an event loop."""
+        """Do the same as `take` without blocking the event loop."""
         prompt, parts = self._parts(prompt)
         return prompt, await gathered(self._prepared_async(part) for part in parts)
 
     def take_all(self, prompts: Sequence[Any]) -> tuple[list[Any], list[list[PreparedMedia]]]:
-        """Do `take` for several prompts."""
+        """Call `take` for several prompts; return the prompts, and the media of each."""
         taken = [self.take(prompt) for prompt in prompts]
         return [prompt for prompt, _ in taken], [media for _, media in taken]
 
@@ -94,7 +94,7 @@ class LocalMedia:
             raise error_at(part.where, error) from None
 
     def _file_of(self, part: MediaPart) -> bytes | None:
-        """Return the file of a part that is a URL, a path or bytes; None for other objects."""
+        """Return the bytes of a part that is a URL, a path or bytes; None for other objects."""
         source = part.source
         if not isinstance(source, str | bytes):
             return None
@@ -110,7 +110,7 @@ class LocalMedia:
 
 
 def _listed(data: Any) -> list[MediaPart]:
-    """Return the media of `multi_modal_data`. Raises RequestError for other kinds."""
+    """Return the media of `multi_modal_data`. Raises RequestError for kinds other than these."""
     if not data:
         return []
     if not isinstance(data, Mapping):
@@ -130,8 +130,8 @@ def _listed(data: Any) -> list[MediaPart]:
 
 
 def _as_list(given: Any, is_video: bool) -> list[Any]:
-    """Return one medium, or several. A list is several images, or videos if each entry is one; a
-    list of pictures is one video."""
+    """Return the media items of one field as a list. A list of images is several images. A list of
+    single pictures is one video, and a list of frame arrays or lists is several videos."""
     if given is None:
         return []
     if not isinstance(given, list):

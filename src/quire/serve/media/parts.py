@@ -1,11 +1,11 @@
-"""Image parts of messages, in the spellings of all endpoints.
+"""Image parts of messages, in the formats of all endpoints.
 
     Chat completions  {"type": "image_url", "image_url": {"url": ..., "detail": ...}}
     Responses         {"type": "input_image", "image_url": ..., "detail": ...}
     Messages          {"type": "image", "source": {"type": "base64", "media_type": ...,
                                                    "data": ...}}
 
-All become an `ImagePart`. Errors are RequestErrors that name the field.
+All formats become an `ImagePart`. Errors are RequestErrors that name the field.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ DETAILS = ("auto", "low", "high", "original")
 AS_IMAGES = "send an image as an image_url part"
 NO_AUDIO = "this server does not accept audio; remove it"
 NO_VIDEO = "this server decodes no video files; send frames as image_url parts"
-# Types of parts that mean media, and cannot be served.
+# Types of parts that hold media and are not supported.
 REFUSED = {
     "image_pil": f"is an object of Python, which JSON cannot hold; {AS_IMAGES}",
     "image_embeds": f"is not supported: this server encodes images itself; {AS_IMAGES}",
@@ -43,19 +43,19 @@ MAX_DEPTH = 8
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image of a request. url: data:, https: or file:. where: the field, as errors name it."""
+    """An image of a request. url: data:, https: or file:. where: the field's name in errors."""
 
     url: str
     where: str
 
 
 def read_part(part: Part, where: str) -> ImagePart | None:
-    """Return the image of a part of a chat or of the input of a response; None for other parts.
+    """Return the image in a part of a chat or of a Responses input; None for a part without media.
 
-    Raises RequestError for a part that is another medium, or has no URL.
+    Raises RequestError for a part with another medium, or for an image without a URL.
     """
     kind = part.get("type")
-    if kind is None:  # vLLM takes parts that do not say what they are
+    if kind is None:  # vLLM accepts parts without a type
         kind = next((name for name in (*IMAGE_TYPES, *REFUSED) if name in part), None)
     if isinstance(kind, str) and kind in REFUSED:
         raise wrong(f"{where}.type", f"{kind!r} {REFUSED[kind]}")
@@ -79,7 +79,7 @@ def read_part(part: Part, where: str) -> ImagePart | None:
 
 
 def read_block(block: Part, where: str) -> ImagePart:
-    """Return the image of a block of the Messages API. Raises RequestError."""
+    """Return the image in a block of the Messages API. Raises RequestError."""
     source, where = block.get("source"), f"{where}.source"
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in SOURCES:
@@ -94,9 +94,9 @@ def read_block(block: Part, where: str) -> ImagePart:
 def take_images(
     messages: Sequence[Any], most: int
 ) -> tuple[list[Mapping[str, Any]], list[ImagePart]]:
-    """Return messages with an ImagePart in the place of each image, and these in their order.
+    """Return messages with an ImagePart in place of each image, and the ImageParts in order.
 
-    Parts may be ImageParts already. Raises RequestError for more than `most` images.
+    A part may be an ImagePart already. Raises RequestError for more than `most` images.
     """
     found: list[ImagePart] = []
 
@@ -116,7 +116,7 @@ def take_images(
 
 
 def image_chars(value: Any, depth: int = 0) -> int:
-    """Return how many characters of a body's JSON are data URLs and other encoded images."""
+    """Return the number of characters of data URLs and other encoded images in a JSON body."""
     if depth > MAX_DEPTH:
         return 0
     if isinstance(value, Mapping):
@@ -126,12 +126,12 @@ def image_chars(value: Any, depth: int = 0) -> int:
 
 
 def wrong(where: str, rule: str) -> RequestError:
-    """Return the error of a field."""
+    """Return the error for a field. rule: what is wrong, after the field's name."""
     return RequestError(f"{where} {rule}.", where)
 
 
 def error_at(where: str, error: RequestError) -> RequestError:
-    """Return an error that names the field, unless the server is only too busy."""
+    """Return the error with the name of the field; a busy server's error stays unchanged."""
     if isinstance(error, EngineBusy):
         return error
     return RequestError(f"{where}: {error}", where, error.code)
@@ -140,7 +140,7 @@ def error_at(where: str, error: RequestError) -> RequestError:
 def change_parts(
     messages: Sequence[Any], change: Callable[[Any, str], Any]
 ) -> list[Mapping[str, Any]]:
-    """Return messages with each part of their contents changed."""
+    """Return messages with `change` applied to each part of their contents."""
     made = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -160,6 +160,6 @@ def _text(source: Part, name: str, where: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error, which never holds much of an image."""
+    """Return a short repr for an error, which never holds much of an image."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,11 +1,11 @@
-"""The images of a request on their way from its messages to its prompt.
+"""The images of a request, from its messages to its prompt.
 
     async with api.images.open(messages, takes_images) as images:   the bytes, with their digests
-        images.messages                     as hooks see them: {"type": "image", "sha256": ...}
-        await images.prepared(messages, ..) as the renderer takes them, with {"type": "image"}
+        images.messages                     for hooks: with {"type": "image", "sha256": ...}
+        await images.prepared(messages, ..) for the renderer: with {"type": "image"}
 
-How much a request may bring is bounded, and so is what all open requests bring: a request beyond
-that ends with EngineBusy.
+The images of one request are bounded, and so are the images of all open requests. A request beyond
+the second bound fails with EngineBusy.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from quire.serve.media.parts import ImagePart, change_parts, error_at, take_imag
 from quire.serve.media.sources import MediaSources
 
 MAX_FILE_BYTES = 32 << 20
-MAX_PIXELS = 64 << 20  # of one image
-MAX_ALL_PIXELS = 256 << 20  # of a request's images together
-NUM_THREADS = 8  # that read files and downloads
+MAX_PIXELS = 64 << 20  # pixels of one image
+MAX_ALL_PIXELS = 256 << 20  # pixels of a request's images together
+NUM_THREADS = 8  # threads that read files and downloads
 MAX_READS = 64  # images that are being read or wait for a thread
-MAX_OPEN_BYTES = 512 << 20  # of the images of all open requests
+MAX_OPEN_BYTES = 512 << 20  # bytes of the images of all open requests
 NO_IMAGES = "is an image, and this model does not accept images; remove it"
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class Decoder(Protocol):
-    """Prepares an image file for a model (`render/media/media_renderer.py`)."""
+    """Preparer of an image file for a model (`render/media/media_renderer.py`)."""
 
     async def file_async(self, data: bytes, max_pixels: int | None = None) -> PreparedMedia:
         """Return the image. Raises RequestError for an unusable file, and EngineBusy if too many
@@ -46,7 +46,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class ImageFile:
-    """The bytes of an image. where: the field that it came from."""
+    """The bytes of an image. where: the field that contained it."""
 
     data: bytes = field(repr=False)
     where: str
@@ -54,7 +54,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class RequestImages:
-    """messages: with digests in the place of images. files: by digest, in hexadecimal."""
+    """Images of a request. messages: with digests in place of images. files: by hex digest."""
 
     messages: Messages
     files: Mapping[str, ImageFile]
@@ -62,11 +62,11 @@ class RequestImages:
     async def prepared(
         self, messages: Messages, decoder: Decoder | None, max_tokens: int
     ) -> tuple[Messages, list[PreparedMedia]]:
-        """Return messages, which hooks may have changed, with a plain part for each image, and the
-        media in the order of these parts.
+        """Return messages with a plain part for each image, and the media in order of the parts.
 
-        Raises RequestError for unusable files, or if they have more than max_tokens tokens
-        together. Raises EngineBusy, and HookFailed for an image that the request did not bring.
+        messages: `self.messages`, which hooks may have changed. max_tokens: limit of all images.
+        Raises RequestError for unusable files or above max_tokens, EngineBusy, and HookFailed for
+        an image that is not in the request.
         """
         if not self.files:
             return messages, []
@@ -99,7 +99,7 @@ class RequestImages:
 
 
 class ImageReader:
-    """Reads the images of an API process's requests, as the operator's settings allow."""
+    """Reader of the images of requests, within the operator's settings."""
 
     def __init__(self, config: ServerMedia) -> None:
         folder = config.allowed_local_media_path
@@ -117,9 +117,9 @@ class ImageReader:
 
     @asynccontextmanager
     async def open(self, messages: Messages, takes_images: bool) -> AsyncIterator[RequestImages]:
-        """Read the images of a conversation, and hold them while the context is open.
+        """Read the images of a conversation, and hold their bytes while the context is open.
 
-        Raises RequestError for a part that is wrong or not allowed, and EngineBusy.
+        Raises RequestError for a part that is invalid or not allowed, and EngineBusy.
         """
         taken, parts = take_images(messages, self._most)
         if not parts:
@@ -135,7 +135,7 @@ class ImageReader:
             self._num_bytes -= sum(map(len, data.values()))
 
     async def _read(self, parts: Mapping[str, ImagePart], data: dict[str, bytes]) -> None:
-        """Read the file of each URL into `data`, and count its bytes."""
+        """Read the file of each URL into `data`, and count its bytes against the limits."""
         if self._num_reads and self._num_reads + len(parts) > MAX_READS:
             raise EngineBusy(f"{self._num_reads} images are being read; try again later.")
         loop, num_bytes = asyncio.get_running_loop(), 0
@@ -168,7 +168,7 @@ class ImageReader:
 
 
 def _named(messages: Messages, data: Mapping[str, bytes]) -> RequestImages:
-    """Return the images by their digests. messages: with ImageParts."""
+    """Return the images, keyed by digest. messages: conversation with ImageParts."""
     files: dict[str, ImageFile] = {}
 
     def named(part: Any, where: str) -> Any:
@@ -190,7 +190,7 @@ async def _decoded(decoder: Decoder, file: ImageFile, max_pixels: int) -> Prepar
 
 
 async def gathered(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return what several coroutines return. The first error ends the others, and is raised."""
+    """Return the results of coroutines. The first error cancels the others and is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

@@ -14,7 +14,7 @@ from quire.serve.media.download import Downloads, check_type
 
 @dataclass(frozen=True)
 class MediaSources:
-    """What a media URL may name.
+    """Sources that media URLs may name.
 
     folder: files below it may be read by file: URLs; None allows no files. downloads: hosts that
     https: URLs may name. Both are off by default.
@@ -25,10 +25,10 @@ class MediaSources:
     max_bytes: int = 32 << 20
 
     def read(self, url: str) -> bytes:
-        """Return the bytes that a URL stands for.
+        """Return the bytes that a URL refers to.
 
-        Blocks while it downloads. Raises RequestError for a URL that is malformed, not allowed, or
-        names more than `max_bytes`.
+        Blocks during a download. Raises RequestError for a URL that is malformed or not allowed, or
+        whose data has more than `max_bytes`.
         """
         url = url.lstrip()
         scheme = url[:16].partition(":")[0].lower()
@@ -71,7 +71,7 @@ class MediaSources:
         except (OSError, ValueError):
             raise self._unreadable(path) from None
         try:
-            # The opened file is checked, not the path: a link may change between the two.
+            # Check the opened file, not the path: a link may change between the two.
             real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if not is_file or not real.is_relative_to(self.folder.resolve()):

@@ -1,1 +1,1 @@
-"""Endpoints of quire's own: sessions, prefixes, streams, the page and the operator's."""
+"""quire's own endpoints: sessions, prefixes, streams, the web page and administration."""

@@ -1,7 +1,7 @@
-"""What an operator may do: forget what is cached, and end requests, with vLLM's paths.
+"""Administration under vLLM's paths: reset the prefix cache, and abort requests.
 
-On a server with keys the cache is for `admin_api_key` alone to reset, as it is everybody's; a key
-ends its own requests, one of those the requests of all. Without keys everybody may do both.
+On a server with keys, only `admin_api_key` may reset the cache, because all keys share it. A key
+may abort its own requests, and an admin key all requests. Without keys every client may do both.
 """
 
 from typing import Annotated, Any
@@ -24,7 +24,8 @@ router = fastapi.APIRouter(route_class=BoundedRoute)
 
 
 class CancelBody(StrictBody):
-    """request_ids: ids of answers (cmpl-..., chatcmpl-..., msg-...); all requests if absent."""
+    """A body of /abort_requests. request_ids: ids of responses (cmpl-..., chatcmpl-..., msg-...);
+    all requests if absent."""
 
     request_ids: (
         Annotated[list[Label], Field(max_length=MAX_IDS, fail_fast=True), at_most(MAX_IDS)] | None
@@ -38,8 +39,8 @@ async def reset_prefix_cache(
     reset_running_requests: bool = False,
     reset_external: bool = False,
 ) -> dict[str, bool]:
-    """Use nothing any more that was cached before, in memory, directory or store, whatever
-    reset_external says. Requests that run keep their blocks."""
+    """Invalidate all cached blocks, in memory, directory and store, whatever `reset_external` is.
+    Running requests keep their blocks."""
     check_admin(request.scope, api.config, "the prefix cache is shared by all keys")
     if reset_running_requests:
         raise bad_request(
@@ -55,8 +56,8 @@ async def reset_prefix_cache(
 async def abort_requests(
     request: fastapi.Request, api: Api, body: CancelBody | None = None
 ) -> dict[str, Any]:
-    """End requests, which answer with what they have and finish_reason `abort`; the ids of those
-    that were open, as the engine calls them."""
+    """Abort requests. They return the output so far, with finish_reason `abort`. Return the
+    engine's ids of the requests that were open."""
     whose = reader_of(request.scope, api.config.api_key)
     tenant = None if is_admin(request.scope, api.config) else whose
     ids = None if body is None else body.request_ids
@@ -64,14 +65,14 @@ async def abort_requests(
 
 
 def check_admin(scope: Scope, config: ServerConfig, why: str) -> None:
-    """Raise ApiError 403 if a caller may not do what concerns all others, and say why."""
+    """Raise ApiError 403, with the reason `why`, if a caller is not an admin."""
     if not is_admin(scope, config):
         text = f"{why}; ask the operator to name this key in admin_api_key."
         raise ApiError(403, text, "permission_error", code="not_an_admin")
 
 
 def is_admin(scope: Scope, config: ServerConfig) -> bool:
-    """Tell whether a caller may do what concerns all others."""
+    """Return whether a caller may act on the data of all clients."""
     if not config.api_key:
         return True
     return bool(config.admin_api_key) and has_key(scope, config.admin_api_key)

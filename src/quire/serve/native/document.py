@@ -1,8 +1,8 @@
-"""The server's OpenAPI document: FastAPI's, with the answers that are really given.
+"""The server's OpenAPI document: FastAPI's document, corrected for our errors and responses.
 
-FastAPI finds routes and bodies. What it says of errors is not so here (422 is never sent), and of
-answers it knows nothing, because most handlers write theirs themselves. Errors follow from what an
-operation takes, so that a new route cannot forget them; answers are listed here.
+FastAPI finds routes and bodies. Its errors do not apply here (422 is never sent), and it does not
+know most responses, because their handlers return bytes. We derive the errors of an operation from
+its parameters and body, so new routes have them, too. The responses are listed in ANSWERS.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ WITH_BODY = {
 
 
 def document(app: FastAPI) -> Json:
-    """Return the document of an app's routes; made once."""
+    """Return the OpenAPI document of an app's routes. It is built once."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
@@ -85,15 +85,15 @@ def document(app: FastAPI) -> Json:
 
 
 def _open_bodies() -> set[str]:
-    """Return the names of the bodies whose unknown fields are left out."""
+    """Return the names of the bodies whose unknown fields are removed."""
     kinds = OpenBody.__subclasses__()
-    for kind in kinds:  # also of those that are found here
+    for kind in kinds:  # the loop also visits the subclasses that it appends
         kinds += kind.__subclasses__()
     return {kind.__name__ for kind in kinds}
 
 
 def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
-    """Say what an operation answers."""
+    """Add the responses and errors of an operation to its description, in place."""
     errors = dict(ALWAYS)
     if needs_key:
         errors |= WITH_KEY
@@ -113,7 +113,7 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
     if path in PUBLIC:
         responses["200"] = {"description": "yes"}
         responses["503"] = {"description": "no"}
-        if operation.get("parameters"):  # `model`, which may be unknown, or need a key
+        if operation.get("parameters"):  # `model`, which may be unknown, or may need a key
             named = WITH_NAME | (WITH_KEY if needs_key else {})
             _add_errors(responses, named | WITH_QUERY, ERROR)
         return
@@ -125,24 +125,24 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
 
 
 def _add_errors(responses: Json, errors: Mapping[str, str], schema: Json) -> None:
-    """Describe the answers with these statuses as errors of this schema."""
+    """Describe the responses with these statuses as errors of this schema."""
     for status, description in sorted(errors.items()):
         content = {"application/json": {"schema": schema}}
         responses[status] = {"description": description, "content": content}
 
 
-# ---- answers ---------------------------------------------------------------------------------
+# ---- responses -------------------------------------------------------------------------------
 
 
 def _object(**fields: Any) -> Json:
-    """Return the schema of an object that has these fields, and perhaps others."""
+    """Return the schema of an object with these required fields; it may have others."""
     properties = {name: _schema(kind) for name, kind in fields.items()}
     return {"type": "object", "properties": properties, "required": list(fields)}
 
 
 def _schema(kind: Any) -> Json:
-    """Make a schema. kind: the name of a type, [kind] for a list, a value that it always has, or a
-    schema."""
+    """Return a schema. kind: the name of a type, [kind] for a list, allowed values joined by
+    " or ", or a schema."""
     if isinstance(kind, list):
         return {"type": "array", "items": _schema(kind[0])}
     if isinstance(kind, dict):
@@ -199,7 +199,7 @@ _RESPONSE = _object(
     status="completed or failed or in_progress or cancelled or queued or incomplete",
     usage="object or null",
 )  # fmt: skip
-# Without a type: some read a schema here as that of the text, others as that of each event.
+# No type: some tools take a schema here for the text, and others for each event.
 _EVENTS = {
     "text/event-stream": {"schema": {"description": "server-sent events, with JSON as their data"}}
 }

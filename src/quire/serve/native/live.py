@@ -1,12 +1,12 @@
-"""GET /v1/engine/live: server-sent events of what a core is doing, for the page and for others.
+"""GET /v1/engine/live: the state of a core as server-sent events, for the web page and others.
 
-    {"type": "snapshot", ...}      all that there is; first, and whenever a difference will not do
-    {"type": "difference", ...}    what changed since the last event; the keys of what has not are
+    {"type": "snapshot", ...}      the whole state; sent first, and after a restart of the core
+    {"type": "difference", ...}    changes since the last event; the keys of unchanged values are
                                    absent
 
-The next frame is asked for when the last one was sent, so a slow reader gets fewer of them. A frame
-may take seconds: the core makes it between two steps, and rests long after one that took long.
-Until it comes, a comment each ALIVE_S shows a reader that the stream is alive.
+The next frame is requested after the last one was sent, so a slow reader gets fewer frames. A frame
+may take seconds. The core makes it between two steps, and pauses for long after a slow one. In the
+meantime a comment every ALIVE_S shows the reader that the stream is alive.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from quire.serve.native.live_events import difference, head, is_another_core, sn
 from quire.serve.pipeline.plan import check_model
 
 PERIOD_S = 0.2
-QUIET_S = 1.0  # after which a reader is told that nothing has changed
-ALIVE_S = 1.0  # without an event, after which a comment is sent
+QUIET_S = 1.0  # interval of events while nothing changes
+ALIVE_S = 1.0  # quiet seconds after which a comment is sent
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -39,9 +39,9 @@ async def show_live(
     core: Annotated[int, fastapi.Query(ge=0)] = 0,
     model: str | None = None,
 ) -> Response:
-    """What a core is doing, as server-sent events: a snapshot and then differences, at most five a
-    second. On a server with keys each is told of its own requests, and of others' that there are
-    some and which blocks they hold; those of admin_api_key are told of all. model: which of
+    """Stream the state of a core as server-sent events: a snapshot, then up to five differences per
+    second. With keys, a client sees details of its own requests only. Of other requests it sees
+    their number and their blocks. An admin key sees all. model: which model, if there are
     several."""
     whose = reader_of(request.scope, api.config.api_key)
     tenant = None if is_admin(request.scope, api.config) else whose
@@ -53,8 +53,8 @@ async def show_live(
 async def live_events(
     api: ApiContext, core: int, tenant: str | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield events until the server is asked to end. tenant: who is told of its own requests alone;
-    None is told of all."""
+    """Yield events until the server shuts down. tenant: the tenant whose requests are shown in
+    detail; None shows all."""
     told: LiveFrame | None = None
     num_cores = api.client.ready.settings.get("data_parallel_size", 1)
     while not api.draining:

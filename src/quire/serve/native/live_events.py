@@ -1,6 +1,6 @@
-"""Events of `GET /v1/engine/live` as data: all of a frame, or what changed between two.
+"""Events of `GET /v1/engine/live` as data: a whole frame, or the changes between two frames.
 
-Also what a recording is played back with (`tools/playback.py`).
+The playback of recordings makes the same events (`tools/playback.py`).
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ Row = RunningRow | WaitingRow | PinnedRow | HeldRow
 
 
 def is_another_core(told: LiveFrame, frame: LiveFrame) -> bool:
-    """Tell whether the core was started anew between two frames."""
+    """Return whether the core was restarted between two frames."""
     sizes = [[len(group.states) for group in each.state.groups] for each in (told, frame)]
     return frame.number < told.number or sizes[0] != sizes[1]
 
 
 def snapshot(frame: LiveFrame, tenant: str | None = None) -> Json:
-    """Return all that a frame tells. Owners and sharers are in the order of the blocks; a state is
-    its place in `states`. tenant: who is told of its own requests alone, and of others' as numbers
-    of blocks and of requests; None is told of all."""
+    """Return a whole frame. Owners and sharers are in the order of blocks, and a state is an index
+    into `states`. tenant: the tenant whose requests are shown in detail; others appear only as
+    numbers of blocks and requests. None shows all."""
     state = frame.state
     return {
         "type": "snapshot",
@@ -60,7 +60,7 @@ def snapshot(frame: LiveFrame, tenant: str | None = None) -> Json:
 
 
 def difference(told: LiveFrame, frame: LiveFrame, tenant: str | None = None) -> Json:
-    """Return what changed between two frames of a core. tenant: as of `snapshot`."""
+    """Return the changes between two frames of a core. tenant: as in `snapshot`."""
     old, new = told.state, frame.state
     changed: Json = {}
     pairs = enumerate(zip(old.groups, new.groups, strict=True))
@@ -81,8 +81,7 @@ def difference(told: LiveFrame, frame: LiveFrame, tenant: str | None = None) -> 
 
 
 def _changed_blocks(g: int, old: BlockMap, new: BlockMap) -> Json | None:
-    """Return the blocks of a group that are not as they were, with what they are; None if all
-    are."""
+    """Return the changed blocks of a group with their new values; None if no block has changed."""
     is_changed = (old.owners != new.owners) | (old.sharers != new.sharers)
     blocks = np.flatnonzero(is_changed | (old.states != new.states))
     if not len(blocks):
@@ -97,12 +96,12 @@ def _changed_blocks(g: int, old: BlockMap, new: BlockMap) -> Json | None:
 
 
 def head(frame: LiveFrame) -> Json:
-    """Return what each event begins with."""
+    """Return the fields that begin each event."""
     return {"frame": frame.number, "at_s": round(frame.at_s, 4)}
 
 
 def _lists(state: LiveState, tenant: str | None) -> Json:
-    """Return who runs, who waits and what is pinned, and how many there are with others'."""
+    """Return the lists of requests and pins that the tenant may see, and the total counts."""
     return {
         "running": _told(state.running, tenant),
         "num_running": len(state.running),

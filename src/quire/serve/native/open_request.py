@@ -1,4 +1,4 @@
-"""One completion whose prompt comes in pieces; its first tokens make the request."""
+"""One completion whose prompt arrives in pieces. The first tokens start the engine's request."""
 
 import time
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from quire.serve.pipeline.plan import CompletionPlan, UsageChunks, plan_completi
 from quire.serve.pipeline.prompts import tokenizer_of
 from quire.serve.pipeline.requests import Origin, PromptJob, make_job, room_after, with_priority
 
-MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
+MAX_HELD_CHARS = 1 << 24  # length of a text without blanks, which must be tokenised as a whole
 ONE = "an open prompt has one continuation; remove it"
 
 
@@ -50,11 +50,11 @@ class OpenPromptRequest(CompletionRequest):
 
 class OpenRequest:
     """A completion whose prompt is still open. is_complete: the last piece has arrived. answer:
-    None before the first token; read from then on."""
+    None before the first token; then the caller reads the answer from it."""
 
     def __init__(self, api: ApiContext, fields: Json, scope: Scope, request_id: str) -> None:
-        """Begin a request. fields: those of a completion. scope: of its connection. Raises ApiError
-        or RequestError for wrong fields."""
+        """Begin a request. fields: body of a completion. scope: scope of its connection. Raises
+        ApiError or RequestError for invalid fields."""
         body = parsed(OpenPromptRequest, fields)
         check_neutral(body)
         options = body.stream_options
@@ -69,14 +69,14 @@ class OpenRequest:
         self._params = self._make_params()
         self._usage = UsageCounter(0)
         self._text: OpenText | None = None
-        self._grammar: str | None = None  # not checked yet
-        self._at_least = 0  # tokens of all text so far
+        self._grammar: str | None = None  # None until it is checked
+        self._at_least = 0  # lower bound of the tokens of all text so far
         self._hooks: RequestHooks | None = None
-        self._held: list[int] = []  # what hooks have to see first, when it is whole
+        self._held: list[int] = []  # tokens that wait until hooks have seen the whole prompt
 
     async def take(self, prompt: object, is_last: bool) -> None:
-        """Take the next piece: a text, a list of token ids, or None. Raise ApiError or QuireError;
-        then the request is of no use any more."""
+        """Process the next piece: a text, a list of token ids, or None. After an ApiError or
+        QuireError the request is unusable."""
         token_ids = await self._token_ids(prompt, is_last)
         num_prompt = self._usage.num_prompt + len(token_ids)
         if self.answer is None and self._grammar is None:
@@ -99,8 +99,8 @@ class OpenRequest:
     async def _admitted(
         self, hooks: RequestHooks, token_ids: list[int], is_last: bool
     ) -> list[int]:
-        """Return the tokens that may go to the engine: hooks see the whole prompt first, so none
-        before the last piece, and then all."""
+        """Return the tokens that may go to the engine: none before the last piece, then all. Hooks
+        must see the whole prompt first."""
         self._held += token_ids
         if self._held:
             room_after(RenderedPrompt(self._held), self._max_model_len, "prompt", can_cut=False)
@@ -113,18 +113,18 @@ class OpenRequest:
         return f"{self.plan.id}-0"
 
     def _make_params(self) -> SamplingParams:
-        """Make the parameters; without max_tokens the answer may fill what the model has."""
+        """Return the parameters. Without max_tokens, the answer may use the rest of the context."""
         body, room = self.body, self._max_model_len - 1
         if body.max_tokens is None:
             body = body.model_copy(update={"max_tokens": room})
         return completion_params(body, self._api.requests.defaults, room)
 
     def _check_length(self, num_prompt: int) -> None:
-        """Check what only the length of the whole prompt tells."""
+        """Check the parameters that depend on the length of the whole prompt."""
         if not num_prompt:
             raise bad_request("the prompt is empty: it gives no tokens.", "prompt")
         room = self._max_model_len - num_prompt
-        if room >= 1:  # otherwise the engine refuses it
+        if room >= 1:  # otherwise the engine refuses the request
             completion_params(self.body, self._api.requests.defaults, room)
 
     def _begin(self, token_ids: list[int], is_last: bool) -> None:
@@ -150,10 +150,10 @@ class OpenRequest:
             "created": int(time.time()), "model": self.plan.model,
         }  # fmt: skip
 
-    # ---- pieces to tokens --------------------------------------------------------------------
+    # ---- from pieces to tokens ---------------------------------------------------------------
 
     async def _token_ids(self, prompt: object, is_last: bool) -> list[int]:
-        """Return the tokens that a piece makes certain."""
+        """Return the token ids that are final after a piece, whatever follows it."""
         token_ids: list[int] = []
         if isinstance(prompt, str):
             token_ids = await self._tokens_of(prompt)
@@ -174,7 +174,7 @@ class OpenRequest:
         return await self._in_time(self._text.add, piece)
 
     def _check_piece(self, piece: str) -> None:
-        """Refuse what will certainly be too long before it is tokenised, or all of it held back."""
+        """Refuse text that certainly exceeds the context, before it is tokenised or held back."""
         assert self._text is not None
         bound = tokenizer_of(self._api).bound
         self._at_least += 0 if bound is None else bound.at_least(piece)
@@ -188,7 +188,7 @@ class OpenRequest:
             )
 
     async def _in_time(self, encode: Any, *piece: Any) -> list[int]:
-        """Long texts are tokenised in a thread."""
+        """Tokenise a piece of text, in a thread if it is long."""
         assert self._text is not None
         num_chars = self._text.num_held_chars + sum(map(len, piece))
         found: list[int] = await self._api.lanes.run(num_chars, encode, *piece)
@@ -196,7 +196,7 @@ class OpenRequest:
 
 
 def _checked_ids(prompt: object) -> list[int]:
-    """Return the ids if they are some; the engine looks whether they are in the vocabulary."""
+    """Return the token ids of a piece. The engine checks that they are in the vocabulary."""
     if not isinstance(prompt, list) or not prompt:
         raise _wrong_piece(shown(prompt))
     for value in prompt:

@@ -1,7 +1,7 @@
-"""The page at /: chat, tokens and the engine's blocks, a client of the public endpoints alone.
+"""The web page at /: chat, tokens and the engine's blocks. It uses the public endpoints only.
 
-Its files are built ahead from web/ (`make page`) and lie in page/. They hold no secret, so they
-need no key: the page asks for one.
+Its files are built from web/ (`make page`) into page/. They need no key, because they hold no
+secret: the page asks its user for a key.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ TYPES = {
     "page.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-# What a model writes is no script, and nothing is loaded from or sent to elsewhere.
+# Text of a model cannot run as a script, and the page loads from and sends to this server only.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
@@ -34,13 +34,13 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/")
 async def show_page() -> Response:
-    """The page."""
+    """Send the page."""
     return _file("index.html")
 
 
 @router.get("/page/{name}")
 async def show_part(name: str) -> Response:
-    """A file of the page."""
+    """Send a file of the page."""
     return _file(name)
 
 

@@ -1,6 +1,7 @@
-"""Pinned prefixes: prompts whose KV blocks stay, for requests that begin with them.
+"""Pinned prefixes: prompts whose KV blocks stay cached, for requests that begin with them.
 
-They belong to the key that made them, which may pin its share; without keys, to everybody.
+A prefix belongs to the key that pinned it, and each key may pin a share of the memory. Without keys
+all clients share the prefixes.
 """
 
 from typing import Annotated, Any
@@ -32,7 +33,7 @@ router = APIRouter(route_class=BoundedRoute)
 
 
 class PrefixBody(ModelField, TemplateFields):
-    """A prompt, or messages as in chats. ttl_s: seconds; 0 has no limit."""
+    """A prompt, or messages as in chats. ttl_s: lifetime in seconds; 0 is unlimited."""
 
     prompt: Annotated[Any, WithJsonSchema(ONE_PROMPT)] = becomes(PROMPT)
     messages: Messages | None = becomes(PROMPT)
@@ -45,7 +46,7 @@ class PrefixBody(ModelField, TemplateFields):
 
 @router.post("/v1/prefixes", dependencies=[Depends(generating)])
 async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> dict[str, Any]:
-    """Compute a prefix and keep it; answers when it is there."""
+    """Compute a prefix and pin it. The response follows when it is computed."""
     check_model(api, body.model)
     check_generates(api)
     rendered = await _render(api, body)
@@ -57,7 +58,7 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
             api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant, share),
         )
         found = await unless_disconnected(request.receive, pin(api.client, made))
-    except ApiError:  # the client has gone, perhaps when the prefix was there already
+    except ApiError:  # the client disconnected, perhaps after the prefix was computed
         await api.client.unpin(made.request_id)
         raise
     except RequestError as error:
@@ -68,14 +69,14 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
 
 @router.get("/v1/prefixes")
 async def list_prefixes(request: fastapi.Request, api: Api) -> dict[str, Any]:
-    """Those of the key that asks; without keys, all."""
+    """List the prefixes of the caller's key; without keys, all."""
     found = await api.engine.prefixes(reader_of(request.scope, api.config.api_key))
     return {"object": "list", "data": [_as_json(prefix) for prefix in found]}
 
 
 @router.get("/v1/prefixes/{prefix_id}")
 async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
-    """One of them."""
+    """Show one prefix."""
     for prefix in await api.engine.prefixes(reader_of(request.scope, api.config.api_key)):
         if prefix.id == prefix_id:
             return _as_json(prefix)
@@ -84,7 +85,7 @@ async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dic
 
 @router.delete("/v1/prefixes/{prefix_id}")
 async def unpin_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
-    """Keep it no longer. Requests that run keep their blocks."""
+    """Unpin a prefix. Running requests keep their blocks."""
     if not await api.engine.unpin(prefix_id, reader_of(request.scope, api.config.api_key)):
         raise _unknown(prefix_id)
     return {"id": prefix_id, "object": "prefix", "deleted": True}
@@ -108,7 +109,7 @@ async def _render(api: ApiContext, body: PrefixBody) -> RenderedPrompt:
 
 
 def _check_prompt(body: PrefixBody) -> None:
-    """Raise ApiError unless it is a text or token ids, without fields that are for messages."""
+    """Raise ApiError unless the prompt is valid, and without fields that are for messages."""
     prompt = body.prompt
     is_ids = isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):

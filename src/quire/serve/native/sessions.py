@@ -1,6 +1,6 @@
-"""Sessions: requests that run or are held are forked at a token, gone on with, rewound, let go.
+"""Sessions: fork a running or retained request at a token, append to it, rewind it, or release it.
 
-A request's id is that of its answer. Requests of another key are not found.
+A request has the id of its response. Requests of another key are not found.
 """
 
 from typing import Annotated, Any
@@ -53,9 +53,9 @@ NOT_CONTINUED = "cannot be set for a continued request; remove it"
 
 
 class ContinuedBody(CompletionRequest):
-    """How a request is continued: with one of prompt, token_ids and messages, or with none."""
+    """Input that continues a request: one of prompt, token_ids and messages, or none of them."""
 
-    index: Index = becomes("Fork.index", default=0)  # of the request's choices
+    index: Index = becomes("Fork.index", default=0)  # index of the request's choice
     token_ids: TokenIds | None = becomes(PROMPT)
     messages: Messages | None = becomes(PROMPT)
     suffix: str | None = unsupported(NOT_CONTINUED)
@@ -65,7 +65,7 @@ class ContinuedBody(CompletionRequest):
 class ForkBody(ContinuedBody):
     """A body of /v1/requests/ID/fork."""
 
-    at_token: Positive | None = becomes("Fork.num_tokens")  # tokens that are kept; all if absent
+    at_token: Positive | None = becomes("Fork.num_tokens")  # tokens to keep; all if absent
 
 
 class AppendBody(ContinuedBody):
@@ -82,14 +82,14 @@ class RewindBody(StrictBody):
 
 
 class KeepBody(StrictBody):
-    """A body of /v1/requests/ID/keep. keep_s: counted from the end of a request that runs."""
+    """A body of /v1/requests/ID/keep. keep_s: seconds from now, or from a running request's end."""
 
     keep_s: Annotated[float, Field(gt=0, le=MAX_KEEP_S)] = becomes("Hold.keep_s", default=...)
 
 
 @router.get("/v1/requests")
 async def list_held(request: fastapi.Request, api: Api) -> dict[str, Any]:
-    """The held requests of the key that asks; without keys, all."""
+    """List the retained requests of the caller's key; without keys, all."""
     found = await api.engine.held(tenant=reader_of(request.scope, api.config.api_key))
     return {"object": "list", "data": [_as_json(held) for held in found]}
 
@@ -98,7 +98,7 @@ async def list_held(request: fastapi.Request, api: Api) -> dict[str, Any]:
 async def show_tokens(
     request_id: str, request: fastapi.Request, api: Api, index: Index = 0
 ) -> dict[str, Any]:
-    """All known tokens of a request that runs or is held, prompt and output."""
+    """Show all known tokens of a running or retained request: prompt and output."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, index)
     return _as_json(source) | {"token_ids": source.token_ids}
@@ -106,7 +106,7 @@ async def show_tokens(
 
 @router.post("/v1/requests/{request_id}/fork", dependencies=[Depends(generating)])
 async def fork(request_id: str, body: ForkBody, request: fastapi.Request, api: Api) -> Response:
-    """Continue a request from one of its tokens on, n times; the request itself stays as it is."""
+    """Continue a request from one of its tokens, n times. The request itself is unchanged."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
     at_token = source.num_tokens if body.at_token is None else body.at_token
@@ -119,7 +119,8 @@ async def fork(request_id: str, body: ForkBody, request: fastapi.Request, api: A
 
 @router.post("/v1/requests/{request_id}/append", dependencies=[Depends(generating)])
 async def append(request_id: str, body: AppendBody, request: fastapi.Request, api: Api) -> Response:
-    """Put input behind a held request, and continue it: the answer, once held, takes its place."""
+    """Append input to a retained request and continue it. Unless keep_source is set, the new
+    request replaces it."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
     _check_held(source, "fork it at one of its tokens, or wait until it has ended")
@@ -136,7 +137,7 @@ async def append(request_id: str, body: AppendBody, request: fastapi.Request, ap
 async def rewind(
     request_id: str, body: RewindBody, request: fastapi.Request, api: Api
 ) -> dict[str, Any]:
-    """Drop the last tokens of a held request, also of its prompt; the first one stays."""
+    """Drop the last tokens of a retained request, even prompt tokens; the first token stays."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
     _check_held(source, "fork it at the token to rewind to, or wait until it has ended")
@@ -157,7 +158,7 @@ async def rewind(
 async def keep(
     request_id: str, body: KeepBody, request: fastapi.Request, api: Api
 ) -> dict[str, Any]:
-    """Hold a request, all of its choices, for so many seconds."""
+    """Retain a request with all its choices for keep_s seconds."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, -1)
     tenant = reader_of(request.scope, api.config.api_key)
@@ -173,7 +174,7 @@ async def keep(
 
 @router.delete("/v1/requests/{request_id}")
 async def let_go(request_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
-    """Hold a request no longer; one that runs ends with finish_reason `abort`."""
+    """Release a retained request; abort a running one, with finish_reason `abort`."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, -1)
     tenant = reader_of(request.scope, api.config.api_key)
@@ -190,7 +191,7 @@ async def _go_on(
     at_token: int,
     takes_over: bool,
 ) -> Response:
-    """Answer with the continuations of the first at_token tokens and what is put behind them."""
+    """Return the response that continues the first at_token tokens and the appended input."""
     check_neutral(body)
     usage = usage_chunks(body, api.config)
     if body.cache_salt not in (None, source.cache_salt):
@@ -204,7 +205,7 @@ async def _go_on(
     given, hooks = await admitted_prompts(api, plan, [whole])
     [prompt] = [await render_prompt(api, each) for each in given]
     made = Fork(source.id, source.index, at_token, takes_over, num_items)
-    is_same = prompt.token_ids[:at_token] == kept  # a hook may have changed it
+    is_same = prompt.token_ids[:at_token] == kept  # false if a hook has changed it
     if num_items and not is_same:
         text = "a hook of this server changed the beginning of a prompt that holds images."
         raise HookFailed(text, HOOK_FAILED)
@@ -214,7 +215,7 @@ async def _go_on(
 
 
 async def _added_ids(api: ApiContext, body: ContinuedBody, kept: list[int]) -> list[int]:
-    """Return the tokens of what is put behind those that are kept."""
+    """Return the token ids of the appended input. kept: the token ids before it."""
     given = [name for name in INPUTS if getattr(body, name) is not None]
     if len(given) > 1:
         raise bad_request(f"give one of {', '.join(INPUTS)}, got {' and '.join(given)}.", given[1])
@@ -240,7 +241,7 @@ async def _added_ids(api: ApiContext, body: ContinuedBody, kept: list[int]) -> l
 
 
 async def _of_request(api: ApiContext, request: fastapi.Request, request_id: str) -> ApiContext:
-    """Return the context of a request's model, which only has to be found among several."""
+    """Return the context of the request's model, which must be searched among several models."""
     tenant = reader_of(request.scope, api.config.api_key)
     return await api.of_request(request_id, tenant) if api.models else api
 
@@ -248,7 +249,7 @@ async def _of_request(api: ApiContext, request: fastapi.Request, request_id: str
 async def _found(
     api: ApiContext, request: fastapi.Request, request_id: str, index: int
 ) -> HeldRequest:
-    """Return what is known of a sequence of the caller; index -1: of any. Raises ApiError 404."""
+    """Return a sequence of the caller; index -1 means any of them. Raises ApiError 404."""
     tenant = reader_of(request.scope, api.config.api_key)
     found = await api.client.held(request_id, index, tenant)
     if found:

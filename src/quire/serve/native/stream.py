@@ -1,7 +1,8 @@
-"""/v1/stream, a WebSocket: prompts in pieces, computed while more of them comes (T 4.4.4).
+"""/v1/stream, a WebSocket: prompts in pieces, computed while more pieces arrive (T 4.4.4).
 
-docs/use/streaming.md has the messages. One request at a time; what is wrong with it ends it and not
-the connection, which is closed where the protocol was broken. A closed connection ends its request.
+docs/use/streaming.md describes the messages. A connection has one request at a time. A bad request
+ends, and its connection continues. A violation of the protocol closes the connection. A connection
+that closes ends its request.
 """
 
 import asyncio
@@ -34,9 +35,9 @@ from quire.serve.http.sse import encode
 from quire.serve.native.open_request import OpenRequest
 from quire.serve.pipeline.answer import Answer, Json
 
-IDLE_S = 60.0  # for the next piece of an open prompt
-REST_S = 600.0  # for the next request
-# Why a connection is closed (RFC 6455, 7.4.1)
+IDLE_S = 60.0  # timeout for the next piece of an open prompt
+REST_S = 600.0  # timeout for the next request
+# Close codes (RFC 6455, 7.4.1)
 NORMAL, UNSUPPORTED, POLICY, INTERNAL = 1000, 1003, 1008, 1011
 PIECE_FIELDS = {"append": {"prompt", "last"}, "end": set[str]()}
 
@@ -44,7 +45,7 @@ router = fastapi.APIRouter()
 
 
 class Broken(Exception):
-    """The client does not keep to the protocol: it is told, and the connection is closed."""
+    """Violation of the protocol. The client gets the error, and the connection is closed."""
 
     def __init__(self, close_code: int, error: ApiError) -> None:
         super().__init__(error.message)
@@ -75,15 +76,15 @@ async def stream(websocket: WebSocket) -> None:
 
 
 def _refusal(scope: Scope, config: ServerConfig) -> ApiError | None:
-    """Return why a handshake is refused. Browsers let every page open WebSockets to everywhere and
-    tell only where the page is from."""
+    """Return the error for a refused handshake, or None. A browser lets any page open a WebSocket
+    to any server, so the server must check the page's origin."""
     if not has_key(scope, config.api_key):
         return wrong_key()
     return refusal_of_handshake(scope, config)
 
 
 async def _refuse(websocket: WebSocket, refusal: ApiError) -> None:
-    """Refuse the handshake, with a body where the server can send one; 403 without."""
+    """Refuse the handshake, with an error body if the server can send one, else with a bare 403."""
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(error_response(refusal))
     else:
@@ -91,7 +92,7 @@ async def _refuse(websocket: WebSocket, refusal: ApiError) -> None:
 
 
 class Connection:
-    """One connection: what comes in message by message, and objects out."""
+    """One WebSocket connection: receives messages and sends objects."""
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
@@ -100,10 +101,10 @@ class Connection:
     async def next(
         self, seconds: float | None, unless: "asyncio.Task[None] | None" = None
     ) -> Message | None:
-        """Return the next message; None if `unless` is done before. Raises TimeoutError, and
-        WebSocketDisconnect when the client has gone.
+        """Return the next message, or None if `unless` ends first. Raises TimeoutError, and
+        WebSocketDisconnect when the client disconnects.
 
-        `unless` has begun to run when this returns: its task was made before ours.
+        `unless` has begun to run when this returns, because its task was created before ours.
         """
         if self._receiving is None:
             self._receiving = asyncio.create_task(self._websocket.receive())
@@ -122,7 +123,7 @@ class Connection:
         await self._websocket.send_text(encode(value).decode())
 
     async def send_error(self, error: ApiError) -> None:
-        """ASCII, because a text may hold what the client sent, which may be no valid Unicode."""
+        """Send an error in ASCII, because it may quote client text that is invalid Unicode."""
         await self._websocket.send_text(json.dumps({"type": "error"} | error.body()))
 
     def leave(self) -> None:
@@ -131,16 +132,16 @@ class Connection:
 
 
 class Session:
-    """The requests of one connection, one after the other."""
+    """The requests of one connection, which run one after another."""
 
     def __init__(self, api: ApiContext, connection: Connection, scope: Scope) -> None:
         self._api = api
         self._connection = connection
         self._scope = scope
-        self._has_failed = False  # the last request: what still comes for it is dropped
+        self._has_failed = False  # whether the last request failed; its later messages are dropped
 
     async def serve(self) -> None:
-        """Serve requests until WebSocketDisconnect is raised, or Broken."""
+        """Serve requests until WebSocketDisconnect or Broken is raised."""
         while True:
             try:
                 message = await self._connection.next(REST_S)
@@ -155,7 +156,7 @@ class Session:
                 await self._connection.send_error(bad_request(text, "type", "not_open"))
 
     async def _serve_one(self, fields: Json) -> bool:
-        """Serve one request, to `done` or to an error; return whether it came to `done`."""
+        """Serve one request to `done` or to an error; return whether it reached `done`."""
         request_id = new_id("cmpl")
         try:
             async with open_request(self._api):
@@ -202,7 +203,7 @@ class Session:
     async def _next(
         self, request: OpenRequest, answering: "asyncio.Task[None] | None"
     ) -> Message | None:
-        """Return the next message; None when the answer has come to its end."""
+        """Return the next message; None when the answer is complete."""
         try:
             return await self._connection.next(None if request.is_complete else IDLE_S, answering)
         except TimeoutError:
@@ -214,7 +215,7 @@ class Session:
         message: Message,
         answering: "asyncio.Task[None] | None",
     ) -> None:
-        """Take what comes while a request is open."""
+        """Handle a message that arrives while a request is open."""
         if request.is_complete:
             await self._connection.send_error(_busy("its answer is being sent"))
             return
@@ -227,7 +228,7 @@ class Session:
             is_last = kind == "end" or _last(fields)
             await request.take(fields.get("prompt"), is_last)
         except RequestError:
-            if answering is not None:  # the reason may be that it has ended
+            if answering is not None:  # the request may have failed before; then raise that error
                 await asyncio.wait([answering], timeout=0)
                 if answering.done():
                     answering.result()
@@ -241,8 +242,8 @@ class Session:
 
 
 async def parsed(message: Message) -> tuple[str, Json]:
-    """Return a message's type and its other fields. Raises Broken for what is no message."""
-    text = message.pop("text", None)  # not held any longer: it may be large
+    """Return a message's type and its other fields. Raises Broken for an invalid message."""
+    text = message.pop("text", None)  # drop this reference, because the text may be large
     if text is None:
         raise Broken(UNSUPPORTED, _no_message("it must be text, not binary"))
     data = text.encode("utf-8", "surrogatepass")

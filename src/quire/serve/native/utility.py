@@ -1,7 +1,7 @@
-"""Everything beside generating: models, tokens, health, load, version, metrics.
+"""Endpoints that do not generate: models, tokens, health, load, version, metrics.
 
-`public` answers whoever asks: a load balancer has no key. `router` is for key holders. `page` and
-`description`, the one public and the other not, say what can be asked.
+`public` needs no key, because load balancers have none. `router` needs a key. Two routers describe
+the endpoints: `page` without a key, and `description` with one.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from quire.serve.pipeline.plan import check_model, checked_template
 from quire.serve.pipeline.prompts import MAX_CUT, decode, render_prompt, tokenizer_of
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # what reads such a tokenizer.json in transformers
-# What a model's makers may set for requests that leave it open (`render/generation.py`)
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # class in transformers that reads a tokenizer.json
+# Parameters whose defaults a model may define (`render/generation.py`)
 TOLD_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DOCS = Path(__file__).with_name("docs.html")
-# The page runs its own script, talks to this server, and nothing else.
+# The page runs its own inline script and connects to this server only.
 DOCS_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
@@ -48,7 +48,7 @@ page, description = APIRouter(), APIRouter()
 
 
 class TokenizeBody(OpenBody, ModelField, TemplateFields):
-    """A prompt, or messages as in chats; vLLM's fields and defaults."""
+    """A prompt, or messages as in chats, with vLLM's fields and defaults."""
 
     prompt: str | None = becomes(PROMPT)
     messages: Messages | None = becomes(PROMPT)
@@ -67,10 +67,12 @@ class DetokenizeBody(OpenBody, ModelField):
 
 @public.get("/health")
 async def health(request: fastapi.Request, api: Api, model: str | None = None) -> Response:
-    """200 while the engine lives, also during a drain: what must not be is a restart. Of several
-    models: while some model can answer, with what each is for key holders, and what is wrong with
-    it; model, which is theirs to ask: while that one can. One whose process has died cannot before
-    it is loaded again."""
+    """Answer 200 while the engine is alive, even during a drain, when a restart would do harm.
+
+    With several models, answer 200 while any of them can answer. With `model`, which needs a key,
+    answer 200 while that one can. A key holder also gets the state and the fault of each model. A
+    model whose process died cannot answer before it is loaded again.
+    """
     is_told = has_key(request.scope, api.config.api_key)
     if model is not None and not is_told:
         raise wrong_key()
@@ -89,44 +91,44 @@ async def health(request: fastapi.Request, api: Api, model: str | None = None) -
 
 @public.get("/ready")
 async def ready(api: Api) -> Response:
-    """200 while new work is welcome."""
+    """Answer 200 while the server accepts new work."""
     return Response(status_code=200 if api.engine.is_alive and not api.draining else 503)
 
 
 @public.get("/ping")
 async def ping(request: fastapi.Request, api: Api) -> Response:
-    """As /health."""
+    """Do the same as /health."""
     return await health(request, api)
 
 
 @public.post("/ping")
 async def post_ping(request: fastapi.Request, api: Api) -> Response:
-    """As /health."""
+    """Do the same as /health."""
     return await health(request, api)
 
 
 @router.get("/load")
 async def load(api: Api) -> dict[str, int]:
-    """Requests that generate and are being answered by this process."""
+    """Return the number of open requests that generate in this process."""
     return {"server_load": api.num_open}
 
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """That of quire."""
+    """Return the version of quire."""
     return {"version": QUIRE_VERSION}
 
 
 @router.get("/metrics")
 async def metrics(api: Api) -> Response:
-    """Numbers in the text format of Prometheus."""
+    """Return metrics in the text format of Prometheus."""
     return PlainTextResponse(await api.engine.metrics(), media_type=METRICS_TYPE)
 
 
 @router.get("/v1/requests/{request_id}")
 async def show_request(request_id: str, request: fastapi.Request, api: Api) -> Response:
-    """What happened to a request, by the id of its answer; on a server with keys to its own key and
-    to those of admin_api_key."""
+    """Show the timeline of a request, given the id of its response. On a server with keys, only the
+    request's own key and admin keys see it."""
     whose = reader_of(request.scope, api.config.api_key)
     tenant = None if is_admin(request.scope, api.config) else whose
     text = await api.engine.timeline(request_id, tenant)
@@ -143,20 +145,20 @@ async def show_request(request_id: str, request: fastapi.Request, api: Api) -> R
 
 @description.get("/openapi.json", include_in_schema=False)
 async def schema(request: fastapi.Request) -> Response:
-    """What every route takes and gives."""
+    """Return the OpenAPI document."""
     return JSONResponse(document(request.app))
 
 
 @page.get("/docs", include_in_schema=False)
 async def docs() -> Response:
-    """A page that shows the schema. It holds no secret, and a browser has no key to ask for it."""
+    """Return a page that shows the schema. It is public, because a browser cannot send a key."""
     return HTMLResponse(DOCS.read_bytes(), headers=DOCS_HEADERS)
 
 
 @router.get("/v1/models")
 async def list_models(api: Api, request: fastapi.Request) -> dict[str, Any]:
-    """The served models, each once under each of its names. On a server with keys only those of
-    admin_api_key see where a model's files are, as its root."""
+    """List the served models, once under each name. On a server with keys, only admin keys see the
+    location of a model's files, as its root."""
     contexts = api.models or (api,)
     shows_root = is_admin(request.scope, api.config)
     cards = [_card(each, name, shows_root) for each in contexts for name in each.model_names]
@@ -165,7 +167,7 @@ async def list_models(api: Api, request: fastapi.Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, api: Api, request: fastapi.Request) -> dict[str, Any]:
-    """A served model, under one of its names."""
+    """Show a served model, given one of its names."""
     if not name:
         return await list_models(api, request)
     found = api.of_model(name)
@@ -174,7 +176,7 @@ async def show_model(name: str, api: Api, request: fastapi.Request) -> dict[str,
 
 @router.post("/tokenize", dependencies=[Depends(knowing)])
 async def tokenize(body: TokenizeBody, api: Api) -> Response:
-    """Token ids of a text or a conversation, as a request with it would be served."""
+    """Return the token ids of a text or a conversation, equal to the ids that a request has."""
     check_model(api, body.model)
     tokenizer_of(api)
     token_ids = await _token_ids(body, api)
@@ -183,7 +185,7 @@ async def tokenize(body: TokenizeBody, api: Api) -> Response:
 
 @router.post("/detokenize", dependencies=[Depends(knowing)])
 async def detokenize(body: DetokenizeBody, api: Api) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     check_model(api, body.model)
     _check_ids(api, body.tokens)
     text = await decode(api, body.tokens)
@@ -192,9 +194,9 @@ async def detokenize(body: DetokenizeBody, api: Api) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(api: Api) -> dict[str, Any]:
-    """What clients that make prompts by themselves have to know: named tokens, the chat template.
+    """Return the facts that clients need to make prompts themselves: named tokens, chat template.
 
-    A token without a name here is null, as in vLLM's answer.
+    A named token that the tokenizer lacks is null, as in vLLM's response.
     """
     tokenizer = tokenizer_of(api)
     named = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
@@ -208,7 +210,7 @@ async def tokenizer_info(api: Api) -> dict[str, Any]:
 
 
 def _shown(body: TokenizeBody, api: ApiContext, token_ids: list[int]) -> Response:
-    """Return the answer of /tokenize."""
+    """Return the response of /tokenize."""
     strings = tokenizer_of(api).tokens(token_ids) if body.return_token_strs else None
     return _as_json(
         {
@@ -221,7 +223,7 @@ def _shown(body: TokenizeBody, api: ApiContext, token_ids: list[int]) -> Respons
 
 
 def _as_json(value: Any) -> Response:
-    """Faster by far than FastAPI, which looks at every number of a list."""
+    """Encode with msgspec, which is far faster than FastAPI: that checks every number of a list."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
@@ -230,7 +232,7 @@ async def _token_ids(body: TokenizeBody, api: ApiContext) -> list[int]:
         raise bad_request("give either prompt (a text) or messages (a conversation).", "prompt")
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     if body.prompt == "":
-        return tokenizer_of(api).encode("", special)  # no prompt to generate from, but countable
+        return tokenizer_of(api).encode("", special)  # render_prompt refuses an empty prompt
     if body.messages is None:
         prompt = await render_prompt(api, body.prompt, add_special_tokens=special, is_cut=True)
         return prompt.token_ids
@@ -261,8 +263,8 @@ def _check_ids(api: ApiContext, token_ids: Sequence[int]) -> None:
 
 
 def _card(api: ApiContext, name: str, shows_root: bool) -> dict[str, Any]:
-    """Describe a model; one of several may never have been loaded. Its default_sampling_params are
-    those of a request that leaves them open."""
+    """Describe a model, which may never have been loaded. default_sampling_params: the values for
+    requests that do not set them."""
     defaults = api.requests.defaults.default_sampling_params()
     card = {
         "id": name,

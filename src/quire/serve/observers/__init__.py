@@ -1,1 +1,1 @@
-"""Observers of an API process: usage, rate limits and traces."""
+"""Observers of the requests of an API process: usage log, rate limits and traces."""

@@ -1,7 +1,7 @@
-"""A client of the engine that reports the begin and end of each request to observers.
+"""A client of the engine that reports each ended request to observers and charges rate limits.
 
-The observers are the usage log, rate limits and traces; a server without them has no such client.
-What a request used follows from its outputs. If its reader left early, the engine is asked.
+The observers are the usage log, rate limits and traces. A server without them has no such client.
+The outputs show what a request used. If its reader disconnected early, the engine's timeline does.
 """
 
 import asyncio
@@ -26,24 +26,24 @@ from quire.serve.observers.rate_limits import RateLimits, Refused
 
 logger = logging.getLogger("quire")
 
-# Of the HTTP request from which a request of the engine is made, in whichever task.
+# Trace headers of the HTTP request that an engine request is made from, in whichever task.
 NONE: Mapping[str, str] = MappingProxyType({})
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=NONE)
 ABORT = "abort"
-LOOK_S, MOST_LOOKS = 0.05, 20  # at a request that was ended and is still in a step
-UNKNOWN_TOKENS = 256  # set aside for an answer without max_tokens
-TELL_S = 2.0  # for what is still to be told when the server ends
+LOOK_S, MOST_LOOKS = 0.05, 20  # interval and number of looks at an aborted request still in a step
+UNKNOWN_TOKENS = 256  # output tokens to reserve for a sequence without max_tokens
+TELL_S = 2.0  # time for the last reports when the server ends
 
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """A prompt on its way through the engine.
+    """One prompt in the engine, as observers see it.
 
-    began_s: unix time. status: how it ended, a finish_reason; or `busy`, `refused`, `engine_dead`,
-    `failed`, if it ended before it had one. num_prompt: tokens of its prompt; 0 after the end if no
-    token came out of it. num_reserved: tokens that it may come to, which were taken of its key's
-    limit when it began; num_charged: those that are taken of it now. timeline: as
-    /v1/requests/ID shows it; empty if it was not asked for. trace_headers: W3C's, of its client.
+    began_s: unix time; start_s: monotonic time. status: finish_reason of the end, or `busy`,
+    `refused`, `engine_dead` or `failed` if an error ended it. num_prompt: prompt tokens; 0 after
+    the end if there was no output. num_reserved: its maximum number of tokens, which were charged
+    to its key at the start; num_charged: tokens charged now. timeline: as in /v1/requests/ID, empty
+    if not requested. trace_headers: W3C trace headers of its client.
     """
 
     request: Request
@@ -97,8 +97,8 @@ Listener = Callable[[ObservedRequest], None]
 
 
 def most_written(request: Request) -> int:
-    """Return how many tokens a request may write, or UNKNOWN_TOKENS for each sequence of one that
-    says no max_tokens."""
+    """Return the maximum number of output tokens of a request. Without max_tokens, each of its
+    sequences counts as UNKNOWN_TOKENS."""
     if request.pin_s is not None or request.pools:
         return 0
     most = request.params.max_tokens
@@ -106,10 +106,11 @@ def most_written(request: Request) -> int:
 
 
 class ObservedClient(ForwardingClient):
-    """listeners: called with each request that has ended. rates: of which its
-    tokens are taken: those that it may come to when it begins, what it comes to beyond them as
-    outputs come; what it did not need goes back at its end. needs_timeline: listeners want it of
-    every request."""
+    """Client that calls listeners with each request that has ended, and charges tokens to `rates`.
+
+    A request is charged its maximum at the start, and more if its outputs exceed that. Unused
+    tokens are refunded at its end. needs_timeline: whether listeners need all timelines.
+    """
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class ObservedClient(ForwardingClient):
             self._charge(seen)
 
     def _reserve(self, seen: ObservedRequest) -> None:
-        """Take of the limit what a request may come to. Raise ApiError 429 if there is not as
-        much."""
+        """Charge the maximum number of tokens of a request. Raise ApiError 429 if the limit does
+        not allow that."""
         if self._rates is None:
             return
         num = seen.num_prompt + most_written(seen.request)
@@ -165,7 +166,7 @@ class ObservedClient(ForwardingClient):
         seen.num_reserved = seen.num_charged = num
 
     def _charge(self, seen: ObservedRequest) -> None:
-        """Take of the limit what was not taken yet; at the end, give back what was too much."""
+        """Charge the tokens that exceed the charge so far; at the end, refund unused tokens."""
         if self._rates is not None:
             num = seen.num_tokens if seen.is_settled else max(seen.num_reserved, seen.num_tokens)
             self._rates.charge(key_index(seen.request.tenant), num - seen.num_charged)
@@ -182,7 +183,7 @@ class ObservedClient(ForwardingClient):
         task.add_done_callback(self._telling.discard)
 
     async def _ask_and_tell(self, seen: ObservedRequest) -> None:
-        """Tell with the timeline, which the engine has a moment after it knows of the end."""
+        """Report a request with its timeline, which the engine completes shortly after the end."""
         try:
             for _ in range(MOST_LOOKS):
                 text = await self._client.timeline(seen.request.request_id)
@@ -191,7 +192,7 @@ class ObservedClient(ForwardingClient):
                     break
                 await asyncio.sleep(LOOK_S)
             seen.take_timeline(timeline)
-        except QuireError:  # the engine has gone
+        except QuireError:  # the engine has ended
             pass
         finally:
             self._tell(seen)
@@ -204,18 +205,18 @@ class ObservedClient(ForwardingClient):
         for listener in self._listeners:
             try:
                 listener(seen)
-            except Exception:  # what is told of a request must not harm others
+            except Exception:  # a failed report must not fail other reports
                 logger.exception("request %s cannot be reported", seen.request.request_id)
 
     async def close(self) -> None:
-        """Tell what is still to be told, for up to 2 s; then close the other client."""
+        """Finish the open reports within 2 s, then close the inner client."""
         if self._telling:
             await asyncio.wait(self._telling, timeout=TELL_S)
         await super().close()
 
 
 def too_many(refused: Refused, num_tokens: int = 0) -> ApiError:
-    """Return the answer to a request that is beyond a limit. num_tokens: that it may come to."""
+    """Return the error of a request beyond a limit. num_tokens: its maximum number of tokens."""
     seconds = max(1, math.ceil(refused.wait_s))
     what = f"this key's limit of {refused.limit} {refused.kind} per minute"
     text = f"{what} is reached; try again in {seconds} s."

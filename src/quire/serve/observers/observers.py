@@ -1,4 +1,4 @@
-"""What an API process tells of its requests when they have ended, made of the server's settings."""
+"""The observers of an API process, made from the server's settings. They report ended requests."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class UsageLine(msgspec.Struct):
-    """A line of the ledger. time: when the request ended. key: whose it was, as
-    `base/tenants.py` calls it."""
+    """A line of the usage log. time: end of the request. key: its key's name, as in
+    `base/tenants.py`."""
 
     time: str
     key: str
@@ -33,8 +33,8 @@ class UsageLine(msgspec.Struct):
 
 
 class Observers:
-    """client: what the API asks in place of the one that it was made of. model: its shown name.
-    Raises ConfigError for settings that cannot be followed."""
+    """The observers of one model. client: the client that the API uses, which wraps the given one
+    if necessary. model: the name to report. Raises ConfigError for unusable settings."""
 
     def __init__(
         self, client: AsyncClient, server: ServerConfig, model: str, rates: RateLimits | None
@@ -51,7 +51,7 @@ class Observers:
             self.client = ObservedClient(client, listeners, rates, needs_timeline)
 
     async def close(self) -> None:
-        """Close the client; then write and send what is still to be told."""
+        """Close the client, then send and write the pending reports."""
         await self.client.close()
         if self._tracer is not None:
             self._tracer.close()
@@ -76,7 +76,7 @@ class Observers:
 
 
 def _tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
-    """Import the packages of `quire[otel]` only where traces are sent."""
+    """Return a tracer if there is an endpoint. Only then are the packages of `quire[otel]` used."""
     if endpoint is None:
         return None
     from quire.serve.observers.tracer import RequestTracer

@@ -1,13 +1,13 @@
-"""How many requests and tokens each key may have in a minute: token buckets, which all API
-processes of a server share.
+"""Limits of requests and tokens per minute for each key: token buckets, which all API processes of
+a server share.
 
-A bucket holds one minute's worth, and fills evenly. What it is, is one number: when it will be full
-again, on the machine's monotonic clock. The numbers are in memory that the supervisor makes and its
-children inherit, so a process that is started anew knows them, and whichever process gets a request
-judges by the same one. Index regions of that memory, in doubles:
+A bucket holds one minute's amount, and fills evenly. Its state is one number: the time when it will
+be full again, on the machine's monotonic clock. The numbers are in memory that the supervisor makes
+and its children inherit. So a restarted process knows them, and all processes use the same numbers.
+Index regions of that memory, in doubles:
 
-    [2 * key]      the bucket of requests
-    [2 * key + 1]  that of tokens
+    [2 * key]      bucket of requests
+    [2 * key + 1]  bucket of tokens
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from quire.base.clock import Clock, MonotonicClock
 PERIOD_S = 60.0
 KINDS = ("requests", "tokens")
 TOKENS = KINDS.index("tokens")
-SLACK_S = 1e-6  # of sums of doubles
+SLACK_S = 1e-6  # tolerance for rounding errors in sums of doubles
 DOUBLE = struct.Struct("d")
 
 
 @dataclass(frozen=True)
 class Refused:
-    """kind: of what there is not enough; wait_s: until there is."""
+    """Refusal by a limit. kind: requests or tokens; wait_s: seconds until there is enough."""
 
     kind: str
     limit: int
@@ -38,7 +38,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Level:
-    """How full a bucket is. full_s: seconds until it is full."""
+    """Level of a bucket. full_s: seconds until it is full."""
 
     limit: int
     num_left: int
@@ -47,14 +47,15 @@ class Level:
 
 def make_memory(num_keys: int) -> int:
     """Return a descriptor of memory in which all buckets are full; children inherit it by
-    `pass_fds`. num_keys: of the server; without keys all share one pair of buckets."""
+    `pass_fds`. num_keys: keys of the server; without keys all clients share one pair of buckets."""
     fd = os.memfd_create("quire-rates")
     os.ftruncate(fd, max(1, num_keys) * len(KINDS) * DOUBLE.size)
     return fd
 
 
 class RateLimits:
-    """limits: for each key (requests, tokens) a minute; 0 is no limit. fd: of `make_memory`."""
+    """Limits of all keys. limits: (requests, tokens) per minute of each key; 0 means unlimited. fd:
+    from `make_memory`."""
 
     def __init__(
         self, limits: Sequence[tuple[int, int]], fd: int, clock: Clock | None = None
@@ -65,8 +66,8 @@ class RateLimits:
         self._memory = mmap.mmap(fd, 0)
 
     def admit(self, key: int) -> Refused | None:
-        """Take one request of a key; return why it may not have it, if so: it needs one whole
-        request, and one token at least. How many tokens it takes say `reserve` and `charge`."""
+        """Take one request from a key's bucket, or return the refusal. One whole request and at
+        least one token must be left. `reserve` and `charge` then take the tokens."""
         now = self._clock.now()
         with self._locked():
             for kind in range(len(KINDS)):
@@ -76,8 +77,8 @@ class RateLimits:
         return None
 
     def reserve(self, key: int, num_tokens: int) -> Refused | None:
-        """Take the tokens that a request may come to, or none; return why not, if so. One that may
-        come to more than a whole bucket needs a full one."""
+        """Take the maximum number of tokens of a request, or return the refusal. A request beyond a
+        whole bucket needs a full bucket."""
         now, limit = self._clock.now(), self._limits[key][TOKENS]
         with self._locked():
             refused = self._refused(key, TOKENS, min(num_tokens, limit), now)
@@ -92,14 +93,14 @@ class RateLimits:
         return Refused(KINDS[kind], limit, wait_s) if wait_s > SLACK_S else None
 
     def charge(self, key: int, num_tokens: int) -> None:
-        """Take tokens, also more than there are: then the key waits until they have come. Negative:
-        give back."""
+        """Take tokens, even more than are left; then the key must wait for the bucket to refill. A
+        negative number returns tokens."""
         if num_tokens:
             with self._locked():
                 self._take(key, TOKENS, num_tokens, self._clock.now())
 
     def levels(self, key: int) -> dict[str, Level]:
-        """Return the levels of those buckets of a key that have a limit, by kind."""
+        """Return the levels of a key's limited buckets, by kind."""
         now, found = self._clock.now(), {}
         for kind, limit in enumerate(self._limits[key]):
             if limit:
@@ -114,7 +115,7 @@ class RateLimits:
             DOUBLE.pack_into(self._memory, self._place(key, kind), full_at_s)
 
     def _debt_s(self, key: int, kind: int, now: float) -> float:
-        """Return how long a bucket takes to be full."""
+        """Return the seconds until a bucket is full."""
         (full_at_s,) = DOUBLE.unpack_from(self._memory, self._place(key, kind))
         return float(max(0.0, full_at_s - now))
 
@@ -124,7 +125,7 @@ class RateLimits:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes out for some microseconds; the kernel ends a dead one's lock."""
+        """Lock out other processes for microseconds; the kernel frees a dead process's lock."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
             yield

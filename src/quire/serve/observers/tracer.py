@@ -1,8 +1,8 @@
-"""Spans of OpenTelemetry, made when a request has ended, of what the engine tells of its time.
+"""OpenTelemetry spans of ended requests, made from the engine's timelines.
 
-A request is a span `llm_request` with vLLM's attributes; its children are `queue`, `prefill` and
-`decode`. It belongs to the trace that the client's `traceparent` names. No span holds any text of
-prompts or answers. Nothing is traced while a request runs, and spans are sent by a thread.
+A request is a span `llm_request` with vLLM's attributes. Its children are `queue`, `prefill` and
+`decode`. It belongs to the trace in the client's `traceparent`. No span holds any text of prompts
+or answers. Nothing is traced while a request runs, and a thread sends the spans.
 """
 
 import logging
@@ -24,9 +24,9 @@ from quire.base.version import QUIRE_VERSION
 from quire.serve.observers.observed_client import ObservedRequest
 
 FAILURES = ("busy", "refused", "engine_dead", "failed", "error", "timeout")
-CLOSE_S = 3.0  # for spans that were not sent yet
+CLOSE_S = 3.0  # time to send the last spans
 PATH = "/v1/traces"
-# Of the timeline, where each part of a request begins and ends.
+# Each part of a request, with the timeline's fields of its begin and end.
 PARTS = (
     ("queue", "queued_ms", "admitted_ms"),
     ("prefill", "admitted_ms", "first_token_ms"),
@@ -35,7 +35,7 @@ PARTS = (
 
 
 class _Scrub(logging.Filter):
-    """Masks a collector's secrets in what its exporter logs, which quotes URLs."""
+    """Log filter that masks the collector's secrets, because the exporter's messages quote URLs."""
 
     def __init__(self, endpoint: SecretUrl) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Scrub(logging.Filter):
 
 
 class RequestTracer:
-    """Makes the spans of requests that have ended. model: its shown name. processor: takes them."""
+    """Maker of the spans of ended requests. model: name to report; processor: receives spans."""
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
         name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "quire"}
@@ -62,8 +62,8 @@ class RequestTracer:
 
     @classmethod
     def sending_to(cls, endpoint: SecretUrl, model: str) -> "RequestTracer":
-        """Make one that sends to a collector, by OTLP over HTTP. endpoint: a URL; without a path
-        the usual one is taken."""
+        """Return a tracer that sends spans to a collector by OTLP over HTTP. endpoint: a URL; a URL
+        without a path gets the usual path."""
         true = endpoint.reveal()
         bare = urlsplit(true).path in ("", "/")
         url = true.rstrip("/") + PATH if bare else true
@@ -87,7 +87,7 @@ class RequestTracer:
         span.end(end_ns)
 
     def close(self) -> None:
-        """Send what was not sent yet, for up to 3 s: a collector that is away keeps nobody."""
+        """Send the last spans within 3 s, so that an unreachable collector delays no shutdown."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(CLOSE_S)
@@ -95,7 +95,7 @@ class RequestTracer:
     def _add_parts(
         self, span: Span, timeline: Mapping[str, Any], start_ns: int, end_ns: int
     ) -> None:
-        """Add the children, and when the request lost its place, as far as that is known."""
+        """Add the child spans and the preemptions, as far as the timeline has them."""
         context = set_span_in_context(span)
         for name, begin, end in PARTS:
             if timeline.get(begin) is not None:

@@ -1,8 +1,8 @@
-"""The ledger of `--usage-log FILE`: one JSON object a line, a line a request that has ended.
+"""The log of `--usage-log FILE`: one JSON object per line, one line per ended request.
 
-Lines are written by a thread, so that a slow disk holds up nobody. All API processes append to the
-same file, each line with one call, which the kernel keeps whole. The file is opened anew when its
-name stands for another one, or for none: whoever rotates it needs to tell nobody.
+A thread writes the lines, so a slow disk delays no request. All API processes append to the same
+file, each line with one call, which the kernel keeps whole. The file is reopened when its name
+refers to another file or to none, so a log rotation needs no signal.
 """
 
 import logging
@@ -15,30 +15,30 @@ from quire.base.errors import ConfigError
 
 logger = logging.getLogger("quire")
 
-MOST_LINES = 100_000  # that wait for the disk; some 25 MB
-AGAIN_S = 1.0  # until the next try, when the disk is full
+MOST_LINES = 100_000  # lines that may wait for the disk, about 25 MB
+AGAIN_S = 1.0  # pause before a retry, such as when the disk is full
 CLOSE_S = 5.0
 
 
 def check_usage_log(path: str | None) -> None:
-    """Raise ConfigError for a file that cannot be appended to."""
+    """Raise ConfigError if the file cannot be opened for appending."""
     if path is not None:
         os.close(_opened(Path(path)))
 
 
 class UsageLog:
-    """Appends lines to a file, in the order in which they come. most: lines that may wait; what
-    comes beyond that is lost, and the log tells how many."""
+    """Writer that appends lines to a file in order of arrival. most: lines that may wait. Lines
+    beyond that are lost, and the log reports their number."""
 
     def __init__(self, path: Path, most: int = MOST_LINES) -> None:
-        """Open the file, which is made if there is none. Raise ConfigError if that is not
-        possible."""
+        """Open or create the file, and start the writer's thread. Raise ConfigError if the file
+        cannot be opened."""
         self._path = path
         self._most = most
         self._fd = _opened(path)
         self._lines: deque[bytes] = deque()
         self._num_lost = 0
-        self._is_torn = False  # the file ends in a part of a line
+        self._is_torn = False  # whether the file ends with a partial line
         self._is_failing = False
         self._is_closed = False
         self._changed = threading.Condition()
@@ -46,7 +46,7 @@ class UsageLog:
         self._thread.start()
 
     def append(self, line: bytes) -> None:
-        """Hand over a line without its end. Never waits for the disk."""
+        """Queue a line, given without its line end. Never waits for the disk."""
         with self._changed:
             if len(self._lines) >= self._most:
                 self._num_lost += 1
@@ -55,7 +55,7 @@ class UsageLog:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what waits, for up to 5 s, and not at all to a disk that is full."""
+        """Write the waiting lines within 5 s. If writes are failing, drop them."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -64,7 +64,7 @@ class UsageLog:
             logger.error("%s: %d lines of usage could not be written", self._path, left)
 
     def _run(self) -> None:
-        """Write until closed. A line stays in the queue until it is written."""
+        """Write lines until closed. A line stays in the queue until it is written."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines or self._is_closed)
@@ -88,7 +88,7 @@ class UsageLog:
                 self._lines.popleft()
 
     def _write(self, line: bytes) -> None:
-        """Write a line. After one that was torn, because the disk was full, begin on a new line."""
+        """Write a line. After a torn line (the disk was full), begin on a new line."""
         self._follow()
         data = b"\n" + line if self._is_torn else line
         written = os.write(self._fd, data)
@@ -98,7 +98,7 @@ class UsageLog:
         self._is_torn = False
 
     def _follow(self) -> None:
-        """Open the file anew if it was renamed or removed."""
+        """Reopen the file if it was renamed or removed."""
         mine = os.fstat(self._fd)
         try:
             now = self._path.stat()

@@ -1,1 +1,1 @@
-"""Chats, completions, embeddings and scores, as OpenAI's API has them."""
+"""Routes of OpenAI's API: chats, completions, embeddings and scores."""

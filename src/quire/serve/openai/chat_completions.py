@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: parse the body, plan, start the chat, answer as OpenAI does."""
+"""POST /v1/chat/completions: parse the body, plan, start the chat, and answer as OpenAI does."""
 
 import time
 
@@ -23,7 +23,7 @@ router = fastapi.APIRouter(route_class=BoundedRoute)
 async def create_chat_completion(
     body: ChatCompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
-    """The next message of a conversation, or n of them to choose from."""
+    """Answer a conversation with its next message, or with n choices of it."""
     check_neutral(body)
     usage = usage_chunks(body, api.config)
     plan = plan_chat(api, body, request.scope, new_id("chatcmpl"), usage)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts as texts or token ids, continued.
+"""POST /v1/completions: continue prompts that are texts or token ids.
 
 With `suffix` the model writes the text between the prompt and the suffix (fill in the middle).
 """
@@ -45,7 +45,7 @@ from quire.serve.pipeline.plan import CompletionPlan, plan_completion, usage_chu
 from quire.serve.pipeline.prompts import decode, render_completion, render_prompt
 from quire.serve.pipeline.requests import Origin, PromptJob
 
-# Fields that exclude a suffix, and their values that change nothing.
+# Fields that exclude a suffix, with their neutral values.
 WITHOUT_SUFFIX = {"echo": False, "truncate_prompt_tokens": None}
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
@@ -55,7 +55,7 @@ router = fastapi.APIRouter(route_class=BoundedRoute)
 async def create_completion(
     body: CompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
-    """Continue each prompt; choices in the order of the prompts, those of one side by side."""
+    """Continue each prompt. The choices are in order of the prompts, n for each prompt."""
     check_neutral(body)
     usage = usage_chunks(body, api.config)
     plan = plan_completion(api, body, request.scope, new_id("cmpl"), usage)
@@ -77,7 +77,7 @@ class Prompts:
 
     rendered: list[RenderedPrompt]
     hooks: list[RequestHooks] | None  # one for each prompt
-    grammar: Checked  # of the continuations
+    grammar: Checked  # constraint on the continuations
 
 
 async def respond(
@@ -87,7 +87,7 @@ async def respond(
     prompts: Prompts,
     origin: Origin,
 ) -> Response:
-    """Answer with the continuations of prompts."""
+    """Return the response with the continuations of the prompts."""
     grammar, fork = prompts.grammar, origin.fork
     hooks: Sequence[RequestHooks | None] = prompts.hooks or [None] * len(prompts.rendered)
     jobs = [
@@ -111,7 +111,7 @@ async def respond(
 
 
 def split_prompts(value: object) -> list[object]:
-    """Return the prompts of the field `prompt`, each a text or a list of token ids. Raises
+    """Return the prompts in the field `prompt`, each a text or a list of token ids. Raises
     ApiError."""
     if value is None:
         raise bad_request("prompt is required; add a text or a list of token ids.", "prompt")
@@ -136,8 +136,8 @@ def split_prompts(value: object) -> list[object]:
 
 
 def check_shared(body: CompletionRequest, num_prompts: int) -> None:
-    """Raise ApiError for long lists that many prompts share: the engine's request of each prompt
-    holds them once more. All together they may be as long as those of one prompt."""
+    """Raise ApiError if all copies of a long list exceed the limit of one list. Each prompt has an
+    engine request, which holds a copy of its own."""
     num_chars = sum(map(len, body.bad_words or ()))
     num_ids = len(body.allowed_token_ids or ())
     for name, size, most, kind in (
@@ -153,7 +153,7 @@ def check_shared(body: CompletionRequest, num_prompts: int) -> None:
 
 
 def check_retained_alone(body: CompletionRequest, num_prompts: int) -> None:
-    """Raise ApiError for an answer that cannot be retained under one id, or not as it is shown."""
+    """Raise ApiError if the answer cannot be retained under one id, or differs from its tokens."""
     if body.keep_s and num_prompts > 1:
         text = f"keep_s is for one prompt, got {num_prompts}; send several requests."
         raise bad_request(text, "keep_s")
@@ -166,7 +166,7 @@ def check_retained_alone(body: CompletionRequest, num_prompts: int) -> None:
 
 
 class CompletionChoice:
-    """One continuation of a prompt, whole or in pieces."""
+    """One continuation of a prompt: the whole of it, or chunk by chunk."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class CompletionChoice:
     ) -> None:
         """Begin a choice.
 
-        index: among all choices. names: how tokens are shown; None where no log-probabilities are.
-        usage: of the prompt. echo: the prompt's text, with which the first piece begins.
+        index: number among all choices. names: names of tokens in log-probabilities; None without
+        them. usage: counter of the prompt. echo: the prompt's text, which the first chunk repeats.
         """
         body = plan.body
         self.usage = usage
@@ -193,7 +193,7 @@ class CompletionChoice:
         if names is not None:
             num_top = 0 if body.logprob_token_ids else body.logprobs or 0
             self._logprobs = LegacyLogprobs(names, num_top, bool(body.return_token_ids))
-        # These make a chunk worth sending although it has no text.
+        # Whether to send chunks without text.
         self._always = names is not None or body.return_token_ids or plan.usage.in_each
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
@@ -234,7 +234,7 @@ class CompletionChoice:
         return self._logprobs.block(self._job.request.prompt_token_ids + token_ids, before + after)
 
     def _add_prompt(self, choice: Json, output: RequestOutput) -> None:
-        """Add what only the first piece holds."""
+        """Add the fields of the first chunk, which describe the prompt."""
         if self._echo is not None:
             choice["text"] = self._echo + choice["text"]
         if self._body.return_token_ids:
@@ -244,7 +244,7 @@ class CompletionChoice:
 
 
 def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """Drop the token that max_tokens 0 samples and does not show."""
+    """Remove the token that the engine samples even for max_tokens 0."""
     reason = completion.finish_reason
     reason = "length" if reason == "stop" else reason
     return CompletionOutput(completion.index, "", [], None, None, reason)
@@ -253,8 +253,8 @@ def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
 async def _rendered_in_turn(
     api: ApiContext, plan: CompletionPlan, prompt: object
 ) -> RenderedPrompt:
-    """Render a prompt, then let other requests run: short prompts are tokenised on the event
-    loop."""
+    """Render a prompt, then yield to other requests, because short prompts are tokenised on the
+    event loop."""
     rendered = await render_completion(api, plan, prompt)
     await asyncio.sleep(0)
     return rendered
@@ -276,14 +276,14 @@ async def _choices(
 
 
 def logprob_names(api: ApiContext, plan: CompletionPlan) -> TokenNames | None:
-    """Return how the tokens of log-probabilities are shown; None if the body requests none."""
+    """Return the names of tokens for log-probabilities; None if the body requests none."""
     body = plan.body
     has_logprobs = body.logprobs is not None or body.logprob_token_ids
     return token_names(api, body) if has_logprobs else None
 
 
 async def _echo(api: ApiContext, body: CompletionRequest, job: PromptJob) -> str | None:
-    """Return the prompt's text if it is to be shown; without a tokenizer there is none."""
+    """Return the prompt's text for `echo`, else None. Without a tokenizer the text is empty."""
     if not body.echo:
         return None
     if job.prompt.text is not None:
@@ -305,8 +305,9 @@ def _wrong_prompt(kind: str) -> Exception:
 async def with_suffix(
     api: ApiContext, body: CompletionRequest, prompts: list[object]
 ) -> tuple[CompletionRequest, list[object]]:
-    """Join each prompt and the suffix to token ids, and add the tokens that end such answers to the
-    body. Without a suffix nothing changes. Raises ApiError for a model that does not fill in."""
+    """Join each prompt and the suffix to token ids, and add the model's fill-in end tokens to the
+    body's stop tokens. Without a suffix, change nothing. Raises ApiError for a model that cannot
+    fill in."""
     if not body.suffix:
         return body, prompts
     tokenizer = api.renderer.tokenizer

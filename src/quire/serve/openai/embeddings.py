@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and /classify: what prompts come to."""
+"""POST /v1/embeddings and /classify: embeddings and class probabilities of inputs."""
 
 import base64
 import dataclasses
@@ -20,7 +20,7 @@ router = fastapi.APIRouter(route_class=BoundedRoute)
 
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingBody, request: fastapi.Request, api: Api) -> Response:
-    """Embed each input; in their order."""
+    """Return the embedding of each input, in order of the inputs."""
     params = dataclasses.replace(params_of(body), dimensions=body.dimensions)
     if params.use_activation is None:
         params = dataclasses.replace(params, use_activation=body.normalize)
@@ -41,7 +41,7 @@ async def create_embeddings(body: EmbeddingBody, request: fastapi.Request, api: 
 
 @router.post("/classify")
 async def classify(body: ClassifyBody, request: fastapi.Request, api: Api) -> Response:
-    """Tell the probabilities of each input's classes, and the name of the most probable one."""
+    """Return the class probabilities of each input, and the name of its most probable class."""
     call = PoolingCall(api, body, request, "classify", params_of(body), CLASSIFY)
     numbers, usage = await call.run([[each] for each in await call.prompts(body)], field_of(body))
     data = [
@@ -58,5 +58,5 @@ async def classify(body: ClassifyBody, request: fastapi.Request, api: Api) -> Re
 
 
 def _packed(numbers_K: Float64) -> str:
-    """Return float32 numbers, little endian, in base64."""
+    """Return numbers `[K]` as float32, little endian, in base64."""
     return base64.b64encode(numbers_K.astype("<f4").tobytes()).decode()

@@ -1,4 +1,4 @@
-"""From the inputs of an HTTP request to what they come to, of a model that pools."""
+"""One HTTP request to a pooling model: from its inputs to the pooled numbers."""
 
 import asyncio
 import dataclasses
@@ -36,15 +36,15 @@ from quire.serve.python.pooling import numbers_of
 
 @dataclass(frozen=True)
 class CutText:
-    """A text of which only the first tokens count."""
+    """A text that is cut to its first `most` tokens."""
 
     text: str
     most: int
 
 
 class PoolingCall:
-    """One HTTP request of a client to a model that does one of these tasks. Raises ApiError or
-    RequestError, as all its methods do."""
+    """One HTTP request to a model that supports one of the `tasks`. All methods, and the
+    constructor, raise ApiError or RequestError."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class PoolingCall:
         self._api, self._body, self._request, self._params = api, body, request, params
         chats = isinstance(body, PromptBody) and body.messages is not None
         self._has_special = body.add_special_tokens is not False
-        if chats:  # its template says which it needs
+        if chats:  # the template adds special tokens
             self._has_special = body.add_special_tokens is True
 
     async def prompts(self, body: PromptBody) -> list[object]:
-        """Return what a body asks about, as hooks leave it: its inputs, or a conversation's
-        text."""
+        """Return the prompts of a body, as hooks changed them: its inputs, or the text of its
+        conversation."""
         if body.messages is None:
             return await self.admitted(split_inputs(body.input))
         if body.input is not None:
@@ -83,13 +83,14 @@ class PoolingCall:
         return await self.admitted([found.text])
 
     async def admitted(self, prompts: list[object]) -> list[object]:
-        """Return texts and token ids as hooks leave them."""
+        """Return texts and token ids as hooks changed them."""
         return (await admitted_prompts(self._api, self._plan, prompts))[0]
 
     async def run(
         self, inputs: Sequence[Sequence[object]], field: str
     ) -> tuple[list[Float64], Json]:
-        """Pool prompts, or pairs of texts; their numbers, and the usage. field: where they are."""
+        """Pool each input, a list of one prompt or of a pair of texts; return the numbers `[K]` of
+        each, and the usage. field: the inputs' field, for errors."""
         try:
             jobs = [await self._job(parts, index) for index, parts in enumerate(inputs)]
         except RequestError as error:
@@ -99,7 +100,7 @@ class PoolingCall:
         return [numbers_of(each, self.spec, self._params) for each in outputs], usage_json(outputs)
 
     async def answer(self, value: Json) -> Response:
-        """Write an answer, which may be long, beside the event loop."""
+        """Encode a response, which may be long, in a thread."""
         return await self._api.lanes.run(MAX_CHARS_SHORT, _as_json, value)
 
     async def _job(self, parts: Sequence[object], index: int) -> PromptJob:
@@ -138,12 +139,12 @@ class PoolingCall:
 
 
 def field_of(body: PromptBody) -> str:
-    """Return the field in which a body's prompts are."""
+    """Return the name of the field that holds a body's prompts."""
     return "input" if body.messages is None else "messages"
 
 
 def params_of(body: PoolingBody) -> PoolingParams:
-    """Return what a body asks for beside embeddings' own fields."""
+    """Return the pooling parameters that all pooling bodies have."""
     return PoolingParams(
         use_activation=body.use_activation,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
@@ -152,7 +153,7 @@ def params_of(body: PoolingBody) -> PoolingParams:
 
 
 def split_inputs(value: object) -> list[object]:
-    """Return the prompts of the field `input`, each a text or token ids. Raises ApiError."""
+    """Return the prompts in the field `input`, each a text or token ids. Raises ApiError."""
     if value is None:
         raise bad_request("input is required; add a text or a list of token ids.", "input")
     if isinstance(value, str):
@@ -173,7 +174,7 @@ def split_inputs(value: object) -> list[object]:
 
 
 def split_texts(value: object, field: str) -> list[object]:
-    """Return the texts of a field, each as such or as {"text": ...}. Raises ApiError."""
+    """Return the texts in a field, each given as a text or as {"text": ...}. Raises ApiError."""
     found = [value] if isinstance(value, str) else value
     if isinstance(found, list) and found:
         texts = [each.get("text") if isinstance(each, Mapping) else each for each in found]
@@ -183,7 +184,7 @@ def split_texts(value: object, field: str) -> list[object]:
 
 
 def usage_json(outputs: Sequence[RequestOutput]) -> Json:
-    """Sum up the tokens of all prompts."""
+    """Return the usage of all prompts together."""
     num = sum(len(output.prompt_token_ids or ()) for output in outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
     return {

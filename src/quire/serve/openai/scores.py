@@ -1,7 +1,7 @@
-"""POST /score and /rerank: how well texts go together.
+"""POST /score and /rerank: similarity of texts.
 
-A model with one class is asked about each pair; of one that embeds each text is embedded once, and
-a score is the cosine of the angle between two embeddings.
+A classifier with one class scores each pair. An embedding model embeds each text once, and a score
+is the cosine of the angle between two embeddings.
 """
 
 import time
@@ -30,7 +30,7 @@ NAMES = (
 @router.post("/score")
 @router.post("/v1/score", operation_id="score_v1")
 async def score(body: ScoreBody, request: fastapi.Request, api: Api) -> Response:
-    """Score texts: one with each of the others, or as many with as many."""
+    """Score texts: one text with each of the others, or pairwise."""
     call = _call(api, body, request, "score")
     names = _given_names(body)
     first, second = (split_texts(getattr(body, name), name) for name in names)
@@ -44,7 +44,7 @@ async def score(body: ScoreBody, request: fastapi.Request, api: Api) -> Response
 @router.post("/v1/rerank", operation_id="rerank_v1")
 @router.post("/v2/rerank", operation_id="rerank_v2")
 async def rerank(body: RerankBody, request: fastapi.Request, api: Api) -> Response:
-    """Put documents in the order in which they go with a query, best first."""
+    """Sort documents by how well they match a query, best first."""
     call = _call(api, body, request, "rerank")
     documents = split_texts(body.documents, "documents")
     names, most = ("query", "documents"), max(0, body.max_tokens_per_doc or 0)
@@ -62,7 +62,8 @@ async def rerank(body: RerankBody, request: fastapi.Request, api: Api) -> Respon
 
 
 def _given_names(body: ScoreBody) -> tuple[str, str]:
-    """Return the names of the two fields that a body has; of the first it has, if one is absent."""
+    """Return the names of the two fields that a body sets. If it sets only the first field of a
+    pair, return that pair; if it sets none, return the first pair."""
     given = [names for names in NAMES if getattr(body, names[0]) is not None]
     whole = [names for names in given if getattr(body, names[1]) is not None]
     return (*whole, *given, *NAMES)[0]
@@ -79,8 +80,8 @@ async def _scores(
     names: tuple[str, str],
     most: int = 0,
 ) -> tuple[list[float], Json]:
-    """Return the score of each pair, and the usage. most: after how many tokens each of the second
-    texts is cut; 0 is never."""
+    """Return the score of each pair, and the usage. most: number of tokens to keep of each second
+    text; 0 keeps all."""
     try:
         pairs = paired(first, second, names)
     except RequestError as error:
