@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 from quire.serve.bodies.reading import BoundedRequest
 from quire.serve.errors import ApiError
-from quire.serve.http.ids import request_id_of
+from quire.serve.http.middleware import request_id_of
 from quire.serve.http.sse import ErrorEvent, start_stream, unless_disconnected
 
 PIECE_BYTES = 1 << 16

@@ -19,7 +19,7 @@ from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api, knowing
-from quire.serve.http.ids import new_id, request_id_of
+from quire.serve.http.middleware import new_id, request_id_of
 from quire.serve.http.sse import encode, start_stream, unless_disconnected
 from quire.serve.pipeline.answer import Answer
 from quire.serve.pipeline.chat import count_chat, start_chat

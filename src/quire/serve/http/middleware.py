@@ -1,16 +1,17 @@
-"""Plain ASGI middleware around all routes: request ids, HEAD, and the headers of traces.
+"""Ids of requests and responses, and plain ASGI middleware: request ids, HEAD, trace headers.
 
 `app.py` puts the layers together. The layers that refuse requests are in `limits.py` and
 `origins.py`.
 """
 
 import asyncio
+import uuid
 
+import fastapi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.wire.logs import current_request
 from quire.serve.error_handlers import error_answer
-from quire.serve.http.ids import new_id
 from quire.serve.observers.observed_client import TRACE_HEADERS
 
 REQUEST_ID_HEADER = b"x-request-id"
@@ -109,3 +110,19 @@ class TraceHeaders:
             await self._app(scope, receive, send)
         finally:
             TRACE_HEADERS.reset(token)
+
+
+def request_id_of(request: fastapi.Request) -> str:
+    """Return the id in the response's X-Request-Id, which the log shows, too."""
+    return str(request.scope.get("state", {}).get("request_id", ""))
+
+
+def answer_id_of(request_id: str) -> str:
+    """Return the response id of an engine request. A completion has one engine request per prompt,
+    and a retained completion has one prompt."""
+    return request_id.removesuffix("-0") if request_id.startswith("cmpl-") else request_id
+
+
+def new_id(prefix: str) -> str:
+    """Return a unique id such as cmpl-3f2a...; clients cannot choose these ids."""
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.serve.errors import ApiError, error_body
-from quire.serve.http.ids import request_id_of
+from quire.serve.http.middleware import request_id_of
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"

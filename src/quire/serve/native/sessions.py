@@ -37,8 +37,8 @@ from quire.serve.bodies.validation_errors import shown
 from quire.serve.context import Api, ApiContext
 from quire.serve.errors import ApiError, bad_request, error_in
 from quire.serve.http.auth import reader_of
-from quire.serve.http.ids import answer_id_of, new_id
 from quire.serve.http.limits import generating
+from quire.serve.http.middleware import answer_id_of, new_id
 from quire.serve.openai.completions import Prompts, respond
 from quire.serve.pipeline.continued import tokens_after
 from quire.serve.pipeline.hooked_prompt import admitted_prompts

@@ -27,8 +27,8 @@ from quire.serve.errors import (
     error_response,
 )
 from quire.serve.http.auth import has_key, wrong_key
-from quire.serve.http.ids import new_id
 from quire.serve.http.limits import open_request
+from quire.serve.http.middleware import new_id
 from quire.serve.http.origins import refusal_of_handshake
 from quire.serve.http.rate_gate import admit
 from quire.serve.http.sse import encode

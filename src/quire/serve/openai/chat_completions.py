@@ -10,7 +10,7 @@ from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.protocol import ChatCompletionRequest
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
-from quire.serve.http.ids import new_id
+from quire.serve.http.middleware import new_id
 from quire.serve.pipeline.answer import Answer
 from quire.serve.pipeline.chat import start_chat
 from quire.serve.pipeline.chat_choice import chat_choices

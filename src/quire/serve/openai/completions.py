@@ -36,7 +36,7 @@ from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api, ApiContext
 from quire.serve.errors import bad_request
 from quire.serve.hooks.hooks import RequestHooks
-from quire.serve.http.ids import answer_id_of, new_id
+from quire.serve.http.middleware import answer_id_of, new_id
 from quire.serve.pipeline.answer import Answer, Json, UsageCounter
 from quire.serve.pipeline.chat_choice import token_names
 from quire.serve.pipeline.completion import completion_job

@@ -24,7 +24,7 @@ from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request, error_in
-from quire.serve.http.ids import new_id
+from quire.serve.http.middleware import new_id
 from quire.serve.http.sse import unless_disconnected
 from quire.serve.pipeline.answer import Json, collect
 from quire.serve.pipeline.hooked_prompt import admitted_prompts

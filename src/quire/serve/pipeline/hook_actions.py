@@ -13,7 +13,7 @@ from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.bodies.validation_errors import parsed
 from quire.serve.context import ApiContext, model_known
 from quire.serve.errors import ApiError
-from quire.serve.http.ids import new_id
+from quire.serve.http.middleware import new_id
 from quire.serve.pipeline.answer import collect
 from quire.serve.pipeline.chat_choice import chat_choices
 from quire.serve.pipeline.completion import completion_job

@@ -14,8 +14,8 @@ from quire.serve.bodies.validation_errors import shown
 from quire.serve.context import Api, ApiContext
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.http.auth import has_key
-from quire.serve.http.ids import request_id_of
 from quire.serve.http.limits import generating
+from quire.serve.http.middleware import request_id_of
 from quire.serve.http.sse import Events, encode, start_stream, unless_disconnected
 from quire.serve.responses.background import RunningResponse, error_event
 from quire.serve.responses.body import ResponsesRequest
