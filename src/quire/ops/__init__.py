@@ -1,1 +1,1 @@
-"""Operations: one file each, with its torch reference, its kernels and its dispatch."""
+"""Operations, one per file, each with its torch reference, its kernels and its dispatch."""

@@ -1,4 +1,4 @@
-"""What attention and delta rules are given, for backends and kernels alike.
+"""Inputs of attention and of delta rules, shared by all backends and kernels.
 
 Shape legend: T tokens of the step, S scheduled rows, N query heads, P tokens per block, L longest
 block table of the step.
@@ -16,13 +16,13 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scores:
-    """How a layer's products of queries and keys become weights:
+    """Parameters that turn a layer's products of queries and keys into weights:
 
         score[j] = scale q . k[j], with a soft cap cap * tanh(scale q . k[j] / cap)
         weight[j] = e^score[j] / (e^sink + sum over seen j of e^score[j])
 
-    sinks_N: one logit per query head, float32 (float64 for float64 queries); without them e^sink is
-    0. Which keys are seen depends on the step and on the cache group's window.
+    sinks_N: one logit per query head, float32 (float64 for float64 queries). If None, e^sink is 0.
+    The step and the cache group's window decide which keys j a query sees.
     """
 
     scale: float
@@ -31,8 +31,9 @@ class Scores:
 
 
 class DeltaHeads(NamedTuple):
-    """What a delta rule works on: `keys` heads of queries and of keys of `key_dim` numbers, each
-    for as many of the `values` heads of values of `value_dim`, a multiple."""
+    """Head counts and head sizes of a delta rule. keys: heads of queries, and equally many heads of
+    keys, of `key_dim` numbers each. values: heads of values of `value_dim` numbers each, a multiple
+    of `keys`; consecutive value heads share a key head."""
 
     keys: int
     values: int
@@ -41,28 +42,31 @@ class DeltaHeads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Numbers of queries, keys and values side by side."""
+        """Numbers per token in the concatenated queries, keys and values."""
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
     @property
     def memory_size(self) -> int:
+        """Numbers in the memories of all value heads of one sequence."""
         return self.values * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """One step, as attention sees it. One block table and one slot array per cache group.
+    """Metadata of one step for attention, with one block table and one slot array per cache group.
 
-    positions_T, slots_T (block_id * P + offset): int64. query_starts_S1: int32, exclusive prefix
-    sum with the total at the end. block_tables_SL: int32; entries beyond the context, and entries
-    of blocks that left the window, are arbitrary valid block ids or -1 and must not change the
+    positions_T, slots_T (block_id * P + offset): int64. query_starts_S1: int32 prefix sums, from 0
+    to the total. context_lens_S: int32. block_tables_SL: int32. Table entries beyond the context,
+    and of blocks that left the window, are -1 or any valid block id; they must not change the
     result.
-    The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
-    guessing_S: bool, rows that leave no states: their last tokens are guesses (states.py).
-    groups: those whose layers run, if not all; the blocks of others are left as they are.
-    ends_T: of tokens that attend in both directions, the position after the last key that each
-    sees, at most its row's context length; 0 for other tokens. None: the step has only those.
-    Tokens of a row see no less far than those before them. On the host, which knows it exactly.
+    query_lens_host, context_lens_host: upper bounds of the lengths on the device (exact while no
+    drafts are in flight).
+    guessing_S: bool, rows whose last tokens are draft tokens; their states are not stored
+    (states.py).
+    groups: cache groups whose layers run, None for all. Blocks of the other groups are unchanged.
+    ends_T: position after the last key seen by a token that attends in both directions, at most its
+    row's context length; 0 for other tokens. Within a row no token sees less far than an earlier
+    one. The host has the exact values. None: no token attends in both directions.
     """
 
     positions_T: torch.Tensor
@@ -77,5 +81,5 @@ class AttentionStep:
     ends_T: Int32 | None = None
 
     def has(self, group: int) -> bool:
-        """Tell whether the step is for layers of a cache group."""
+        """Return whether the layers of a cache group run in this step."""
         return self.groups is None or group in self.groups

@@ -1,7 +1,7 @@
-"""What ranks that compute one model together exchange: sums and parts of tensors.
+"""Collective operations of the ranks that compute one model: sums and exchanges of tensors.
 
-They are operations, so that records and programs contain them. A model of one rank calls none.
-Every rank calls the same ones in the same order, and all get the same bits.
+They are registered operations, so records and programs contain them. A model on one rank calls
+none. All ranks call the same operations in the same order, and get the same bits.
 
 Shape legend: G ranks of the group.
 """
@@ -15,10 +15,12 @@ from quire.ops.registry import op
 
 
 class RankGroup(Protocol):
-    """Ranks that compute together. rank: this one of them, from 0; size: how many there are.
-    num_exchanges: how often this one has met the others, or goes to, which any thread may ask.
+    """Ranks that compute a model together.
 
-    Any of the calls raises RankLost where another rank is gone or has given up, from then on.
+    rank: number of this rank, from 0. size: number of ranks.
+    num_exchanges: number of exchanges that this rank has begun; any thread may read it.
+
+    Once another rank has ended or aborted, every call raises RankLost.
     """
 
     rank: int
@@ -28,28 +30,28 @@ class RankGroup(Protocol):
     def num_exchanges(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks; x may be overwritten."""
+        """Return the sum of x [...] over all ranks; x may be overwritten."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' tensors in their order, [G, *x.shape]."""
+        """Return the tensors of all ranks in order of rank, [G, *x.shape]."""
         ...
 
     def reduce_scatter(self, x_G: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, x_G.shape[1:], of the sum over all ranks."""
+        """Sum x_G [G, ...] over all ranks and return this rank's slice, of shape x_G.shape[1:]."""
         ...
 
     def all_to_all(self, x_G: torch.Tensor) -> torch.Tensor:
-        """Send part g to rank g; returns what each of them sent here, in their order."""
+        """Send x_G[g] to rank g. Return the slices received, in order of the sender, [G, ...]."""
         ...
 
     def abort(self) -> None:
-        """Give up: all ranks' calls raise RankLost, those that wait too. From any thread."""
+        """Abort the group from any thread. Calls of all ranks raise RankLost, waiting calls too."""
         ...
 
 
 class Alone:
-    """A group of one rank, which has all there is."""
+    """Group of one rank: every exchange returns its input."""
 
     rank, size, num_exchanges = 0, 1, 0
 
@@ -73,7 +75,7 @@ ALONE = Alone()
 
 
 class FirstOf(Alone):
-    """The first of so many ranks, where a model is only planned and nothing computes."""
+    """First of `size` ranks, for planning a model without computing it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -81,31 +83,31 @@ class FirstOf(Alone):
 
 @op("all_reduce")
 def all_reduce(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Sum over all ranks; x may be overwritten."""
+    """Return the sum of x [...] over all ranks; x may be overwritten."""
     return group.all_reduce(x)
 
 
 @op("all_gather")
 def all_gather(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """All ranks' tensors in their order, [G, *x.shape]."""
+    """Return the tensors of all ranks in order of rank, [G, *x.shape]."""
     return group.all_gather(x)
 
 
 @op("reduce_scatter")
 def reduce_scatter(x_G: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """This rank's part of the sum over all ranks, x_G.shape[1:]."""
+    """Sum x_G [G, ...] over all ranks and return this rank's slice, of shape x_G.shape[1:]."""
     return group.reduce_scatter(x_G)
 
 
 @op("all_to_all")
 def all_to_all(x_G: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """What each rank sent here, in their order, [G, ...]; part g of x goes to rank g."""
+    """Send x_G[g] to rank g. Return the slices received, in order of the sender, [G, ...]."""
     return group.all_to_all(x_G)
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add tensors in their order, so that the bits do not depend on which rank adds; those of 16
-    bits as float32, rounded once."""
+    """Add tensors of one shape in order, so the bits do not depend on the rank that adds. 16-bit
+    floating-point tensors are summed in float32 and rounded once."""
     first = parts[0]
     is_short = first.is_floating_point() and first.element_size() < 4
     total = first.float() if is_short else first.clone()

@@ -1,6 +1,7 @@
 """Small operations: sums, activations, gates, wider rows.
 
-Shape legend: T tokens, D any dimension, F feed-forward dim, E = 2 F, R rows.
+Shape legend: T tokens, D any dimension, F feed-forward dim, E = 2 F, M any dimension, R rows, V and
+N columns of logits.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from quire.ops.registry import op
 
 @op("add")
 def add(x_TD: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
-    """x + y."""
+    """Return x + y, [T, D]."""
     return x_TD + y_TD
 
 
 @op("add_into")
 def add_into(out_TD: torch.Tensor, x_TD: torch.Tensor, y_TD: torch.Tensor | None) -> None:
-    """Write x + y, or x alone, to columns of wider rows."""
+    """Write x + y, or only x if y is None, to `out`, a view [T, D] of columns of wider rows."""
     if y_TD is None:
         out_TD.copy_(x_TD)
     else:
@@ -30,13 +31,13 @@ def add_into(out_TD: torch.Tensor, x_TD: torch.Tensor, y_TD: torch.Tensor | None
 
 @op("scale")
 def scale(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
-    """x * factor, in x's dtype. torch's operation is one launch on a GPU, too."""
+    """Return x * factor, [T, D], in x's dtype. torch's operation is one launch on a GPU, too."""
     return x_TD * factor
 
 
 @op("relu")
 def relu(x_TF: torch.Tensor) -> torch.Tensor:
-    """Elementwise max(x, 0)."""
+    """Return max(x, 0) of each element, [T, F]."""
     return torch.relu(x_TF)
 
 
@@ -45,25 +46,25 @@ QUICK_GELU = 1.702
 
 @op("gelu")
 def gelu(x_TF: torch.Tensor) -> torch.Tensor:
-    """x times the normal distribution function of x."""
+    """Return x times the normal distribution function of x, [T, F]."""
     return torch.nn.functional.gelu(x_TF)
 
 
 @op("gelu_tanh")
 def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
-    """The approximation by tanh (`gelu_new`, `gelu_pytorch_tanh` in configs)."""
+    """Return GELU approximated by tanh, [T, F] (`gelu_new` and `gelu_pytorch_tanh` in configs)."""
     return torch.nn.functional.gelu(x_TF, approximate="tanh")
 
 
 @op("quick_gelu")
 def quick_gelu(x_TF: torch.Tensor) -> torch.Tensor:
-    """Return x * sigmoid(1.702 x), the approximation of CLIP's towers."""
+    """Return x * sigmoid(1.702 x), [T, F], the approximation that CLIP's towers use."""
     return x_TF * torch.sigmoid(QUICK_GELU * x_TF)
 
 
 @op("silu_mul")
 def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up as [T, F], for the two of them side by side in one tensor [T, 2 F]."""
+    """Return silu(gate) * up as [T, F]. gate_up: gate and up concatenated, [T, 2 F]."""
     if kernels := kernels_for(gate_up_TE, "gate"):
         found: torch.Tensor = kernels.silu_mul(gate_up_TE)
         return found
@@ -73,7 +74,7 @@ def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
 
 @op("gelu_mul")
 def gelu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up as [T, F], for the two of them side by side in one tensor [T, 2 F]."""
+    """Return gelu(gate) * up as [T, F]. gate_up: gate and up concatenated, [T, 2 F]."""
     if kernels := kernels_for(gate_up_TE, "gate"):
         found: torch.Tensor = kernels.gelu_mul(gate_up_TE)
         return found
@@ -83,7 +84,7 @@ def gelu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
 
 @op("gelu_tanh_mul")
 def gelu_tanh_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """The same with the approximation by tanh (`gelu_new`, `gelu_pytorch_tanh` in configs)."""
+    """Return `gelu_mul` with the tanh approximation, [T, F] (`gelu_new`, `gelu_pytorch_tanh`)."""
     if kernels := kernels_for(gate_up_TE, "gate"):
         found: torch.Tensor = kernels.gelu_tanh_mul(gate_up_TE)
         return found
@@ -93,8 +94,8 @@ def gelu_tanh_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """gate sigmoid(alpha gate) (up + 1), of a gate that is at most `limit` and an up that is from
-    -limit to limit; of the two side by side in one tensor [T, 2 F], as [T, F]."""
+    """Gate with clamped inputs: gate sigmoid(alpha gate) (up + 1), with gate at most `limit` and up
+    from -limit to limit. A call takes gate and up concatenated, [T, 2 F], and returns [T, F]."""
 
     alpha: float
     limit: float
@@ -105,7 +106,7 @@ class ClampedGate:
 
 @op("clamped_gate")
 def clamped_gate(gate_up_TE: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """See ClampedGate."""
+    """Compute ClampedGate's formula of gate and up, concatenated as [T, 2 F]; return [T, F]."""
     if kernels := kernels_for(gate_up_TE, "gate"):
         found: torch.Tensor = kernels.clamped_gate(gate_up_TE, alpha, limit)
         return found
@@ -116,7 +117,7 @@ def clamped_gate(gate_up_TE: torch.Tensor, alpha: float, limit: float) -> torch.
 
 @op("sigmoid_mul")
 def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate), in x's dtype."""
+    """Return x * sigmoid(gate), [T, M], in x's dtype."""
     if kernels := kernels_for(x_TM, "gate"):
         found: torch.Tensor = kernels.sigmoid_mul(x_TM, gate_TM)
         return found
@@ -125,13 +126,13 @@ def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
 
 @op("gated_add")
 def gated_add(x_TD: torch.Tensor, y_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
-    """x + sigmoid(gate) y."""
+    """Return x + sigmoid(gate) y, [T, D], with one gate per token."""
     return torch.addcmul(x_TD, torch.sigmoid(gate_T1), y_TD)
 
 
 @op("soft_cap")
 def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(x / cap), in x's dtype."""
+    """Return cap * tanh(x / cap), [R, V], in x's dtype."""
     if kernels := kernels_for(x_RV, "gate"):
         found: torch.Tensor = kernels.soft_cap(x_RV, cap)
         return found
@@ -141,23 +142,23 @@ def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
 
 @op("beside")
 def beside(x_TA: torch.Tensor, y_TB: torch.Tensor) -> torch.Tensor:
-    """Return [T, A + B]."""
+    """Concatenate the rows of x and y, [T, A + B]."""
     return torch.cat((x_TA, y_TB), dim=1)
 
 
 @op("fill_up")
 def fill_up(x_RN: torch.Tensor, width: int) -> torch.Tensor:
-    """The same rows with so many columns, the new ones -inf."""
+    """Pad rows to `width` columns with -inf, [R, width]."""
     return torch.nn.functional.pad(x_RN, (0, width - x_RN.shape[1]), value=-torch.inf)
 
 
 @op("plain_ids")
 def plain_ids(ids_T: torch.Tensor) -> torch.Tensor:
-    """Return the ids without that."""
+    """Return token ids without the SECOND_TEXT mark, [T]."""
     return ids_T % SECOND_TEXT
 
 
 @op("segment_ids")
 def segment_ids(ids_T: torch.Tensor) -> torch.Tensor:
-    """Return 0 for tokens of the first text, 1 for those of the second."""
+    """Return the segment of each token, [T]: 0 for a pair's first text, 1 for its second."""
     return ids_T // SECOND_TEXT

@@ -1,9 +1,9 @@
-"""Look-up of rows: of a table, of hidden states, and of the encoder outputs that take their place.
+"""Look-up of rows: in an embedding table, in hidden states, and in the encoder memory.
 
-A token of a media item has an id below 0: -1 - slot, where `slot` is a row of the encoder memory.
-Its row of the table is zeros.
+A token of a media item has a negative id, -1 - slot, where `slot` is a row of the encoder memory.
+The embedding of such a token is zeros.
 
-Shape legend: T tokens, R looked up rows, V rows of the table, D model dim, S slots, W numbers of a
+Shape legend: T tokens, R selected rows, V rows of the table, D model dim, S slots, W numbers per
 slot.
 """
 
@@ -18,10 +18,8 @@ from quire.ops.weights.opaque import OpaqueWeight
 def embedding(
     ids_T: torch.Tensor, weight_VD: torch.Tensor | OpaqueWeight, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return rows of the table [T, D] for int64 or int32 ids below V; zeros for ids below 0.
-
-    dtype: of the result, for a packed table, which a tied head shares.
-    """
+    """Return rows of the table, [T, D], for int64 or int32 ids below V; zeros for negative ids.
+    dtype: dtype of the result, needed for a packed table, which a tied head shares."""
     if isinstance(weight_VD, OpaqueWeight):
         assert dtype is not None
         return weight_VD.rows(ids_T.long().contiguous(), dtype)
@@ -34,7 +32,7 @@ def embedding(
 
 @op("select_rows")
 def select_rows(x_TD: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """Return the rows of x that the int64 index names, as [R, D]."""
+    """Return the rows of x at the indices, [R, D]. index: int64."""
     return x_TD.index_select(0, index_R)
 
 
@@ -45,7 +43,8 @@ def part_of_embedding(
     first: int,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The same of a table that begins with row `first` of a larger one: zeros for other rows."""
+    """Return rows [T, D] of a table that holds the rows from `first` of a larger table. Tokens
+    whose row is in another part, and negative ids, get zeros. dtype: as for `embedding`."""
     own_T = ids_T.long() - first
     is_here_T = (own_T >= 0) & (own_T < weight_VD.shape[0])
     found_TD = embedding(own_T.where(is_here_T, 0), weight_VD, dtype)
@@ -54,9 +53,9 @@ def part_of_embedding(
 
 @op("place")
 def place(x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor) -> torch.Tensor:
-    """Return x with the first D numbers of its slot for each token whose id is below 0.
+    """Return x [T, D] with the row of each negative id replaced by the first D numbers of its slot.
 
-    memory: the encoder memory, float32 or float64; the slots must be among its rows.
+    memory: the encoder memory [S, W], float32 or float64, which has a row for each slot in `ids`.
     """
     if kernels := kernels_for(x_TD, "embedding"):
         placed: torch.Tensor = kernels.place(x_TD, ids_T, memory_SW)
@@ -68,10 +67,8 @@ def place(x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor) -> t
 def add_features(
     x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """Return x plus D numbers of its slot, from `offset` on, for each token whose id is below 0.
-
-    DeepStack (arXiv 2406.04334). memory: as of `place`.
-    """
+    """Add D numbers of its slot, from `offset` on, to the row of each negative id; return [T, D].
+    This is DeepStack (arXiv 2406.04334). memory: the encoder memory, as for `place`."""
     if kernels := kernels_for(x_TD, "embedding"):
         added: torch.Tensor = kernels.add_features(x_TD, ids_T, memory_SW, offset)
         return added
@@ -82,6 +79,6 @@ def add_features(
 def _features(
     x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """Return each token's numbers of its slot, [T, D]; of tokens without a slot any."""
+    """Return D numbers of each token's slot, [T, D]; any numbers for tokens without a slot."""
     slots_T = (-1 - ids_T.long()).clamp(min=0)
     return memory_SW[slots_T, offset : offset + x_TD.shape[1]].to(x_TD.dtype)

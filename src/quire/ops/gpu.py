@@ -1,8 +1,7 @@
-"""Which operations a GPU has kernels for: `kernels_for` is what they ask before they take torch's
-operations.
+"""Choice of GPU kernels: operations call `kernels_for` before they fall back to torch.
 
-triton comes with CUDA builds of torch. Where it cannot be imported everything still works, slower,
-and a warning says so once.
+triton comes with CUDA builds of torch. If it cannot be imported, torch's slower operations are
+used, and a warning is logged once.
 """
 
 import functools
@@ -18,8 +17,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernels_for(tensor: torch.Tensor, name: str, any_dtype: bool = False) -> ModuleType | None:
-    """The module `quire.ops.kernels.NAME`, if it can serve this tensor: on a GPU, and not in
-    float64, which the kernels compute in float32. any_dtype: nothing is computed in its dtype."""
+    """Return the module `quire.ops.kernels.NAME` if its kernels can serve a tensor [...], else
+    None. They serve tensors on a GPU, but not in float64, because they compute in float32.
+    any_dtype: accept every dtype, for kernels that do not compute in the tensor's dtype."""
     is_served = is_on_gpu(tensor) and (any_dtype or tensor.dtype in DTYPES)
     if not is_served or not has_triton():
         return None
@@ -27,7 +27,7 @@ def kernels_for(tensor: torch.Tensor, name: str, any_dtype: bool = False) -> Mod
 
 
 def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether tensors there are served by kernels that compute in this dtype."""
+    """Return whether the device is a GPU with kernels that compute in this dtype."""
     return is_gpu(device) and dtype in DTYPES and has_triton()
 
 

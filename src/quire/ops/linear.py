@@ -1,15 +1,16 @@
-"""x W^T + b, with the weight in the order that the device's matrix kernels take.
+"""Linear layers: x W^T + b, with the weight in the order that the device's matrix kernels read.
 
 Shape legend: T tokens, K inputs, N outputs.
 
-On a CPU with the C++ core (csrc/linear.h) weights of 16 and 32 bits, and all quantised ones,
-are multiplied by it: faster than torch with few tokens, equal with many, and each token's
-result has the same bits in any batch. Without the core oneDNN's packed order is taken where it
-is faster than plain weights; float64 and GPUs multiply plain tensors (docs/results/numbers.md).
-A GPU multiplies a weight of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which
-gives that same promise, one to four rows with a plain weight by another
-(`ops/kernels/few_rows.py`), where it is faster than the library, and quantised ones by others
-(`gpu_weights.py`)."""
+On a CPU the C++ core (csrc/linear.h) multiplies weights of 16 and 32 bits, and all quantised
+weights. It is faster than torch for few tokens and as fast for many. A token's result has the same
+bits in any batch. Without the core, oneDNN's packed order is used where it beats plain weights.
+float64, and most weights on GPUs, are multiplied as plain tensors (docs/results/numbers.md).
+
+A GPU has kernels for three other cases. `ops/kernels/matmul.py` multiplies weights of fixed order;
+its results do not depend on the batch either. `ops/kernels/few_rows.py` multiplies one to four rows
+with a plain weight where it beats the library. `gpu_weights.py` multiplies quantised weights.
+"""
 
 import torch
 
@@ -28,7 +29,7 @@ from quire.ops.weights.packed import ELEMENTS, Packed, PackedParts, PackedWeight
 def linear(
     x_TK: torch.Tensor, weight_NK: Weight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[T, N] in x's dtype. The weight is a plain tensor or what pack_weight made of it."""
+    """Return x W^T + b, [T, N], in x's dtype. weight: a plain tensor or `pack_weight`'s result."""
     if isinstance(weight_NK, PackedWeight | PackedParts):
         return _native_linear(x_TK, weight_NK, bias_N)
     if isinstance(weight_NK, GPUWeight):
@@ -50,6 +51,7 @@ def linear(
 
 
 def _room(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return uninitialised memory [rows, columns]; large results reuse memory of SPARE."""
     num_bytes = rows * columns * dtype.itemsize
     if num_bytes < LARGE:
         return torch.empty(rows, columns, dtype=dtype)
@@ -58,6 +60,7 @@ def _room(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _native_linear(x_TK: torch.Tensor, weight: Packed, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """Multiply by the C++ core, part by part of the weight."""
     (outputs, inputs), dtype = weight.shape, x_TK.dtype
     assert x_TK.dim() == 2 and x_TK.shape[1] == inputs
     out_TN = _room(x_TK.shape[0], outputs, dtype)

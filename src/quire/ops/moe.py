@@ -1,7 +1,7 @@
-"""Mixtures of experts: which experts a token is sent to, and what they make of it.
+"""Mixtures of experts: the router's choice of experts, and the weighted sum of their results.
 
-Shape legend: T tokens, E experts, C experts that each token is sent to, P = T C pairs of a token
-and an expert, D model dim, F feed-forward dim of an expert, G = 2 F.
+Shape legend: T tokens, E experts, C experts chosen per token, P = T C pairs of a token and an
+expert, D model dim, F feed-forward dim of an expert, G = 2 F.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from quire.ops.registry import op
 from quire.ops.weights.device_weights import Weight
 from quire.ops.weights.gpu_weights import GPUWeight
 
-# One weight for each expert: side by side in one, or each as `pack_weight` made it.
+# The experts' weights: stacked in one tensor, or one result of `pack_weight` per expert.
 ExpertWeights = torch.Tensor | GPUWeight | Sequence[Weight]
 ExpertBiases = torch.Tensor | Sequence[torch.Tensor]
 
@@ -25,11 +25,11 @@ ExpertBiases = torch.Tensor | Sequence[torch.Tensor]
 def moe_route(
     logits_TE: torch.Tensor, num_chosen: int, normalises: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts with the largest logits, int32 [T, C], falling, and their weights [T, C], which
-    are float32 (float64 for float64).
+    """Return each token's experts with the largest logits, int32 [T, C], and their weights [T, C].
 
-    Of equal logits those of the lower experts are taken. A weight is the expert's probability
-    among all experts, or where it normalises among the chosen.
+    Experts are in order of falling logits; of equal logits the lower expert comes first. A weight
+    is the expert's probability among all experts, or among the chosen experts if `normalises`.
+    Weights are float32 (float64 for float64 logits).
     """
     if kernels := kernels_for(logits_TE, "moe"):
         routed: tuple[torch.Tensor, torch.Tensor]
@@ -55,14 +55,15 @@ def moe_experts(
     clamped: ClampedGate | None = None,
     first: int | None = None,
 ) -> torch.Tensor:
-    """The weighted sum [T, D] of what each token's experts make of it, in x's dtype.
+    """Return the weighted sum [T, D] of the results of each token's experts, in x's dtype.
 
-    An expert is down(silu(gate(x)) * up(x)), or has a clamped gate. biases: [E, G] and [E, D].
-    first: the number of the first expert that is here, where there are others, whose part of the
-    sum is left out; None: all are here. Only
-    experts with tokens are looked at; a token's sum is made in the order of its ids, so that no
-    other token changes it, and with weights of fixed order not even their number does. The torch
-    path waits for the device.
+    An expert is down(silu(gate(x)) * up(x)), or uses the gate `clamped`. biases: [E, G] and [E, D].
+    first: number of this rank's first expert; experts of other ranks are not in the sum. None: this
+    rank has all experts.
+
+    Only experts with tokens are computed. A token's sum follows the order of its ids, so the other
+    tokens do not change it. With weights of fixed order their number does not change it either. The
+    torch path waits for the device.
     """
     found: torch.Tensor
     num_experts = len(gate_up_EGD) if isinstance(gate_up_EGD, Sequence) else gate_up_EGD.shape[0]
@@ -99,14 +100,14 @@ def moe_experts(
 
 
 def own_ids(ids_TC: torch.Tensor, first: int, num_experts: int) -> torch.Tensor:
-    """Number the experts that are here from 0, and all others num_experts."""
+    """Number this rank's experts from 0, and all other experts `num_experts`; [T, C]."""
     own_TC = ids_TC - first
     is_here_TC = (own_TC >= 0) & (own_TC < num_experts)
     return torch.where(is_here_TC, own_TC, num_experts)
 
 
 def _weighted_sum(out_TCD: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:
-    """One expert after the other, in the weights' precision."""
+    """Add the experts' results [T, C, D] in order of C, in the weights' precision."""
     total_TD = out_TCD[:, 0] * weights_TC[:, :1]
     for i in range(1, out_TCD.shape[1]):
         total_TD += out_TCD[:, i] * weights_TC[:, i : i + 1]

@@ -1,7 +1,7 @@
-"""Normalisation by the root of the mean square, or by mean and variance.
+"""Normalisation by the root mean square, or by mean and variance.
 
-Shape legend: T tokens, D the normalised (last) dimension, between which more dimensions may stand,
-N heads, E the size of their vectors.
+Shape legend: T tokens, D the normalised (last) dimension, N heads, E size of a head's vector. More
+dimensions may stand between T and D.
 """
 
 import torch
@@ -13,11 +13,9 @@ from quire.ops.registry import op
 
 @op("rms_norm")
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype.
-
-    The weight's shape must broadcast with x: heads with weights of their own share one call.
-    Sums are made in float32 (float64 for float64).
-    """
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, [T, D], in x's dtype. The
+    weight's shape must broadcast with x, so heads with different weights share one call. Sums are
+    in float32 (float64 for float64)."""
     if kernels := kernels_for(x_TD, "norm"):
         found: torch.Tensor = kernels.rms_norm(x_TD, weight_D, eps)
         return found
@@ -28,7 +26,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (rms_norm(x + residual), x + residual)."""
+    """Return (rms_norm(x + residual), x + residual), both [T, D]."""
     if kernels := kernels_for(x_TD, "norm"):
         pair: tuple[torch.Tensor, torch.Tensor]
         pair = kernels.add_rms_norm(x_TD, residual_TD, weight_D, eps)
@@ -48,7 +46,7 @@ def _normalise(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.
 
 @op("square_sums")
 def square_sums(x_TD: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
-    """The sums of squares [T, 2] of two vectors of each token, in float32 (float64 for float64)."""
+    """Return each token's sums of squares of x and y, [T, 2], in float32 (float64 for float64)."""
     dtype = accumulation_dtype(x_TD.dtype)
     both = [each.to(dtype).square().sum(dim=-1) for each in (x_TD, y_TD)]
     return torch.stack(both, dim=-1)
@@ -63,8 +61,8 @@ def rms_norm_by_sum(
     count: int,
     eps: float,
 ) -> torch.Tensor:
-    """x / sqrt(sum / count + eps) * weight, in x's dtype, by the sums of this index, which are of
-    `count` numbers."""
+    """Return x / sqrt(sum / count + eps) * weight, [T, D], in x's dtype. sums [T, 2]: sums of
+    squares of `count` numbers each; column `index` is used."""
     factor_T1 = (sums_T2[:, index : index + 1] / count + eps).rsqrt()
     return (x_TD.to(sums_T2.dtype) * factor_T1 * weight_D).to(x_TD.dtype)
 
@@ -73,8 +71,8 @@ def rms_norm_by_sum(
 def gated_norm(
     x_TNE: torch.Tensor, gate_TNE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight * silu(gate), in x's dtype; the norm is rounded to that
-    before the weight is multiplied."""
+    """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate), [T, N, E], in x's dtype. The
+    normalised x is rounded to x's dtype before the product with the weight."""
     if kernels := kernels_for(x_TNE, "norm"):
         found: torch.Tensor = kernels.gated_norm(x_TNE, gate_TNE, weight_E, eps)
         return found
@@ -89,5 +87,5 @@ def gated_norm(
 def layer_norm(
     x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_D: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, [T, D]."""
     return torch.nn.functional.layer_norm(x_TD, x_TD.shape[-1:], weight_D, bias_D, eps)

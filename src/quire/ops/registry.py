@@ -1,7 +1,7 @@
-"""Marks functions as operations, and records which ones a forward pass calls.
+"""Registry of operations: `op` marks a function as an operation, `record_ops` records the calls.
 
-Everything that a model computes goes through operations (views excepted); so the record of one
-forward pass is the complete list of what a device must do for it.
+A model computes only through operations (apart from views). So the record of a forward pass is the
+complete list of the device's work.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +22,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call: the operation's name and the shapes of its tensor arguments, in order.
-
-    args, kwargs and result are what was passed and returned, if values are kept.
-    """
+    """Recorded call: the operation's name and the shapes of its tensor arguments, in order. args,
+    kwargs, result: arguments and result of the call, if the record keeps values."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -36,7 +34,7 @@ class OpCall:
 
 @dataclass
 class OpRecord:
-    """The calls made while recording. `depth` is above 0 while an operation runs."""
+    """Calls made during a recording. `depth` is the number of operations that are running now."""
 
     keeps_values: bool = False
     calls: list[OpCall] = field(default_factory=list)
@@ -47,7 +45,7 @@ class OpRecord:
         return [call.name for call in self.calls]
 
     def run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the function; note it unless another operation called it."""
+        """Call the function and record the call, unless another operation is running."""
         call = OpCall(name, _shapes(args, kwargs))
         self.depth += 1
         try:
@@ -83,10 +81,8 @@ def op(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @contextmanager
 def record_ops(keeps_values: bool = False) -> Iterator[OpRecord]:
-    """Record the operations called in this context (by this thread or task).
-
-    keeps_values: with arguments and results, which are kept alive so.
-    """
+    """Record the operations that this thread or task calls in the context. keeps_values: whether to
+    keep arguments and results, which holds their memory."""
     record = OpRecord(keeps_values)
     token = _record.set(record)
     try:

@@ -1,7 +1,7 @@
 """Rotary position embedding, half-rotation style.
 
 Shape legend: T tokens, N heads (queries and keys in one call), H head dim, E = H / 2, A axes.
-Element e of a head's first half and element e of its second half are a point that is turned by
+Element e of a head's first half and element e of its second half form a point, which is rotated by
 the angle position * frequency[e].
 """
 
@@ -16,15 +16,15 @@ from quire.ops.registry import op
 def rotary_rows(
     positions_T: torch.Tensor, frequencies_E: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The factors of each position, once per step: [T, 1, 2 H] = (cos, cos, -sin, sin) * scale.
+    """Return each position's factors, [T, 1, 2 H] = (cos, cos, -sin, sin) * scale, once per step.
 
-    positions: integers; frequencies: float64, radians per token; 0 is for elements that are not
-    turned, nor scaled. With M-RoPE both have a first dimension of A axes. Each frequency is 0 in
-    all axes but the one that it belongs to, so the sum over axes is exact. Positions without that
-    dimension are those of all axes.
+    positions: integers [T]. frequencies: float64 [E], radians per token; elements with frequency 0
+    are neither rotated nor scaled. With M-RoPE both have a leading dimension of A axes. Each
+    frequency is 0 on all axes but its own, so the sum over axes is exact. Positions without the
+    leading dimension hold for all axes.
 
-    Angles, sines and cosines are computed in float64, since a product of a position of 10^5 in
-    float32 is off by 10^-2 radians. They are returned in `dtype`'s accumulation type.
+    Angles, sines and cosines are float64: in float32 the angle of position 10^5 is off by 10^-2
+    radians. The result has the accumulation type of `dtype`.
     """
     if dtype in DTYPES and (kernels := kernels_for(positions_T, "rotary_rows", any_dtype=True)):
         found: torch.Tensor = kernels.rotary_rows(positions_T, frequencies_E, scale)
@@ -40,7 +40,7 @@ def rotary_rows(
 
 @op("rotary")
 def rotary(x_TNH: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The heads of x, turned by their positions' angles; `rows` come from rotary_rows."""
+    """Rotate the heads of x by their positions' angles, [T, N, H]. rows: from `rotary_rows`."""
     cos_T1H, sin_T1H = rows.chunk(2, dim=-1)
     exact_TNH = x_TNH.to(rows.dtype)
     turned_TNH = exact_TNH * cos_T1H

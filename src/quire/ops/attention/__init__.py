@@ -1,1 +1,1 @@
-"""Attention over paged KV memory: one interface, several backends."""
+"""Attention backends: the interface, its implementations and the choice between them."""

@@ -1,13 +1,13 @@
-"""The interface of attention backends (P 4.1, T 4.2.2).
+"""Interface of attention backends (P 4.1, T 4.2.2).
 
-Shape legend: T tokens of the step, S scheduled rows, N query heads, K KV heads, H head dim,
-B blocks of a group's pool, P tokens per block, L longest block table of the step.
+Shape legend: T tokens of the step, S scheduled rows, N query heads, K KV heads, H head dim, B
+blocks of a group's pool, P tokens per block, L longest block table of the step.
 
 A step concatenates the tokens of S rows. Row s has `query_lens[s]` tokens; the last of them has
 position `context_lens[s] - 1` in its sequence. The row's block table lists the blocks with its keys
 and values: position p is in block `table[p // P]` at offset `p % P`.
-A token at position i attends to positions j with max(0, i - window + 1) <= j <= i, or j < end if it
-has an end after i.
+A token at position i attends to positions j with `max(0, i - window + 1) <= j <= i`. If it has an
+end after i, it attends up to `j < end`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,24 +27,25 @@ from quire.spec.cache_group import CacheGroup
 
 
 class Part(NamedTuple):
-    """What attention over some of the keys gives, to be merged with what others give: results
-    [T, N, H], and the logarithms [T, N] of the sums of e^score that they were divided by. Of the
-    type that sums are made in."""
+    """Attention over some of the keys, to be merged with attention over the others. out: weighted
+    values [T, N, H]. log_sums: logarithms [T, N] of the sums of e^score that `out` was divided by.
+    Both have the accumulation dtype."""
 
     out_TNH: torch.Tensor
     log_sums_TN: torch.Tensor
 
 
 class AttentionBackend(ABC):
-    """prepare once per step; then per layer write (or rotary_write), and run after it.
+    """Interface of attention backends. `prepare` is called once per step. Then each layer calls
+    `write` (or `rotary_write`), and `run` after it.
 
-    Every layer writes all keys and values of a step before it reads any, so rows of one step may
+    Each layer writes all keys and values of a step before it reads any. So rows of one step may
     read blocks that other rows of the same step write.
 
-    can_be_recorded: whether a graph can hold what it launches: nothing of that depends on the
-    host's lengths but how work is cut by `run`, slot -1 is nowhere, and rows may have no tokens.
-    takes_any_lengths: whether `run`, too, asks the host for no more than the number of rows, their
-    tokens together, and the longest context.
+    can_be_recorded: whether a graph can hold the backend's launches. They depend on the host's
+    lengths only in how `run` cuts the work. Slot -1 writes nothing, and rows may have no tokens.
+    takes_any_lengths: whether `run`, too, needs only three numbers from the host: the number of
+    rows, the total number of tokens, and the longest context.
     """
 
     name: str
@@ -53,35 +54,35 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, step: AttentionStep) -> None:
-        """Take a step's metadata. May launch device work, never waits for it."""
+        """Accept a step's metadata. May launch device work, but never waits for it."""
 
     @abstractmethod
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Store this step's keys and values in the layer's blocks."""
+        """Store this step's keys and values, [T, K, H] each, in the layer's blocks."""
 
     @abstractmethod
     def run(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return attention of the step's queries, [T, N, H]: for each query, the sum of weight[j]
-        v[j] over the positions j that it attends to (see Scores). out: memory for the result."""
+        """Return attention of the step's queries, [T, N, H], written to `out` if given. A query's
+        result is the sum of weight[j] v[j] over the positions j that it attends to (see Scores)."""
 
     def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
-        """Attend as `run` does, without sinks, over this rank's part of the keys. Raises
-        ConfigError in a backend without support."""
+        """Attend as `run` does, [T, N, H], but without sinks and only over this rank's part of the
+        keys. Raises ConfigError if the backend does not support it."""
         raise ConfigError(
             f"attention_backend {self.name} cannot share a sequence's tokens with other ranks;"
             " remove decode_context_parallel_size."
         )
 
     def prepare_states(self, step: AttentionStep) -> None:
-        """Prepare a step that runs layers with states alone. Call it after the previous step's
-        layers; keys and values of its tokens are already stored."""
+        """Prepare a step that runs only layers with states. Call it after the previous step's
+        layers, when keys and values of the step's tokens are already stored."""
         raise _keeps_no_states(self)
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
-        """Convolve each of C channels along its sequence with weights of its own, then SiLU; [T, C]
-        in x's dtype:
+        """Convolve each of C channels along its sequence with its own weights, then apply SiLU;
+        [T, C] in x's dtype:
 
             made[t] = sum over w of weight[w] x[t - W + 1 + w]
 
@@ -99,16 +100,17 @@ class AttentionBackend(ABC):
         shift_N: torch.Tensor,
         heads: DeltaHeads,
     ) -> torch.Tensor:
-        """Read and correct a memory M [D, E] of each value head, which is the layer's state, token
-        by token (Gated Delta Networks, Yang et al. 2025); [T, N, E] in qkv's dtype:
+        """Read and correct each value head's memory M [D, E], the layer's state, token by token
+        (Gated Delta Networks, Yang et al. 2025). Return [T, N, E] in qkv's dtype:
 
             M = e^(-rate softplus(time + shift)) M
             M = M + k (sigmoid(strength) (v - M^T k))^T
             out = M^T q
 
-        with keys of length 1 and queries of length 1 / sqrt(D); 1e-6 is added to squared lengths.
-        qkv: queries, keys and values of all heads side by side. gates: G = 2 N, strengths and
-        times. rate, shift: of the type that sums are made in. Raises ConfigError as `convolve`.
+        Keys are scaled to length 1 and queries to length 1 / sqrt(D); 1e-6 is added to squared
+        lengths.
+        qkv: concatenated queries, keys and values of all heads. gates: G = 2 N, strengths and then
+        times. rate, shift: of the accumulation dtype. Raises ConfigError as `convolve` does.
         """
         raise _keeps_no_states(self)
 
@@ -118,11 +120,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of a group to blocks of host memory."""
+        """Copy device blocks of a group to blocks of host memory."""
 
     @abstractmethod
     def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of host memory to blocks of a group."""
+        """Copy blocks of host memory to device blocks of a group."""
 
     def rotary_write(
         self,
@@ -133,11 +135,9 @@ class AttentionBackend(ABC):
         weight: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Normalise and rotate queries and keys, store keys and values, and return the queries.
-
-        qkv: M = N + 2 K heads. weight: [N + K, H], or None without norms. The result is [T, N, H].
-        Backends may fuse all of this in one operation.
-        """
+        """Normalise and rotate queries and keys, store keys and values, and return the queries,
+        [T, N, H]. qkv: M = N + 2 K heads. weight: norm weights [N + K, H], or None without norms.
+        rotary_rows: from `rotary_rows`. Backends may fuse all of this in one operation."""
         num_turned = qkv_TMH.shape[1] - num_kv_heads
         qk_TMH, v_TKH = qkv_TMH.split([num_turned, num_kv_heads], dim=1)
         if weight is not None:
@@ -150,13 +150,13 @@ class AttentionBackend(ABC):
 
     @property
     def host_blocks(self) -> HostBlocks | None:
-        """Return the blocks of host memory by group, which stores read and write; None if the
-        backend does not expose them."""
+        """Host-memory blocks by group, which stores read and write; None if the backend does not
+        expose them."""
         return None
 
 
 class ForwardingBackend(AttentionBackend):
-    """A backend that forwards every call to `inner`. Subclasses override some of the calls."""
+    """Backend that forwards every call to `inner`. Subclasses override some of the calls."""
 
     def __init__(self, inner: AttentionBackend) -> None:
         self.inner = inner
@@ -215,12 +215,13 @@ class ForwardingBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The cache groups of a backend's KV tensors, their sizes and formats.
+    """Cache groups of a backend's KV tensors, with their sizes and formats.
 
-    num_blocks: blocks of each group. dtype: dtype of queries and results. kv_format: storage of
-    keys and values: `auto` (in dtype), `int8` (with a float32 scale per token and head) or `fp8`
-    (e4m3, with two given scales per layer). num_host_blocks: blocks in host memory by group; absent
-    for as many as on the device. given: existing memory for the blocks of each group, as bytes.
+    num_blocks: blocks of each group. dtype: dtype of queries and results.
+    kv_format: storage of keys and values. `auto` stores them in dtype, `int8` with a float32 scale
+    per token and head, `fp8` as e4m3 with two given scales per layer.
+    num_host_blocks: blocks in host memory by group; empty for as many as on the device.
+    given: existing memory for the blocks of each group, as bytes.
     """
 
     groups: tuple[CacheGroup, ...]

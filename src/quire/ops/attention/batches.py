@@ -1,9 +1,9 @@
-"""A step's rows sorted into batches for the torch backend.
+"""Batches of a step's rows for the torch backend.
 
-Shape legend as in `base.py`, and: R rows of a batch, Q new tokens per row, I blocks per row,
-C = I * P context tokens per row. A row's context begins at its first block that a query can see.
+Shape legend: as in `base.py`, and R rows of a batch, Q new tokens per row, I blocks per row, C = I
+* P context tokens per row. A row's context begins at the first block that its queries can see.
 
-All sizes come from the host's upper bounds, all values from the device's tensors, so that nothing
+All sizes come from the host's upper bounds and all values from the device's tensors, so nothing
 waits for the device.
 """
 
@@ -22,27 +22,27 @@ from quire.spec.cache_group import CacheGroup
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 
-# Keys and values of a batch, gathered: about what stays in the cache of a CPU until they are used.
+# Size limits of a batch's gathered keys and values; on a CPU they should stay in its cache.
 CPU_BATCH_BYTES = 6 << 20
 GPU_BATCH_BYTES = 256 << 20
-# Rows with at most so many new tokens are batched; a longer chunk is a batch of its own.
+# Maximum number of new tokens of a row that is batched; a longer chunk is a batch of its own.
 SHORT_QUERY = 8
-# The longest context of a batch relative to its shortest: bounds what is padded.
+# Maximum ratio of a batch's longest context to its shortest; bounds the padding.
 LENGTH_RATIO = 1.5
-# Rows with more new tokens than one and at most so many may have guesses among them.
+# Rows with 2 to this many new tokens may have draft tokens among them.
 MOST_UNSURE = 1 + 32
-# Query tokens of a chunk that are multiplied at once: bounds the scores' memory, and the tokens
-# after the span are not multiplied at all.
+# Query tokens of a chunk that are multiplied at once. This bounds the memory of scores, and
+# context tokens after the span are not multiplied at all.
 SPAN = 64
 
 
 @dataclass(frozen=True)
 class Span:
-    """Some of a batch's queries: from `first` to before `end` of each row's Q.
+    """Range of a batch's queries: from `first` to before `end` of each row's Q.
 
-    context: how many of the C context tokens they may see at all.
-    bias: [R, 1, end - first, context] in the KV dtype, added to the scores: 0 where a query sees a
-    token, -inf where it does not.
+    context: number of leading context tokens, of C, that these queries may see.
+    bias: [R, 1, end - first, context] in the KV dtype, added to the scores. It is 0 where a query
+    sees a token, and -inf elsewhere.
     """
 
     first: int
@@ -53,11 +53,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """R rows with Q new tokens each.
-
-    tokens: the slice or int64 index of their tokens in the step, row after row.
-    blocks: int64 [R * I], the blocks that hold their contexts.
-    """
+    """Batch of R rows with Q new tokens each. tokens: slice or int64 index of their tokens in the
+    step, row after row. blocks: int64 [R * I], the blocks that hold their contexts."""
 
     num_rows: int
     num_queries: int
@@ -67,7 +64,7 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes the batches of one cache group."""
+    """Builder of the batches of one cache group."""
 
     def __init__(self, group: CacheGroup, layout: KVLayout) -> None:
         self._window = group.window
@@ -78,7 +75,7 @@ class BatchBuilder:
         self._batch_blocks = max(1, budget // (layer_block_bytes * layout.block_size))
 
     def build(self, step: AttentionStep, table_SL: torch.Tensor) -> list[Batch]:
-        """Return the batches of a step; each row is in one of them."""
+        """Return the batches of a step; each row is in exactly one. table: block tables [S, L]."""
         lens = step.query_lens_host
         num_blocks_S = self._num_blocks(step.context_lens_host, lens, lens)
         starts = np.concatenate(([0], np.cumsum(step.query_lens_host)))
@@ -88,11 +85,11 @@ class BatchBuilder:
         ]
 
     def begun_blocks(self, step: AttentionStep, table_SL: torch.Tensor) -> torch.Tensor | None:
-        """Return int64 ids of the blocks that this step begins and does not fill; None if there are
-        none.
+        """Return int64 ids [...] of the blocks that this step begins but does not fill; None if
+        there are none. table: block tables [S, L].
 
-        Only the last block of a row can be one. A row with guesses may be shorter than the host
-        knows: any block that it seems to begin may be its last one, now or later.
+        Only a row's last block can be one. A row with draft tokens may be shorter than the host
+        assumes. So any block that it seems to begin may be its last one, now or later.
         """
         lens, queries, size = step.context_lens_host, step.query_lens_host, self._block_size
         last, starts = (lens - 1) // size, lens - queries
@@ -108,15 +105,15 @@ class BatchBuilder:
         return table_SL[self._index(rows), places].to(torch.int64)
 
     def _num_blocks(self, context_lens: Ints, query_lens: Ints, ends: Ints) -> Ints:
-        """Count the blocks, from the first one on, that the queries before `ends` can see."""
+        """Count the blocks, from the first visible one on, that queries before `ends` can see."""
         visible = context_lens - query_lens + ends
         if self._window is not None:
-            # The first block may hold up to P - 1 tokens that are out of the first query's sight.
+            # The first block may hold up to P - 1 tokens that the first query does not see.
             visible = np.minimum(visible, self._window + ends + self._block_size - 2)
         return -(-visible // self._block_size)
 
     def _sort_rows(self, query_lens: Ints, num_blocks_S: Ints) -> Iterator[Ints]:
-        """Return row indices of each batch. Rows stay in the step's order where they can."""
+        """Yield the row indices of each batch. Rows stay in the step's order where possible."""
         for length in np.unique(query_lens):
             (rows,) = np.nonzero(query_lens == length)
             if length > SHORT_QUERY:
@@ -129,7 +126,7 @@ class BatchBuilder:
             yield from self._cut(rows, sizes)
 
     def _cut(self, rows: Ints, sizes: Ints) -> Iterator[Ints]:
-        """Cut a list of rows where the next one would make the batch too large or too uneven."""
+        """Cut a list of rows where the next row would make the batch too large or too uneven."""
         first, longest, shortest = 0, 0, 0
         for i, size in enumerate(sizes.tolist()):
             longest, shortest = max(longest, size), min(shortest or size, size)
@@ -152,7 +149,7 @@ class BatchBuilder:
         context_lens_R = step.context_lens_S[self._index(rows)].to(torch.int64)
         first_block_R = self._first_block(context_lens_R, num_queries)
         columns_RI = first_block_R[:, None] + torch.arange(num_blocks, device=self._device)
-        # Beyond its own context a row reads its own last block again, which is always valid.
+        # Beyond its context a row reads its own last block again, which is always valid.
         last_block_R1 = ((context_lens_R - 1) // self._block_size)[:, None]
         table_RL = table_SL[self._index(rows)]
         blocks_RI = table_RL.gather(1, torch.minimum(columns_RI, last_block_R1))
@@ -188,8 +185,7 @@ class BatchBuilder:
         longest: int,
         last_RQ: torch.Tensor | None,
     ) -> Iterator[Span]:
-        """Return the spans of a batch. last: of each query the last position that it sees; None:
-        its own."""
+        """Yield the spans of a batch. last: last position that each query sees; None: its own."""
         num_queries = positions_RQ.shape[1]
         first_key_R1 = (first_block_R * self._block_size)[:, None, None]
         for first in range(0, num_queries, SPAN):

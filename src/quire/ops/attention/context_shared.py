@@ -1,21 +1,21 @@
-"""Attention over sequences whose tokens are dealt out among ranks (decode context parallelism).
+"""Attention over sequences whose tokens are divided among ranks (decode context parallelism).
 
-C ranks have the same heads of keys and values. Of each block of C * P tokens, as the scheduler
-counts them, every rank keeps P in a block of its own with the same number:
+C ranks have the same KV heads. The scheduler counts blocks of C * P tokens. Each rank stores P
+tokens of such a block in its own block of the same number:
 
     tokens   0 .. P - 1   P .. 2 P - 1   |   2 P .. 3 P - 1   3 P .. 4 P - 1   |
     of       rank 0       rank 1         |   rank 0           rank 1           |   ...    (C = 2)
     in       block table[0] of each      |   block table[1] of each            |
 
-In each layer a rank gets the queries of all C ranks' heads, attends with them over its own tokens,
-and sends the others their heads' parts, which are merged as parts of any attention are. How many of
-a rank's tokens a query sees does not grow by one from query to query, so each of a step's tokens
-is a row of its own for the backend that does the work: made for decoding, slower for long prompts.
+In each layer a rank gathers the queries of all C ranks' heads and attends with them over its own
+tokens. It sends each other rank the parts of that rank's heads, and the ranks merge their parts.
+The number of a rank's tokens that a query sees does not grow by one from query to query. So each
+token of a step is a row of its own for the inner backend: suited to decoding, slower for prompts.
 
-Layers that do not need all tokens of a sequence (windows, states) are not divided: each rank keeps
-what they hold, which is bounded, in a backend of its own.
+Layers that do not need all tokens of a sequence (windows, states) are not divided. Each rank stores
+their bounded memory in full, in a second backend.
 
-Shape legend as in `base.py`, and: P tokens of a rank's block, C ranks, G = N / K query heads of a
+Shape legend: as in `base.py`, and P tokens of a rank's block, C ranks, G = N / K query heads of a
 KV head.
 """
 
@@ -38,9 +38,9 @@ MakeBackend = Callable[[KVLayout], AttentionBackend]
 
 
 def share_context(layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> AttentionBackend:
-    """Make a backend for one of several ranks, which deal out the tokens of a sequence among each
-    other; the usual one where that changes nothing. layout: with the scheduler's blocks. Raises
-    ConfigError for blocks that cannot be divided."""
+    """Make a backend for one of several ranks that divide each sequence's tokens among each other.
+    Returns the backend of `make` if nothing would be divided. layout: with the scheduler's blocks.
+    Raises ConfigError for blocks that cannot be divided."""
     if ranks.size == 1 or not any(map(_is_divided, layout.groups)):
         return make(layout)
     return ContextShared(layout, make, ranks)
@@ -52,20 +52,20 @@ def _is_divided(group: CacheGroup) -> bool:
 
 @dataclass(frozen=True)
 class Dealing:
-    """How tokens are dealt out: `rank` of `num` has `size` tokens of each block of num x size."""
+    """Division of tokens among ranks: `rank` of `num` has `size` of each num * size tokens."""
 
     rank: int
     num: int
     size: int
 
     def before(self, positions: torch.Tensor) -> torch.Tensor:
-        """Count the rank's tokens that stand before each position; of integers of any shape."""
+        """Count the rank's tokens before each position. positions: integers of any shape [...]."""
         block = self.num * self.size
         rest = positions % block - self.rank * self.size
         return positions // block * self.size + rest.clamp(0, self.size)
 
     def slots(self, slots_T: torch.Tensor) -> torch.Tensor:
-        """Return where the rank keeps what the scheduler put there; -1 for tokens of others."""
+        """Return the rank's slot for each scheduler's slot, [T]; -1 for other ranks' tokens."""
         block = self.num * self.size
         offsets_T = slots_T % block - self.rank * self.size
         own_T = (slots_T >= 0) & (offsets_T >= 0) & (offsets_T < self.size)
@@ -73,7 +73,7 @@ class Dealing:
 
 
 class ContextShared(ForwardingBackend):
-    """One rank's. make: the backends that do the work; they must have `run_part`."""
+    """Backend of one rank. make: builds the inner backends, which must support `run_part`."""
 
     def __init__(self, layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -91,14 +91,14 @@ class ContextShared(ForwardingBackend):
         ]
         has_whole = any(group.layers for group in whole)
         self._whole = make(replace(layout, groups=tuple(whole))) if has_whole else None
-        super().__init__(self._whole or self._divided)  # which has the layers with states
+        super().__init__(self._whole or self._divided)  # the one of layers with states
         self._group_of_layer = {
             layer: g for g, group in enumerate(divided) for layer in group.layers
         }
         self._num_kv_heads = [group.num_kv_heads for group in divided]
         self.name = self._divided.name
-        self._takes_nowhere = self._divided.can_be_recorded  # slot -1 is nowhere
-        self._own: dict[int, torch.Tensor] = {}  # the step's tokens that it keeps, by group
+        self._takes_nowhere = self._divided.can_be_recorded  # slot -1 writes nothing
+        self._own: dict[int, torch.Tensor] = {}  # the step's tokens that this rank stores, by group
         self._sees_none_T = torch.empty(0, dtype=torch.bool)
 
     @property
@@ -107,14 +107,14 @@ class ContextShared(ForwardingBackend):
         return self._divided.host_blocks if self._whole is None else None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Take the step, each of its tokens as a row."""
+        """Prepare the step for the divided layers, each token as a row, and for the others."""
         self._divided.prepare(self._own_step(step))
         if self._whole is not None:
             self._whole.prepare(step)
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Store those of the step's keys and values that this rank keeps."""
+        """Store the step's keys and values, [T, K, H] each, that belong to this rank."""
         group = self._group_of_layer.get(layer)
         if group is None:
             self._of_whole().write(layer, k_TKH, v_TKH)
@@ -138,7 +138,7 @@ class ContextShared(ForwardingBackend):
             return self._of_whole().rotary_write(*given)
         if self._takes_nowhere:
             return self._divided.rotary_write(*given)
-        return AttentionBackend.rotary_write(self, *given)  # writes by this class
+        return AttentionBackend.rotary_write(self, *given)  # writes with this class's `write`
 
     @op("attention")
     def run(
@@ -162,7 +162,7 @@ class ContextShared(ForwardingBackend):
         return out_TNH.copy_(merged_TNH)
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy this rank's part of whole blocks."""
+        """Copy this rank's part of whole blocks within a group."""
         self._of_group(group).copy_blocks(group, source, destination)
 
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
@@ -170,7 +170,7 @@ class ContextShared(ForwardingBackend):
         self._of_group(group).swap_out(group, source, destination)
 
     def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy it back."""
+        """Copy this rank's part of blocks of host memory back to the device."""
         self._of_group(group).load(group, source, destination)
 
     def _of_group(self, group: int) -> AttentionBackend:
@@ -182,12 +182,12 @@ class ContextShared(ForwardingBackend):
         return self._whole
 
     def _own_step(self, step: AttentionStep) -> AttentionStep:
-        """Return the step as this rank's tokens see it. A query that sees none of them is given the
-        first, which is forgotten again: no backend needs to know of rows that see nothing."""
+        """Return the step restricted to this rank's tokens. A query that sees none of them is given
+        the first, and its result is discarded, so the inner backend needs no rows without keys."""
         num_tokens, starts_S1 = len(step.positions_T), step.query_starts_S1
         tokens_T1 = torch.arange(num_tokens + 1, dtype=torch.int32, device=starts_S1.device)
         tokens_T = tokens_T1[:-1]
-        # Behind the last row there may be tokens that belong to none, at any position.
+        # After the last row there may be tokens of no row, at any position.
         ends_T = step.positions_T + 1
         if step.ends_T is not None:
             ends_T = torch.maximum(ends_T, to_device(step.ends_T, ends_T.device))
@@ -208,7 +208,8 @@ class ContextShared(ForwardingBackend):
         )
 
     def _own_slots(self, step: AttentionStep) -> tuple[torch.Tensor, ...]:
-        """Return where what this rank keeps goes, of groups that are divided."""
+        """Return this rank's slots, [T] per group; the other groups' slots are unchanged. If the
+        inner backend does not accept slot -1, only this rank's tokens are in the list."""
         slots = list(step.slots_T)
         for group in np.flatnonzero(self._is_divided).tolist():
             slots[group] = self._dealing.slots(slots[group])
@@ -218,7 +219,7 @@ class ContextShared(ForwardingBackend):
         return tuple(slots)
 
     def _tables(self, step: AttentionStep, tokens_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return each token's block table, of groups that are divided."""
+        """Return block tables [T, L], a row per token, for divided groups; others unchanged."""
         num_tokens, num_rows = len(step.positions_T), len(step.context_lens_S)
         if num_tokens == num_rows and np.all(step.query_lens_host == 1):
             return step.block_tables_SL
@@ -230,7 +231,7 @@ class ContextShared(ForwardingBackend):
         )
 
     def _seen_at_most(self, step: AttentionStep) -> Int32:
-        """Count the tokens that each query sees here, by the host's bounds."""
+        """Return an upper bound, at least 1, of the rank's tokens that each query sees, [T]."""
         lens = step.query_lens_host.astype(np.int64)
         first = step.context_lens_host - lens
         within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
@@ -241,14 +242,14 @@ class ContextShared(ForwardingBackend):
 
 
 def _side_by_side(q_CTNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Put the ranks' heads of each KV head beside each other, [T, C N, H]."""
+    """Put the ranks' heads of each KV head next to each other, [T, C N, H]."""
     q_CTKGH = q_CTNH.unflatten(2, (num_kv_heads, -1))
     all_TNH: torch.Tensor = q_CTKGH.permute(1, 2, 0, 3, 4).flatten(1, 3)
     return all_TNH.contiguous()
 
 
 def _by_rank(x_TNX: torch.Tensor, num_kv_heads: int, num_ranks: int) -> torch.Tensor:
-    """Take them apart again, [C, T, N, X]."""
+    """Undo `_side_by_side`: return the heads of each rank, [C, T, N, X]."""
     x_TKCGX = x_TNX.unflatten(1, (num_kv_heads, num_ranks, -1))
     x_CTNX: torch.Tensor = x_TKCGX.permute(2, 0, 1, 3, 4).flatten(2, 3)
     return x_CTNX.contiguous()
@@ -258,9 +259,8 @@ def _by_rank(x_TNX: torch.Tensor, num_kv_heads: int, num_ranks: int) -> torch.Te
 def merge_parts(
     out_CTNH: torch.Tensor, log_sums_CTN: torch.Tensor, sinks_N: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention over all keys [T, N, H] of C parts, one after the other. A part whose sum's
-    logarithm is -inf has no keys, and zeros for results. sinks: as `AttentionBackend.run` has them.
-    """
+    """Merge C parts, one after the other, into attention over all keys, [T, N, H]. A part without
+    keys has zeros as results, and -inf as the logarithm of its sum. sinks: as in Scores."""
     largest_TN = log_sums_CTN.amax(0)
     if sinks_N is not None:
         largest_TN = torch.maximum(largest_TN, sinks_N.to(largest_TN.dtype))

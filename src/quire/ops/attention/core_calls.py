@@ -1,5 +1,5 @@
-"""What the C++ core is told of keys and values and of a step's attention (csrc/attention.h). No
-torch; memory is given by its address."""
+"""Arguments of the C++ core for keys, values and a step's attention (csrc/attention.h). This module
+does not need torch: memory is given by its address."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ from quire.ops.host.threads import num_threads
 from quire.spec.cache_group import STEP, CacheGroup
 from quire.spec.config_fields import MAX_COUNT
 
-KV_FORMATS = ("float32", "bfloat16", "float16", "int8")  # of keys and values, by number
+KV_FORMATS = ("float32", "bfloat16", "float16", "int8")  # by the core's number
 
 
 class StepAddresses(NamedTuple):
-    """Where a step's lists stand, all int32: tables, whose rows are `table_stride` entries apart,
-    query starts and context lengths of `num_rows` rows, and the tokens' ends, 0 without any."""
+    """Addresses of a step's int32 lists: tables, query starts, context lengths and the tokens' ends
+    (0 for none). Rows of tables are `table_stride` entries apart; `num_rows` counts rows."""
 
     tables: int
     table_stride: int
@@ -27,8 +27,8 @@ class StepAddresses(NamedTuple):
 def kv_layer(
     group: CacheGroup, num_blocks: int, block_size: int, kv_format: str, places: tuple[int, int]
 ) -> CoreKV:
-    """Make what the core takes as a layer's keys and values, which stand at these places.
-    kv_format: one of KV_FORMATS."""
+    """Return a layer's keys and values as the core's type. places: addresses of the keys and of the
+    values. kv_format: one of KV_FORMATS."""
     return needed_core().KvLayer(
         format=KV_FORMATS.index(kv_format),
         heads=group.num_kv_heads,
@@ -50,7 +50,7 @@ def cut_step(
     split: bool = True,
     cascade: bool = True,
 ) -> None:
-    """Cut a step's work in a cache group into parts. split, cascade: see CpuBackend."""
+    """Cut a step's work in a cache group; store it in `plan`. split, cascade: see CpuBackend."""
     plan.prepare(
         **step._asdict(),
         block_size=block_size,
@@ -66,7 +66,7 @@ def cut_step(
 
 
 def _ahead(group: CacheGroup) -> int:
-    """Count the tokens behind a token that it sees, of those that there are."""
+    """Return the maximum number of later tokens that a token of the group sees."""
     if group.kind != STEP:
         return 0
     return MAX_COUNT if group.window is None else group.window - 1

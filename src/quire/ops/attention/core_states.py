@@ -1,7 +1,7 @@
-"""Layers with states on a CPU by the C++ core (csrc/states.h), where their blocks stand.
+"""Layers with states on a CPU by the C++ core (csrc/states.h), directly on their blocks.
 
-Shape legend as in `states.py`. A sequence's results have the same bits in any batch, however it was
-cut into steps, and on any number of threads.
+Shape legend: as in `states.py`. A sequence's results have the same bits in any batch, with any
+division of the sequence into steps, and on any number of threads.
 """
 
 from typing import NamedTuple
@@ -17,19 +17,19 @@ from quire.ops.host.threads import num_threads
 from quire.ops.weights.packed import ELEMENTS
 from quire.spec.cache_group import STATE
 
-MOST_WIDTH = 16  # of a convolution, as in csrc/states.h
+MOST_WIDTH = 16  # maximum width of a convolution, as in csrc/states.h
 
 
 class LayerStates(NamedTuple):
-    """A layer's states as the core takes them, and the cache group that they are in."""
+    """A layer's cache group, and its states as the core's type."""
 
     group: int
     states: CoreStates
 
 
 class StatesInCore:
-    """Does what the state groups' layers do. groups: those, none for most models. variant: of
-    attention's, by number."""
+    """Operations of the layers with states. groups: cache groups of states, none for most models.
+    variant: attention's instruction set, by number."""
 
     def __init__(self, memory: KVMemory, layout: KVLayout, variant: int) -> None:
         self._core, self._variant = needed_core(), variant
@@ -46,7 +46,7 @@ class StatesInCore:
         return layer in self._layers
 
     def prepare(self, group: int, step: AttentionStep, table_SL: torch.Tensor) -> None:
-        """Follow the step's rows through a group's table, whose rows are contiguous."""
+        """Compute the rows' paths through a group's table [S, L], whose rows must be contiguous."""
         assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
         self._plans[group].prepare(
             tables=table_SL.data_ptr(),
@@ -59,11 +59,11 @@ class StatesInCore:
         )
 
     def plan(self, group: int) -> CoreStatePlan:
-        """Return the prepared step's rows in a group; valid until the next step."""
+        """Return the plan of the prepared step's rows in a group; valid until the next step."""
         return self._plans[group]
 
     def layer(self, layer: int) -> LayerStates:
-        """Return where a layer's states stand; the same for good."""
+        """Return a layer's states; the addresses never change."""
         return self._layers[layer]
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
@@ -115,12 +115,12 @@ class StatesInCore:
         return out_TNE
 
     def _states(self, states_1B1S: torch.Tensor) -> CoreStates:
-        """Return a layer's part [1, B, 1, state_size] of a KVMemory as the core takes it."""
+        """Return a layer's part [1, B, 1, state_size] of a KVMemory as the core's type."""
         data, size = address(states_1B1S, torch.float32), states_1B1S.shape[-1]
         return self._core.StateLayer(data=data, size=size)
 
     def _rows(self, x_TC: torch.Tensor) -> CoreRows:
-        """Return rows as the core takes them."""
+        """Return rows [T, C] as the core's type."""
         stride, of_number = x_TC.stride()
         assert of_number == 1 or x_TC.shape[1] == 1, f"a token must be contiguous: {x_TC.stride()}"
         return self._core.HeadRows(

@@ -1,8 +1,9 @@
-"""Attention on a CPU by the C++ core (csrc/attention.h): all rows, where their blocks stand.
+"""Attention on a CPU by the C++ core (csrc/attention.h), for all rows, directly on their blocks.
 
-Shape legend as in `base.py`, and: G = N / K query heads of one KV head. A step's work is cut once
-per cache group and used by all of its layers. A query's result has the same bits in any batch,
-however its sequence was cut into chunks, and on any number of threads.
+Shape legend: as in `base.py`, and G = N / K query heads of one KV head.
+
+A step's work is cut once per cache group, for all of its layers. A query's result has the same bits
+in any batch, with any chunks of its sequence, and on any number of threads.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ KV_FORMATS = ("auto", "int8")
 
 
 def why_not(layout: KVLayout) -> str | None:
-    """Return why this backend cannot serve the layout; None if it can."""
+    """Return the reason why this backend cannot serve the layout; None if it can."""
     if layout.device.type != "cpu":
         return f"it is for CPUs, not {layout.device.type}"
     if layout.dtype not in ELEMENTS:
@@ -39,18 +40,18 @@ def why_not(layout: KVLayout) -> str | None:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """A layer's keys and values as the core takes them, and the cache group that they are in."""
+    """A layer's cache group, and its keys and values as the core's type."""
 
     group: int
     kv: CoreKV
 
 
 class CpuBackend(MovesBlocks):
-    """Raises ConfigError for a layout that it cannot serve.
+    """Backend of the C++ core. Raises ConfigError for a layout that it cannot serve.
 
-    states: of the layers that have any.
-    split, cascade: whether a step's work may be cut along contexts, and whether rows that share
-    blocks may read them together; neither changes a bit. variant: a name of `variants`.
+    states: layers with states. variant: instruction set, a name from `variants`.
+    split, cascade: whether work may be cut along contexts, and whether rows that share blocks may
+    read them together. Neither changes any bit of the results.
     """
 
     name = "cpu"
@@ -80,10 +81,10 @@ class CpuBackend(MovesBlocks):
         self._options = (split, cascade)
         self._tables: list[torch.Tensor] = []
         self._plans = [self._core.AttentionPlan() for _ in layout.groups]
-        self._planned = [0] * len(layout.groups)  # G of each group's plan for this step, 0 for none
+        self._planned = [0] * len(layout.groups)  # G of each group's plan of this step, 0 for none
 
     def prepare(self, step: AttentionStep) -> None:
-        """Take the step. Its work is cut when a group's first layer says how many heads it has."""
+        """Accept a step. Its work is cut when a group's first layer gives its number of heads."""
         self._step = step
         self._tables = _contiguous_rows(step)
         self._planned = [0] * len(self._plans)
@@ -98,24 +99,24 @@ class CpuBackend(MovesBlocks):
 
     @property
     def layers(self) -> list[int]:
-        """All layers, those with states too."""
+        """All layers, including layers with states."""
         return sorted(self._memory.place)
 
     def place(self, layer: int) -> tuple[int, int]:
-        """Return a layer's cache group, and its place in it."""
+        """Return a layer's cache group, and its index in the group."""
         return self._memory.place[layer]
 
     def layer_kv(self, layer: int) -> LayerKV:
-        """Return where a layer's keys and values stand; the same for the backend's whole life."""
+        """Return a layer's keys and values; their addresses never change."""
         return self._layers[layer]
 
     def slots(self, group: int) -> torch.Tensor:
-        """Return the prepared step's slots, int64 [T]."""
+        """Return the prepared step's slots in a group, int64 [T]."""
         assert self._step is not None, "prepare comes first"
         return self._step.slots_T[group]
 
     def plan(self, group: int, queries_per_kv_head: int) -> CorePlan:
-        """Return the prepared step's work for layers of a group; valid until the next step."""
+        """Return the plan of the prepared step's work in a group; valid until the next step."""
         plan = self._plans[group]
         if self._planned[group] != queries_per_kv_head:
             self._make_plan(plan, group, queries_per_kv_head)
@@ -124,7 +125,7 @@ class CpuBackend(MovesBlocks):
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Store this step's keys and values in their slots."""
+        """Store this step's keys and values, [T, K, H] each, in their slots."""
         kv = self._layers[layer]
         slots_T = self.slots(kv.group)
         assert len(slots_T) == len(k_TKH) == len(v_TKH), "one key and one value per slot"
@@ -165,7 +166,7 @@ class CpuBackend(MovesBlocks):
         scores: Scores,
         addresses: tuple[int, int],
     ) -> None:
-        """addresses: of sinks and of where sums go, 0 for none."""
+        """Attend into `out`. addresses: of the sinks and of the memory for sums, 0 for none."""
         kv = self._layers[layer]
         self._core.paged_attention(
             self.plan(kv.group, q_TNH.shape[1] // kv.kv.heads),
@@ -233,7 +234,7 @@ class CpuBackend(MovesBlocks):
         return LayerKV(group, layer)
 
     def _head_rows(self, x: torch.Tensor) -> CoreRows:
-        """Return rows [T, heads, H] as the core takes them."""
+        """Return rows [T, heads, H] as the core's type."""
         stride, of_head, of_number = x.stride()
         is_contiguous = of_number == 1 and (of_head == x.shape[2] or x.shape[1] == 1)
         assert is_contiguous, f"the heads of a token must be contiguous: {x.stride()}"
@@ -241,34 +242,34 @@ class CpuBackend(MovesBlocks):
 
 
 def _ends_address(ends_T: Int32, num_tokens: int) -> int:
-    """Return where the ends of a step's tokens stand."""
+    """Return the address of the ends of a step's tokens."""
     assert ends_T.shape == (num_tokens,), f"needs an end per token, got {ends_T.shape}"
     assert ends_T.dtype == np.int32 and ends_T.flags.c_contiguous, "needs int32, contiguous"
     return int(ends_T.ctypes.data)
 
 
 def _contiguous_rows(step: AttentionStep) -> list[torch.Tensor]:
-    """Return a step's tables, by cache group, with the entries of a row beside each other."""
+    """Return a step's tables, by cache group, each with contiguous rows."""
     tables = step.block_tables_SL
     return [each if each.stride(1) == 1 else each.contiguous() for each in tables]
 
 
 def multiplied_as(layout: KVLayout) -> str:
-    """Return the format whose products attention's are: of bfloat16 where keys and values are, as
-    long as their dots are the fastest there, else of float32."""
+    """Return the weight format whose instruction set attention uses: bfloat16 if keys and values
+    are bfloat16, else ATTENTION."""
     is_bfloat16 = layout.dtype == torch.bfloat16 and layout.kv_format == "auto"
     return "bfloat16" if is_bfloat16 else ATTENTION
 
 
 def variants() -> dict[str, int]:
-    """Return the instruction sets that attention has here, the best last, with the core's numbers;
-    none without the core."""
+    """Return the instruction sets that attention supports here, with the core's numbers, the best
+    last; empty without the core."""
     module = core()
     return {} if module is None else dict(module.attention_variants())
 
 
 def variant_number(name: str) -> int:
-    """Return a variant's number, or the best one's for an instruction set without attention of its
-    own: it has the features of the best."""
+    """Return a variant's number. An instruction set for which attention has no code has the
+    features of the best one, so it gets that number."""
     numbers = variants()
     return numbers.get(name, max(numbers.values()))

@@ -1,8 +1,8 @@
-"""Block memory of a backend's cache groups, and the moves of whole blocks.
+"""Block memory of a backend's cache groups, and moves of whole blocks.
 
 Shape legend: Y layers of a group, K KV heads, B blocks, P tokens per block, H head dim.
-Keys and values of a group stand as [2, Y, K, B, P, H]; within a block the C++ core has its keys in
-another order (csrc/attention.h).
+Keys and values of a group have the layout [2, Y, K, B, P, H]. Within a block the C++ core orders
+keys differently (csrc/attention.h).
 """
 
 import torch
@@ -17,10 +17,12 @@ from quire.spec.cache_group import STATE, STEP, CacheGroup
 
 
 class KVMemory:
-    """kv[g]: the tensor of group g, zeros that take no memory before they are written; of int8
-    and fp8 it holds bytes, and a row of int8 is H values and their scale. place[layer]: (group,
-    index in the group). host: blocks of host memory, by group. Of a group of states it holds those
-    as they are, [1, Y, 1, B, 1, state_size]. All layers of a group that keeps nothing share one's.
+    """Block memory of all cache groups on the device and on the host.
+
+    kv[g]: tensor of group g, zeros that occupy no memory before they are written. For int8 and fp8
+    it holds bytes; an int8 row is H values and their scale. A group of states has
+    [1, Y, 1, B, 1, state_size]. All layers of a STEP group share one layer's memory.
+    place[layer]: (group, index in the group). host: host-memory blocks, by group.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -39,13 +41,13 @@ class KVMemory:
 
 
 class MovesBlocks(AttentionBackend):
-    """A base of backends with a KVMemory, which copies whole blocks."""
+    """Base of backends with a KVMemory; it copies whole blocks."""
 
     _memory: KVMemory
 
     @property
     def host_blocks(self) -> HostBlocks:
-        """Return the blocks of host memory, which stores read and write."""
+        """Host-memory blocks, which stores read and write."""
         return self._memory.host
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
@@ -54,12 +56,12 @@ class MovesBlocks(AttentionBackend):
             self._memory.copy_blocks(group, source, destination)
 
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of a group to blocks of host memory."""
+        """Copy device blocks of a group to blocks of host memory."""
         if self._has_layers(group):
             self._memory.host.swap_out(group, source, destination)
 
     def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of host memory to blocks of a group."""
+        """Copy blocks of host memory to device blocks of a group."""
         if self._has_layers(group):
             self._memory.host.load(group, source, destination)
 

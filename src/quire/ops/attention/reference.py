@@ -1,9 +1,10 @@
-"""Attention by plain loops, in any dtype and on any device: what the other backends are tested by.
+"""Attention by plain loops, in any dtype and on any device; the reference for tests of the others.
 
-Shape legend as in `base.py`, and Q tokens of one row. Keys and values stand as [B, P, K, H].
+Shape legend: as in `base.py`, and Q tokens of one row. A layer's keys and values are
+[2, B, P, K, H].
 
-Equation 4 of P 4.1: a row's blocks are taken one after the other; a running maximum and a running
-sum of the softmax let each block be seen once.
+Equation 4 of P 4.1: blocks of a row are read one after the other. A running maximum and a running
+sum of the softmax make one pass over the blocks enough.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from quire.spec.cache_group import STATE, CacheGroup
 
 
 class ReferenceBackend(KeepsStates):
-    """The obviously right backend. It waits for the device: it reads lengths and tables from it."""
+    """Backend that is simple enough to be obviously right. It reads lengths and tables from the
+    device, so it waits for it."""
 
     name = "reference"
 
@@ -42,7 +44,7 @@ class ReferenceBackend(KeepsStates):
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Keep the step."""
+        """Store the step."""
         self._step = step
 
     def states(self, layer: int) -> torch.Tensor:
@@ -57,7 +59,7 @@ class ReferenceBackend(KeepsStates):
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Store the step's keys and values in their slots."""
+        """Store the step's keys and values, [T, K, H] each, in their slots."""
         assert self._step is not None, "prepare() comes before write()"
         slots_T = self._step.slots_T[self._group_of_layer[layer]]
         blocks_T, offsets_T = slots_T // self._layout.block_size, slots_T % self._layout.block_size
@@ -91,19 +93,19 @@ class ReferenceBackend(KeepsStates):
             kv[:, destination.tolist()] = kv[:, source.tolist()]
 
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of a group to blocks of host memory, layer by layer."""
+        """Copy device blocks of a group to blocks of host memory, layer by layer."""
         for layer in self._layout.groups[group].layers:
             self._host.swap_out(self._layers.index(layer), source, destination)
 
     def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of host memory to blocks of a group, layer by layer."""
+        """Copy blocks of host memory to device blocks of a group, layer by layer."""
         for layer in self._layout.groups[group].layers:
             self._host.load(self._layers.index(layer), source, destination)
 
     def _softmaxes(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores
     ) -> Iterator[tuple[slice, "OnlineSoftmax"]]:
-        """Return the tokens of each row, and their softmax over all that they see."""
+        """Yield the tokens of each row, and their softmax over all keys that they see."""
         assert self._step is not None, "prepare() comes before run()"
         group = self._group_of_layer[layer]
         starts = self._step.query_starts_S1.tolist()
@@ -122,7 +124,7 @@ class ReferenceBackend(KeepsStates):
         table: list[int],
         tokens: slice,
     ) -> None:
-        """Take one row's keys and values, block by block, for its Q newest tokens."""
+        """Add one row's keys and values, block by block, to the softmax of its Q newest tokens."""
         assert self._step is not None, "prepare() comes before run()"
         block_size = self._layout.block_size
         window = self._layout.groups[self._group_of_layer[layer]].window
@@ -146,7 +148,7 @@ class ReferenceBackend(KeepsStates):
 
 
 def _memory(group: CacheGroup, num_blocks: int, layout: KVLayout) -> torch.Tensor:
-    """Make a layer's memory: keys and values [2, B, P, K, H], or states [1, B, 1, 1, size]."""
+    """Allocate a layer's memory: keys and values [2, B, P, K, H], or states [1, B, 1, 1, size]."""
     if group.kind == STATE:
         shape = (1, num_blocks, 1, 1, group.state_size)
         return lazy_zeros(shape, accumulation_dtype(layout.dtype), layout.device)
@@ -155,11 +157,9 @@ def _memory(group: CacheGroup, num_blocks: int, layout: KVLayout) -> torch.Tenso
 
 
 class OnlineSoftmax:
-    """Softmax-weighted values of Q queries, from keys and values that come in pieces.
-
-    Kept per query and head: the largest score so far, and relative to it the sum of the
-    exponentials and the sum of the values weighted by them. A sink is a score that comes first.
-    """
+    """Softmax-weighted sum of values for Q queries, over keys and values that arrive in pieces.
+    State per query and head: the largest score so far and, relative to it, the sum of the
+    exponentials and the weighted sum of values. A sink counts as the first score."""
 
     def __init__(self, q_QNH: torch.Tensor, scores: Scores) -> None:
         self._dtype = accumulation_dtype(q_QNH.dtype)
@@ -177,7 +177,7 @@ class OnlineSoftmax:
         return self._q_NQH.shape[1]
 
     def add(self, k_PKH: torch.Tensor, v_PKH: torch.Tensor, allowed_QP: torch.Tensor) -> None:
-        """Take P more keys and values; `allowed` says which query sees which of them."""
+        """Add P more keys and values, [P, K, H]. allowed [Q, P]: which query sees which key."""
         k_NPH, v_NPH = self._per_query_head(k_PKH), self._per_query_head(v_PKH)
         scores_NQP = self._q_NQH @ k_NPH.transpose(1, 2)
         if self._soft_cap is not None:
@@ -193,7 +193,7 @@ class OnlineSoftmax:
         self._max_NQ1 = new_max_NQ1
 
     def result(self) -> torch.Tensor:
-        """Return [Q, N, H]."""
+        """Return the weighted means of the values, [Q, N, H]."""
         return (self._values_NQH / self._sum_NQ1).transpose(0, 1)
 
     def log_sums(self) -> torch.Tensor:
@@ -201,7 +201,7 @@ class OnlineSoftmax:
         return (self._max_NQ1 + self._sum_NQ1.log())[..., 0].T
 
     def _per_query_head(self, x_PKH: torch.Tensor) -> torch.Tensor:
-        """Return [N, P, H]: each of the K heads serves N / K query heads that follow each other."""
+        """Return [N, P, H]: each of the K heads serves N / K consecutive query heads."""
         num_queries_per_kv = self._q_NQH.shape[0] // x_PKH.shape[1]
         x_KPH = x_PKH.to(self._dtype).transpose(0, 1)
         return x_KPH.repeat_interleave(num_queries_per_kv, dim=0)

@@ -1,4 +1,4 @@
-"""Choose the attention backend of a model: one of quire's, or one of a plug-in package."""
+"""Choice of a model's attention backend: one of quire's, or one of a plug-in package."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ def make_backend(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Build the backend of this name, with its KV tensors. `auto` selects quire's fastest backend
+    """Build the backend called `name`, with its KV tensors. `auto` selects quire's fastest backend
     for the layout; plug-ins may add names.
 
     kv_scales: factors of a layer's fp8 keys and values, 1 if absent; plug-ins do not receive them.
@@ -70,8 +70,8 @@ def make_backend(
 
 
 def _check_fp8(name: str, layout: KVLayout) -> None:
-    """Raise ConfigError for a backend without fp8. The error gives the reason if triton, which
-    supports fp8, cannot be used."""
+    """Raise ConfigError for a backend without fp8. If triton, which supports fp8, cannot be used
+    here, the error gives the reason."""
     reason = triton_gpu.why_not(layout)
     if reason is None and name == "triton":
         return

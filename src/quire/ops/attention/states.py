@@ -1,29 +1,28 @@
-"""Layers that remember a state: where a step finds and leaves it, and their operations in torch.
+"""Layers with states: where a step reads and stores a state, and these layers' operations in torch.
 
-Shape legend as in `base.py`, and: C channels of a convolution (of a chunk: its tokens), W the
+Shape legend: as in `base.py`, and C channels of a convolution (of a chunk: its tokens), W the
 convolution's width, K key heads, N value heads (a multiple of K), D and E the sizes of their
 vectors, G tokens of rows with drafts.
 
-A layer's state is `state_size` numbers of the type that sums are made in: the last W - 1 inputs of
-its convolution, [C, W - 1], and after them the memory of its delta rule, [N, D, E]. Logical block i
-of a sequence stands for its tokens i P .. (i + 1) P - 1 and holds the state after the last of them
-that there is. A row whose tokens n .. m - 1 are computed starts with the state in the block of
-token n - 1 (zeros if n is 0). In each block that it comes through it leaves the state after that
-block, or after token m - 1; the table's entry is -1 where no state is wanted.
+A layer's state is `state_size` numbers of the accumulation dtype. They are the last W - 1 inputs of
+its convolution, [C, W - 1], and then the memory of its delta rule, [N, D, E]. Logical block i of a
+sequence stands for its tokens i P .. (i + 1) P - 1. It holds the state after the last of them that
+is computed. A row that computes the tokens n .. m - 1 starts with the state in the block of token n
+- 1 (zeros if n is 0). In each block that it enters it stores the state after that block, or after
+token m - 1. A table entry of -1 means that no state is stored there.
 
 Drafts (T 4.4.4). A state cannot be rewound to the last accepted draft token. So the forward pass
-reads the states of rows with drafts and leaves none, and keeps the inputs of these rows' layers:
-some kilobytes a token, where a state has megabytes. After verification the layers take in the
-accepted tokens again and leave the states after them, as a step without drafts would have done: the
-same operations on the same numbers.
+reads the states of rows with drafts but stores none. It records the inputs of their layers: some
+kilobytes per token, where a state has megabytes. After verification the layers process the accepted
+tokens again and store the states after them, by the operations of a step without drafts.
 
-Chunks. The gated delta rule takes many tokens at once by products of matrices. With decays g, G[i]
-the product of those up to token i, L[i, j] = G[i] / G[j], and M the memory before the chunk, what
-token i changes is k[i] times
+Chunks. The gated delta rule processes many tokens at once by products of matrices. G[i] is the
+product of the decays up to token i, L[i, j] is G[i] / G[j], and M is the memory before the chunk.
+Token i changes the memory by k[i] times
 
     w[i] = beta[i] (v[i] - G[i] M^T k[i] - sum over j < i of L[i, j] (k[i] . k[j]) w[j])
 
-which is one triangular system for the chunk; results and the memory after it are sums over w.
+This is one triangular system per chunk. Results and the memory after it are sums over w.
 """
 
 from abc import abstractmethod
@@ -55,7 +54,7 @@ def remember_token(
     decay_N: torch.Tensor,
     beta_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what one token reads, [N, E], and the memory behind it."""
+    """Return one token's result, [N, E], and the memory after it, [N, D, E]."""
     memory_NDE = memory_NDE * decay_N[:, None, None]
     stored_NE = (k_ND[:, None] @ memory_NDE)[:, 0]
     change_NE = beta_N[:, None] * (v_NE - stored_NE)
@@ -71,8 +70,8 @@ def remember_tokens(
     log_decay_TN: torch.Tensor,
     beta_TN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what consecutive tokens read, [T, N, E], and the memory behind the last. log_decay is
-    float64: large ones are subtracted from each other."""
+    """Return the results of consecutive tokens, [T, N, E], and the memory after the last. log_decay
+    is float64, because large values are subtracted from each other."""
     if len(q_TND) == 1:
         token = q_TND[0], k_TND[0], v_TNE[0], log_decay_TN[0].exp().to(v_TNE.dtype), beta_TN[0]
         out_NE, memory_NDE = remember_token(memory_NDE, *token)
@@ -94,6 +93,7 @@ def _remember_chunk(
     log_decay_NC: torch.Tensor,
     beta_NC: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Process the C tokens of one chunk by the triangular system; results are [N, C, E]."""
     dtype = v_NCE.dtype
     total_NC = log_decay_NC.cumsum(1)
     between_NCC = (total_NC[:, :, None] - total_NC[:, None]).tril().to(dtype).exp().tril()
@@ -109,7 +109,7 @@ def _remember_chunk(
 
 
 class DeltaInputs(NamedTuple):
-    """What a delta rule was given beside queries, keys and values."""
+    """Inputs of a delta rule other than queries, keys and values."""
 
     gates_GG: torch.Tensor
     rate_N: torch.Tensor
@@ -118,8 +118,8 @@ class DeltaInputs(NamedTuple):
 
 
 class KeptInputs(ForwardingBackend):
-    """A backend for one step with guesses, which are the last tokens of some rows; then for
-    `settle`. guesses: [S] which rows have any."""
+    """Backend for one step with draft tokens, which are the last tokens of some rows. It records
+    the layers' inputs of these rows for `settle`. `guesses`: [S], which rows have draft tokens."""
 
     name = "kept"
 
@@ -127,13 +127,13 @@ class KeptInputs(ForwardingBackend):
         super().__init__(inner)
         self._guesses = guesses
         self._step: AttentionStep | None = None
-        self.places_G = torch.empty(0, dtype=torch.int64)  # their places among the step's tokens
+        self.places_G = torch.empty(0, dtype=torch.int64)  # tokens of rows with drafts
         self._convolutions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
         self._rules: dict[int, DeltaInputs] = {}
 
     @property
     def has_any(self) -> bool:
-        """Whether there are layers with states."""
+        """Whether the model has layers with states."""
         return len(self._rules) > 0
 
     def prepare(self, step: AttentionStep) -> None:
@@ -163,15 +163,15 @@ class KeptInputs(ForwardingBackend):
         return self.inner.delta_rule(layer, qkv_TC, gates_TG, rate_N, shift_N, heads)
 
     def keep_convolution(self, layer: int, x_GC: torch.Tensor, weight_CW: torch.Tensor) -> None:
-        """Keep what a convolution was given."""
+        """Record a convolution's inputs, [G, C], and its weights."""
         self._convolutions[layer] = x_GC, weight_CW
 
     def keep_rule(self, layer: int, inputs: DeltaInputs) -> None:
-        """Keep what a delta rule was given."""
+        """Record a delta rule's inputs."""
         self._rules[layer] = inputs
 
     def settle(self, num_tokens: Int32) -> None:
-        """Leave the states behind the first so many tokens of each row that guesses."""
+        """Store the states after the first `num_tokens` tokens of each row with drafts."""
         step, rows = self._step, np.flatnonzero(self._guesses)
         assert step is not None, "prepare comes first"
         lens = step.query_lens_host[rows]
@@ -183,7 +183,7 @@ class KeptInputs(ForwardingBackend):
         contexts = step.context_lens_host[rows] - lens + num_tokens
         starts = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
         rows_S = to_device(rows, device)
-        part = replace(  # places in blocks of keys and values are not asked for
+        part = replace(  # positions and slots are not needed
             step,
             query_starts_S1=to_device(starts, device),
             context_lens_S=to_device(contexts.astype(np.int32), device),
@@ -207,22 +207,22 @@ NORM_EPS = 1e-6  # of queries and keys
 
 
 class StateRow(NamedTuple):
-    """A row's way through its blocks. start: block of the state that it starts with, -1 for zeros.
-    pieces: (first token, end, block or -1), tokens of the step; only the last one has no block."""
+    """Path of a row through its blocks. start: block of the initial state, -1 for zeros. pieces:
+    (first token, end, block or -1) among the step's tokens; only the last may lack a block."""
 
     start: int
     pieces: tuple[tuple[int, int, int], ...]
 
 
 def state_rows(step: AttentionStep, table_SL: torch.Tensor, block_size: int) -> Iterator[StateRow]:
-    """Follow each row of a step. Waits for the device."""
+    """Yield the path of each row that has tokens; table: [S, L]. Waits for the device."""
     starts, tables = step.query_starts_S1.tolist(), table_SL.tolist()
     left_SL = left_table(step, table_SL).tolist()
     for row, context in enumerate(step.context_lens_S.tolist()):
         first, end = starts[row], starts[row + 1]
         if first == end:
             continue
-        offset = context - end  # of a position from the token's place in the step
+        offset = context - end  # of a position relative to the token's index in the step
         begin = first + offset
         table, left = tables[row], left_SL[row]
         pieces: list[tuple[int, int, int]] = []
@@ -234,14 +234,14 @@ def state_rows(step: AttentionStep, table_SL: torch.Tensor, block_size: int) -> 
 
 
 def left_table(step: AttentionStep, table_SL: torch.Tensor) -> torch.Tensor:
-    """Return the blocks that take states, of a table of all."""
+    """Return the block table [S, L] for storing states: -1 in the rows with draft tokens."""
     if step.guessing_S is None:
         return table_SL
     return table_SL.masked_fill(step.guessing_S[:, None], -1)
 
 
 class KeepsStates(AttentionBackend):
-    """Does what layers with states do row by row, token by token."""
+    """Base of backends with states; computes their layers row by row and token by token."""
 
     _step: AttentionStep | None = None
 
@@ -251,11 +251,11 @@ class KeepsStates(AttentionBackend):
 
     @abstractmethod
     def states(self, layer: int) -> torch.Tensor:
-        """Return the layer's states in all blocks, [B, state_size], to be written to."""
+        """Return the layer's states in all blocks, [B, state_size], as writable memory."""
 
     @abstractmethod
     def state_rows(self, layer: int) -> list[StateRow]:
-        """Return the ways of the prepared step's rows."""
+        """Return the paths of the prepared step's rows."""
 
     @op("convolve")
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
@@ -312,7 +312,7 @@ class KeepsStates(AttentionBackend):
 
 
 class StatesInBlocks(MovesBlocks, KeepsStates):
-    """Does that with the states of a KVMemory, and the delta rule many tokens at once."""
+    """Base of backends with states in a KVMemory; its delta rule processes many tokens at once."""
 
     _layout: KVLayout
     _rows: tuple[AttentionStep, dict[int, list[StateRow]]] | None = None  # by group
@@ -347,7 +347,7 @@ class StatesInBlocks(MovesBlocks, KeepsStates):
         return self._memory.kv[group][0, index, 0, :, 0]
 
     def state_rows(self, layer: int) -> list[StateRow]:
-        """See KeepsStates; found once for all layers of a group."""
+        """See KeepsStates; computed once for all layers of a group."""
         step, group = self._step, self._memory.place[layer][0]
         assert step is not None, "prepare comes first"
         if self._rows is None or self._rows[0] is not step:
@@ -362,7 +362,7 @@ class StatesInBlocks(MovesBlocks, KeepsStates):
 def split_heads(
     qkv_TC: torch.Tensor, heads: DeltaHeads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries and keys [T, N, D], of length 1 / sqrt(D) and 1, and values [T, N, E]."""
+    """Split [T, C] into queries and keys [T, N, D], of length 1 / sqrt(D) and 1, and values."""
     size = heads.keys * heads.key_dim
     q, k, v = qkv_TC.split([size, size, heads.values * heads.value_dim], dim=1)
     q_TKD, k_TKD = (
@@ -377,8 +377,7 @@ def split_heads(
 def delta_gates(
     gates_TG: torch.Tensor, rate_N: torch.Tensor, shift_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how much of each token is taken in, and, in float64, the logarithm of how much of the
-    memory stays; [T, N] each."""
+    """Return the tokens' strengths and the float64 logarithms of the memory's decay, [T, N]."""
     strength_TN, time_TN = gates_TG.chunk(2, dim=1)
     dtype = accumulation_dtype(gates_TG.dtype)
     log_decay_TN = -rate_N * F.softplus(time_TN.to(dtype) + shift_N)

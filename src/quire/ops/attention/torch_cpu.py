@@ -1,16 +1,16 @@
 """Attention with torch operations, on any device; its sizes are tuned for a CPU's caches.
 
-Shape legend as in `base.py`, and: Y layers of a group, R rows of a batch, Q new tokens per row, G
+Shape legend: as in `base.py`, and Y layers of a group, R rows of a batch, Q new tokens per row, G
 query heads of one KV head (N = K G), C context tokens per row (whole blocks), J = G Q, B = K R.
 
-Keys and values of a group stand as [2, Y, K, B, P, H]. Taking blocks along B so gives each head's
-tokens in order, with no transposition. `prepare` sorts a step's rows into batches of rows that have
-equally many new tokens and about equally long contexts; per layer each batch is
+Keys and values of a group have the layout [2, Y, K, B, P, H]. So gathering blocks along B gives
+each head's tokens in order, without a transposition. `prepare` sorts a step's rows into batches of
+rows with equally many new tokens and about equally long contexts. Per layer each batch is
 
     gather blocks  ->  scores q k^T + bias  ->  softmax  ->  weights times v
 
-with so few keys and values that they stay in the cache between these. The query heads of a KV head
-are taken as further queries of it, so keys and values are never repeated.
+with so few keys and values that they stay in the cache in between. The query heads of a KV head are
+treated as further queries of it, so keys and values are never repeated.
 """
 
 import math
@@ -35,12 +35,12 @@ def weigh(
     bias_R1QC: torch.Tensor,
     scores: Scores,
 ) -> torch.Tensor:
-    """Compute softmax(scores + bias) v as [R, Q, K, G, H], of scores as `Scores` says."""
+    """Return softmax(scores + bias) v, [R, Q, K, G, H], with the scores that `Scores` defines."""
     is_slow = k_KRCH.device.type == "cpu" and k_KRCH.dtype.itemsize == 2
     if scores.soft_cap is None and scores.sinks_N is None and not is_slow:
         return _by_fused_operation(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, scores.scale)
-    # The fused operation has neither; and on a CPU it multiplies 16-bit numbers slowly: matrix
-    # products of them are three times as fast.
+    # The fused operation has neither soft caps nor sinks. On a CPU its 16-bit products are slow:
+    # matrix products are three times as fast.
     return _by_products(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, scores)
 
 
@@ -51,8 +51,8 @@ def weigh_part(
     bias_R1QC: torch.Tensor,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same without sinks, and the logarithms [R, Q, K, G] of the sums of e^score, both
-    in the type that sums are made in."""
+    """Return `weigh` without sinks, [R, Q, K, G, H], and the logarithms of the sums of e^score,
+    [R, Q, K, G], in the accumulation dtype."""
     rows, queries, heads, group, size = q_RQKGH.shape
     scores_BJC = _score(q_RQKGH, k_KRCH, bias_R1QC, scores)
     scores_BJC = scores_BJC.to(accumulation_dtype(scores_BJC.dtype))
@@ -73,7 +73,7 @@ def _score(
     rows, queries, heads, group, size = q_RQKGH.shape
     q_BJH = q_RQKGH.permute(2, 0, 3, 1, 4).reshape(heads * rows, group * queries, size)
     k_BHC = k_KRCH.flatten(0, 1).transpose(1, 2)
-    # One row's bias is broadcast over the heads by the product itself.
+    # The product itself broadcasts the bias of a single row over the heads.
     bias_BJC = bias_R1QC.expand(heads if rows > 1 else 1, rows, group, queries, -1)
     bias_BJC = bias_BJC.reshape(-1, group * queries, k_BHC.shape[2])
     cap = scores.soft_cap
@@ -92,15 +92,15 @@ def _by_products(
     bias_R1QC: torch.Tensor,
     scores: Scores,
 ) -> torch.Tensor:
-    """Compute it by products: scores and weights are rounded to the dtype at least once, the sums
-    within each operation are not."""
+    """Compute `weigh` by matrix products. Scores and weights are rounded to the dtype at least
+    once; sums within an operation are not."""
     rows, queries, heads, group, size = q_RQKGH.shape
     scores_BJC = _score(q_RQKGH, k_KRCH, bias_R1QC, scores)
     v_BCH, dtype = v_KRCH.flatten(0, 1), accumulation_dtype(q_RQKGH.dtype)
     if scores.sinks_N is None:
         weights_BJC = scores_BJC.softmax(-1)
     else:
-        # A sink is one more key, without a value.
+        # A sink is one more key without a value.
         sinks_KRGQ = scores.sinks_N.view(heads, 1, group, 1).expand(-1, rows, -1, queries)
         sinks_BJ1 = sinks_KRGQ.reshape(heads * rows, group * queries, 1)
         weights_BJC = torch.cat([scores_BJC.to(dtype), sinks_BJ1.to(dtype)], -1).softmax(-1)
@@ -116,6 +116,7 @@ def _by_fused_operation(
     bias_R1QC: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
+    """Compute `weigh` by torch's fused operation."""
     rows, queries, heads, group, size = q_RQKGH.shape
     q_RKJH = q_RQKGH.permute(0, 2, 3, 1, 4).reshape(rows, heads, group * queries, size)
     bias_R1JC = bias_R1QC.repeat(1, 1, group, 1)
@@ -126,13 +127,13 @@ def _by_fused_operation(
 
 
 class TorchBackend(StatesInBlocks):
-    """Gathers blocks, then multiplies."""
+    """Backend that gathers the blocks of a batch, then multiplies."""
 
     name = "torch"
 
     def __init__(self, layout: KVLayout) -> None:
         refuse_kv_format(self.name, layout)
-        # The memory begins as zeros: tokens that a row does not see yet are weighted with 0, and
+        # The memory must begin as zeros: tokens that a row does not see get the weight 0, and
         # 0 * NaN would be NaN.
         self._memory = KVMemory(layout)
         self._kv = self._memory.kv
@@ -158,12 +159,12 @@ class TorchBackend(StatesInBlocks):
             self._batches[g] = builder.build(step, table_SL)
             begun = builder.begun_blocks(step, table_SL)
             if begun is not None:
-                # What an earlier owner left behind could be NaN.
+                # Values of the block's earlier owner could be NaN.
                 self._kv[g].index_fill_(3, begun, 0.0)
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Store this step's keys and values in their slots."""
+        """Store this step's keys and values, [T, K, H] each, in their slots."""
         g, index = self._place_of_layer[layer]
         slots_T = self._slots_T[g]
         kv = self._kv[g][:, index].flatten(2, 3)
@@ -196,11 +197,8 @@ class TorchBackend(StatesInBlocks):
         return part
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of a batch, [K, R, C, H] each, in memory that the next batch
-        reuses.
-
-        Fresh memory for each gather would cost more than the gather: its pages must be mapped.
-        """
+        """Return a batch's keys and values, [K, R, C, H] each, in memory that the next batch
+        reuses. New memory per gather would cost more than the gather: its pages must be mapped."""
         _, heads, _, block_size, size = kv.shape
         shape = (2, heads, batch.blocks.numel(), block_size, size)
         count = math.prod(shape)
@@ -234,7 +232,7 @@ def _attend_part(
     scores: Scores,
     part: Part,
 ) -> None:
-    """Write what the batch's tokens take to their places of a part."""
+    """Write attention of the batch's tokens to their rows of a part."""
     found = [weigh_part(*given, scores) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
     for to, spans in zip(part, zip(*found, strict=True), strict=True):
         to[batch.tokens] = torch.cat(spans, dim=1).reshape(-1, *to.shape[1:])
@@ -243,7 +241,7 @@ def _attend_part(
 def _spans(
     batch: Batch, q_TNH: torch.Tensor, k_KRCH: torch.Tensor, v_KRCH: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return what is multiplied at once: queries, keys, values, and the bias of their scores."""
+    """Yield the operands of each product: queries, keys, values and bias."""
     heads, size = k_KRCH.shape[0], k_KRCH.shape[-1]
     shape = (batch.num_rows, batch.num_queries, heads, -1, size)
     q_RQKGH = q_TNH[batch.tokens].view(shape)

@@ -1,6 +1,7 @@
-"""An attention backend for forward passes that only show what a model does.
+"""Attention backend for forward passes that only record which operations a model calls.
 
-Shape legend: T tokens, N query heads, K KV heads, H head dim.
+Shape legend: T tokens, N heads (of queries; of values in the delta rule), K KV heads, H head dim, C
+channels, E value dim.
 """
 
 import torch
@@ -11,7 +12,7 @@ from quire.ops.registry import op
 
 
 class TracedAttention(AttentionBackend):
-    """Stands for an attention backend while a model is traced: stores and computes nothing."""
+    """Stand-in for an attention backend while a model is traced: stores and computes nothing."""
 
     name = "traced"
 
@@ -20,18 +21,18 @@ class TracedAttention(AttentionBackend):
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Noted."""
+        """Do nothing; the call is recorded. k, v: [T, K, H]."""
 
     @op("attention")
     def run(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Noted. [T, N, H]."""
+        """Return zeros, [T, N, H]."""
         return q_TNH.new_zeros(q_TNH.shape)
 
     @op("convolve")
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
-        """Noted. [T, C]."""
+        """Return zeros, [T, C]."""
         return x_TC.new_zeros(x_TC.shape)
 
     @op("delta_rule")
@@ -44,7 +45,7 @@ class TracedAttention(AttentionBackend):
         shift_N: torch.Tensor,
         heads: DeltaHeads,
     ) -> torch.Tensor:
-        """Noted. [T, N, E]."""
+        """Return zeros, [T, N, E]."""
         return qkv_TC.new_zeros(len(qkv_TC), heads.values, heads.value_dim)
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:

@@ -1,23 +1,25 @@
-"""Attention on a GPU by Triton kernels: all rows of a step in one launch, where their blocks stand.
+"""Attention on a GPU by Triton kernels: all rows of a step in one launch, directly on their blocks.
 
-Shape legend as in `base.py`, and: G = N / K query heads of one KV head. A step's work is cut on the
-device, once per cache group, when the group's first layer runs and says how many heads it has: into
-as many items as the device runs at once, so a query's bits depend on what else is in its step. What
-the rows of a step leave to be merged takes at most PARTS_BYTES: else they are cut into fewer parts.
-What is launched serves any rows that share as many tokens, so mixed steps can be recorded whole.
+Shape legend: as in `base.py`, and G = N / K query heads of one KV head.
 
-Layers with states take kernels of their own, which find all they need on the device. Rows of up to
+The device cuts a step's work once per cache group, when the group's first layer gives its number of
+heads. It makes as many items as the device runs at once, so a query's bits depend on the rest of
+its step. Unmerged results take at most PARTS_BYTES; if they would not fit, rows are cut into fewer
+parts. The launches serve any rows with the same total of tokens, so mixed steps can be recorded
+whole.
+
+Layers with states have kernels of their own, which read all metadata on the device. Rows of up to
 Chunks.few tokens go through the delta rule token by token, others in chunks.
 
-A deterministic backend cuts keys at multiples of a chunk from a sequence's beginning, so that a
-query has the same bits also if its sequence was cut into other steps or began with cached blocks.
-A token that is split leaves 4 N (H + 2) bytes for each chunk of its context (1,024 keys; 17 KB of
-32 heads of 128 numbers, 0.4 % of the chunk's keys and values with 8 KV heads); up to four tiles of
-64 / G tokens of a row are. Where that is more than PARTS_BYTES rows of fewer tiles, in the end
-none, are split: slower, with the same bits. States go token by token, in any row.
+A deterministic backend cuts keys at multiples of a chunk from the sequence's beginning. So a query
+has the same bits if its sequence was cut into other steps or began with cached blocks. A token that
+is split needs 4 N (H + 2) bytes for each chunk of its context, which is 1,024 keys. With 32 heads
+of 128 numbers this is 17 KB, 0.4 % of the chunk's keys and values with 8 KV heads. Rows of up to
+four tiles of 64 / G tokens are split. If that exceeds PARTS_BYTES, only rows of fewer tiles are
+split, finally none: slower, with the same bits. States are computed token by token in every row.
 
-Triton is imported when a backend is made, so that nobody else waits for it. Under Triton's
-interpreter the backend serves CPUs too, slowly and for tests.
+Triton is imported when a backend is made, so other backends do not wait for it. Under Triton's
+interpreter the backend also serves CPUs, slowly, for tests.
 """
 
 import importlib.util
@@ -45,11 +47,11 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_FORMATS = ("auto", "int8", "fp8")
 MOST_HEAD_DIM = 256
-PARTS_BYTES = 256 << 20  # of a layer's unmerged results; beyond it chunks become longer
+PARTS_BYTES = 256 << 20  # of a layer's unmerged results; above it work is cut into fewer parts
 
 
 def why_not(layout: KVLayout) -> str | None:
-    """Return why this backend cannot serve the layout; None if it can."""
+    """Return the reason why this backend cannot serve the layout; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -74,12 +76,13 @@ def why_not(layout: KVLayout) -> str | None:
 
 
 class TritonBackend(MovesBlocks):
-    """Raises ConfigError for a layout that it cannot serve.
+    """Backend of Triton kernels. Raises ConfigError for a layout that it cannot serve.
 
-    deterministic: see above; it takes heads in groups of any size, and all formats.
-    cut: how work is cut, if not as usual; the group's own heads and window are put into it. chunks:
-    the same of the delta rule.
-    scales: of a layer whose keys and values are fp8, what stored keys and values are multiplied by.
+    deterministic: see above; supports any G and all formats.
+    cut, chunks: how attention's and the delta rule's work is cut, None for the usual way. The
+    group's heads and window replace the values in `cut`.
+    scales: by layer with fp8 keys and values, the factors that stored keys and values are
+    multiplied by.
     """
 
     name = "triton"
@@ -130,10 +133,10 @@ class TritonBackend(MovesBlocks):
         self._work: list[Work | None] = [None] * len(layout.groups)
         self._step: AttentionStep | None = None
         self._ends_T: torch.Tensor | None = None
-        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of groups of states
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # for states: read, stored
 
     def prepare(self, step: AttentionStep) -> None:
-        """Take the step. Its work is cut when a group's first layer runs."""
+        """Accept a step. Its work is cut when a group's first layer runs."""
         self.prepare_states(step)
         self._work = [None] * len(self._work)
 
@@ -144,7 +147,7 @@ class TritonBackend(MovesBlocks):
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Store this step's keys and values in their slots; slot -1 is nowhere."""
+        """Store this step's keys and values, [T, K, H], in their slots; slot -1 writes nothing."""
         assert self._step is not None, "prepare comes first"
         slots_T = self._step.slots_T[self._place[layer][0]]
         self._write.write_kv(self._layers[layer], k_TKH, v_TKH, slots_T)
@@ -159,7 +162,7 @@ class TritonBackend(MovesBlocks):
         weight: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Return queries, normalised and turned; keys and values are stored, as `write` does."""
+        """Return normalised, rotated queries, [T, N, H]; store keys and values as `write` does."""
         assert self._step is not None, "prepare comes first"
         g, index = self._place[layer]
         kv, scales = self._memory.kv[g][:, index], self._layers[layer]
@@ -212,8 +215,8 @@ class TritonBackend(MovesBlocks):
         shift_N: torch.Tensor,
         heads: DeltaHeads,
     ) -> torch.Tensor:
-        """See AttentionBackend. Which kernels are launched depends on the numbers of tokens and of
-        rows alone, and either does rows of any length."""
+        """See AttentionBackend. The numbers of tokens and of rows alone decide which kernels are
+        launched, and each choice serves rows of any length."""
         states_BZ, step = self._states_of(layer)
         out_TNE = qkv_TC.new_empty(len(qkv_TC), heads.values, heads.value_dim)
         given = (qkv_TC, gates_TG, rate_N, shift_N, heads, states_BZ, step, out_TNE)
@@ -226,7 +229,7 @@ class TritonBackend(MovesBlocks):
         return out_TNE
 
     def _states_of(self, layer: int) -> tuple[torch.Tensor, "StateStep"]:
-        """Return the layer's states in all blocks, [B, state_size], and where the step has them."""
+        """Return the layer's states in all blocks, [B, state_size], and metadata of the step."""
         step, (g, index) = self._step, self._place[layer]
         assert step is not None, "prepare comes first"
         starts, contexts = step.query_starts_S1, step.context_lens_S
@@ -245,7 +248,7 @@ class TritonBackend(MovesBlocks):
         return self._work_of(self._place[layer][0], num_heads, group_size, size)
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
-        """Return the prepared step's work for the layers of a group; cut once."""
+        """Return the prepared step's work for the layers of a group. It is cut once per step."""
         work = self._work[group]
         if work is None or work.cut.group_size != group_size:
             step = self._step

@@ -1,12 +1,12 @@
 """Attention of models whose tokens see each other in both directions, within one step.
 
 Each row has all of its tokens in the step, so nothing is cached. The C++ core still reads keys and
-values from blocks. So a step's keys and values stand in blocks of its own, reused by each layer:
+values from blocks. So a step's keys and values are in blocks of its own, which each layer reuses:
 
     row 0, of 20 tokens    blocks 0, 1            row 1, of 40    blocks 2, 3, 4           (P = 16)
 
-Shape legend as in `base.py`, and Q tokens of one piece, C those that it sees. A token at position i
-sees those at j with |i - j| < window, or all of its row.
+Shape legend: as in `base.py`, and L tokens of a row, Q tokens of a piece, C tokens that it sees. A
+token at position i sees the tokens at j with |i - j| < window, or all tokens of its row.
 """
 
 from dataclasses import replace
@@ -23,7 +23,8 @@ from quire.spec.cache_group import STEP
 
 
 class CoreWithinStep(CpuBackend):
-    """Gives each row blocks anew in every step. Raises ConfigError as CpuBackend does."""
+    """C++ backend that assigns new blocks to each row in every step. Raises ConfigError as
+    CpuBackend does."""
 
     def __init__(self, layout: KVLayout) -> None:
         super().__init__(layout, cascade=False)  # no rows share blocks
@@ -45,16 +46,17 @@ class CoreWithinStep(CpuBackend):
         )
 
 
-PIECE = 1024  # tokens of a row whose scores are there at once
+PIECE = 1024  # tokens of a row whose scores are in memory at once
 
 
 def is_within_step(layout: KVLayout) -> bool:
-    """Tell whether the layers of a layout keep nothing."""
+    """Return whether the layers of a layout cache nothing between steps."""
     return any(group.kind == STEP for group in layout.groups)
 
 
 def make_within_step(name: str, layout: KVLayout) -> AttentionBackend:
-    """Make the backend of that name; `auto` takes the fastest. Raises ConfigError."""
+    """Make the backend called `name`; `auto` selects the fastest. Raises ConfigError for a backend
+    that needs a KV cache."""
     if name == "cpu" or (name == "auto" and why_not(layout) is None):
         return CoreWithinStep(layout)
     if name not in ("auto", "torch", "reference"):
@@ -66,8 +68,8 @@ def make_within_step(name: str, layout: KVLayout) -> AttentionBackend:
 
 
 class WithinStep(AttentionBackend):
-    """By torch's operations, on any device: row by row, so that a row's numbers do not depend on
-    what else is in the step."""
+    """Backend of torch operations, for any device. It attends row by row, so a row's numbers do not
+    depend on the other rows of its step."""
 
     name = "torch"
 
@@ -78,21 +80,21 @@ class WithinStep(AttentionBackend):
         self._lengths: list[int] = []
 
     def prepare(self, step: AttentionStep) -> None:
-        """Take the lengths of a step's rows."""
+        """Store the lengths of a step's rows."""
         assert step.ends_T is None, "all tokens of a row see each other"
         self._lengths = step.query_lens_host.tolist()
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Keep a layer's keys and values until it has attended."""
+        """Hold a layer's keys and values, [T, N, H] each, until its `run`."""
         self._kv = {layer: (k_TKH, v_TKH)}
 
     @op("attention")
     def run(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See AttentionBackend; without soft caps and sinks, and with as many heads of keys and
-        values."""
+        """See AttentionBackend. Soft caps and sinks are not supported, and there must be as many KV
+        heads as query heads."""
         assert scores.soft_cap is None and scores.sinks_N is None, "no encoder here has these"
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
@@ -118,7 +120,7 @@ def _attend_row(
     window: int | None,
     out_LNH: torch.Tensor,
 ) -> None:
-    """Write what the L tokens of a row take from each other."""
+    """Write attention of a row's L tokens to each other to `out`, [L, N, H]."""
     length = len(q_LNH)
     for first in range(0, length, PIECE):
         end = min(first + PIECE, length)

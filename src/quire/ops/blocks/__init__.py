@@ -1,1 +1,1 @@
-"""Memory of KV blocks on devices and the host, and moves between them."""
+"""Memory of KV blocks on devices and the host, and moves between the two."""

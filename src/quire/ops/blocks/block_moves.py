@@ -1,7 +1,8 @@
-"""Copy, gather and scatter of whole blocks of a KV tensor: one launch each on a GPU with triton,
-torch's operations elsewhere.
+"""Copy, gather and scatter of whole blocks of a KV tensor. Each is one launch on a GPU with triton,
+and torch's operations elsewhere.
 
-`dim` counts a tensor's blocks. Block ids on the device are int32 or int64, contiguous.
+`dim` is the dimension that counts a tensor's blocks. Block ids on the device are contiguous int32
+or int64.
 """
 
 import numpy as np
@@ -13,8 +14,8 @@ from quire.ops.rows.row_arrays import last_writes
 
 
 def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -> None:
-    """Copy blocks `source` to blocks `destination`, whose ids are the host's. All are read before
-    any is written; of those that go to one place, the last one counts."""
+    """Copy blocks `source` of kv [..., B, ...] to blocks `destination`; the host has the ids. All
+    blocks are read before any is written. Of several writes to one block, the last one counts."""
     if not gpu.is_on_gpu(kv):
         read = torch.as_tensor(source, dtype=torch.int64, device=kv.device)
         write = torch.as_tensor(destination, dtype=torch.int64, device=kv.device)
@@ -33,7 +34,7 @@ def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -
 
 
 def gather_blocks(kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, out: torch.Tensor) -> None:
-    """Write blocks of kv to out, [N, ...], each in one piece."""
+    """Write blocks of kv to `out`, [N, ...], each contiguous."""
     kernels = gpu.kernels_for(kv, "attention.blocks", any_dtype=True)
     if kernels is not None:
         kernels.gather_blocks(kv, blocks_N, dim, out)
@@ -44,7 +45,7 @@ def gather_blocks(kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, out: torch
 def scatter_blocks(
     kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, values: torch.Tensor
 ) -> None:
-    """Write what gather_blocks gave to blocks of kv, none of them twice."""
+    """Write values [N, ...], as gather_blocks returns them, to distinct blocks of kv."""
     kernels = gpu.kernels_for(kv, "attention.blocks", any_dtype=True)
     if kernels is not None:
         kernels.scatter_blocks(kv, blocks_N, values, dim)

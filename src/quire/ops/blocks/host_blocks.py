@@ -1,20 +1,20 @@
-"""Block memory of the host, for sequences that are swapped out (P 4.5) and for the host tier.
+"""Host memory of blocks, for swapped-out sequences (P 4.5) and for the host tier.
 
-It has at least as many blocks as the device, so that it can never be too small. The operating
-system hands it out when the first block is written, page by page where the device is the host.
+It has at least as many blocks as the device, so it is never too small. The operating system
+allocates it when the first block is written, page by page where the device is the host.
 
-A GPU's blocks cross alongside its steps (transfers.py): when `swap_out` returns they may be
-overwritten, and reach their places in the mirror later. A reader or writer of those places waits
-for them. Stores read and write single blocks from threads of their own (`read`, `write`). A lock
-guards the making of mirrors; the blocks need none, since each move has one owner.
+A GPU's blocks are copied alongside its steps (transfers.py). When `swap_out` returns, they may be
+overwritten, although they reach the mirror only later. Reads and writes of such mirror blocks wait
+for them. Stores read and write single blocks from their own threads (`read`, `write`). A lock
+guards the creation of mirrors. The blocks need no lock, since each move has one owner.
 
-Pages ahead of use. A page costs most when it is written for the first time: 2.3 ms per MB on a
-virtual machine that gives free memory back to its host, 0.09 where the machine had the memory at
-hand; reading, checking and copying a block takes 0.7. So while blocks are fetched for a request,
-a thread that takes a quarter of a core at most has the pages of the next ones handed out. The
-system fills new pages with zeros and leaves existing ones alone (MADV_POPULATE_WRITE, Linux 5.14).
-Without it nothing is done. The thread ends with the main one, which waits for that: a daemon would
-hold on to modules that are to be unloaded.
+Allocating pages early. The first write of a page is expensive. It takes 2.3 ms per MB on a virtual
+machine that returns free memory to its host, 0.09 if the machine still had the memory. Reading,
+checking and copying a block takes 0.7. So while a request's blocks are fetched, a thread allocates
+the pages of the next blocks, using at most a quarter of a core. The system fills new pages with
+zeros and leaves existing ones unchanged (MADV_POPULATE_WRITE, Linux 5.14). Without that call
+nothing is done. The thread ends with the main thread, which waits for it: a daemon thread would
+hold on to modules that are being unloaded.
 """
 
 import math
@@ -33,23 +33,23 @@ from quire.ops.host.pages import populate
 from quire.ops.rows.row_arrays import last_writes
 
 PIECE_BYTES = 4 << 20
-REST = 3  # times as long as a piece took
+REST = 3  # pause after a piece, relative to its time
 
 
 class MemoryAhead:
-    """Has the memory of a tensor's blocks handed out, so many bytes ahead of the last block that
-    was used. dim: counts the blocks, which are used in the order of their numbers at first."""
+    """Allocator of a tensor's pages, up to `ahead_bytes` after the last block in use. dim:
+    dimension that counts the blocks, which are first used in the order of their numbers."""
 
     def __init__(self, blocks: torch.Tensor, dim: int, ahead_bytes: int) -> None:
         self._blocks, self._dim = blocks, dim
         self._num_blocks = blocks.shape[dim]
         self._num_ahead = max(1, ahead_bytes * self._num_blocks // max(1, blocks.nbytes))
-        self._asked = 0  # for all blocks before this one
-        self._lock = threading.Lock()  # guards it
+        self._asked = 0  # blocks whose pages are requested
+        self._lock = threading.Lock()  # guards `_asked`
         self._has_ended = False
 
     def use(self, block: int) -> None:
-        """Take note that this block is used. From any thread."""
+        """Record that a block is used, and allocate later blocks if needed. For any thread."""
         if block + self._num_ahead // 2 < self._asked or self._asked == self._num_blocks:
             return
         with self._lock:
@@ -64,7 +64,7 @@ class MemoryAhead:
         self._has_ended = True
 
     def _hand_out(self, first: int, last: int) -> None:
-        """Have these blocks' memory handed out; they are a piece of each of the tensor's parts."""
+        """Allocate the pages of these blocks, which are one piece in each of the tensor's parts."""
         shape, base = self._blocks.shape, self._blocks.data_ptr()
         block_bytes = math.prod(shape[self._dim + 1 :]) * self._blocks.element_size()
         for part in range(math.prod(shape[: self._dim])):
@@ -79,19 +79,19 @@ class MemoryAhead:
                 time.sleep(REST * (time.perf_counter() - began))
 
 
-PART_BYTES = 16 << 20  # of what a GPU gathers and sends at once
-NUM_SLOTS = 8  # parts on their way at once: as much pinned memory, and as much of the device's
-AHEAD_BYTES = 512 << 20  # of host memory, and of a device that is the host, if it is kept ready
-LEAST_SLOTS = 2  # of blocks that are larger than a part: states are, of many layers
+PART_BYTES = 16 << 20  # size of a part, which a GPU gathers and sends at once
+NUM_SLOTS = 8  # parts in transit at once; each takes PART_BYTES of pinned and of device memory
+AHEAD_BYTES = 512 << 20  # allocated early, of host memory and of a CPU device, after `keep_ready`
+LEAST_SLOTS = 2  # for blocks larger than a part, such as states of many layers
 
 
 class HostBlocks:
-    """Mirrors of the device's KV tensors. dim: the dimension that counts blocks; num_blocks: how
-    many each has, as many as the device if absent. streams: of the device, found if absent.
-    part_bytes, num_slots: as PART_BYTES and NUM_SLOTS.
+    """Host mirrors of the device's KV tensors. dim: dimension that counts blocks. num_blocks:
+    blocks of each mirror, as many as on the device if empty. streams: streams of the device, found
+    if None. part_bytes, num_slots: see PART_BYTES and NUM_SLOTS.
 
-    A mirror counts its blocks in the first dimension, so that each is one piece of memory: there
-    it takes few large pages, and is read and written at once.
+    A mirror counts its blocks in its first dimension, so each block is one piece of memory. It
+    spans few large pages, and is read and written at once.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class HostBlocks:
             self._transfers = Transfers(streams, slot_bytes, num_slots)
 
     def keep_ready(self) -> None:
-        """Have memory handed out ahead of its use from now on: somebody waits for what is written
-        there."""
+        """Allocate pages ahead of their use from now on, because a request waits for the blocks
+        written there."""
         self._is_kept_ready = True
         for place, kv in enumerate(self._device_kv):
             if kv.numel() and kv.device.type == "cpu":
@@ -132,8 +132,8 @@ class HostBlocks:
             self._mirror(place)
 
     def swap_out(self, place: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks `source` of a device tensor to blocks `destination` of its mirror. Waits only
-        if more is on its way than there are slots for."""
+        """Copy blocks `source` of device tensor `place` to blocks `destination` of its mirror.
+        Waits only if all slots are in use."""
         mirror, device = self._mirror(place), self._device_kv[place]
         _note(self._host_ahead[place], destination)
         if self._transfers is None:
@@ -147,8 +147,8 @@ class HostBlocks:
             self._transfers.out(blocks)
 
     def load(self, place: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks back: from `source` of the mirror to `destination` of the device tensor.
-        Waits for those that are still on their way to `source`."""
+        """Copy blocks `source` of a mirror to blocks `destination` of the device tensor. Waits for
+        blocks that are still on their way to `source`."""
         mirror, device = self._mirror(place), self._device_kv[place]
         _note(self._device_ahead[place], destination)
         if self._transfers is None:
@@ -163,7 +163,7 @@ class HostBlocks:
             self._transfers.into(blocks)
 
     def give_back(self) -> None:
-        """Return all memory of blocks to the system; what they held is lost."""
+        """Return the mirrors' memory to the system; the contents are lost."""
         if self._transfers is not None:
             self._transfers.wait()
         with self._lock:
@@ -179,23 +179,23 @@ class HostBlocks:
         return kv.numel() // kv.shape[self._dim] * kv.element_size()
 
     def regions(self) -> list[tuple[int, int]]:
-        """Return address and bytes of each mirror, all of which are made."""
+        """Return address and bytes of each mirror; creates all mirrors."""
         mirrors = [self._mirror(place) for place in range(len(self._device_kv))]
         return [(mirror.data_ptr(), mirror.nbytes) for mirror in mirrors]
 
     def address(self, place: int, block: int) -> int:
-        """Return where a block of a mirror begins."""
+        """Return the address of a block of a mirror."""
         return self._mirror(place).data_ptr() + block * self.block_bytes(place)
 
     def read(self, place: int, block: int) -> memoryview:
         """Return a copy of a block of a mirror: all of the device's bytes at its index, in C order.
-        From any thread."""
+        Any thread may call it."""
         return self._settled_block(place, block).copy().reshape(-1).view(np.uint8).data
 
     def write(self, place: int, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Fill a block of a mirror with bytes as `read` gives them. From any thread.
+        """Fill a block of a mirror with bytes in the order of `read`. Any thread may call it.
 
-        Raises ValueError if they are not as many as a block has; then nothing is written.
+        Raises ValueError, and writes nothing, if the number of bytes is not a block's.
         """
         values = np.frombuffer(data, np.uint8)
         if len(values) != self.block_bytes(place):
@@ -209,21 +209,20 @@ class HostBlocks:
         target[...] = values.view(target.dtype).reshape(target.shape)
 
     def _settled_block(self, place: int, block: int) -> npt.NDArray[np.integer]:
-        """Return a view of a block of a mirror, after what was on its way there has come. Copied by
-        numpy: torch would start a second pool of threads for the thread that asks."""
+        """Return a view of a block of a mirror once no move to it is in transit. Copies use numpy,
+        because torch would start a second pool of threads for the calling thread."""
         if self._transfers is not None:
             self._transfers.wait_for(place, np.array([block], np.int32))
         found: npt.NDArray[np.integer] = as_numpy(self._mirror(place))[block]
         return found
 
     def _parts(self, place: int, num_blocks: int) -> Iterator[slice]:
-        """Cut a move into parts of as many blocks as fit a slot."""
+        """Cut a move into slices of as many blocks as fit a slot."""
         size = max(1, self._part_bytes // max(1, self.block_bytes(place)))
         return (slice(start, start + size) for start in range(0, num_blocks, size))
 
     def _mirror(self, place: int) -> torch.Tensor:
-        """Make a mirror, or return the one that is there. Whoever comes first, perhaps a store,
-        makes it."""
+        """Return a mirror; create it on first use, which may be by a store."""
         with self._lock:
             mirror = self._host_kv[place]
             if mirror is None:
@@ -243,14 +242,14 @@ class HostBlocks:
 
 
 def _blocks_of(kv: torch.Tensor, dim: int) -> npt.NDArray[np.integer]:
-    """View a tensor as [parts, blocks, numbers], the numbers as wide as they fit. numpy copies them
-    on the thread that asks; torch would start all others for each block, and wait for them."""
+    """View a tensor as [parts, blocks, numbers], with numbers as wide as possible. numpy copies
+    them on the calling thread; torch would start and await its other threads for each block."""
     parts, num_blocks = math.prod(kv.shape[:dim]), kv.shape[dim]
     values = kv.view(torch.uint8).view(parts, num_blocks, -1).numpy()
     return values.view(np.uint64 if values.shape[-1] % 8 == 0 else np.uint8)
 
 
 def _note(ahead: MemoryAhead | None, blocks: Int32) -> None:
-    """Take note that blocks are written."""
+    """Record that blocks are written."""
     if ahead is not None and len(blocks):
         ahead.use(int(blocks.max()))

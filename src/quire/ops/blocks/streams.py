@@ -1,7 +1,7 @@
-"""What moves of blocks need of a device: streams, points in them, and memory that both sides reach.
+"""Device interfaces of block moves: streams, marks in them, and memory that both sides reach.
 
-The moves (transfers.py) are written against these interfaces, so that tests can carry the work out
-in any order that a GPU might take. The real ones are CUDA's.
+The moves (transfers.py) use these interfaces, so that tests can do the work in any order that a GPU
+might choose. The production implementation is CUDA's.
 """
 
 from collections.abc import Callable
@@ -18,50 +18,50 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Mark(Protocol):
-    """A point in a stream's work, or the end of a task of the helper thread."""
+    """Point in a stream's work, or the end of a task of the helper thread."""
 
     def is_done(self) -> bool:
-        """Tell whether all before it is done. Does not wait."""
+        """Return whether all work before the mark is done. Does not wait."""
         ...
 
     def wait(self) -> None:
-        """Hold this thread until all before it is done. Raises what a task raised."""
+        """Block this thread until all work before the mark is done. Raises the task's error."""
         ...
 
 
 class Stream(Protocol):
-    """Work of a device in one order."""
+    """Queue of work on a device, done in order."""
 
     def run(self, launch: Callable[[], object]) -> None:
-        """Launch work that follows what was launched here before."""
+        """Launch work that follows all earlier work of this stream."""
         ...
 
     def mark(self) -> Mark:
-        """The point behind all that was launched so far."""
+        """Return a mark after all work launched so far."""
         ...
 
     def wait_for(self, mark: Mark) -> None:
-        """Hold what is launched here from now on until a stream's mark. The host goes on."""
+        """Delay all later work of this stream until a stream's mark. The host does not wait."""
         ...
 
 
 class Streams(Protocol):
-    """A device's streams: of the steps, and for copies to the host and from it beside them."""
+    """A device's streams: for the steps, and alongside them for copies to and from the host."""
 
     compute: Stream
     out: Stream
     into: Stream
 
     def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes of pinned host memory, and as many of the device's, free on its compute stream."""
+        """Allocate pinned host bytes, and as many device bytes that `compute` may use."""
         ...
 
     def ids(self, blocks: Int32) -> torch.Tensor:
-        """Block ids for work on the compute stream."""
+        """Return block ids [N] as a tensor for work on the compute stream."""
         ...
 
     def beside(self, task: Callable[[], None]) -> Mark:
-        """Do tasks one after the other on a thread of their own."""
+        """Run a task on the helper thread, after its earlier tasks; return its end as a mark."""
         ...
 
 
@@ -74,12 +74,12 @@ class CudaMark:
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """See Mark. Other threads of Python run meanwhile."""
+        """See Mark. Other Python threads run meanwhile."""
         self.event.synchronize()
 
 
 class CudaStream:
-    """stream: that one, or whichever is the current one when something is launched."""
+    """CUDA stream; None stands for the stream that is current at each launch."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -95,7 +95,7 @@ class CudaStream:
             launch()
 
     def mark(self) -> CudaMark:
-        """See Stream. A thread that waits for it sleeps, instead of taking a core."""
+        """See Stream. A thread that waits for the mark sleeps, instead of using a core."""
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
         return CudaMark(event)
@@ -120,7 +120,7 @@ class TaskMark:
 
 
 class CudaStreams:
-    """The helper thread begins with its first task, and ends when this object does."""
+    """CUDA's streams. The helper thread starts with its first task and ends with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -135,7 +135,7 @@ class CudaStreams:
         pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         for stream in self._sides:
-            staging.record_stream(stream)  # it is not given away while a copy still uses it
+            staging.record_stream(stream)  # no reuse while a copy still uses it
         return pinned, staging
 
     def ids(self, blocks: Int32) -> torch.Tensor:
@@ -148,10 +148,10 @@ class CudaStreams:
 
 
 def streams_of(tensor: torch.Tensor) -> Streams | None:
-    """Return the streams of a tensor's device; None if that is the host."""
+    """Return the streams of the device of a tensor [...]; None if that is the host."""
     return CudaStreams(tensor.device) if tensor.is_cuda else None
 
 
 def device_ids(blocks: Int32, device: torch.device) -> torch.Tensor:
-    """Block ids of any shape on a device, as int32; a GPU's host does not wait for them."""
+    """Copy block ids of any shape to a device, as int32; a GPU's host does not wait."""
     return to_device(np.array(blocks, np.int32), device)

@@ -1,23 +1,22 @@
-"""Moves of blocks between a GPU's KV tensors and the host's mirrors, beside the steps.
+"""Moves of blocks between a GPU's KV tensors and the host's mirrors, alongside the steps.
 
-A ring of slots, each a pinned buffer and a staging buffer of the device of the same size:
+They use a ring of slots. A slot is a pinned buffer and a device's staging buffer of the same size:
 
     out     kv -gather-> staging | -copy-> pinned | -> mirror
             compute stream       | stream `out`   | helper thread
     into    mirror -> pinned | -copy-> staging | -scatter-> kv
             this thread      | stream `into`   | compute stream
 
-So a block that goes out may be overwritten by whatever the compute stream does next, and the host
-waits only for blocks that it must read and that have not arrived, and for the oldest slot if all of
-them are in use. A slot is rewritten only after what used it is over. `use.done` says so to the
-host, of the pinned buffer, and if blocks went out of both buffers. A staging buffer from which
-blocks came in is read by the compute stream later: the stream `into` waits for `scattered`, and the
-compute stream's own work is in order.
+So the compute stream may overwrite an outgoing block right after its gather. The host waits only
+for blocks that it must read and that have not arrived, and for the oldest slot if all are in use. A
+slot is rewritten only after its last use has ended. `use.done` signals this to the host, for the
+pinned buffer and, after `out`, for both buffers. The compute stream reads the staging buffer of
+`into` later. So the stream `into` waits for `scattered`, and the compute stream is in order.
 
-Why pinned slots instead of pinned mirrors: mirrors are as large as the pool, tens of gigabytes,
-and pinning takes all of that from the system at once, at seconds for each ten gigabytes. A slot
-costs a copy in the host's memory: for blocks that go out the helper thread makes it, those
-that come in are needed by the step that is about to be launched.
+Mirrors are not pinned: they are as large as the pool, tens of gigabytes. Pinning takes all of that
+from the system at once, and seconds per ten gigabytes. A slot costs one more copy in host memory.
+For outgoing blocks the helper thread makes it. Incoming blocks are needed by the step that is about
+to be launched.
 """
 
 from dataclasses import dataclass, field
@@ -29,14 +28,14 @@ import torch
 from quire.ops.blocks.block_moves import gather_blocks, scatter_blocks
 from quire.ops.blocks.streams import Int32, Mark, Stream, Streams
 
-# By bytes per element; numpy does not know all of torch's types, and copies need not.
+# By bytes per element. numpy lacks some of torch's types, and copies do not need them.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a device's tensor and of its mirror. place: which tensor it is; dim: counts blocks
-    of kv, those of the mirror stand in its first dimension; on_device, on_host: ids of as many."""
+    """Blocks of a device tensor and of its mirror. place: index of the tensor. dim: dimension of kv
+    that counts blocks; the mirror's is 0. on_device, on_host: equally many block ids."""
 
     place: int
     kv: torch.Tensor
@@ -48,7 +47,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class _Use:
-    """done: the pinned buffer may be rewritten, and blocks `on_host` of the mirror have come."""
+    """Use of a slot. done: when its pinned buffer is free, and blocks `on_host` have arrived."""
 
     done: Mark
     place: int = -1
@@ -57,7 +56,7 @@ class _Use:
 
 @dataclass
 class _Slot:
-    """scattered: behind the compute stream's last read of the staging buffer."""
+    """Pair of buffers. scattered: mark after the compute stream's last read of `staging`."""
 
     pinned: torch.Tensor
     staging: torch.Tensor
@@ -66,10 +65,9 @@ class _Slot:
 
 
 class Transfers:
-    """`out` and `into` are for the thread that launches steps, the rest for any.
-
-    slot_bytes: of each of num_slots, which are taken with the first move; no move is larger.
-    """
+    """Ring of slots for moves. Only the thread that launches steps calls `out` and `into`; any
+    thread may call the rest. slot_bytes: size of each slot, the maximum of a move. The first move
+    allocates all slots."""
 
     def __init__(self, streams: Streams, slot_bytes: int, num_slots: int) -> None:
         self._streams = streams
@@ -79,7 +77,7 @@ class Transfers:
         self._oldest = 0
 
     def out(self, blocks: Blocks) -> None:
-        """Copy blocks of the device to the mirror, in the state that the compute stream leaves."""
+        """Copy device blocks to the mirror, with the values at this point of the compute stream."""
         streams, slot = self._streams, self._take_slot()
         staged, pinned = (_buffer(each, blocks) for each in (slot.staging, slot.pinned))
         ids_N = streams.ids(blocks.on_device)
@@ -90,8 +88,8 @@ class Transfers:
         slot.use = _Use(done, blocks.place, blocks.on_host)
 
     def into(self, blocks: Blocks) -> None:
-        """Copy blocks of the mirror to the device, none of them twice, before what the compute
-        stream does next."""
+        """Copy distinct blocks of the mirror to the device, before later work of
+        `streams.compute`."""
         self.wait_for(blocks.place, blocks.on_host)
         streams, slot = self._streams, self._take_slot()
         staged, pinned = (_buffer(each, blocks) for each in (slot.staging, slot.pinned))
@@ -106,24 +104,24 @@ class Transfers:
         slot.scattered = streams.compute.mark()
 
     def wait_for(self, place: int, on_host: Int32) -> None:
-        """Wait until nothing is on its way to these blocks of a mirror."""
+        """Wait until no move to these blocks of a mirror is in transit."""
         for slot in tuple(self._slots):
             use = slot.use
             if use is None or use.place != place:
                 continue
-            # What has ended is waited for, too: it may have failed.
+            # Waiting for an ended move raises its error, if it failed.
             if use.done.is_done() or np.isin(on_host, use.on_host).any():
                 use.done.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until no move is in transit."""
         for slot in tuple(self._slots):
             if slot.use is not None:
                 slot.use.done.wait()
 
     def _take_slot(self) -> _Slot:
-        """Take the slot that was taken longest ago; while another thread asks, it keeps its last
-        use."""
+        """Return the least recently used slot once it is free; its last use stays visible to other
+        threads."""
         if not self._slots:
             start = self._streams.compute.mark()
             self._slots = [
@@ -150,8 +148,8 @@ def _buffer(whole: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def _settle(sent: Mark, blocks: Blocks, pinned: torch.Tensor) -> None:
-    """Put blocks that have crossed into their places. By numpy, which lets go of Python's lock:
-    torch would start a pool of threads for this one."""
+    """Copy blocks that have arrived in pinned memory to the mirror. numpy releases Python's lock;
+    torch would start a pool of threads for this thread."""
     sent.wait()
     to, from_ = as_numpy(blocks.mirror), as_numpy(pinned)
     for index, block in enumerate(blocks.on_host.tolist()):
@@ -159,6 +157,6 @@ def _settle(sent: Mark, blocks: Blocks, pinned: torch.Tensor) -> None:
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[np.integer]:
-    """Return the same memory as integers of the same size."""
+    """Return a tensor [...] as an array of integers of the same size, in the same memory."""
     values: npt.NDArray[np.integer] = tensor.view(INTEGERS[tensor.element_size()]).numpy()
     return values

@@ -1,1 +1,1 @@
-"""Groups of ranks (`ops/collective.py`): threads of a process, processes of a machine, and more."""
+"""Implementations of RankGroup (`ops/collective.py`): threads, processes of a machine, torch."""

@@ -1,6 +1,6 @@
-"""Some ranks of a group as a group of their own, by exchanges of all of them.
+"""Parts of a group of ranks as smaller groups, by exchanges of the whole group.
 
-Shape legend: G ranks of the whole group, C of a part.
+Shape legend: G ranks of the whole group, C ranks of a part.
 """
 
 import torch
@@ -9,8 +9,8 @@ from quire.ops.collective import ALONE, RankGroup, sum_in_order
 
 
 class Neighbours:
-    """The rank itself and those beside it: of the whole group C from a multiple of C on. All parts
-    exchange at the same time, so each call moves G / C times what a group of C ranks would."""
+    """Group of C consecutive ranks of a whole group, from a multiple of C on. All parts exchange at
+    the same time, so each call moves G / C times as much data as a group of C ranks would."""
 
     def __init__(self, whole: RankGroup, size: int) -> None:
         assert whole.size % size == 0, "parts are equally large"
@@ -19,11 +19,11 @@ class Neighbours:
 
     @property
     def num_exchanges(self) -> int:
-        """See RankGroup; of the whole group."""
+        """See RankGroup; counted in the whole group."""
         return self._whole.num_exchanges
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankGroup; in the order of ranks."""
+        """See RankGroup; sums in order of rank."""
         return sum_in_order(self.all_gather(x).unbind())
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Neighbours:
         return self._own(self._whole.all_gather(x))
 
     def reduce_scatter(self, x_C: torch.Tensor) -> torch.Tensor:
-        """See RankGroup; in the order of ranks."""
+        """See RankGroup; sums in order of rank."""
         return sum_in_order(self.all_to_all(x_C).unbind())
 
     def all_to_all(self, x_C: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Neighbours:
         return self._own(self._whole.all_to_all(x_G))
 
     def abort(self) -> None:
-        """See RankGroup; all of the whole group's."""
+        """See RankGroup; aborts the whole group."""
         self._whole.abort()
 
     def _own(self, x_G: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Neighbours:
 
 
 def neighbours(whole: RankGroup, size: int) -> RankGroup:
-    """Return the group of so many neighbours that a rank is one of."""
+    """Return the group of `size` neighbouring ranks that contains this rank."""
     if size == 1:
         return ALONE
     return whole if size == whole.size else Neighbours(whole, size)

@@ -1,4 +1,4 @@
-"""Ranks that are processes of one machine, over memory that all have mapped (csrc/shared_group.h).
+"""Group of ranks that are processes of one machine, over shared memory (csrc/shared_group.h).
 
 Shape legend: G ranks of the group.
 """
@@ -10,7 +10,7 @@ from quire.ops.host.native import core
 from quire.ops.host.native_types import CoreGroup
 from quire.ops.host.threads import num_threads
 
-SLOT_BYTES = 256 * 1024  # of a piece: what a core's own cache holds beside what it works on
+SLOT_BYTES = 256 * 1024  # size of a piece: fits a core's own cache next to its working data
 NUMBERS = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -22,7 +22,8 @@ NUMBERS = {
 
 
 class SharedGroup:
-    """One of the processes that share a file. Tensors are on the CPU. core: for programs."""
+    """Rank of a group of processes that map one file. Tensors are on the CPU. core: the C++ object,
+    which programs use."""
 
     def __init__(
         self,
@@ -33,9 +34,9 @@ class SharedGroup:
         timeout_s: float = 300.0,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """Join the others, which come with the same path and sizes. Who comes first makes the file;
-        memory without a name (os.memfd_create) has the path /proc/self/fd/N. timeout_s: how long
-        one waits for another."""
+        """Join the other ranks, which give the same path and sizes. The first rank creates the
+        file. Unnamed memory (os.memfd_create) has the path /proc/self/fd/N. timeout_s: maximum wait
+        for another rank. Raises ConfigError or EngineError if joining fails."""
         if not 0 <= rank < size:
             raise ConfigError(f"A rank must be from 0 to size - 1 = {size - 1}, got {rank}.")
         native = core()
@@ -49,22 +50,22 @@ class SharedGroup:
 
     @property
     def seconds(self) -> float:
-        """Return the time that exchanges have taken so far, with waiting."""
+        """Total time of exchanges so far, including waits."""
         return self.core.seconds
 
     @property
     def num_exchanges(self) -> int:
-        """See RankGroup; of a large tensor its pieces."""
+        """See RankGroup; a large tensor counts once per piece."""
         return self.core.num_exchanges
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankGroup; x is overwritten."""
+        """See RankGroup; overwrites x if it is contiguous."""
         x = x.contiguous()
         self.core.all_reduce(x.data_ptr(), x.numel(), NUMBERS[x.dtype], num_threads())
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankGroup; of any dtype."""
+        """See RankGroup; accepts any dtype."""
         x = x.contiguous()
         out_G = x.new_empty(self.size, *x.shape)
         self.core.all_gather(out_G.data_ptr(), x.data_ptr(), x.nbytes, num_threads())
@@ -79,7 +80,7 @@ class SharedGroup:
         return out
 
     def all_to_all(self, x_G: torch.Tensor) -> torch.Tensor:
-        """See RankGroup; of any dtype."""
+        """See RankGroup; accepts any dtype."""
         x_G = x_G.contiguous()
         out_G = torch.empty_like(x_G)
         num_bytes = x_G.nbytes // self.size

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: for tests, and what other groups are compared with.
+"""Group of ranks that are threads of one process: for tests, and the reference for other groups.
 
 Shape legend: G ranks of the group.
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where threads put down a tensor each, and look at all once everybody has."""
+    """Rendezvous where each thread deposits a tensor, and reads all once the last has arrived."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
@@ -27,7 +27,7 @@ class Meeting:
     def exchange(
         self, rank: int, part: torch.Tensor, take: Callable[[list[torch.Tensor]], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what a rank takes of all ranks' parts; no memory of theirs."""
+        """Return `take` of all ranks' parts [...]; the result must not share their memory."""
         self._parts[rank] = part
         try:
             self._barrier.wait()
@@ -38,12 +38,12 @@ class Meeting:
         return taken
 
     def abort(self) -> None:
-        """Wake all who wait, and let nobody wait again."""
+        """Wake all waiting threads; every later exchange fails."""
         self._barrier.abort()
 
 
 class ThreadGroup:
-    """One of the threads that meet there."""
+    """Rank of a group of threads that exchange at `meeting`."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size = rank, meeting.size
@@ -80,14 +80,14 @@ class ThreadGroup:
 
 
 def thread_groups(size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
-    """Make a group for each of so many threads. timeout_s: how long one waits for the others."""
+    """Make a group object for each of `size` threads. timeout_s: maximum wait for the others."""
     meeting = Meeting(size, timeout_s)
     return [ThreadGroup(rank, meeting) for rank in range(size)]
 
 
 def run_ranks(size: int, work: Callable[[RankGroup], T], timeout_s: float = 60.0) -> list[T]:
-    """Let each of so many threads work as a rank; returns what each of them returned. What the
-    first raised is raised here, once all have ended."""
+    """Run `work` on `size` threads as ranks; return their results. The first error is raised once
+    all threads have ended."""
     groups = thread_groups(size, timeout_s)
     raised: list[BaseException] = []
 

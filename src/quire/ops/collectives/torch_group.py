@@ -1,10 +1,10 @@
-"""Ranks that exchange by torch.distributed: gloo on CPUs, NCCL on GPUs.
+"""Group of ranks that exchange by torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-The process groups are objects of their own: torch's default group is neither needed nor made. Ranks
-meet by a store: a FileStore in a private directory on one machine, or one that is given.
+The process groups are separate objects: torch's default group is neither needed nor created. Ranks
+find each other by a store: a FileStore in a private directory on one machine, or a given store.
 
-NCCL's part follows torch's documentation and has not been run here, for want of two GPUs. Its calls
-put work behind the current stream's and do not wait, so graphs can record them.
+The NCCL part follows torch's documentation and has not been run here, because that takes two GPUs.
+Its calls enqueue work on the current stream and do not wait, so graphs can record them.
 
 Shape legend: G ranks of the group.
 """
@@ -22,14 +22,14 @@ from torch._C import _distributed_c10d as c10d
 from quire.base.errors import ConfigError, RankLost
 from quire.ops.collective import sum_in_order
 
-ABORTED = "aborted"  # a key of the store
-NAP_S = 20e-6  # between two looks whether gloo is done
-CHECK_S = 0.05  # between two looks whether another rank has given up
+ABORTED = "aborted"  # key of the store
+NAP_S = 20e-6  # interval of checks whether gloo is done
+CHECK_S = 0.05  # interval of checks whether another rank has aborted
 
 
 class TorchGroup:
-    """in_order: sum in the order of ranks, whatever the backend would do; for determinism.
-    finish: begin an exchange and wait for it, if need be."""
+    """Rank of a group that uses a torch backend. in_order: sum in order of rank, for determinism,
+    instead of the backend's order. finish: begins an exchange and, if needed, waits for it."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class TorchGroup:
         return out_G
 
     def reduce_scatter(self, x_G: torch.Tensor) -> torch.Tensor:
-        """See RankGroup; always in the order of ranks."""
+        """See RankGroup; always sums in order of rank."""
         return sum_in_order(self.all_to_all(x_G).unbind())
 
     def all_to_all(self, x_G: torch.Tensor) -> torch.Tensor:
@@ -80,15 +80,16 @@ class TorchGroup:
 
 
 class GlooWaiting:
-    """Waits for gloo, which cannot be interrupted, by looking: at its work, and now and then at
-    the store, where whoever gives up says so."""
+    """Waiter for gloo's exchanges, which cannot be interrupted. It polls the exchange and, at
+    intervals, the store, where a rank that aborts sets a key."""
 
     def __init__(self, store: c10d.Store) -> None:
         self._store, self._has_given_up = store, threading.Event()
 
     def finish(self, begin: Callable[[], c10d.Work]) -> None:
-        """Begin an exchange and wait for it."""
-        if self._has_given_up.is_set():  # others show below: without them it would not end
+        """Begin an exchange and wait for it. Raises RankLost if another rank aborts or is
+        unreachable."""
+        if self._has_given_up.is_set():  # the loop below finds other ranks' aborts
             self._check()
         try:
             work, next_check = begin(), time.monotonic() + CHECK_S
@@ -105,7 +106,7 @@ class GlooWaiting:
             self._check()
 
     def abort(self) -> None:
-        """Give up, and tell the others."""
+        """Abort, and notify the other ranks by the store."""
         self._has_given_up.set()
         self._store.set(ABORTED, "1")
 
@@ -116,7 +117,7 @@ class GlooWaiting:
 
 
 def file_store(path: str, size: int) -> c10d.Store:
-    """Make a store of so many ranks in a file, which must be nobody else's."""
+    """Make a store for `size` ranks in a file of their own."""
     return c10d.FileStore(path, size)
 
 
@@ -130,8 +131,8 @@ def gloo_group(
     in_order: bool = False,
 ) -> TorchGroup:
     """Join ranks whose tensors are on CPUs. hostname: an address of this machine that the others
-    reach; nothing listens elsewhere."""
-    gloo: Any = c10d.ProcessGroupGloo  # whose stubs lack what is used here
+    reach; the group listens only there. Raises RankLost if they are unreachable."""
+    gloo: Any = c10d.ProcessGroupGloo  # its stubs lack the names used here
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [gloo.create_device(hostname=hostname)]
@@ -152,8 +153,8 @@ def nccl_group(
     timeout_s: float = 300.0,
     in_order: bool = False,
 ) -> TorchGroup:
-    """Join ranks with a GPU each. Connections are made now, so that graphs may record from the
-    first exchange on."""
+    """Join ranks with one GPU each. It connects now, so that graphs may record from the first
+    exchange on."""
     if not dist.is_nccl_available():
         raise ConfigError("Ranks on GPUs exchange by NCCL, which this torch was built without.")
     options = c10d.ProcessGroupNCCL.Options()

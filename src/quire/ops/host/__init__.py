@@ -1,1 +1,1 @@
-"""The CPU: the C++ core, threads, memory pages."""
+"""Host CPU: the C++ core, threads and memory pages."""

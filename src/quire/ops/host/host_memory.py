@@ -1,5 +1,5 @@
-"""Memory of the CPU as tensors: zeroed and only taken when it is used, or in large pages; and the
-way from it to a device."""
+"""CPU memory as tensors: zeros that occupy memory only once written, memory in large pages, and
+copies to a device."""
 
 import math
 
@@ -13,7 +13,7 @@ CHUNK_BYTES = 64 << 20
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, on a CPU those of `zeros`."""
+    """Return a tensor of zeros; on a CPU, its pages are allocated when they are first written."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
@@ -21,14 +21,13 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The values on a device; a GPU's host does not wait for them. They must not be changed
-    afterwards.
+    """Copy values [...] to a device; a GPU's host does not wait. Do not change them afterwards.
 
-    The pinned memory may be let go of at once: torch's copy tells the host allocator which stream
-    reads it (at::native::copy_kernel_cuda calls record_event for copies that do not block), and
-    when the tensor dies the allocator records an event there and hands the memory out again only
-    after it (CachingHostAllocatorImpl::free, process_events). Memory of so few bytes comes from its
-    free lists after the first times, without a call of cudaHostAlloc.
+    The pinned memory may be released at once. torch's copy notifies the host allocator of the
+    stream that reads it: at::native::copy_kernel_cuda calls record_event for copies that do not
+    block. When the tensor is freed, the allocator records an event there and reuses the memory only
+    after it (CachingHostAllocatorImpl::free, process_events). After the first calls, memory of so
+    few bytes comes from its free lists, without a call of cudaHostAlloc.
     """
     here = torch.from_numpy(values)
     if device.type != "cuda":
@@ -37,15 +36,15 @@ def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Te
 
 
 class HugeMemory:
-    """Hands out memory of pages of 2 MiB, where the system has them: reading it misses the
-    processor's page tables less often. A chunk is given back with the last tensor in it."""
+    """Allocator of memory in pages of 2 MiB, where the system has them; reading it misses the TLB
+    less often. A chunk is freed with its last tensor."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Bytes without values, aligned to 64."""
+        """Return uninitialised bytes [num_bytes], aligned to 64."""
         if num_bytes > len(self._chunk) - self._used:
             self._chunk = _huge_chunk(max(CHUNK_BYTES, aligned(num_bytes, HUGE_PAGE)))
             self._used = 0
@@ -55,20 +54,20 @@ class HugeMemory:
 
 
 def passing_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory without values that the system has back as soon as the tensor is gone; malloc would
-    keep some of it. For tensors of megabytes."""
+    """Return an uninitialised tensor whose memory returns to the system as soon as it is freed;
+    malloc would hold some of it. For tensors of megabytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return _huge_chunk(num_bytes).view(dtype).view(shape)
 
 
 def _huge_chunk(num_bytes: int) -> torch.Tensor:
-    """Begins at a multiple of 2 MiB; takes no memory before it is written."""
+    """Return bytes from a multiple of 2 MiB on, which occupy no memory before they are written."""
     whole = torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + num_bytes]
 
 
 def forget_pages(values: torch.Tensor) -> None:
-    """Give back the whole pages of a mapped file in which these contiguous values lie."""
+    """Return to the system the whole file-mapped pages within contiguous values [...]."""
     if values.device.type == "cpu":
         forget(values.data_ptr(), values.nbytes)

@@ -1,8 +1,8 @@
-"""The C++ core, `quire._core`: loaded if it was built, else the torch path does the work.
+"""Loader of the C++ core, `quire._core`. Without it, the torch path does the work.
 
-Its functions (native_types.py) take addresses and sizes; what is passed is checked here. They
-release the interpreter's lock. A missing core is never an error: `core()` warns once and returns
-None. torch is not imported here.
+The core's functions (native_types.py) take addresses and sizes; this module checks what is passed.
+They release the interpreter's lock. A missing core is never an error: `core()` warns once and
+returns None. This module does not import torch.
 """
 
 import functools
@@ -25,8 +25,8 @@ _HOW_TO_BUILD = (
 
 @functools.cache
 def core() -> Core | None:
-    """Return the compiled module; None, with a warning, if it is missing, of another version or
-    built for CPUs with more instruction sets than this one has."""
+    """Return the compiled module. Return None, with a warning, if it is missing, has another
+    version, or was built for CPUs with more instruction sets than this one has."""
     try:
         module = cast(Core, importlib.import_module("quire._core"))
     except ImportError as error:
@@ -46,21 +46,22 @@ def core() -> Core | None:
 
 
 def needed_core() -> Core:
-    """Return the core where something exists that only it can have made."""
+    """Return the core, for callers that hold an object which only the core can have made."""
     module = core()
     assert module is not None, "this needs the C++ core"
     return module
 
 
 def core_for(*tensors: "torch.Tensor") -> Core | None:
-    """Return the core if it can work on these tensors: all of them on the CPU."""
+    """Return the core if all tensors [...] are on the CPU and the core exists, else None."""
     return core() if all(tensor.device.type == "cpu" for tensor in tensors) else None
 
 
 def address(tensor: "torch.Tensor", dtype: "torch.dtype") -> int:
-    """Return where the tensor's data begins. It must be contiguous, of this dtype and on the CPU.
+    """Return the address of a tensor's data [...]. It must be contiguous, of this dtype and on the
+    CPU.
 
-    The caller keeps the tensor alive until the core's function has returned.
+    The caller must hold the tensor until the core's function has returned.
     """
     assert tensor.dtype == dtype, f"needs {dtype}, got {tensor.dtype}"
     assert tensor.is_contiguous(), f"needs a contiguous tensor, got strides {tensor.stride()}"

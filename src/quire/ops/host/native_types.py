@@ -1,17 +1,17 @@
-"""The C++ core as type checkers see it; csrc/binding.cpp defines it, and tests/ops/test_native.py
-compares both. What is called an address is the place of a tensor's data, 0 for none.
+"""Types of the C++ core for type checkers; csrc/binding.cpp defines it, and
+tests/ops/test_native.py compares the two. An address is that of a tensor's data, 0 for none.
 
-No torch here.
+This module does not import torch.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-BLOCK_LAYOUT = 6  # of keys and values; raised when their bytes or their rounding are others
+BLOCK_LAYOUT = 6  # version of stored keys and values; raised when their bytes or rounding change
 
 
 class CorePlan(Protocol):
-    """How a step's attention is shared between threads (csrc/attention.h)."""
+    """Division of a step's attention between threads (csrc/attention.h)."""
 
     @property
     def num_items(self) -> int: ...
@@ -25,7 +25,7 @@ class CorePlan(Protocol):
 
 
 class CoreStatePlan(Protocol):
-    """A step's rows and the blocks that take their states (csrc/states.h)."""
+    """A step's rows and the blocks that store their states (csrc/states.h)."""
 
     def prepare(
         self, *, tables: int, table_stride: int, query_starts: int, context_lens: int,
@@ -34,11 +34,11 @@ class CoreStatePlan(Protocol):
 
 
 class CoreStates(Protocol):
-    """Where a layer's states stand."""
+    """Address and size of a layer's states."""
 
 
 class CoreKV(Protocol):
-    """Where a layer's keys and values stand, and in which format."""
+    """Addresses and format of a layer's keys and values."""
 
     @property
     def heads(self) -> int: ...
@@ -49,11 +49,11 @@ class CoreRows(Protocol):
 
 
 class CoreWeight(Protocol):
-    """A packed weight (csrc/linear.h)."""
+    """Packed weight (csrc/linear.h)."""
 
 
 class CoreGroup(Protocol):
-    """Ranks that are processes of one machine (csrc/shared_group.h). number: of a dtype."""
+    """Group of ranks that are processes of one machine (csrc/shared_group.h). number: a dtype's."""
 
     @property
     def seconds(self) -> float: ...
@@ -97,7 +97,7 @@ class CoreProgram(Protocol):
 
 
 class Core(Protocol):
-    """The module `quire._core`."""
+    """Module `quire._core`."""
 
     __file__: str
 
@@ -216,9 +216,8 @@ class Core(Protocol):
 
 
 class WeightLayout(NamedTuple):
-    """What a packed weight is, without its data. format, variant: the core's numbers; group:
-    inputs that share a scale, 1 where there are no scales; is_ordered: 1 where inputs were sorted,
-    else 0."""
+    """Description of a packed weight without its data. format, variant: the core's numbers. group:
+    inputs that share a scale, 1 without scales. is_ordered: 1 if inputs were sorted, else 0."""
 
     format: int
     variant: int
@@ -228,5 +227,5 @@ class WeightLayout(NamedTuple):
     is_ordered: int = 0
 
     def at(self, address: int, core: Core) -> CoreWeight:
-        """Return the weight whose data stand there, as the core's functions take it."""
+        """Return the weight whose data begins at `address`, as the core's type."""
         return core.PackedWeight(**self._asdict(), data=address)

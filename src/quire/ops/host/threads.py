@@ -1,8 +1,8 @@
 """Threads of the C++ core, and the processors of each process.
 
-The core computes with the cores that this process may use. QUIRE_NUM_THREADS or OMP_NUM_THREADS set
-another number; `set_num_threads` sets one for this process, `torch_threads` one for torch's own
-operations. `share_cores` divides the processors of a machine among several processes.
+By default the core computes with the cores that this process may use. QUIRE_NUM_THREADS or
+OMP_NUM_THREADS set another number. `set_num_threads` sets it for this process, and `torch_threads`
+for torch's own operations. `share_cores` divides a machine's processors among processes.
 """
 
 import math
@@ -22,7 +22,7 @@ _chosen: int | None = None
 
 
 def num_threads() -> int:
-    """Threads of one call into the core."""
+    """Return the number of threads of one call into the core."""
     global _chosen
     if _chosen is None:
         _chosen = wanted_threads() or usable_cores()
@@ -30,7 +30,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(number: int | None) -> None:
-    """Compute with so many threads from now on; None: with as many as the start chose."""
+    """Set the number of threads from now on; None restores the default. Raises ConfigError."""
     global _chosen
     if number is not None and number < 1:
         raise ConfigError(f"the number of threads must be at least 1, got {number}.")
@@ -39,12 +39,12 @@ def set_num_threads(number: int | None) -> None:
 
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
-    """Let torch compute with so many threads; None: with as many as it has.
+    """Set torch's number of threads within the context; None leaves it unchanged.
 
-    Its threads and the core's wait for work without sleeping. Where the two take turns within a
-    step, torch's keep the cores that the core's need (docs/inside/cpu.md).
+    Threads of torch and of the core wait for work without sleeping. If the two alternate within a
+    step, torch's threads occupy the cores that the core's threads need (docs/inside/cpu.md).
     """
-    import torch  # a start without torch imports this file
+    import torch  # processes without torch import this file
 
     before = torch.get_num_threads()
     if number is None or number == before:
@@ -58,8 +58,8 @@ def torch_threads(number: int | None) -> Iterator[None]:
 
 
 def usable_cores() -> int:
-    """Cores that this process's affinity and control group leave it. Two threads of one core count
-    once, because they would share its vector units."""
+    """Return the number of cores that this process's affinity and control group allow. Two threads
+    of one core count once, because they share its vector units."""
     allowed = _affinity()
     cores = {_siblings(cpu) for cpu in allowed}
     quota = cpu_quota(CGROUP)
@@ -67,12 +67,12 @@ def usable_cores() -> int:
 
 
 def is_number_given() -> bool:
-    """Tell whether the environment says how many threads to compute with."""
+    """Return whether the environment sets the number of threads."""
     return wanted_threads() is not None
 
 
 def cpu_quota(cgroup: Path) -> float | None:
-    """Cores' worth of time under a version 2 or version 1 control group; None is no limit."""
+    """Return the CPU time, in cores, that a control group (version 1 or 2) allows, or None."""
     pair = (_read(cgroup / "cpu.max") or "").split()
     if len(pair) != 2:
         pair = [_read(cgroup / "cpu" / f"cpu.cfs_{part}_us") or "" for part in ("quota", "period")]
@@ -84,6 +84,7 @@ def cpu_quota(cgroup: Path) -> float | None:
 
 
 def wanted_threads() -> int | None:
+    """Return the number of threads that the environment sets, or None. Raises ConfigError."""
     for name in VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()
         if text:
@@ -100,7 +101,7 @@ def _affinity() -> set[int]:
 
 
 def _siblings(cpu: int) -> str:
-    """A name for the core that this logical CPU is a thread of."""
+    """Return a name for the core that this logical CPU is a thread of."""
     return _read(TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
@@ -112,14 +113,14 @@ def _read(path: Path) -> str | None:
 
 
 def share_cores(num: int, topology: Path = TOPOLOGY) -> list[frozenset[int]]:
-    """Deal this process's processors out to so many: whole cores, and neighbours in a socket to
-    one of them. With more processes than cores, some have the same one."""
+    """Divide this process's processors among `num` processes: whole cores, neighbours in a socket
+    together. With more processes than cores, some processes share a core."""
     places = {cpu: _place(topology / f"cpu{cpu}" / "topology", cpu) for cpu in _allowed()}
     return deal(places, num)
 
 
 def deal(places: Mapping[int, tuple[int, int]], num: int) -> list[frozenset[int]]:
-    """Do it for logical processors that stand in (socket, core) places."""
+    """Divide logical processors among `num` processes. places: (socket, core) of each processor."""
     cores = [
         frozenset(cpu for cpu, place in places.items() if place == core)
         for core in sorted(set(places.values()))
@@ -138,7 +139,7 @@ def _allowed() -> set[int]:
 
 
 def _place(directory: Path, cpu: int) -> tuple[int, int]:
-    """Return socket and core of a logical processor; each is its own core where nobody knows."""
+    """Return socket and core of a logical processor; if unknown, it counts as a core of its own."""
     try:
         socket = int((directory / "physical_package_id").read_text())
         return socket, int((directory / "core_id").read_text())

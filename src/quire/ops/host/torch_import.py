@@ -1,9 +1,9 @@
-"""Importing torch in half the time, in processes that are quire's alone.
+"""Import of torch in half the time, in processes that run only quire.
 
-Half of `import torch` (0.6 of 1.25 s) is one module of Python code, which tells what operators do
-to tensors without memory. What traces models needs it (torch.compile, torch.export), and so do
-transformers' classes here; a model of quire's own does not. So it is left out until it is needed:
-an import of whatever traces brings it first, as torch itself would have done.
+Half of `import torch` (0.6 of 1.25 s) is one module of Python code, which defines what operators do
+to tensors without memory. Tools that trace models need it (torch.compile, torch.export), and so do
+transformers' classes here, but quire's own models do not. So its import is deferred: an import of a
+tracing module imports it first, as torch itself would have done.
 """
 
 import importlib
@@ -21,17 +21,17 @@ LEFT_OUT = "torch._meta_registrations"
 NEED_IT = ("torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._refs")
 
 
-_alone = [False]  # whether this process is quire's
+_alone = [False]  # whether this process runs only quire
 
 
 def tell_own_process() -> None:
-    """Tell that this process is quire's alone."""
+    """Declare that this process runs only quire."""
     _alone[0] = True
 
 
 def import_torch() -> None:
-    """Import torch, in a process that is quire's alone without what only tracing needs. Do nothing
-    where torch was imported before."""
+    """Import torch; in a process that runs only quire, without the module that only tracing needs.
+    Does nothing if torch is already imported."""
     if "torch" in sys.modules or not _alone[0]:
         return
     empty = _Empty()
@@ -47,12 +47,12 @@ def import_torch() -> None:
 
 
 def import_rest() -> None:
-    """Import what `import_torch` left out, if it did."""
+    """Import the module that `import_torch` deferred, if it did."""
     importlib.import_module(LEFT_OUT)
 
 
 def new_generator(seed: int) -> "torch.Generator":
-    """Make a generator of random numbers. Its class is ready only once the rest is there."""
+    """Make a generator of random numbers. Its class needs the deferred module."""
     import_rest()
     import torch
 
@@ -60,7 +60,7 @@ def new_generator(seed: int) -> "torch.Generator":
 
 
 class _Empty(MetaPathFinder, Loader):
-    """Finds an empty module in the place of `LEFT_OUT`."""
+    """Finder that substitutes an empty module for `LEFT_OUT`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -72,7 +72,7 @@ class _Empty(MetaPathFinder, Loader):
 
 
 class _Bringer(MetaPathFinder):
-    """Imports the rest before the first module that needs it."""
+    """Finder that imports the deferred module before the first module that needs it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -80,8 +80,8 @@ class _Bringer(MetaPathFinder):
         if name == LEFT_OUT:
             sys.meta_path.remove(self)
         elif name in NEED_IT:
-            import_rest()  # which comes here first
-            if name in sys.modules:  # it was part of the rest, and must not be run again
+            import_rest()  # calls this method first, for LEFT_OUT
+            if name in sys.modules:  # already imported: do not run it again
                 module = sys.modules[name]
                 module.__spec__ = ModuleSpec(name, _Loaded(module))
                 return module.__spec__
@@ -89,7 +89,7 @@ class _Bringer(MetaPathFinder):
 
 
 class _Loaded(Loader):
-    """Loads a module that is there, as it is."""
+    """Loader that returns an already imported module unchanged."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

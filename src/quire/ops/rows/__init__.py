@@ -1,1 +1,1 @@
-"""The state of running rows as arrays, and what a step reads of it."""
+"""State of running rows as arrays, and the inputs that a step gathers from it."""

@@ -1,17 +1,17 @@
-"""The rows' state in arrays of the host, and what changes it. No torch.
+"""State of the rows in host arrays, and its updates. This module does not import torch.
 
-A delta is four words (int32): (kind, row, index, value), kind being
+A delta is four words (int32): (kind, row, index, value). By kind:
 
     a cache group     the table's entry `index` becomes block `value`
     COMPUTED          the row has computed `value` tokens
     NARROW            column `index` of 32 bits
     WIDE              half `index % 2` (the lower one first) of column `index // 2` of 64
 
-Of several writes to one place only the last counts (`last_writes`). `row_state.py` does the same
+Of several writes to one entry only the last counts (`last_writes`). `row_state.py` does the same
 with tensors, on any device.
 
-Shape legend: R rows, M tokens a row can hold, G cache groups, L blocks of the longest context,
-C columns of what rows sample with, D deltas, F forks, S scheduled rows, N sampling rows, T tokens.
+Shape legend: R rows, M tokens a row can hold, G cache groups, L blocks of the longest context, C
+columns of sampling parameters, D deltas, F forks, S scheduled rows, N sampling rows, T tokens.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from quire.ops.host.native import needed_core
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-COMPUTED, NARROW, WIDE = -1, -2, -3  # kinds of deltas, beside cache groups
+COMPUTED, NARROW, WIDE = -1, -2, -3  # kinds of deltas, other than cache groups
 
 
 @dataclass(frozen=True)
 class RowArrays:
-    """What `RowTensors` holds, under the same names. New arrays are zeros that take no memory
-    before they are written."""
+    """Arrays with the names and contents of `RowTensors`. New arrays are zeros that occupy no
+    memory before they are written."""
 
     tokens_RM: Int32
     computed_R: Int64
@@ -40,7 +40,7 @@ class RowArrays:
     block_size: int
 
     def write_deltas(self, deltas_D4: Int32) -> None:
-        """Write deltas, no two of which are for one place."""
+        """Write deltas [D, 4], each to a different entry."""
         kinds = deltas_D4[:, 0]
         for kind in set(kinds.tolist()):
             _, rows, indices, values = deltas_D4[kinds == kind].T
@@ -54,11 +54,11 @@ class RowArrays:
                 self.tables_GRL[kind, rows, indices] = values
 
     def write_tokens(self, row: int, position: int, token_ids: Int32) -> None:
-        """Write tokens of a row, from a position on."""
+        """Write token ids [...] of a row, from `position` on."""
         self.tokens_RM[row, position : position + len(token_ids)] = token_ids
 
     def copy_row(self, parent: int, child: int) -> None:
-        """Make a child equal to its parent: tokens, counters, block tables, columns."""
+        """Copy a row's tokens, counters, block tables and columns from parent to child."""
         for values in (self.tokens_RM, self.computed_R):
             values[child] = values[parent]
         for columns in (self.narrow_CR, self.wide_CR, *self.tables_GRL[None]):
@@ -67,8 +67,8 @@ class RowArrays:
     def advance(
         self, rows_S: Int32, contexts_S: Int32, sampling_N: Int32, lengths_N: Int64, ids_N: Int64
     ) -> None:
-        """Store the sampled tokens behind their rows' last token, then move the counters: all at
-        once, or none. A second time it changes nothing. See `row_state.advance`."""
+        """Append the sampled tokens [N] to their rows, then set the counters, all at once or none.
+        Repeating it changes nothing. See `row_state.advance`."""
         self.tokens_RM[sampling_N, lengths_N] = ids_N
         rows = np.concatenate((rows_S, sampling_N))
         self.computed_R[rows] = np.concatenate((contexts_S, lengths_N))
@@ -76,8 +76,7 @@ class RowArrays:
 
 @dataclass(frozen=True)
 class StepArrays:
-    """What a forward pass reads of the rows that a step serves; as `StepInputs`. tables_GSL:
-    contiguous."""
+    """Inputs of a forward pass for scheduled rows, as in `StepInputs`. tables_GSL: contiguous."""
 
     ids_T: Int64
     positions_T: Int64
@@ -88,7 +87,8 @@ class StepArrays:
 
 
 def gather_arrays(state: RowArrays, rows: Int32, num_tokens: Int32, longest: int) -> StepArrays:
-    """Gather the tokens of each of the rows from its computed ones on, one row after the other.
+    """Gather each row's next `num_tokens` [S] tokens after its computed ones, one row after the
+    other.
 
     longest: blocks of the longest context, the width of the step's tables.
     """
@@ -122,7 +122,7 @@ def gather_arrays(state: RowArrays, rows: Int32, num_tokens: Int32, longest: int
 
 
 def last_writes(destination: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
-    """Return indices of the last write to each place, ascending."""
+    """Return the indices [...] of the last write to each destination, ascending."""
     order = np.argsort(destination, kind="stable")  # np.unique would import masked arrays, 15 ms
     places = destination[order]
     is_last = np.ones(len(places), bool)

@@ -1,10 +1,10 @@
-"""The rows' state on a device, and what changes it: torch's operations, on any device.
+"""State of the rows on a device, and its updates by torch's operations.
 
-Deltas are those of `row_arrays.py`, which does the same with arrays, without torch. On a GPU with
-triton `kernels/row_deltas.py` and `kernels/step_inputs.py` do the same in a launch.
+Deltas are defined in `row_arrays.py`, which does the same with arrays, without torch. On a GPU with
+triton, `kernels/row_deltas.py` and `kernels/step_inputs.py` do the same in one launch.
 
-Shape legend: R rows, M tokens a row can hold, G cache groups, L blocks of the longest context,
-C columns of what rows sample with, D deltas, F forks, S scheduled rows, N sampling rows.
+Shape legend: R rows, M tokens a row can hold, G cache groups, L blocks of the longest context, C
+columns of sampling parameters, D deltas, F forks, S scheduled rows, N sampling rows.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class RowTensors:
-    """tokens_RM: int32, valid up to a row's length. computed_R: int64, tokens whose keys and values
-    are stored. tables_GRL: int32, a block table of each cache group, valid up to a row's last
-    block. What rows sample with, a column each: narrow_CR of 32 bits (int32, or float32 by its
-    bits), wide_CR int64. prompt_column: the one of wide_CR that holds the number of prompt tokens.
-    All contiguous."""
+    """State of all rows; all tensors are contiguous. tokens_RM: int32, valid up to a row's length.
+    computed_R: int64, tokens whose keys and values are stored. tables_GRL: int32, a block table per
+    cache group, valid up to a row's last block. narrow_CR, wide_CR: columns of sampling parameters,
+    int32 (or the bits of float32) and int64. prompt_column: column of wide_CR with the number of
+    prompt tokens."""
 
     tokens_RM: torch.Tensor
     computed_R: torch.Tensor
@@ -47,7 +47,7 @@ class RowTensors:
 
     @cached_property
     def arrays(self) -> RowArrays:
-        """Return arrays over the same memory, which is a CPU's."""
+        """Return arrays over the same memory, which must be a CPU's."""
         return RowArrays(
             self.tokens_RM.numpy(),
             self.computed_R.numpy(),
@@ -59,7 +59,7 @@ class RowTensors:
 
 
 def write_deltas(state: RowTensors, deltas_D4: Int32) -> None:
-    """Write deltas, no two of which are for one place."""
+    """Write deltas [D, 4], each to a different entry."""
     kinds = deltas_D4[:, 0]
     for kind in np.unique(kinds).tolist():
         _, rows, indices, values = deltas_D4[kinds == kind].T.astype(np.int64)
@@ -75,19 +75,19 @@ def write_deltas(state: RowTensors, deltas_D4: Int32) -> None:
 
 
 def write_tokens(state: RowTensors, row: int, position: int, token_ids: Int32) -> None:
-    """Write tokens of a row, from a position on."""
+    """Write token ids [...] of a row, from `position` on."""
     end = position + len(token_ids)
     state.tokens_RM[row, position:end] = to_device(token_ids, state.device)
 
 
 def write_single_tokens(state: RowTensors, tokens_N3: npt.NDArray[np.int64]) -> None:
-    """Write a token each: row, position, token; of two for one place they must be the same."""
+    """Write tokens [N, 3] of (row, position, token). Writes to the same position must be equal."""
     rows, positions, token_ids = (to_device(each, state.device) for each in tokens_N3.T.copy())
     state.tokens_RM[rows, positions] = token_ids.int()
 
 
 def copy_rows(state: RowTensors, pairs_F2: Int32) -> None:
-    """Make children equal to their parents: tokens, counters, block tables, columns. pairs:
+    """Copy tokens, counters, block tables and columns from parents to children. pairs [F, 2]:
     (parent, child); no child may be another fork's parent or child."""
     parents_F, children_F = (to_device(each, state.device) for each in pairs_F2.T.astype(np.int64))
     for values in (state.tokens_RM, state.computed_R):
@@ -104,11 +104,11 @@ def advance(
     lengths_N: torch.Tensor,
     token_ids_N: torch.Tensor,
 ) -> None:
-    """Store the sampled tokens behind their rows' last token, then move the counters: all at once,
-    or none. A second time it changes nothing.
+    """Append the sampled tokens [N] to their rows, then set the counters, all at once or none.
+    Repeating it changes nothing.
 
-    rows, sampling: int64. contexts: tokens that scheduled rows have with this step; lengths: those
-    of sampling rows. A row that was forked in this step has computed what its source has.
+    rows, sampling: int64. contexts: tokens of the scheduled rows after this step. lengths: tokens
+    of the sampling rows. A row that was forked in this step has computed as many as its source.
     """
     state.tokens_RM[sampling_N, lengths_N] = token_ids_N.to(torch.int32)
     rows = torch.cat((rows_S, sampling_N))

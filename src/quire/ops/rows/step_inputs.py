@@ -1,7 +1,7 @@
-"""What a forward pass reads of the rows that a step serves: one gather of their state.
+"""Inputs of a forward pass, gathered from the state of its scheduled rows.
 
-Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step, L blocks,
-N sampling rows.
+Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step, L blocks, N
+sampling rows.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """ids_T, positions_T: int64. query_starts_S1, context_lens_S: int32. Per cache group slots_T
-    (block * size + offset, int64) and block_tables_SL (int32)."""
+    """Inputs of a forward pass. ids_T, positions_T: int64. query_starts_S1, context_lens_S: int32.
+    Per cache group slots_T (block * size + offset, int64) and block_tables_SL (int32)."""
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -33,8 +33,9 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """Of each sampling row, int64 [N]: its row, the place of its logits' token in the step, how
-    many of its tokens are known, and how many of these are its prompt."""
+    """Inputs of sampling, int64 [N] each. rows: sampling rows. last: index in the step of the token
+    that gives the logits. lengths: known tokens of each row. prompt_lens: prompt tokens of each
+    row."""
 
     rows: torch.Tensor
     last: torch.Tensor
@@ -43,7 +44,8 @@ class SampleInputs:
 
 
 def gather_step(state: RowTensors, rows: Int32, num_tokens: Int32, longest: int) -> StepInputs:
-    """The tokens of each of the rows from its computed ones on, one row after the other.
+    """Gather each row's next `num_tokens` [S] tokens after its computed ones, one row after the
+    other.
 
     longest: blocks of the longest context, the width of the step's tables.
     """
@@ -55,7 +57,7 @@ def gather_step(state: RowTensors, rows: Int32, num_tokens: Int32, longest: int)
 def gather_step_reference(
     state: RowTensors, rows: Int32, num_tokens: Int32, longest: int
 ) -> StepInputs:
-    """The torch path of `gather_step`, on any device."""
+    """Compute `gather_step` with torch operations, on any device."""
     device, size = state.tokens_RM.device, state.block_size
     rows_S, query_lens_S = (to_device(a.astype(np.int64), device) for a in (rows, num_tokens))
     total = int(num_tokens.sum())

@@ -1,1 +1,1 @@
-"""Forward passes as programs of the C++ core: traced once, run in one call."""
+"""Forward passes as programs of the C++ core: traced once, then run in one call per step."""

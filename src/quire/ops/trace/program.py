@@ -1,12 +1,12 @@
 """A model's forward pass as a program of the C++ core (csrc/program.h), made from its record of
-operations: what a graph is to a GPU. A step is then one call instead of hundreds of operations.
+operations. It is for a CPU what a graph is for a GPU: a step is one call instead of hundreds.
 
 Shape legend: T tokens of the step, N heads, H head dim.
 
 The record of one forward pass over a few tokens holds every operation with its arguments. A tensor
-that an operation returned is a buffer of the program; a view of it is some of the buffer's columns,
-since the first dimension of all of them counts tokens. All buffers are float32, whatever the
-model's dtype: between its weights, a program rounds nothing.
+that an operation returned becomes a buffer of the program. A view of it becomes a range of the
+buffer's columns, since the first dimension of every tensor counts tokens. All buffers are float32,
+whatever the model's dtype: a program does not round activations between its weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ from quire.ops.host.native import address
 from quire.ops.trace.program_parts import Part, Place, ProgramParts
 from quire.ops.weights.packed import ELEMENTS, PackedWeight
 
-CACHE_LINE = 16  # floats
+CACHE_LINE = 16  # size in floats
 
 
 class Kind(IntEnum):
-    """As in csrc/program.h."""
+    """Kinds of instructions, numbered as in csrc/program.h."""
 
     EMBEDDING = 0
     PACKED_ROWS = 1
@@ -60,7 +60,7 @@ class Kind(IntEnum):
     ADD_FEATURES = 29
 
 
-# Kinds whose threads share the work of all rows in a way of their own: a phase each.
+# Kinds that divide the work of all rows among threads in their own way; each is a phase.
 SHARED = (
     Kind.MULTIPLY,
     Kind.EXPERTS,
@@ -70,13 +70,13 @@ SHARED = (
     Kind.ALL_REDUCE,
 )
 NO_HEADS = DeltaHeads(0, 0, 0, 0)
-OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # and of their memory
+OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # of a layer's memory
 
 Places = Callable[[torch.Tensor], Place]
 
 
 class Input(IntEnum):
-    """As in csrc/program.h."""
+    """Step inputs that an embedding looks up, numbered as in csrc/program.h."""
 
     IDS = 0
     POSITIONS = 1
@@ -84,7 +84,7 @@ class Input(IntEnum):
 
 
 class Untraceable(Exception):
-    """The record holds something that a program cannot do; operations must be called one by one."""
+    """Error: the record holds something that a program cannot do, so operations run one by one."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class View:
 
 @dataclass(frozen=True)
 class Experts:
-    """Those of a layer that are here, from `first` on of so many. biases: float32, of each expert;
-    none where there are none."""
+    """A layer's experts on this rank: experts from `first` on, of `num_all`. biases: float32, one
+    per expert for up and down; empty lists without biases."""
 
     gate_up: list[PackedWeight]
     down: list[PackedWeight]
@@ -110,7 +110,7 @@ class Experts:
     clamped: ClampedGate | None
 
     def part(self, place: Places) -> Part:
-        """Return them as program_parts.py has them. Weights and biases must outlive a program."""
+        """Return plain data for program_parts.py. Weights and biases must outlive a program."""
         gate_up, down = (
             [_weight(each, place) for each in part] for part in (self.gate_up, self.down)
         )
@@ -131,11 +131,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step of a program. csrc/program.h says what the fields are and which a kind reads."""
+    """Instruction of a program. csrc/program.h explains the fields and the kinds that read them."""
 
     kind: Kind
     views: tuple[View, ...]
-    num_written: int = 1  # of the views, the first ones
+    num_written: int = 1  # number of views written, which come first
     heads: int = 1
     size: int = 0
     stride: int = 0
@@ -155,8 +155,8 @@ class Instruction:
     group: SharedGroup | None = None
 
     def part(self, begins_phase: bool, layer: int, place: Places) -> Part:
-        """Return it as program_parts.py has it. Its tensors and weight must outlive a program.
-        layer: its number among those that the program is given."""
+        """Return plain data for program_parts.py. Tensors and weights must outlive a program.
+        layer: the layer's number in the program."""
         for tensor, dtype in (
             (self.frequencies, torch.float64),
             (self.weight, torch.float32),
@@ -189,7 +189,7 @@ class Instruction:
 
 
 def here(tensor: torch.Tensor) -> int:
-    """Return the place of a tensor in this process: its address."""
+    """Return the place of a tensor [...] in this process: its address."""
     return address(tensor, tensor.dtype)
 
 
@@ -199,8 +199,9 @@ def _weight(weight: PackedWeight, place: Places) -> tuple[tuple[int, ...], Place
 
 @dataclass
 class ProgramDraft:
-    """Instructions over buffers, of which the first are memory of the caller: buffer 0 the result.
-    widths: float32 per token. experts: of the layers that have any."""
+    """Instructions and the buffers that they use. The first `num_outside` buffers are the caller's
+    memory; buffer 0 is the result. widths: float32 numbers per token of each buffer. experts: of
+    the layers that have any."""
 
     widths: list[int] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
@@ -217,8 +218,8 @@ class ProgramDraft:
         return found
 
     def parts(self, layers: Mapping[int, int], place: Places) -> ProgramParts:
-        """Return what the core makes a program of. layers: which of those that it is given is the
-        layer of that number. place: of a tensor, where its reader finds it."""
+        """Return the data from which the core makes a program. layers: number in the program by
+        layer. place: returns a tensor's place."""
         places, width = self.places()
         phases, instructions = self.phases, list[Part]()
         for i, instruction in enumerate(self.instructions):
@@ -231,11 +232,11 @@ class ProgramDraft:
         return ProgramParts(self.widths, places, width, self.num_outside, experts, instructions)
 
     def places(self) -> tuple[list[int], int]:
-        """Find where each buffer begins in the arena, in floats per token, and the arena's width.
+        """Return where each buffer begins in the arena, in floats per token, and the arena's width.
 
-        A place is free again from the phase after the last that uses it: within a phase the
-        threads may be anywhere. Buffers that threads read beside rows of their own stand behind
-        all others: the slowest line to write is one that several threads have read.
+        Memory is free again from the phase after its last use, because within a phase threads are
+        not synchronised. Buffers of which threads read other threads' rows come after all others:
+        the slowest cache line to write is one that several threads have read.
         """
         shared = self._read_by_all()
         own = set(range(self.num_outside, len(self.widths))) - shared
@@ -244,7 +245,7 @@ class ProgramDraft:
         return places, self._place(shared - set(range(self.num_outside)), behind_own, places)
 
     def _place(self, buffers: set[int], least: int, places: list[int]) -> int:
-        """Write the places of some buffers, from `least` on; return where the last one ends."""
+        """Place some buffers from `least` on, writing to `places`; return the end of the last."""
         first, last = self._lifetimes()
         live: list[tuple[int, int, int]] = []  # begin, end, last phase
         total = least
@@ -262,7 +263,7 @@ class ProgramDraft:
         return total
 
     def _read_by_all(self) -> set[int]:
-        """Find the buffers of which threads read other rows than those that they have."""
+        """Return the buffers of which threads read other rows than their own."""
         read = (
             view.buffer
             for instruction in self.instructions
@@ -272,6 +273,7 @@ class ProgramDraft:
         return set(read)
 
     def _lifetimes(self) -> tuple[list[int], list[int]]:
+        """Return the first and the last phase that uses each buffer."""
         first, last = [0] * len(self.widths), [0] * len(self.widths)
         for phase, instruction in zip(self.phases, self.instructions, strict=True):
             for i, view in enumerate(instruction.views):

@@ -1,7 +1,7 @@
-"""What a program of the C++ core is made of (csrc/program.h), as plain data. No torch.
+"""Data from which a program of the C++ core is made (csrc/program.h). This module needs no torch.
 
-Where the core wants an address stands a place: the address itself, or whatever else its reader
-makes one of, so that the data can be kept in a file. A packed weight is its layout and its place.
+Instead of an address, the data hold a place. It is the address itself, or a value from which the
+reader makes the address, so that the data can be saved. A packed weight is a layout and a place.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ PlacedWeight = tuple[Sequence[int], Place]
 Part = dict[str, Any]
 
 NO_WEIGHT = WeightLayout(0, 0, 0, 0, 1)
-PLACES = ("table", "frequencies", "weight", "bias")  # of an instruction, None where there is none
+PLACES = ("table", "frequencies", "weight", "bias")  # an instruction's, or None
 
 
 @dataclass(frozen=True)
 class ProgramParts:
-    """widths, places: of the buffers, and where each begins in the arena, in floats per token.
-    experts, instructions: keyword arguments of the core's functions. num_outside: buffers that are
-    the caller's."""
+    """Data of a program. widths: float32 numbers per token of each buffer. places: where each
+    buffer begins in the arena, in floats per token. arena: its width. num_outside: buffers of the
+    caller. experts, instructions: keyword arguments of the core's functions."""
 
     widths: list[int]
     places: list[int]
@@ -38,8 +38,8 @@ class ProgramParts:
         add_layers: Callable[[CoreProgram], None],
         address: Callable[[Place], int],
     ) -> CoreProgram:
-        """Make the program; what stands at its addresses must outlive it. variant: of attention.
-        add_layers: adds the memory of all layers. address: finds it for a place."""
+        """Make the program; the memory at its addresses must outlive it. variant: attention's
+        instruction set. add_layers: adds the memory of all layers. address: looks up a place."""
         program = needed_core().Program(self.widths, self.places, self.arena, variant)
         add_layers(program)
         for part in self.experts:

@@ -1,4 +1,4 @@
-"""How a record of operations becomes a program (`ops/trace/program.py`): one rule for each
+"""Translation of a record of operations to a program (`ops/trace/program.py`): one rule per
 operation.
 
 Shape legend: T tokens of the step, N heads, H head dim, V rows of a table.
@@ -32,14 +32,14 @@ from quire.ops.weights.packed import ELEMENTS, PackedParts, PackedWeight
 
 
 class Tracer:
-    """Turns a record into a draft. Raises Untraceable."""
+    """Translator of one record to a draft of a program. Raises Untraceable."""
 
     def __init__(self, record: OpRecord, ids_T: torch.Tensor, positions_T: torch.Tensor) -> None:
         self._record = record
         self._num_tokens = len(ids_T)
         self._inputs = {_storage(ids_T): Input.IDS, _storage(positions_T): Input.POSITIONS}
-        self._buffers: dict[int, int] = {}  # by storage
-        # By the storages of the ids and of the weights.
+        self._buffers: dict[int, int] = {}  # buffer of each storage
+        # Arguments of moe_route, by the storages of its results: ids and weights.
         self._routes: dict[tuple[int, int], tuple[torch.Tensor, int, bool]] = {}
         self._draft = ProgramDraft()
         self._rules: dict[str, Callable[..., None]] = {
@@ -82,7 +82,7 @@ class Tracer:
 
     def trace(self, result_TD: torch.Tensor, outside: Sequence[torch.Tensor] = ()) -> ProgramDraft:
         """Make the program that computes the result, which the record's last call returned.
-        outside: other memory of the caller's that is read or written, whole rows [T, ...]."""
+        outside: whole rows [T, ...] of other memory of the caller that it reads or writes."""
         for buffer, rows in enumerate((result_TD, *outside)):
             self._draft.widths.append(math.prod(rows.shape[1:]))
             self._buffers[_storage(rows)] = buffer
@@ -97,6 +97,7 @@ class Tracer:
     # --- operands ---
 
     def _view(self, tensor: torch.Tensor) -> View:
+        """Return the view of a tensor as columns of a buffer."""
         buffer = self._buffers.get(_storage(tensor))
         if buffer is None:
             raise Untraceable("an operand is neither an input nor the result of an operation")
@@ -119,7 +120,7 @@ class Tracer:
     def _emit(self, instruction: Instruction) -> None:
         self._draft.instructions.append(instruction)
 
-    # --- one rule for each operation, with the operation's own arguments ---
+    # --- one rule for each operation: takes the operation's result and arguments ---
 
     def _all_reduce(self, out: torch.Tensor, x: torch.Tensor, group: RankGroup) -> None:
         if not isinstance(group, SharedGroup):
@@ -131,7 +132,7 @@ class Tracer:
         self._emit(Instruction(Kind.ALL_REDUCE, (view, view), group=group))
 
     def _input(self, found: Input) -> Callable[..., None]:
-        """Make the rule of what the core tells of the ids itself."""
+        """Make the rule of an operation whose result the core computes from the ids itself."""
 
         def rule(out: torch.Tensor, ids_T: torch.Tensor) -> None:
             if self._inputs.get(_storage(ids_T)) != Input.IDS:
@@ -345,7 +346,7 @@ class Tracer:
             first = end
 
     def _operand(self, view: View, weight: PackedWeight) -> tuple[View, int]:
-        """Return activations as the product reads them, and the bytes between their rows."""
+        """Return the activations that the product reads, and the bytes between their rows."""
         stride = operand_stride(weight)
         if stride == 0:
             return view, 4 * self._draft.widths[view.buffer]
@@ -361,7 +362,7 @@ class Tracer:
         num_chosen: int,
         normalises: bool,
     ) -> None:
-        """Note it: the experts' own instruction begins with the route."""
+        """Record the route; the experts' instruction begins with it."""
         self._routes[_storage(out[0]), _storage(out[1])] = logits_TE, num_chosen, normalises
 
     def _moe_experts(
@@ -441,18 +442,19 @@ def _float(values: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def operand_stride(weight: PackedWeight) -> int:
-    """Count the bytes between rows of a product's prepared activations; 0 if none are prepared."""
+    """Return the bytes between rows of a product's prepared activations; 0 if none are prepared."""
     num_bytes = needed_core().linear_operand_bytes(weight.core)
     return -(-num_bytes // 64) * 64
 
 
 def num_groups(weight: PackedWeight) -> int:
-    """Count the scales of one row of a product's int8 activations; 0 if they are not int8."""
+    """Return the number of scales of a row of int8 activations; 0 if they are not int8."""
     layout = weight.layout
     return -(-layout.inputs // layout.group) if rounds_activations(weight.format) else 0
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, which identifies it."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -464,7 +466,7 @@ def _experts(
     clamped: ClampedGate | None = None,
     first: int | None = None,
 ) -> Experts:
-    """Describe those of a layer, by its route and what else moe_experts is given."""
+    """Describe the experts of a layer by their route and the other arguments of moe_experts."""
     logits_TE, num_chosen, normalises = route
     of_up, of_sums = biases or ((), ())
     floats = [each.float() for each in of_up], [each.float() for each in of_sums]

@@ -1,8 +1,8 @@
-"""Weights of linear layers as a device multiplies them: the choice of their order at load.
+"""Weights of linear layers in the order that a device multiplies; the order is chosen at load.
 
-On a CPU with the C++ core it is the core's (`pack.py`), without it oneDNN's or that of plain
-tensors. On a GPU plain weights stay tensors, and quantised ones get an order of their own
-(`gpu_weights.py`). `quire.ops.linear` multiplies all of them.
+On a CPU it is the C++ core's order (`pack.py`), or without the core oneDNN's or the plain order. On
+a GPU plain weights stay tensors, and quantised weights have their own order (`gpu_weights.py`).
+`quire.ops.linear` multiplies all of them.
 
 Shape legend: K inputs, N outputs, E experts.
 """
@@ -26,7 +26,7 @@ from quire.ops.weights.packed import PackedParts, PackedWeight
 from quire.ops.weights.stored_rows import StoredRows, stacked
 
 Weight = torch.Tensor | PackedWeight | PackedParts | GPUWeight
-# The number of tokens that oneDNN's packed order is chosen for; any other number works with it.
+# Number of tokens for which oneDNN's packed order is chosen; it works with any other number.
 TYPICAL_TOKENS = 16
 
 
@@ -35,10 +35,10 @@ def pack_weight(
     quantization: Quantization | None = None,
     memory: HugeMemory | None = None,
 ) -> Weight:
-    """Return the weight in packed order if this device and dtype have one, else the weight itself.
-    memory: where the core's packed order is put.
+    """Return the weight [N, K] in packed order if this device and dtype have one, else the weight
+    itself. memory: destination of the core's packed order.
 
-    Raises ConfigError where it cannot be quantised.
+    Raises ConfigError if the weight cannot be quantised as requested.
     """
     dtype, device = weight_NK.dtype, weight_NK.device
     if quantization is not None:
@@ -54,8 +54,8 @@ def pack_weight(
 
 
 def pack_experts(weight_ENK: torch.Tensor, quantization: Quantization | None) -> Weight:
-    """Return the weights of experts, which a GPU multiplies at once, quantised if that is asked
-    for: one expert after the other."""
+    """Return the weights [E, N, K] of experts, which a GPU multiplies at once. If requested, they
+    are quantised, one expert after the other."""
     if quantization is None:
         return weight_ENK
     check_quantization(dtype_name(weight_ENK.dtype), "cuda")
@@ -63,7 +63,7 @@ def pack_experts(weight_ENK: torch.Tensor, quantization: Quantization | None) ->
 
 
 def stacked_weights(weights: list[Weight]) -> Weight:
-    """Put the weights of experts side by side: [E, N, K]."""
+    """Stack the weights of experts to one weight [E, N, K]."""
     tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     if tensors:
         return torch.stack(tensors)
@@ -73,10 +73,10 @@ def stacked_weights(weights: list[Weight]) -> Weight:
 def pack_rows(
     rows: StoredRows, dtype: torch.dtype, device: torch.device, memory: HugeMemory | None = None
 ) -> Weight:
-    """Return a weight that a checkpoint quantised, in the order that the device multiplies; its
-    numbers stay what they are. dtype: of activations. memory: where the core's order is put.
+    """Return a weight that a checkpoint quantised, in the device's order; its numbers do not
+    change. dtype: dtype of activations. memory: destination of the core's order.
 
-    Raises ConfigError where the device has no kernel for the format.
+    Raises ConfigError if the device has no kernel for the format.
     """
     if has_kernels(dtype, device):
         return pack_for_gpu(rows, device)
@@ -92,10 +92,10 @@ def pack_merged(
     device: torch.device,
     memory: HugeMemory | None = None,
 ) -> Weight:
-    """Do that with a weight whose parts, one under the other, are stored by themselves, some maybe
-    as plain numbers: one product where all are of one kind, else on a CPU several side by side.
+    """Pack a weight from parts [N, K], one below the other: stored rows or plain tensors. Parts of
+    one kind become one product. Others become several products, on a CPU only.
 
-    Raises ConfigError where the device has no kernel for that.
+    Raises ConfigError if the device has no kernel for them.
     """
     rows = [part for part in parts if not isinstance(part, torch.Tensor)]
     difference = "some are plain numbers"
@@ -119,7 +119,7 @@ def pack_merged(
 
 
 def check_rows(what: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError, saying what to do, where pack_rows has no kernel. what: the weights."""
+    """Raise ConfigError, with advice, if `pack_rows` has no kernel. what: names the weights."""
     if has_kernels(dtype, device) or can_pack_natively(dtype, device):
         return
     raise ConfigError(
@@ -130,7 +130,7 @@ def check_rows(what: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether there is a packed order and fast kernels for such weights."""
+    """Return whether there are a packed order and fast kernels for weights of this dtype."""
     if can_pack_natively(dtype, device):
         return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -141,7 +141,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> Packing:
-    """Tell how pack_weight stores weights of this dtype there."""
+    """Return how pack_weight stores weights of this dtype on the device."""
     name = dtype_name(dtype)
     if has_kernels(dtype, device):
         return Packing(name, is_gpu=True)
@@ -155,10 +155,10 @@ def packed_weight_bytes(
     device: torch.device,
     quantization: Quantization | None = None,
 ) -> int:
-    """Count the bytes of pack_weight's result."""
+    """Return the bytes of pack_weight's result for a weight of this shape."""
     return packing(dtype, device).weight_bytes(shape, quantization)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in the configuration."""
+    """Return a dtype's name as the configuration spells it."""
     return str(dtype).removeprefix("torch.")

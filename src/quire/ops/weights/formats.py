@@ -1,7 +1,7 @@
-"""How weights are stored, and what that takes: formats, groups, the core's panels. No torch.
+"""Storage formats of weights and their sizes: bits, groups, the core's panels. No torch is needed.
 
-Shape legend: K inputs, N outputs. The layout is csrc/linear.h's; `packed_bytes` gives the number
-that the core gives for it (tests/ops/test_formats.py compares them).
+Shape legend: K inputs, N outputs. The layout is defined in csrc/linear.h. `packed_bytes` returns
+the same number as the core (tests/ops/test_formats.py compares them).
 """
 
 import functools
@@ -25,26 +25,26 @@ from quire.ops.weights.kernel_choice import (
 )
 from quire.spec.model_spec import DTYPE_BYTES
 
-VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU runs
+VARIANT = "QUIRE_CPU_VARIANT"  # environment variable: an instruction set of this CPU
 
-FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")  # that are measured
-CORE_DTYPES = FORMATS[:3]  # of activations that the core multiplies
-ATTENTION = "float32"  # what the core's attention multiplies in, unless keys are bfloat16
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")  # formats whose speed is measured
+CORE_DTYPES = FORMATS[:3]  # dtypes of activations that the core multiplies
+ATTENTION = "float32"  # format of the core's attention, unless keys are bfloat16
 GROUP_SIZES = (32, 64, 128)
-MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
+MOST_INPUTS_OF_A_ROW = 65_536  # sums of more 8-bit products could overflow 32 bits
 ROUND_INPUTS = 8
-MOST_OF_A_STORED_GROUP = 128  # inputs: activations become int8 in groups, so larger ones are parted
-NESTED_INPUTS = 256  # of a block of GGUF's K formats
-MULTIPLIED_INPUTS = 128  # of a group of int4_multiples
+MOST_OF_A_STORED_GROUP = 128  # inputs; activations are int8 per group, so larger groups are cut
+NESTED_INPUTS = 256  # inputs of a block of GGUF's K formats
+MULTIPLIED_INPUTS = 128  # inputs of a group of int4_multiples
 
 
 @dataclass(frozen=True)
 class FormatSizes:
-    """What the core's order of a format takes (csrc/linear_formats.h).
+    """Sizes of a format in the core's order (csrc/linear_formats.h).
 
-    bits: of an input of an output. factor_bytes: of scale and offset, for each output and group.
-    block_bytes: what the groups of a block of NESTED_INPUTS share. group: inputs of one, where the
-    format has no other; 0: any. is_measured_as: which of FORMATS has the same arithmetic.
+    bits: bits per weight. factor_bytes: of scale and offset, per output and group. block_bytes:
+    shared by the groups of a block of NESTED_INPUTS. group: inputs of a group if the format fixes
+    them; 0: any. is_measured_as: the format of FORMATS with the same arithmetic.
     """
 
     bits: int
@@ -55,7 +55,7 @@ class FormatSizes:
 
 
 def _integer_sizes() -> dict[str, FormatSizes]:
-    """Integers with scales that are float16 or float32 instead of bfloat16, or with zero points."""
+    """Return sizes of integers with zero points, or with scales other than bfloat16."""
     found = {}
     for bits in (8, 4):
         for zeros in ("", "_zeros"):
@@ -65,7 +65,7 @@ def _integer_sizes() -> dict[str, FormatSizes]:
     return found
 
 
-# By name. The order of the names is that of the core's numbers.
+# By name, in the order of the core's numbers.
 SIZES = {
     "float32": FormatSizes(32, "float32"),
     "bfloat16": FormatSizes(16, "bfloat16"),
@@ -90,16 +90,17 @@ NAMES = tuple(SIZES)
 
 @dataclass(frozen=True)
 class Quantization:
-    """How weights are stored: one of NAMES, with a scale per `group_size` inputs of an output, or
-    with 0 per output. The C++ core rounds activations to int8 in the groups of integers, as they
-    come. is_stored: whether integers are a checkpoint's own, which stay what they are."""
+    """Storage of weights: a format of NAMES, with a scale per `group_size` inputs of an output, or
+    per output if 0. With integers, the C++ core rounds activations to int8 in the same groups.
+    is_stored: whether integers are a checkpoint's own, which do not change."""
 
     format: str
     group_size: int
     is_stored: bool = False
 
     def group_of(self, num_inputs: int) -> int:
-        """Count the inputs that share a scale, filled up where the number of inputs asks for it."""
+        """Return the number of inputs that share a scale, padded if one scale serves a whole
+        output. Raises ConfigError if that is too many."""
         if self.group_size:
             return self.group_size
         if num_inputs > MOST_INPUTS_OF_A_ROW and rounds_activations(self.format):
@@ -111,9 +112,8 @@ class Quantization:
 
 
 def packed_form(quantization: Quantization) -> Quantization:
-    """Return how the core packs weights that quire rounds: of int4 in groups of 32 the scales are
-    multiples of one scale for 128 inputs (ops/weights/quantise.py), so products are summed over
-    those."""
+    """Return the format in which the core packs weights that quire quantises. For int4 in groups of
+    32, scales are multiples of one scale per 128 inputs (ops/weights/quantise.py)."""
     if quantization == Quantization("int4", 32):
         return Quantization("int4_multiples", MULTIPLIED_INPUTS)
     return quantization
@@ -121,12 +121,12 @@ def packed_form(quantization: Quantization) -> Quantization:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a device stores the weights of linear layers.
+    """Storage of linear layers' weights on a device.
 
-    dtype: of the others. panel: outputs that the core's order puts side by side, 0 where it is not
-    used; other_panels: of formats that another instruction set multiplies. is_reordered: whether a
-    packed weight is another one than the plain, so that a tied table whose rows it cannot give is
-    kept beside it. is_gpu: whether a GPU's order (gpu_layout.py) is that of quantised weights.
+    dtype: dtype of plain weights. panel: outputs per panel of the core's order, 0 without that
+    order. other_panels: (format, panel) of formats with another instruction set. is_reordered:
+    whether a packed weight differs from the plain one; a tied embedding then needs a table, unless
+    its rows can be looked up. is_gpu: whether quantised weights have a GPU's order (gpu_layout.py).
     """
 
     dtype: str
@@ -140,7 +140,7 @@ class Packing:
         return DTYPE_BYTES[self.dtype]
 
     def weight_bytes(self, shape: tuple[int, ...], quantization: Quantization | None) -> int:
-        """Count the bytes of one weight [N, K] when it is packed, or on a GPU of [E, N, K]."""
+        """Return the bytes of a weight [N, K] once packed, or on a GPU of [E, N, K]."""
         if self.is_gpu and quantization is not None:
             sizes = SIZES[quantization.format]
             group = quantization.group_size or sizes.group
@@ -154,8 +154,9 @@ class Packing:
     def head_bytes(
         self, shape: tuple[int, ...], quantization: Quantization | None, is_tied: bool
     ) -> int:
-        """Count the bytes of a head [V, D] and the table that is tied to it: one weight for both,
-        if its rows can be looked up. Those of 4 bits are too coarse, oneDNN's have none."""
+        """Return the bytes of a head [V, D] and the embedding tied to it. They share one weight if
+        rows can be looked up: 4-bit weights are too coarse for that, and oneDNN's order has no
+        look-up."""
         is_int4 = quantization is not None and quantization.format == "int4"
         has_rows = bool(self.panel) or self.is_gpu
         is_plain = quantization is None and not self.is_reordered
@@ -167,8 +168,8 @@ class Packing:
 def packed_bytes(
     shape: tuple[int, ...], dtype: str, quantization: Quantization | None, panel: int
 ) -> int:
-    """Count the bytes of a weight [N, K] in the core's order: whole panels of outputs, whole groups
-    of inputs. dtype: its own, which counts if it is not quantised."""
+    """Return the bytes of a weight [N, K] in the core's order: whole panels of outputs, whole
+    groups of inputs. dtype: the weight's own, which counts if it is not quantised."""
     outputs, inputs = shape
     rows = -(-outputs // panel) * panel
     if quantization is None:
@@ -183,8 +184,8 @@ def packed_bytes(
 
 @functools.cache
 def variant_numbers() -> dict[str, int]:
-    """Return the instruction sets that both the core and this CPU have, the default last, with the
-    core's numbers; none without the core."""
+    """Return the instruction sets that both the core and this CPU have, with the core's numbers,
+    the default last. Empty without the core."""
     module = core()
     return {} if module is None else dict(module.linear_variants())
 
@@ -195,9 +196,8 @@ def variants() -> tuple[str, ...]:
 
 
 def chosen_variant(format: str) -> str:
-    """Return the instruction set that multiplies weights of a format: the one that
-    QUIRE_CPU_VARIANT names, else what was measured to be the fastest here. Raises ConfigError for
-    one that does not run."""
+    """Return the instruction set that multiplies weights of a format: QUIRE_CPU_VARIANT if set,
+    else the fastest by measurement. Raises ConfigError if QUIRE_CPU_VARIANT is unavailable."""
     name = forced_variant()
     if name is not None:
         return name
@@ -207,7 +207,7 @@ def chosen_variant(format: str) -> str:
 
 
 def forced_variant() -> str | None:
-    """Return what QUIRE_CPU_VARIANT names; None if it is not set. Raises ConfigError."""
+    """Return QUIRE_CPU_VARIANT's value; None if unset. Raises ConfigError if unavailable."""
     name = os.environ.get(VARIANT, "")
     if name and name not in variants():
         raise ConfigError(
@@ -217,13 +217,13 @@ def forced_variant() -> str | None:
 
 
 def chosen_variants(formats: Iterable[str]) -> dict[str, str]:
-    """Return the instruction set of each format, by format; nothing without the core."""
+    """Return the instruction set of each format; empty without the core."""
     return {} if core() is None else {each: chosen_variant(each) for each in formats}
 
 
 def measured_speed(format: str) -> Speed | None:
-    """Return how fast one thread is with weights of a format; None if the core does not multiply
-    them, or is not there."""
+    """Return the speed of one thread with weights of a format; None if the core cannot multiply
+    them."""
     if format not in SIZES or core() is None:
         return None
     return measurement().speeds[SIZES[format].is_measured_as][chosen_variant(format)]
@@ -231,49 +231,48 @@ def measured_speed(format: str) -> Speed | None:
 
 @functools.cache
 def measurement() -> Measurement:
-    """Return how fast the core's instruction sets are on this machine. Measured once, about 0.1 s,
-    and kept for later processes."""
+    """Return the measured speed of the core's instruction sets on this machine. It takes about 0.1
+    s once, and is saved."""
     return measurement_file().load_or_measure(_measure)
 
 
 def _measure() -> dict[str, dict[str, Speed]]:
     from quire.ops.weights.kernel_timing import (
-        measure_kernels,  # it needs numpy, which fit does without
+        measure_kernels,  # it imports numpy, which `fit` avoids
     )
 
     return measure_kernels(needed_core(), variant_numbers(), timed_formats())
 
 
 def timed_formats() -> dict[str, tuple[int, int]]:
-    """Return what is timed for each of FORMATS, as quire packs weights that it rounds itself: the
-    core's number of a format, and inputs of its groups."""
+    """Return the core's number and the group size that are timed for each of FORMATS, as for
+    weights that quire quantises itself."""
     timed = {each: Quantization(each, 1) for each in FORMATS}
     timed |= {"int8": Quantization("int8", 128), "int4": packed_form(Quantization("int4", 32))}
     return {name: (NAMES.index(each.format), each.group_size) for name, each in timed.items()}
 
 
 def measurement_file() -> KernelFile:
-    """Return where the measurement of this machine is kept."""
+    """Return the file of this machine's measurement."""
     module = core()
     path = Path("" if module is None else module.__file__)
     return kernel_file(path, dict.fromkeys(FORMATS, variants()))
 
 
 def panel_of(variant: str) -> int:
-    """Count the outputs per panel of an instruction set, from the bytes of one weight."""
+    """Return the outputs per panel of an instruction set, derived from the bytes of one weight."""
     core = needed_core()
     one_float32 = WeightLayout(NAMES.index("float32"), variant_numbers()[variant], 1, 1, 1)
     return core.linear_bytes(one_float32.at(0, core)) // DTYPE_BYTES["float32"]
 
 
 def rounds_activations(format: str) -> bool:
-    """Tell whether products with a format round activations to int8."""
+    """Return whether products with a format round activations to int8."""
     return format not in (*CORE_DTYPES, "fp8")
 
 
 def core_packing(dtype: str) -> Packing | None:
-    """Return the core's packing on this CPU; None if it does not multiply this dtype, or is not
-    there."""
+    """Return the core's packing on this CPU; None if it cannot multiply this dtype."""
     if dtype not in CORE_DTYPES or core() is None:
         return None
     panel = panel_of(chosen_variant(dtype))
@@ -283,8 +282,7 @@ def core_packing(dtype: str) -> Packing | None:
 
 
 def check_quantization(dtype: str, device: str) -> None:
-    """Raise ConfigError, saying what to do, where quantised weights cannot be multiplied.
-    device: its type."""
+    """Raise ConfigError, with advice, if quantised weights cannot run on this type of device."""
     if dtype not in CORE_DTYPES:
         raise ConfigError(f"quantization needs dtype {', '.join(CORE_DTYPES)}, not {dtype}.")
     if device not in ("cpu", "cuda"):

@@ -1,7 +1,7 @@
-"""How a quantised weight is cut on a GPU, and what that takes. No torch.
+"""Layout of a quantised weight on a GPU, and its size. This module does not import torch.
 
 Shape legend: N outputs, K inputs, C chunks of inputs, W words of 32 bits of an output's chunk, G
-groups of inputs that share a scale. `gpu_weights.py` says what stands in the words.
+groups of inputs that share a scale. `gpu_weights.py` defines the content of the words.
 """
 
 import math
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 
-MOST_WORDS = {4: 16, 8: 32}  # by bits; a chunk is 128 inputs then
+MOST_WORDS = {4: 16, 8: 32}  # by bits; with so many words, a chunk is 128 inputs
 LEAST_PLANE = 16  # inputs that one matrix instruction multiplies
 
 
 @dataclass(frozen=True)
 class GPULayout:
-    """words: W. group: inputs that share a scale, a part or a multiple of a chunk's; 0: all."""
+    """Layout of a weight. words: W. group: inputs that share a scale, a part or a multiple of a
+    chunk; 0: all."""
 
     bits: int
     words: int
@@ -23,7 +24,7 @@ class GPULayout:
 
     @property
     def planes(self) -> int:
-        """Pairs of inputs in a word."""
+        """Pairs of inputs in a word, and planes of a chunk."""
         return 16 // self.bits
 
     @property
@@ -38,17 +39,17 @@ class GPULayout:
         return -(-num_inputs // self.chunk_inputs)
 
     def num_groups(self, num_inputs: int) -> int:
-        """Count the scales of an output, those of a chunk's filling with them."""
+        """Return the number of scales of an output, with scales of a chunk's padding."""
         if self.group == 0:
             return 1
         return -(-self.num_chunks(num_inputs) * self.chunk_inputs // self.group)
 
 
 def layout_of(bits: int, group_size: int, num_inputs: int) -> GPULayout:
-    """Choose the layout of a weight of 4 or 8 bits whose groups have that many inputs, 0 being all
-    of them.
+    """Choose the layout of a weight of 4 or 8 bits with groups of `group_size` inputs, 0 for one
+    group.
 
-    Raises ConfigError for groups that matrix instructions do not fit.
+    Raises ConfigError for groups that do not fit matrix instructions.
     """
     most = MOST_WORDS[bits]
     if group_size == 0 or group_size >= num_inputs:
@@ -60,14 +61,14 @@ def layout_of(bits: int, group_size: int, num_inputs: int) -> GPULayout:
             f" inputs on a GPU: groups must be multiples of {LEAST_PLANE}."
         )
     layout = GPULayout(bits, plane // 2, group_size)
-    if group_size % layout.chunk_inputs:  # then scales are repeated
+    if group_size % layout.chunk_inputs:  # smaller groups, with repeated scales
         layout = GPULayout(bits, plane // 2, math.gcd(group_size, layout.chunk_inputs))
     return layout
 
 
 def gpu_weight_bytes(shape: tuple[int, ...], bits: int, group_size: int, factor_bytes: int) -> int:
-    """Count the bytes of a weight [N, K], or [E, N, K] of experts. bits: of an input, for which it
-    takes 4 or 8. factor_bytes: of the scale, and the zero, of an output's group."""
+    """Return the bytes of a weight [N, K], or [E, N, K] of experts. bits: bits per weight, stored
+    as 4 or 8. factor_bytes: bytes of scale and zero point, per output and group."""
     *others, num_inputs = shape
     layout = layout_of(4 if bits <= 4 else 8, group_size, num_inputs)
     codes = 4 * layout.num_chunks(num_inputs) * layout.words

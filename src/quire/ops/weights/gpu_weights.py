@@ -1,4 +1,4 @@
-"""Quantised weights of linear layers and experts on a GPU: how they stand there.
+"""Quantised weights of linear layers and experts on a GPU: layout, packing and multiplication.
 
 Shape legend: E experts, N outputs, K inputs, C chunks of inputs, W words of 32 bits of an output's
 chunk, G groups of inputs that share a scale.
@@ -8,13 +8,12 @@ chunk, G groups of inputs that share a scale.
                                 uint8, its exponents
     zeros   [G, N]              int8 where all are whole, else float32; None where there are none
 
-Experts have a dimension more, the first. Word j of a chunk holds, in lanes of 16 bits, inputs 2 j
-and 2 j + 1 of each plane: plane p's at bit p * 4 (or p * 8) of each lane. So one shift and one mask
-take two neighbours out of a word as the two 16-bit operands of a matrix instruction, and no number
-moves between threads. Outputs stand beside each other within a chunk: what a program reads is
-contiguous.
+Weights of experts have one more dimension, which is the first. Word j of a chunk holds, in lanes of
+16 bits, inputs 2 j and 2 j + 1 of each plane. Plane p is at bit p * 4 (or p * 8) of each lane. So
+one shift and one mask extract two neighbours as the 16-bit operands of a matrix instruction, and
+threads exchange no numbers. Within a chunk outputs are adjacent, so reads are contiguous.
 
-Integers are stored as themselves plus 8 or 128, e4m3 and e2m1 by their bits.
+Integers are stored with 8 or 128 added, e4m3 and e2m1 as their bits.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,13 +31,13 @@ from quire.ops.weights.stored_rows import FLOAT4_BLOCK, Float4Rows, Float8Rows, 
 
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
 VALUES_AT_ONCE = 1 << 24
-FEW_ROWS = 128  # up to so many, reading the weight takes longer than multiplying with it
+FEW_ROWS = 128  # up to this number of rows, reading the weight takes longer than the product
 
 
 @dataclass(frozen=True, eq=False)
 class GPUWeight(OpaqueWeight):
-    """A weight as above. num_inputs: K. order: int64 [K], as of IntegerRows. is_fixed: whether a
-    row's bits must not depend on the number of rows."""
+    """Quantised weight in the layout above. num_inputs: K. order: int64 [K], as in IntegerRows.
+    is_fixed: whether a row's bits must not depend on the number of rows."""
 
     format: str
     num_inputs: int
@@ -61,7 +60,7 @@ class GPUWeight(OpaqueWeight):
 
     @property
     def serves_look_up(self) -> bool:
-        """Those of 4 bits are too coarse."""
+        """Whether an embedding may look up rows; weights of 4 bits are too coarse for that."""
         return self.layout.bits == 8 and self.zeros is None and self.order is None
 
     def rows(self, ids_U: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -71,15 +70,15 @@ class GPUWeight(OpaqueWeight):
         return found
 
     def fixed(self) -> "GPUWeight":
-        """The same memory, to be multiplied in one order of sums."""
+        """Return the same memory as a weight that is multiplied in one fixed order of sums."""
         return replace(self, is_fixed=True)
 
 
 def multiply(
     x_TK: torch.Tensor, weight: GPUWeight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x W^T + b, [T, N] in x's dtype. See `kernels/quantised.py`, and of many rows with a weight in
-    fp8 `kernels/fp8_matmul.py`."""
+    """Return x W^T + b, [T, N], in x's dtype. The kernel is in `kernels/quantised.py`, or for many
+    rows with an fp8 weight in `kernels/fp8_matmul.py`."""
     if x_TK.stride(1) != 1:
         x_TK = x_TK.contiguous()
     if weight.order is not None:
@@ -92,9 +91,9 @@ def multiply(
 
 
 def rounds_activations(x_TK: torch.Tensor, weight: GPUWeight) -> bool:
-    """Tell whether activations become e4m3 too: of many rows, where the GPU multiplies that, twice
-    as fast as 16 bits. With few rows that gains nothing, and with a fixed order of sums it would
-    depend on their number."""
+    """Return whether the activations [T, K] are rounded to e4m3, too. They are for many rows on
+    GPUs that multiply e4m3, which is twice as fast as 16 bits. Few rows would gain no time. With a
+    fixed order of sums, results would depend on the number of rows."""
     if weight.format != "fp8" or weight.is_fixed or len(x_TK) <= FEW_ROWS:
         return False
     layout = weight.layout
@@ -103,7 +102,7 @@ def rounds_activations(x_TK: torch.Tensor, weight: GPUWeight) -> bool:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Tell whether its matrix instructions take e4m3: compute capability 8.9 or more."""
+    """Return whether the device's matrix instructions support e4m3 (capability 8.9 or more)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -111,18 +110,16 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def quantise_for_gpu(weight_NK: torch.Tensor, quantization: Quantization) -> GPUWeight:
-    """Round a weight on the GPU where it is, and pack it. Raises ConfigError where it has no
-    scale."""
+    """Quantise a weight [N, K] on its GPU, and pack it. Raises ConfigError if it is not finite."""
     num_rows = max(1, VALUES_AT_ONCE // weight_NK.shape[1])
     parts = (quantised(part, quantization) for part in weight_NK.split(num_rows))
     return join_outputs([pack_for_gpu(part, weight_NK.device) for part in parts])
 
 
 def pack_for_gpu(rows: StoredRows, device: torch.device) -> GPUWeight:
-    """Put a weight that is quantised in the order above, on the device. Its numbers stay what they
-    are.
+    """Put a quantised weight in the layout above, on the device; its numbers do not change.
 
-    Raises ConfigError for groups that have no kernel, and for e4m3 that are no numbers.
+    Raises ConfigError for groups without a kernel, and for e4m3 weights that contain NaN.
     """
     if isinstance(rows, Float4Rows):
         halves = rows.codes.to(device)
@@ -163,7 +160,7 @@ def _packed(
 
 
 def _words(codes_NK: torch.Tensor, layout: GPULayout) -> torch.Tensor:
-    """Codes, a byte each, in words: [C, N, W]."""
+    """Pack codes [N, K], a byte each, into words [C, N, W]."""
     outputs, num_inputs = codes_NK.shape
     shape = (outputs, layout.num_chunks(num_inputs), layout.planes, layout.words, 2)
     made = torch.empty(shape[1], outputs, layout.words, dtype=torch.int32, device=codes_NK.device)
@@ -183,7 +180,7 @@ def _words(codes_NK: torch.Tensor, layout: GPULayout) -> torch.Tensor:
 def _of_groups(
     values_NG: torch.Tensor, group_size: int, layout: GPULayout, num_inputs: int
 ) -> torch.Tensor:
-    """What each group has, [G, N], for the layout's groups."""
+    """Return values [N, G] per stored group as [G, N] for the layout's groups."""
     if layout.group:
         values_NG = values_NG.repeat_interleave(group_size // layout.group, dim=1)
     count = layout.num_groups(num_inputs)
@@ -192,7 +189,7 @@ def _of_groups(
 
 
 def _narrowest(values: torch.Tensor) -> torch.Tensor:
-    """In 16 bits, if that changes none of them."""
+    """Convert values to 16 bits if that does not change any of them."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = values.to(dtype)
         if torch.equal(narrow.to(values.dtype), values):
@@ -201,7 +198,8 @@ def _narrowest(values: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_if_possible(zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """As int8, if they are whole numbers that 16-bit operands can be shifted by exactly."""
+    """Convert zero points to int8 if they are whole and can be subtracted exactly in 16 bits, else
+    to float32."""
     most = 64 if bits == 4 else 127
     is_whole = (zeros == zeros.round()) & (zeros.abs() <= most)
     return zeros.to(torch.int8) if bool(is_whole.all()) else zeros.float()
@@ -211,14 +209,14 @@ def _whole_if_possible(zeros: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def join_outputs(parts: list[GPUWeight]) -> GPUWeight:
-    """Put weights of one kind, that differ in outputs alone, one under the other."""
+    """Concatenate the outputs of weights that differ only in their outputs."""
     return parts[0] if len(parts) == 1 else _joined(parts, torch.cat)
 
 
 def stack_experts(experts: Iterable[GPUWeight]) -> GPUWeight:
-    """Put the weights of experts, which are of one kind and shape, side by side: [E, N, K].
+    """Stack the weights of experts, of one kind and shape, to one weight [E, N, K].
 
-    Raises ConfigError where inputs have an order of their own.
+    Raises ConfigError if a weight has sorted inputs.
     """
     parts = list(experts)
     if any(part.order is not None for part in parts):
@@ -229,7 +227,7 @@ def stack_experts(experts: Iterable[GPUWeight]) -> GPUWeight:
 def _joined(
     parts: list[GPUWeight], join: Callable[[list[torch.Tensor], int], torch.Tensor]
 ) -> GPUWeight:
-    """join: is given tensors and the dimension of their outputs."""
+    """Join the tensors of weights. join: takes the tensors and the dimension of their outputs."""
     first = parts[0]
     assert {(part.format, part.num_inputs, part.layout) for part in parts} == {
         (first.format, first.num_inputs, first.layout)
@@ -250,6 +248,6 @@ def _zeros_of(part: GPUWeight) -> torch.Tensor:
 
 
 def _alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """In one dtype that holds the numbers of all."""
+    """Convert tensors to one dtype that holds the numbers of all of them."""
     dtypes = {tensor.dtype for tensor in tensors}
     return tensors if len(dtypes) == 1 else [tensor.float() for tensor in tensors]

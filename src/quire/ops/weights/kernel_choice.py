@@ -1,10 +1,11 @@
-"""Which instruction set the C++ core multiplies with, for each weight format: the fastest measured.
+"""Choice of the instruction set that the C++ core multiplies with, per weight format, by
+measurement.
 
-The default is the last of the core's list, which has the most features. Another is taken if it is
-clearly faster (CLEARLY), so that noise does not change what is chosen. Results are kept in a file
-of the user's cache, one for each machine and build, so that this costs time only once; the choice
-is derived from the figures whenever it is asked for. A file that cannot be read or is not ours is
-measured again and replaced; one that cannot be written is measured at each start. No torch.
+The default is the last in the core's list, which has the most features. Another is chosen if it is
+clearly faster (CLEARLY), so that noise does not change the choice. Measurements are saved in a file
+of the user's cache, one per machine and build, so they cost time only once. The choice is derived
+from them at each use. An unreadable or foreign file is replaced by a new measurement. If the file
+cannot be written, each start measures. No torch is needed.
 """
 
 import contextlib
@@ -25,11 +26,11 @@ from quire.base.version import QUIRE_VERSION
 
 logger = logging.getLogger("quire")
 
-VERSION = 2  # raised whenever what is measured changes
+VERSION = 2  # raised whenever the measurement changes
 CLEARLY = 1.1
-MOST_BYTES = 1 << 16  # of a file
-MOST_FILES = 32  # of other machines that share the directory, and of earlier builds
-MOST = 1e18  # of any figure
+MOST_BYTES = 1 << 16  # maximum size of a file
+MOST_FILES = 32  # files in the directory, with those from other machines and earlier builds
+MOST = 1e18  # maximum of any measured value
 UNUSABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError)
 CPUINFO = Path("/proc/cpuinfo")
 CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags",
@@ -38,8 +39,8 @@ CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "micr
 
 @dataclass(frozen=True)
 class Speed:
-    """What one thread does. row_bytes_per_s: of the packed weight, with one row of activations;
-    tile_flops: operations per second, with a tile of rows."""
+    """Measured speed of one thread. row_bytes_per_s: bytes of the packed weight per second, with
+    one row of activations. tile_flops: operations per second, with a tile of rows."""
 
     row_bytes_per_s: float
     tile_flops: float
@@ -50,8 +51,9 @@ Measure = Callable[[], dict[str, dict[str, Speed]]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """machine: a digest of all that the figures depend on; cpu: its name, to be shown. measured_s:
-    when, in seconds since 1970; took_s: how long that took. speeds: by format and variant."""
+    """Measured speeds of a machine. machine: digest of all facts that speeds depend on. cpu: name
+    to show. measured_s: time of the measurement, in seconds since 1970. took_s: its duration.
+    speeds: by format and variant."""
 
     machine: str
     cpu: str
@@ -61,7 +63,7 @@ class Measurement:
 
     @classmethod
     def parse(cls, text: bytes) -> "Measurement":
-        """Read what `encode` wrote. Raises one of UNUSABLE for anything else."""
+        """Parse the output of `encode`. Raises one of UNUSABLE for any other text."""
         data: Any = json.loads(text)
         speeds = {
             name: {variant: Speed(**figures) for variant, figures in each.items()}
@@ -81,8 +83,8 @@ class Measurement:
 
 
 def choose_variant(speeds: Mapping[str, Speed], names: Sequence[str]) -> str:
-    """Return the fastest if it is clearly faster than the default, the last of the names; else
-    that."""
+    """Return the fastest variant if it is clearly faster than the last of `names`, else the
+    last."""
     default = names[-1]
     gains = {name: gain_over(speeds, name, default) for name in names}
     best = max(reversed(names), key=lambda name: gains[name])
@@ -90,8 +92,8 @@ def choose_variant(speeds: Mapping[str, Speed], names: Sequence[str]) -> str:
 
 
 def gain_over(speeds: Mapping[str, Speed], name: str, other: str) -> float:
-    """Return how many times as fast one is as the other: the geometric mean of both shapes, since
-    answers are made of both. 1 where one of them was not measured."""
+    """Return the ratio of two variants' speeds. It is the geometric mean over both shapes, since
+    answers need both; 1 if a variant was not measured."""
     ours, theirs = speeds.get(name), speeds.get(other)
     if ours is None or theirs is None:
         return 1.0
@@ -100,8 +102,8 @@ def gain_over(speeds: Mapping[str, Speed], name: str, other: str) -> float:
 
 
 def machine_facts(build: Path) -> dict[str, str]:
-    """Return what figures depend on: the CPU, its microcode and features, quire's version and the
-    build of the core. build: the core's file."""
+    """Return the facts that speeds depend on: the CPU, its microcode and features, quire's version
+    and the core's build. build: the core's file."""
     facts = {"version": str(VERSION), "quire": QUIRE_VERSION}
     with contextlib.suppress(OSError):
         found = build.stat()
@@ -109,13 +111,13 @@ def machine_facts(build: Path) -> dict[str, str]:
     with contextlib.suppress(OSError):
         for line in CPUINFO.read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in CPU_FACTS:  # of the first CPU; a machine has one kind
+            if name.strip() in CPU_FACTS:  # facts of the first CPU; all CPUs are of one kind
                 facts.setdefault(name.strip(), value.strip())
     return facts
 
 
 class KernelFile:
-    """The file of this machine in a directory. wanted: formats and variants that must be in it."""
+    """File of this machine's measurement. `wanted`: formats and variants that it must contain."""
 
     def __init__(
         self, directory: Path, facts: Mapping[str, str], wanted: Mapping[str, Sequence[str]]
@@ -131,8 +133,8 @@ class KernelFile:
         return self.directory / f"{self.machine}.json"
 
     def load_or_measure(self, measure: Measure) -> Measurement:
-        """Return what the file holds. If there is none that can be used, measure and keep that; of
-        several processes that do so at once, all return what the first has kept."""
+        """Return the measurement in the file. If there is no usable file, measure and save. If
+        several processes do so at once, all return the measurement that was saved first."""
         found = self.load()
         if found is not None:
             return found
@@ -145,7 +147,7 @@ class KernelFile:
         return self._keep(made)
 
     def load(self) -> Measurement | None:
-        """Return what the file holds; None if there is none, or not ours."""
+        """Return the measurement in the file; None if there is none, or not from this machine."""
         try:
             with self.path.open("rb") as file:
                 text = file.read(MOST_BYTES + 1)
@@ -162,7 +164,7 @@ class KernelFile:
         return found
 
     def _is_ours(self, found: Measurement) -> bool:
-        """Tell whether all figures are there, and can be divided by."""
+        """Return whether the file is from this machine, and all speeds are present and positive."""
         if found.machine != self.machine or found.speeds.keys() != self.wanted.keys():
             return False
         return all(
@@ -172,6 +174,7 @@ class KernelFile:
         )
 
     def _keep(self, made: Measurement) -> Measurement:
+        """Save the measurement, unless another process saved one first; return the saved one."""
         temporary = None
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,7 +186,7 @@ class KernelFile:
                 first = self.load()
                 if first is not None:
                     return first
-                temporary.replace(self.path)  # what is there cannot be used
+                temporary.replace(self.path)  # the existing file is unusable
         except OSError as error:
             logger.info("the measurements of kernels cannot be saved for the next start: %s", error)
         finally:
@@ -194,6 +197,7 @@ class KernelFile:
         return made
 
     def _remove_old(self) -> None:
+        """Delete all but the newest `MOST_FILES` files."""
         with contextlib.suppress(OSError):
             paths = sorted(self.directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
             for path in paths[:-MOST_FILES]:
@@ -201,10 +205,10 @@ class KernelFile:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Give a whole file its name, if nobody was first; whether that was possible."""
+    """Give a complete file its final name, if that is free; return whether it succeeded."""
     try:
         os.link(source, path)
-    except OSError:  # also where the file system has no links
+    except OSError:  # also if the file system lacks links
         return False
     return True
 

@@ -1,10 +1,10 @@
-"""Times the C++ core's matrix products on this CPU, by instruction set and weight format. No torch.
+"""Timing of the C++ core's matrix products on this CPU, by instruction set and weight format.
 
-A feature's name does not say how fast a CPU carries it out, so every instruction set that runs here
-is timed, at the two shapes that matter: one row, bound by the weights that stream through, and a
-tile of rows, bound by arithmetic. One thread only: it is disturbed the least by what else runs, and
-what differs between instruction sets differs on each core alike. Rounds alternate between the
-instruction sets and the fastest call counts, so that a busy machine hits none of them alone.
+A feature's name does not show how fast a CPU executes it, so all instruction sets are timed, at the
+two shapes that matter. One row is bound by the bandwidth for weights, a tile of rows by arithmetic.
+One thread is timed: other load disturbs it least, and instruction sets differ equally on each core.
+Rounds alternate between them and the fastest call counts, so that a busy machine does not affect
+only one of them. No torch is needed.
 """
 
 import time
@@ -17,12 +17,12 @@ from quire.ops.weights.kernel_choice import Speed
 
 INPUTS = 1024
 TILE_ROWS, TILE_OUTPUTS = 48, 256
-ROW_BYTES = 4 << 20  # of the weight that one row streams through: more than a core's own caches
-FLOAT32 = 0  # the core's number for activations, as they come in its programs
-NORMAL_BYTES = 0x38, 0x40  # of these, every float format makes normal numbers
+ROW_BYTES = 4 << 20  # bytes of the weight for one row: more than a core's own caches
+FLOAT32 = 0  # the core's number for the dtype of activations in its programs
+NORMAL_BYTES = 0x38, 0x40  # range of bytes that are normal numbers in every float format
 ROUNDS, FEWEST_ROUNDS = 12, 2
-HOPELESS = 10.0  # times as slow as the fastest: not timed again
-FORMAT_S = 0.02  # after that no more rounds
+HOPELESS = 10.0  # times as slow as the fastest: no further rounds
+FORMAT_S = 0.02  # time limit of the rounds
 
 Call = Callable[[], None]
 Clock = Callable[[], float]
@@ -31,10 +31,10 @@ Clock = Callable[[], float]
 def measure_kernels(
     core: Core, variants: Mapping[str, int], formats: Mapping[str, tuple[int, int]]
 ) -> dict[str, dict[str, Speed]]:
-    """Time every instruction set with every format: {format: {variant: speed}}. Takes about 0.1 s.
+    """Time each instruction set with each format: {format: {variant: speed}}. Takes about 0.1 s.
 
-    variants: the core's names and numbers. formats: the core's number of what is timed for each,
-    and inputs of its groups.
+    variants: the core's names and numbers. formats: the core's number and group size of each
+    format.
     """
     weights = _some_weights()
     found = {}
@@ -55,10 +55,11 @@ def measure_kernels(
 
 
 def fastest(calls: Sequence[Sequence[Call]], clock: Clock = time.perf_counter) -> list[list[float]]:
-    """Return the shortest time of every call, in seconds, like `calls`: a list for each candidate.
+    """Return the shortest time of each call, in seconds, in the same nesting as `calls`: a list for
+    each candidate.
 
-    Rounds over all candidates, until the time is up; who was hopeless in all of the first rounds is
-    left out of the later ones.
+    Rounds over all candidates run until the time is up. A candidate whose calls were all hopeless
+    in the first rounds skips the later ones.
     """
     best = [[float("inf")] * len(candidate) for candidate in calls]
     alive, until = list(range(len(calls))), clock() + FORMAT_S
@@ -78,19 +79,19 @@ def fastest(calls: Sequence[Sequence[Call]], clock: Clock = time.perf_counter) -
     return best
 
 
-Shape = tuple[int, WeightLayout]  # rows of activations, and a packed weight
+Shape = tuple[int, WeightLayout]  # rows of activations, packed weight
 
 
 def _shapes(core: Core, format_: int, variant: int, group: int) -> tuple[Shape, Shape]:
-    """One row, and a tile of rows."""
+    """Return the two timed shapes: one row, and a tile of rows."""
     tile = WeightLayout(format_, variant, TILE_OUTPUTS, INPUTS, group)
     times = ROW_BYTES // core.linear_bytes(tile.at(0, core))
     return (1, tile._replace(outputs=times * TILE_OUTPUTS)), (TILE_ROWS, tile)
 
 
 def _some_weights() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """Bytes that any format can take for weights: how long a product takes does not depend on what
-    is multiplied, unless that is not a normal number."""
+    """Return bytes that are valid weights in any format. The time of a product does not depend on
+    its numbers, unless they are not normal."""
     some = np.random.default_rng(0).integers(*NORMAL_BYTES, 1 << 16, dtype=np.uint8)
     return np.tile(some, ROW_BYTES // len(some))
 
@@ -101,6 +102,7 @@ def _product(
     rows: int,
     layout: WeightLayout,
 ) -> Call:
+    """Return a call that multiplies `rows` rows by a weight of this layout."""
     weight = layout.at(weights.ctypes.data, core)
     assert core.linear_bytes(weight) <= len(weights)
     outputs, inputs = layout.outputs, layout.inputs

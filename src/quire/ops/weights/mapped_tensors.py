@@ -1,7 +1,7 @@
-"""Tensors that are mapped from files, and where they stand there.
+"""Tensors that are mapped from files, and their positions in the files.
 
-Mapping takes nothing, but each page that is touched costs a fault. Who needs all of a large tensor
-reads it from its file instead; then what goes wrong there is an error, not the end of the process.
+Mapping costs nothing, but the first access to each page costs a fault. Code that needs all of a
+large tensor reads it from its file. Then a failed read is an error, not the process's end.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from quire.base.errors import ModelError
 
 
 class FilePlace(NamedTuple):
-    """Where values stand: `offset` bytes from the beginning of an opened file."""
+    """Position of values: `offset` bytes from the beginning of an open file."""
 
     file: FileIO
     offset: int
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """Give the file's descriptor. Raises ModelError for an OSError in what is done with it."""
+        """Yield the file's descriptor. Raises ModelError for an OSError within the context."""
         try:
             yield self.file.fileno()
         except OSError as error:
@@ -31,20 +31,19 @@ class FilePlace(NamedTuple):
 
 
 class MappedTensors:
-    """Knows the places of tensors. It keeps them mapped, so that nothing else can have their
-    addresses."""
+    """Register of mapped tensors. It holds them, so no other tensor can get their addresses."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, FilePlace]] = {}
 
     def add(self, tensor: torch.Tensor, place: FilePlace) -> None:
-        """Note a tensor that has a storage of its own. The file must stay open as long as tensors
-        are looked up."""
-        if tensor.numel():  # an empty one may have the address of the next
+        """Register a tensor [...] with its own storage. The file must stay open during look-ups."""
+        if tensor.numel():  # an empty tensor may share the next one's address
             self._known[tensor.untyped_storage().data_ptr()] = tensor, place
 
     def place(self, values: torch.Tensor) -> FilePlace | None:
-        """Find where a tensor's values, or a part of them, stand one after the other in a file."""
+        """Return the file position of a tensor or contiguous part of one, values [...]; None if
+        unknown."""
         known = self._known.get(values.untyped_storage().data_ptr())
         if known is None or not values.is_contiguous():
             return None

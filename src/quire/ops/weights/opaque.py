@@ -1,11 +1,10 @@
-"""What stands in the place of a weight's tensor where a device has an order of its own for it."""
+"""Base of weights that a device stores in an order of its own, in place of a tensor."""
 
 import torch
 
 
 class OpaqueWeight:
-    """A weight that is no tensor. Only the operations that multiply it, or look up its rows, know
-    what is in it."""
+    """Weight that is not a tensor. Only operations that multiply or look it up know its content."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -18,9 +17,9 @@ class OpaqueWeight:
 
     @property
     def serves_look_up(self) -> bool:
-        """Whether an embedding that is tied to it may take its rows, instead of keeping a table."""
+        """Whether a tied embedding may look up its rows, so that it needs no table."""
         return False
 
     def rows(self, ids_U: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows [U, K] of these outputs, int64, as they were stored."""
+        """Return the dequantised rows [U, K] of these outputs. ids: int64."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Putting weights of linear layers into the order in which the C++ core multiplies (`packed.py`).
+"""Packing of linear layers' weights into the order in which the C++ core multiplies (`packed.py`).
 
-They come as plain numbers, which may be quantised here, as rows that a checkpoint quantised, as
-ggml's blocks, or packed already, from a cache.
+Inputs are plain numbers, which may be quantised here, rows that a checkpoint quantised, ggml's
+blocks, or packed weights from a cache.
 
 Shape legend: K inputs, N outputs, G groups of inputs, B bytes of an output's blocks.
 """
@@ -43,23 +43,23 @@ from quire.ops.weights.stored_rows import (
     stacked,
 )
 
-# Values and bytes of ggml's blocks that are packed as a format.
+# Values and bytes of ggml's blocks, by the format in which they are packed.
 BLOCKS = {
     "int8_f16": (32, 34), "int4_f16": (32, 18), "mxfp4": (32, 17), "q4_1": (32, 20),
     "q5_0": (32, 22), "q5_1": (32, 24), "q2_k": (256, 84), "q3_k": (256, 110),
     "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
 }  # fmt: skip
 VALUES_AT_ONCE = 1 << 18
-FILE_ENDS, NOT_FINITE = -1, -2  # why the core could not pack a weight (csrc/linear.h)
+FILE_ENDS, NOT_FINITE = -1, -2  # the core's reasons for not packing (csrc/linear.h)
 
 
 def can_pack_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether the core multiplies activations of this dtype."""
+    """Return whether the core multiplies activations of this dtype on the device."""
     return device.type == "cpu" and dtype in ELEMENTS and core() is not None
 
 
 def bytes_of(layout: WeightLayout) -> int:
-    """Return what a packed weight takes."""
+    """Return the bytes of a packed weight's data."""
     core = needed_core()
     return core.linear_bytes(layout.at(0, core))
 
@@ -70,9 +70,9 @@ def pack(
     variant: str | None = None,
     memory: HugeMemory | None = None,
 ) -> PackedWeight:
-    """Pack a weight in the core's order, quantised if that is asked for. memory: where to put it.
+    """Pack a weight [N, K] in the core's order, quantised if requested. memory: destination.
 
-    Raises ConfigError for weights that are not finite: they have no scale.
+    Raises ConfigError if a weight to quantise is not finite, because it has no scale.
     """
     weight_NK = weight_NK.detach().contiguous()
     layout = _layout(tuple(weight_NK.shape), weight_NK.dtype, quantization, variant)
@@ -94,9 +94,9 @@ def pack_parts(
     memory: HugeMemory | None = None,
     mapped: MappedTensors | None = None,
 ) -> PackedWeight:
-    """Do that with a weight of this dtype whose outputs stand in several places. They are not put
-    together first where each begins with a panel; then those that are `mapped` are read from their
-    files. Raises ModelError where that fails."""
+    """Pack a weight from parts [N, K] of its outputs, converted to `dtype`. If each part begins
+    with a panel, they are not concatenated, and parts in `mapped` are read from their files. Raises
+    ModelError if reading fails."""
     shape = (sum(map(len, parts_NK)), parts_NK[0].shape[1])
     layout = _layout(shape, dtype, quantization, None)
     panel = panel_of(variant_of(layout))
@@ -121,6 +121,7 @@ def _pack_into(
     quantization: Quantization | None,
     mapped: MappedTensors | None = None,
 ) -> None:
+    """Pack a contiguous weight [N, K] into existing memory, from its file if it is in `mapped`."""
     data, element = packed.data.data_ptr(), ELEMENTS[weight_NK.dtype]
     search = quantization is not None and quantization.format == "int4"
     place = None if mapped is None else mapped.place(weight_NK)
@@ -145,8 +146,8 @@ def pack_blocks(
     stretches: Sequence[tuple[int, Quantization]],
     memory: HugeMemory | None = None,
 ) -> Packed:
-    """Pack rows of ggml's blocks, uint8, whose numbers stay what they are. stretches: how many rows
-    are in which format, in their order; only the largest fill all bytes."""
+    """Pack rows of ggml's blocks, uint8 [N, B]; their numbers do not change. stretches: (number of
+    rows, format) of consecutive rows. Rows with smaller blocks do not fill all B bytes."""
     row_bytes = blocks_NB.shape[1]
     inputs = min(
         row_bytes // BLOCKS[each.format][1] * BLOCKS[each.format][0] for _, each in stretches
@@ -165,7 +166,8 @@ def pack_blocks(
 
 
 def packed_parts(data: torch.Tensor, layouts: Sequence[WeightLayout]) -> Packed:
-    """Make a weight of memory that holds one or several, each at a multiple of ALIGNMENT bytes."""
+    """Make a weight of one or several parts from bytes, uint8 [num_bytes]. Each part begins at a
+    multiple of ALIGNMENT."""
     if len(layouts) == 1:
         return PackedWeight(data[: bytes_of(layouts[0])], layouts[0])
     parts, begin = [], 0
@@ -177,7 +179,7 @@ def packed_parts(data: torch.Tensor, layouts: Sequence[WeightLayout]) -> Packed:
 
 
 def joined(parts: Sequence[PackedWeight], memory: HugeMemory | None = None) -> Packed:
-    """Put weights with the same inputs one after the other. Their data are copied."""
+    """Concatenate the outputs of weights with the same inputs, copying their data."""
     data = _empty(sum(aligned(part.nbytes) for part in parts), memory)
     made, begin = packed_parts(data, [part.layout for part in parts]), 0
     for part in parts:
@@ -187,7 +189,7 @@ def joined(parts: Sequence[PackedWeight], memory: HugeMemory | None = None) -> P
 
 
 def block_row_bytes(format: Quantization, num_inputs: int) -> int:
-    """Count the bytes of an output's blocks."""
+    """Return the bytes of an output's blocks."""
     values, num_bytes = BLOCKS[format.format]
     return num_inputs // values * num_bytes
 
@@ -195,9 +197,10 @@ def block_row_bytes(format: Quantization, num_inputs: int) -> int:
 def pack_stored(
     rows: StoredRows, memory: HugeMemory | None = None, variant: str | None = None
 ) -> PackedWeight:
-    """Pack a weight that a checkpoint quantised; its numbers stay what they are.
+    """Pack a weight that a checkpoint quantised; its numbers do not change.
 
-    Raises ConfigError for groups that the core does not have, and for what is no number.
+    Raises ConfigError for groups that the core does not support, and for values that are not
+    finite.
     """
     if isinstance(rows, IntegerRows):
         return _pack_integers(rows, memory, variant)
@@ -244,7 +247,7 @@ def _pack_float4(rows: Float4Rows, memory: HugeMemory | None, variant: str | Non
 
 
 def integer_format(rows: IntegerRows) -> str:
-    """Choose the smallest format that holds the scales and zero points exactly."""
+    """Return the smallest format that holds the scales and zero points exactly."""
     zeros = rows.zeros is not None and bool(rows.zeros.any())
     ending = "_zeros" if zeros else ""
     if not zeros or _is_exact(rows.zeros, torch.bfloat16):
@@ -255,9 +258,9 @@ def integer_format(rows: IntegerRows) -> str:
 
 
 def stored_group(group_size: int, num_inputs: int) -> int:
-    """Return the group in which a checkpoint's groups of this size are packed: one of at most
-    MOST_OF_A_STORED_GROUP inputs that divides it, since activations are rounded in the same groups.
-    Raises ConfigError for a size that is no multiple of ROUND_INPUTS."""
+    """Return the group size in which a checkpoint's groups are packed. It divides them, and is at
+    most MOST_OF_A_STORED_GROUP, since activations are rounded in the same groups. Raises
+    ConfigError for a size that is not a multiple of ROUND_INPUTS."""
     if group_size >= num_inputs:
         return min(aligned(num_inputs, ROUND_INPUTS), MOST_OF_A_STORED_GROUP)
     sizes = range(MOST_OF_A_STORED_GROUP, 0, -ROUND_INPUTS)
@@ -274,7 +277,7 @@ def _no_group(size: int) -> str:
 
 
 def _of_groups(values_NG: torch.Tensor, size: int, group: int, num_inputs: int) -> torch.Tensor:
-    """Return the values for each group of `group` inputs, which divides `size`."""
+    """Return values per group of `size` inputs as values per group of `group` inputs, a divisor."""
     count = -(-num_inputs // group)
     if values_NG.shape[1] == 1:
         return values_NG.expand(-1, count).contiguous()
@@ -291,7 +294,7 @@ def _check_finite(*parts: torch.Tensor | None) -> None:
 
 
 class StoredArrays(NamedTuple):
-    """What the core's linear_pack_stored takes. dtype: of the values."""
+    """Arguments of the core's linear_pack_stored. dtype: dtype of the values."""
 
     values: torch.Tensor
     dtype: torch.dtype
@@ -340,14 +343,14 @@ def _not_quantisable(weight_NK: torch.Tensor, quantization: Quantization | None)
 
 
 def _is_finite(weight_NK: torch.Tensor) -> bool:
-    """Tell whether all is finite, in parts: torch's test takes more memory than the weight."""
+    """Return whether all values are finite, testing parts to save memory."""
     rows = max(1, VALUES_AT_ONCE // weight_NK.shape[1])
     return all(part.isfinite().all() for part in weight_NK.split(rows))
 
 
 def packed_view(data: torch.Tensor, numbers: Sequence[Sequence[int]]) -> Packed:
-    """Make a packed weight of memory that holds one. numbers: each part's layout. Raises ValueError
-    for numbers that packing does not make here, or that ask for another size."""
+    """Make a packed weight from its bytes, uint8 [num_bytes]. numbers: the layout of each part.
+    Raises ValueError for a layout that packing does not produce here, or of another size."""
     layouts = [_known_layout(each) for each in numbers]
     sizes = [bytes_of(layout) for layout in layouts]
     total = sizes[0] if len(sizes) == 1 else sum(map(aligned, sizes))
@@ -369,7 +372,7 @@ def _known_layout(numbers: Sequence[int]) -> WeightLayout:
 
 
 def _has_group(format: str, layout: WeightLayout) -> bool:
-    """Tell whether weights of a format are packed in such groups here."""
+    """Return whether weights of a format are packed with this group size here."""
     sizes, group = SIZES[format], layout.group
     if not sizes.factor_bytes:
         return group == 1

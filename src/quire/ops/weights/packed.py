@@ -1,8 +1,7 @@
-"""Weights of linear layers in the order in which the C++ core multiplies: opaque, made once by
-`pack.py`.
+"""Weights of linear layers in the order in which the C++ core multiplies; `pack.py` makes them.
 
-Shape legend: K inputs, N outputs, U looked up rows. The layout is csrc/linear.h's; it depends on
-the variant, the instruction set that is the fastest for the format here (kernel_choice.py).
+Shape legend: K inputs, N outputs, U looked-up rows. The layout is defined in csrc/linear.h. It
+depends on the variant: the fastest instruction set for the format here (kernel_choice.py).
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight(OpaqueWeight):
-    """[N, K] in a format, in the core's order. data: bytes."""
+    """Weight [N, K] of one format, in the core's order. data: uint8."""
 
     data: torch.Tensor
     layout: WeightLayout
@@ -43,7 +42,7 @@ class PackedWeight(OpaqueWeight):
 
     @property
     def serves_look_up(self) -> bool:
-        """Those of 4 bits are too coarse."""
+        """Whether an embedding may look up rows; weights of 4 bits are too coarse for that."""
         return self.format not in ("int4", "int4_multiples")
 
     @property
@@ -52,11 +51,11 @@ class PackedWeight(OpaqueWeight):
 
     @cached_property
     def core(self) -> CoreWeight:
-        """The weight as the core's functions take it, which does not keep this one alive."""
+        """The weight as the core's type. It does not hold the memory of `data`."""
         return self.layout.at(address(self.data, torch.uint8), needed_core())
 
     def rows(self, ids_U: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The rows [U, K] of these outputs, int64, as they were stored; zeros for ids below 0."""
+        """Return rows [U, K], dequantised, zeros for negative ids. ids: int64 outputs."""
         known_U = ids_U.clamp(min=0)
         out_UK = torch.empty(len(ids_U), self.shape[1], dtype=dtype)
         needed_core().linear_unpack_rows(
@@ -71,8 +70,8 @@ class PackedWeight(OpaqueWeight):
 
 @dataclass(frozen=True, eq=False)
 class PackedParts(OpaqueWeight):
-    """Weights of several formats with the same inputs, the outputs of one after the other's, as of
-    a merged layer whose parts a file stores differently. data: that of all."""
+    """Weights of several formats with equal inputs and consecutive outputs, as of a merged layer
+    whose parts a file stores differently. data: the bytes of all parts."""
 
     data: torch.Tensor
     parts: tuple[PackedWeight, ...]
@@ -94,6 +93,6 @@ Packed = PackedWeight | PackedParts
 
 
 def variant_of(layout: WeightLayout) -> str:
-    """Return the name of the variant that a layout is for."""
+    """Return the name of a layout's variant."""
     [name] = [name for name, number in variant_numbers().items() if number == layout.variant]
     return name

@@ -1,12 +1,13 @@
-"""Rounds weights to 8 or 4 bits where no checkpoint did: `--quantization int8|int4|fp8`.
+"""Quantisation of weights to 8 or 4 bits at load: `--quantization int8|int4|fp8`.
 
-Shape legend: N outputs, K inputs, G groups of inputs that share a scale, S inputs of a group.
+Shape legend: N outputs, K inputs, G groups of inputs that share a scale, S inputs of a group, P
+groups of 32 inputs that share a base scale.
 
-Integers are the C++ core's (csrc/linear_pack.cpp, linear_multiples.h), number by number, so a model
-has the same weights on a GPU as on a CPU: to the nearest, with scales that are exactly bfloat16.
-They are symmetric, but for int4 in groups of 32: there the scales of four groups are small
-multiples of one, and the largest weight of a group becomes -8, with the scale's sign as it needs.
-Float8 has a float32 scale for each output, of which the largest weight is 448.
+Integers equal the C++ core's (csrc/linear_pack.cpp, linear_multiples.h), so a model has the same
+weights on a GPU as on a CPU. They are rounded to nearest, with scales that are exact in bfloat16.
+They are symmetric, except int4 in groups of 32. There the scales of four groups are small multiples
+of one scale, and a group's largest weight becomes -8, by the sign of its scale. Float8 has a
+float32 scale per output, by which the largest weight becomes 448.
 """
 
 import torch
@@ -19,17 +20,17 @@ LEVELS = {"int8": 127, "int4": 7}
 LARGEST_FLOAT8 = 448.0
 TRIED_SCALES = 12
 SCALE_STEP = 0.035
-TRIED_MULTIPLIED = 8  # scales of four groups of int4
-SMALLEST_MULTIPLIED = 1e-35  # of weights that are more than 0
-SIGNIFICANT_STEP = 1 << 19  # of the bits of a float32: keeps five that count
-LANES = 16  # sums in which an error is added up
+TRIED_MULTIPLIED = 8  # candidates for the base scale of four groups of int4
+SMALLEST_MULTIPLIED = 1e-35  # groups of smaller weights become 0
+SIGNIFICANT_STEP = 1 << 19  # in the bits of a float32: leaves five significant bits
+LANES = 16  # partial sums of an error, as in the core
 
 
 def quantised(weight_NK: torch.Tensor, quantization: Quantization) -> StoredRows:
-    """Round a weight, on the device where it is. Makes temporaries of 4 bytes for each number: give
-    parts of a large one.
+    """Quantise a weight [N, K] on its device. Temporaries take 4 bytes per number: pass parts of a
+    large weight.
 
-    Raises ConfigError for weights that are not finite: they have no scale.
+    Raises ConfigError for weights that are not finite, because they have no scale.
     """
     values_NK = weight_NK.detach().float()
     if not bool(values_NK.isfinite().all()):
@@ -64,8 +65,8 @@ def _integers(values_NK: torch.Tensor, quantization: Quantization) -> IntegerRow
 
 
 def _multiplied(values_NK: torch.Tensor) -> IntegerRows:
-    """Choose of 128 inputs a scale, and of each 32 of them (P) a multiple of 1 to 8 and whether the
-    integers reach from -8 to 7 or from -7 to 8, by the least squared error."""
+    """Quantise to int4 with a base scale per 128 inputs. Each 32 of them (P) get a multiple of 1 to
+    8, and integers from -8 to 7 or from -7 to 8. The least squared error decides."""
     num_inputs = values_NK.shape[1]
     padded_NK = torch.nn.functional.pad(values_NK, (0, -num_inputs % MULTIPLIED_INPUTS))
     parts_NGPS = padded_NK.unflatten(1, (-1, MULTIPLIED_INPUTS // 32, 32))
@@ -87,7 +88,7 @@ def _multiplied(values_NK: torch.Tensor) -> IntegerRows:
     is_zero = (largest_NG < SMALLEST_MULTIPLIED)[..., None]
     chosen_NGP = chosen_NGP.masked_fill(is_zero, 0.0)
     integers_NGPS = _asymmetric(parts_NGPS, chosen_NGP, is_above_NGP)
-    # As integers of -8 to 7 throughout, by the sign of the scale.
+    # Negate integers from -7 to 8 and their scales, so that all integers are from -8 to 7.
     integers_NGPS = torch.where(is_above_NGP[..., None], -integers_NGPS, integers_NGPS)
     scales_NG = torch.where(is_above_NGP, -chosen_NGP, chosen_NGP).flatten(1)
     integers_NK = integers_NGPS.flatten(1)[:, :num_inputs].to(torch.int8)
@@ -101,8 +102,8 @@ def _multiples(
     largest_NGP: torch.Tensor,
     is_above_NGP: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best multiples of a scale for its parts, and their errors: of the least multiple
-    that clips nothing and the one below."""
+    """Return the best scale of each part, a multiple of the given scale, and its error. Candidates
+    are the least multiple without clipping and the multiple below it."""
     multiple_NGP = torch.ones_like(largest_NGP)
     for multiple in range(1, 8):
         multiple_NGP += 8 * multiple * scale_NG[..., None] < largest_NGP
@@ -122,6 +123,7 @@ def _multiples(
 def _asymmetric(
     parts_NGPS: torch.Tensor, scales_NGP: torch.Tensor, is_above_NGP: torch.Tensor
 ) -> torch.Tensor:
+    """Return weights / scales, rounded, from -7 to 8 if is_above, else from -8 to 7."""
     inverse_NGP = torch.where(scales_NGP > 0, 1.0 / scales_NGP, 0.0)
     rounded_NGPS = (parts_NGPS * inverse_NGP[..., None]).round_()
     lowest = torch.where(is_above_NGP, -7.0, -8.0)[..., None]
@@ -136,13 +138,13 @@ def _rounded(grouped_NGS: torch.Tensor, scales_NG: torch.Tensor, levels: int) ->
 def _scales(
     grouped_NGS: torch.Tensor, num_inputs: int, levels: int, searches: bool
 ) -> torch.Tensor:
-    """Of int4 the largest weights may be clipped: with 15 levels that often costs less than what
-    all others gain by finer steps. The least squared error decides."""
+    """Return the scale of each group, [N, G]. An int4 search may clip the largest weights: with 15
+    levels, finer steps for all other weights often gain more. The least squared error decides."""
     largest_NG = grouped_NGS.abs().amax(dim=-1)
     best_NG = _bfloat16_up(_divided(largest_NG, levels))
     if not searches:
         return best_NG
-    # The core leaves out of an error what does not fill its lanes; only a last group may not.
+    # The core's error excludes inputs that do not fill its lanes, which only a last group has.
     last = num_inputs - (grouped_NGS.shape[1] - 1) * grouped_NGS.shape[2]
     kept = torch.ones_like(grouped_NGS[0], dtype=torch.bool)
     kept[-1, last // LANES * LANES :] = False
@@ -158,13 +160,13 @@ def _scales(
 
 
 def _divided(values: torch.Tensor, number: float) -> torch.Tensor:
-    """Divide as a CPU does. By a number that is not on it a GPU multiplies with its inverse, which
-    rounds otherwise."""
+    """Divide as a CPU does. A GPU multiplies by the inverse of a host number, which rounds
+    differently."""
     return values / torch.full((), number, dtype=values.dtype, device=values.device)
 
 
 def _bfloat16_up(values: torch.Tensor) -> torch.Tensor:
-    """The nearest bfloat16, or the next larger one where that is below, as float32."""
+    """Round up to bfloat16; the result is float32."""
     near = values.bfloat16()
     bits = near.view(torch.int16)
     above = torch.where(near.float() < values, bits + 1, bits)
@@ -179,7 +181,7 @@ def _squared_error(
 
 
 def _sums_of_squares(errors: torch.Tensor) -> torch.Tensor:
-    """Sum the squares of the last axis in the core's order: of each lane, then of the lanes."""
+    """Sum the squares of the last axis in the core's order: in each lane, then over lanes."""
     squares = (errors * errors).unflatten(-1, (-1, LANES))
     lanes = squares[..., 0, :]
     for i in range(1, squares.shape[-2]):
@@ -191,5 +193,5 @@ def _sums_of_squares(errors: torch.Tensor) -> torch.Tensor:
 
 
 def _float32(value: float) -> float:
-    """Round to float32, in which the core computes."""
+    """Round to float32, as the core computes."""
     return torch.tensor(value, dtype=torch.float32).item()

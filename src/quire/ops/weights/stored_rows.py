@@ -1,10 +1,9 @@
-"""Rows of a weight as a quantised checkpoint stores them: what loaders make of every format, and
-what devices pack.
+"""Rows of a weight as a quantised checkpoint stores them: loaders make them, and devices pack them.
 
 Shape legend: N outputs, K inputs, G groups of inputs that share a scale (K / G inputs each, or one
 group), B blocks of 32 inputs.
 
-Each kind says with `dequantised()` which numbers it stands for, exactly as its format defines them.
+The method `dequantised` of each type defines its numbers, exactly as the format does.
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +17,12 @@ EXPONENT_BIAS = 127  # of e8m0
 
 @dataclass(frozen=True, eq=False)
 class IntegerRows:
-    """A weight [N, K] whose element (n, k) is scale[n, g] * (integer[n, k] - zero[n, g]).
+    """Weight [N, K] whose element (n, k) is scale[n, g] * (integer[n, k] - zero[n, g]).
 
     integers: int8 [N, K], from -2^(bits-1) to 2^(bits-1) - 1. bits: 4 or 8. scales: float32 [N, G].
-    group_size: inputs that share a scale, the last group may have fewer; K where an output has one.
-    zeros: float32 [N, G], whole or not; None where all are zero. order: int64 [K], where inputs
-    were sorted by group: column k of the integers belongs to input order[k]; None: as they come.
+    group_size: inputs that share a scale; the last group may have fewer; K for one scale per
+    output. zeros: float32 [N, G], whole or not; None if all are zero. order: int64 [K] if inputs
+    were sorted by group; column k of the integers belongs to input order[k]. None: not sorted.
     """
 
     integers: torch.Tensor
@@ -39,7 +38,7 @@ class IntegerRows:
         return outputs, inputs
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return [N, K] with its inputs as they come, computed in `dtype`."""
+        """Return the numbers [N, K] in the original order of inputs, computed in `dtype`."""
         values_NK = self.integers.to(dtype)
         if self.zeros is not None:
             values_NK -= _of_inputs(self.zeros.to(dtype), values_NK.shape[1], self.group_size)
@@ -51,10 +50,10 @@ class IntegerRows:
 
 @dataclass(frozen=True, eq=False)
 class Float8Rows:
-    """A weight [N, K] of e4m3 numbers times scales: scale[n, g] * value[n, k].
+    """Weight [N, K] of e4m3 numbers times scales: scale[n, g] * value[n, k].
 
-    values: float8_e4m3fn [N, K]. scales: float32 [N, G]; one that outputs share stands there for
-    each of them. group_size: as of IntegerRows.
+    values: float8_e4m3fn [N, K]. scales: float32 [N, G]; a scale that outputs share is repeated for
+    each of them. group_size: as in IntegerRows.
     """
 
     values: torch.Tensor
@@ -67,7 +66,7 @@ class Float8Rows:
         return outputs, inputs
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return [N, K], computed in `dtype`."""
+        """Return the numbers [N, K], computed in `dtype`."""
         values_NK = self.values.to(dtype)
         values_NK *= _of_inputs(self.scales.to(dtype), values_NK.shape[1], self.group_size)
         return values_NK
@@ -75,7 +74,7 @@ class Float8Rows:
 
 @dataclass(frozen=True, eq=False)
 class Float4Rows:
-    """A weight [N, K] of e2m1 numbers in blocks of 32 inputs with a power of two each (MXFP4).
+    """Weight [N, K] of e2m1 numbers in blocks of 32 inputs, with a power of two per block (MXFP4).
 
     codes: uint8 [N, K / 2], input 2 i in the low half of byte i. exponents: uint8 [N, B], e8m0: the
     factor is 2^(exponent - 127).
@@ -90,7 +89,7 @@ class Float4Rows:
         return outputs, 2 * half
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return [N, K], computed in `dtype`."""
+        """Return the numbers [N, K], computed in `dtype`."""
         signed = [*FLOAT4_VALUES, *(-value for value in FLOAT4_VALUES)]
         table = torch.tensor(signed, dtype=dtype, device=self.codes.device)
         codes_NK = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
@@ -102,8 +101,8 @@ StoredRows = IntegerRows | Float8Rows | Float4Rows
 
 
 def stacked(parts: list[StoredRows]) -> StoredRows:
-    """Put parts of a merged weight one under the other. They must be of one kind, bits, group size
-    and order of inputs; raises ValueError, saying which differs."""
+    """Concatenate the outputs of a merged weight's parts. They must agree in kind, bits, group size
+    and order of inputs; raises ValueError with the difference."""
     first = parts[0]
     if isinstance(first, IntegerRows):
         return _stacked_integers(first, parts)
@@ -122,7 +121,7 @@ def stacked(parts: list[StoredRows]) -> StoredRows:
 
 
 def selected(rows: StoredRows, outputs: torch.Tensor | slice) -> StoredRows:
-    """Take some outputs, in the order of an index, int64."""
+    """Return the rows of some outputs. outputs: a slice, or int64 indices [...]."""
     if isinstance(rows, Float4Rows):
         return Float4Rows(rows.codes[outputs], rows.exponents[outputs])
     if isinstance(rows, Float8Rows):
@@ -159,7 +158,7 @@ def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _of_inputs(values_NG: torch.Tensor, num_inputs: int, group_size: int) -> torch.Tensor:
-    """[N, K], or [N, 1] where one value is for all inputs."""
+    """Repeat values [N, G] for the inputs of each group, [N, K]; one group for all stays [N, 1]."""
     if values_NG.shape[1] == 1:
         return values_NG
     return values_NG.repeat_interleave(group_size, dim=1)[:, :num_inputs]
