@@ -9,6 +9,6 @@ Rules of this folder:
 - Sizes that vary per step come from device memory, or the grid covers their maximum. No launch
   waits for the device, so a CUDA graph can capture every launch.
 - Offsets of blocks are 64 bits wide.
-- `CONFIGS` of a module lists what production launches: `tests/kernels` compiles all of it for sm_90
+- `CONFIGS` of a module lists its launches in production. `tests/kernels` compiles them for sm_90
   without a device, and fails on spilled registers and on shared memory above the limit.
 """

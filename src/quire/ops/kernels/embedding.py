@@ -1,7 +1,7 @@
-"""Look-up of rows in a table, and of encoder outputs: one program per token and 1024 columns.
+"""Look up rows of a table, and encoder outputs: one program per token and 1024 columns.
 
 Bound by memory: 2 D elements per token, 3 D where encoder outputs are added. Expected on an H200,
-at 4.3 TB/s: 8 us for 2048 tokens of D = 4096 in bfloat16; the time of a launch for a few tokens.
+at 4.3 TB/s: 8 us for 2048 tokens of D = 4096 in bfloat16. A few tokens take the time of a launch.
 Shape legend: T tokens, V rows of the table, D model dim, S slots, W numbers of a slot.
 """
 
@@ -23,14 +23,14 @@ def _embedding_kernel(
     row = tl.load(ids_ptr + token).to(tl.int64)
     at = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_columns
-    # Foreign memory is never read; a wrong id is the caller's bug, and gives zeros.
+    # Never read outside the table: a wrong id is the caller's bug and gives zeros.
     is_known = (row >= 0) & (row < num_rows)
     x = tl.load(weight_ptr + row * row_stride + at, mask=inside & is_known, other=0.0)
     tl.store(out_ptr + token * num_columns + at, x, mask=inside)
 
 
 def embedding(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Compute `quire.ops.embedding.embedding` with an unpacked table."""
+    """Compute `quire.ops.embedding.embedding` with an unpacked table: rows [T, D]."""
     assert weight_VD.stride(1) == 1, f"columns must be contiguous, got {weight_VD.stride()}"
     ids_T = ids_T.contiguous()
     num_rows, num_columns = weight_VD.shape
@@ -70,7 +70,7 @@ def _features_kernel(
     slot = -1 - tl.load(ids_ptr + token).to(tl.int64)
     at = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_columns
-    # Foreign memory is never read; a slot that does not exist gives zeros.
+    # Never read outside the memory: a slot that does not exist gives zeros.
     is_read = inside & (slot >= 0) & (slot < num_slots)
     features = tl.load(memory_ptr + slot * width + offset + at, mask=is_read, other=0.0)
     x = tl.load(x_ptr + token * x_stride + at, mask=inside, other=0.0)
@@ -80,14 +80,14 @@ def _features_kernel(
 
 
 def place(x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor) -> torch.Tensor:
-    """Compute `quire.ops.embedding.place`."""
+    """Compute `quire.ops.embedding.place`: x [T, D] with encoder outputs in place of some rows."""
     return _with_features(x_TD, ids_T, memory_SW, 0, adds=False)
 
 
 def add_features(
     x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """Compute `quire.ops.embedding.add_features`."""
+    """Compute `quire.ops.embedding.add_features`: x [T, D] plus encoder outputs in some rows."""
     return _with_features(x_TD, ids_T, memory_SW, offset, adds=True)
 
 

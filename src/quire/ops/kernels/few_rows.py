@@ -1,15 +1,16 @@
-"""x W^T + b of one to four rows with a plain weight of 16 bits, in one launch that reads it once.
+"""Multiply one to four rows with a plain 16-bit weight, x W^T + b, in one launch that reads it
+once.
 
 Shape legend: T tokens, I inputs, O outputs.
 
-A program has one or a few outputs and all inputs. Its steps over them are unrolled, so that loads
-of the weight are on their way while others are added; products, exact in float32, are added place
-by place, the places at the end, and the result is rounded once. A matrix instruction would have
-most of its rows empty, and the library, with few outputs, cuts the inputs into parts and adds these
+A program computes one or a few outputs from all inputs. Its steps over the inputs are unrolled, so
+that it loads the weight while it adds. Products are exact in float32. They are summed element by
+element, then across the elements at the end, and the result is rounded once. A matrix instruction
+would leave most of its rows empty. For few outputs the library splits the inputs and adds the parts
 in a second launch.
 
-Measured on an NVIDIA H200, 2026-11-27, bfloat16, one product after the other in a CUDA graph, each
-with its own weight, in microseconds (`reading`: the weight at 4.35 TB/s):
+Measured on an NVIDIA H200, 2026-11-27, bfloat16, in microseconds (`reading`: the weight at 4.35
+TB/s). The products ran one after another in a CUDA graph, each with its own weight:
 
     weight [O, I]                  rows   reading   library     here
     Qwen3-0.6B qkv   4096 x 1024   1, 2       1.9   4.9, 5.3    4.0, 4.8
@@ -24,7 +25,7 @@ with its own weight, in microseconds (`reading`: the weight at 4.35 TB/s):
                gate 28672 x 4096   1, 2      54.0  59.7, 59.3  56.6, 58.6
                down 4096 x 14336   1, 2      27.0  32.8, 32.3  31.6, 34.2
 
-Four rows of more outputs are the library's (4B o 10.5 and 11.2, 8B o 13.5 and 15.7).
+Four rows with more outputs are left to the library (4B o 10.5 and 11.2, 8B o 13.5 and 15.7).
 """
 
 import torch
@@ -34,19 +35,20 @@ import triton.language as tl
 from quire.ops.kernels.launch import DTYPES, Config, next_power_of_2
 
 MOST_ROWS = 4
-MANY_ROWS = 3  # from here on only weights of few outputs
-FEW_OUTPUTS = 2048  # so few programs that the library cuts the inputs
-# By rows. Larger ones the library reads as fast, or faster.
+MANY_ROWS = 3  # from this number on, only weights with few outputs
+FEW_OUTPUTS = 2048  # with so few programs the library splits the inputs
+# By number of rows. The library reads larger weights as fast, or faster.
 MOST_WEIGHT_BYTES = (256 << 20, 64 << 20, 64 << 20, 64 << 20)
 
-TILE = 2048  # numbers of the weight that a program reads in a step; of two rows twice as many
-NARROW_INPUTS, NARROW_STEPS = 1024, 8  # of a step; with more steps registers would be spilled
-MOST_STEPS = 16  # of TILE inputs
-LEAST_INPUTS, INPUTS_MULTIPLE = 256, 16  # loads of 16 bytes in each row of the weight
+TILE = 2048  # numbers of the weight that a program reads per step; up to twice as many for two rows
+NARROW_INPUTS, NARROW_STEPS = 1024, 8  # of a step; more steps would spill registers
+MOST_STEPS = 16  # steps of TILE inputs
+LEAST_INPUTS, INPUTS_MULTIPLE = 256, 16  # for 16-byte loads in each row of the weight
 
 
 def serves(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Return whether to use `few_rows`, by number of rows, dtypes and the weight's size."""
+    """Return whether to use `few_rows` for x [T, I] and weight [O, I], by number of rows, dtypes
+    and the weight's size."""
     if x_TI.dim() != 2 or not 1 <= len(x_TI) <= MOST_ROWS or x_TI.dtype.itemsize != 2:
         return False
     if weight_OI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
@@ -100,7 +102,7 @@ def _few_rows_kernel(
 ):
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    # Outputs outside repeat the last one and are not stored.
+    # Out-of-range outputs repeat the last one and are not stored.
     weight_rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weight_at = weight_ptr + weight_rows[:, None] * INPUTS + depth[None, :]
     x_at = x_ptr + depth[None, :]
@@ -133,7 +135,8 @@ def _few_rows_kernel(
 def few_rows(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x W^T + b, [T, O] in x's dtype, of what `serves` tells, or of the same in float32."""
+    """Return x W^T + b, [T, O] in x's dtype. The arguments must satisfy `serves`, but may be
+    float32 too."""
     (num_tokens, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
     assert 1 <= num_tokens <= MOST_ROWS and weight_OI.shape[1] == num_inputs
     assert num_inputs <= MOST_STEPS * TILE and weight_OI.is_contiguous()
@@ -165,8 +168,8 @@ def _config(num_tokens: int, num_inputs: int, dtype: torch.dtype = torch.bfloat1
     )
 
 
-# Inputs of Qwen3-0.6B (qkv, gate and up; o; down) and of 8B (qkv, o; down); what takes the most
-# registers, and no multiple of a step.
+# Inputs of Qwen3-0.6B (qkv, gate and up; o; down) and of 8B (qkv, o; down). Then sizes that use the
+# maximum of registers, and sizes that are no multiple of a step.
 CONFIGS = [
     *(_config(rows, inputs) for inputs in (1024, 2048, 3072, 4096, 14336) for rows in (4, 1, 2)),
     *(_config(4, steps - 16, torch.float16) for steps in (MOST_STEPS * TILE, 8192, 512)),

@@ -1,20 +1,20 @@
-"""x W^T + b of many tokens with a weight in e4m3: activations are rounded to e4m3 as well.
+"""Multiply many tokens with a weight in e4m3, x W^T + b; activations are rounded to e4m3 as well.
 
-Shape legend: T tokens, N outputs, K inputs, C chunks of 128 inputs. How the weight stands in
-memory: `quire/ops/weights/gpu_weights.py`.
+Shape legend: T tokens, N outputs, K inputs, C chunks of 128 inputs.
+`quire/ops/weights/gpu_weights.py` describes the weight's memory layout.
 
-So the references of such checkpoints compute, with a few tokens too: each row of x is scaled to
-448, or each 128 of its inputs where the weight has a scale for each 128, as they come; products of
-e4m3, sums in float32, scales behind them. Here a few tokens keep 16 bits (quantised.py): reading
-the weight takes longer than either product, and 16 bits are more exact. Hopper's e4m3 instruction
-adds with fewer bits than float32; its sums go into float32 after each 128 inputs.
+The references of such checkpoints compute this way, even for a few tokens. At run time they scale
+each row of x to 448. If the weight has a scale per 128 inputs, they scale each 128 inputs of x
+instead. Products are e4m3, sums float32, and the scales multiply the sums. In this engine a few
+tokens keep 16 bits (quantised.py). Reading the weight takes longer than either product, and 16 bits
+are more exact. Hopper's e4m3 instruction adds with fewer bits than float32, so its sums go into
+float32 after each 128 inputs.
 
-The weight's bytes stand in an order of their own within a chunk; x is rounded into the same.
+The weight's bytes have an order of their own within a chunk, and x is rounded into the same order.
 
-Expected on an H200, not measured: tiles of 128 x 128 read 0.0078 bytes for each operation from the
-L2 cache, which allows 800 of 1,580 TFLOP/s, twice what the expanded product reaches. Rounding x
-moves 3 bytes a number (2,048 tokens of 4,096: 6 us, beside 0.6 ms for a product with 28,672
-outputs).
+Expected on an H200, not measured: tiles of 128 x 128 read 0.0078 bytes per operation from the L2
+cache. This allows 800 of 1,580 TFLOP/s, twice what the expanded product reaches. Rounding x moves 3
+bytes per number: 6 us for 2,048 tokens of 4,096, next to 0.6 ms for a product with 28,672 outputs.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ from quire.ops.kernels.launch import INTERPRETED, Config, stages_that_fit
 from quire.ops.weights.gpu_weights import GPUWeight
 
 CHUNK = 128
-ROUNDED_CHUNKS = 16  # that a program looks at together
-TILE = 128  # tokens, and outputs
+ROUNDED_CHUNKS = 16  # chunks that a program rounds together
+TILE = 128  # tokens, and outputs, of a program
 ROW_GROUP = 8
 NUM_WARPS, NUM_STAGES = 8, 4
 LARGEST = 448.0
@@ -47,10 +47,11 @@ def _round_kernel(
     CHUNKS: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """A row of x in e4m3, as the weight's bytes stand, and its scale or those of its chunks."""
+    """Round a row of x to e4m3 in the weight's order of bytes; store its scale, or a scale per
+    chunk."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNK)
-    # Byte 4 j + p + 2 e of a chunk belongs to plane p, pair j, element e of it.
+    # Byte 4 j + p + 2 e of a chunk belongs to plane p, pair j, and element e of the pair.
     inputs = at % 2 * (CHUNK // 2) + at // 4 * 2 + at // 2 % 2
     x_at = x_ptr + row * x_row
     scale = tl.full([CHUNKS], 1.0, tl.float32)
@@ -107,7 +108,7 @@ def _product_kernel(
     tokens = (row_group * ROW_GROUP + within % group_rows) * TILE + tl.arange(0, TILE)
     outputs = within // group_rows * TILE + tl.arange(0, TILE)
     is_row, is_output = tokens < num_tokens, outputs < num_outputs
-    # Rows and outputs outside repeat the last one and are not stored.
+    # Out-of-range rows and outputs repeat the last one and are not stored.
     rows = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
     safe = tl.minimum(outputs, num_outputs - 1)
     depth = tl.arange(0, CHUNK)
@@ -140,7 +141,8 @@ def _product_kernel(
 def matmul(
     x_TK: torch.Tensor, weight: GPUWeight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Do as `quire.ops.weights.gpu_weights.multiply`, with rounded activations."""
+    """Compute `quire.ops.weights.gpu_weights.multiply` with rounded activations: [T, K] to [T,
+    N]."""
     (num_tokens, _), (num_outputs, num_inputs) = x_TK.shape, weight.shape
     num_chunks, layout = weight.codes.shape[0], weight.layout
     assert layout.chunk_inputs == CHUNK and layout.group in (0, CHUNK) and x_TK.stride(1) == 1
@@ -185,7 +187,7 @@ def matmul(
     return out_TN
 
 
-# ---- what is compiled ahead ------------------------------------------------------------------
+# ---- configurations compiled ahead of time ---------------------------------------------------
 
 _TYPES = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "x_scales_ptr": "*fp32"}
 _TYPES |= dict.fromkeys(("num_tokens", "num_outputs", "num_inputs", "num_chunks", "x_row"), "i32")

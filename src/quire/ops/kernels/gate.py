@@ -1,8 +1,8 @@
-"""The gate of a gated feed-forward layer, or of attention, one program per row and 1024 columns;
-and soft-capping of logits, one per 1024 of them.
+"""Gates of feed-forward layers and of attention, one program per row and 1024 columns; and
+soft-capping of logits, one program per 1024 logits.
 
 Bound by memory: 3 F elements per token, in accesses of 16 bytes. Expected on an H200, at 4.3 TB/s:
-41 us for 2048 tokens of F = 14336 in bfloat16; the time of a launch for a few tokens. Logits are
+41 us for 2048 tokens of F = 14336 in bfloat16. A few tokens take the time of a launch. Logits are
 read and written once.
 Shape legend: T tokens, F feed-forward dim, E = 2 F, M numbers of a token's heads, R rows, V
 vocabulary.
@@ -14,13 +14,13 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import Config
 
-BLOCK = 1024  # with 128 threads, 16 bytes of each of the two for every thread
+BLOCK = 1024  # 16 bytes of gate and of up for each of 128 threads
 SILU, GELU, GELU_TANH, CLAMPED = 0, 1, 2, 3
 
 
 @triton.jit
 def clamped_factors(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """The two factors of a clamped gate. Comparisons, so that what is no number stays so."""
+    """Return the two factors of a clamped gate. It clamps by comparisons, so that NaN stays NaN."""
     gate = tl.where(gate > LIMIT, LIMIT, gate)
     up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
     return gate / (1.0 + tl.exp(-ALPHA * gate)), up
@@ -56,7 +56,7 @@ def _gate_kernel(
     else:
         gate = gate / (1.0 + tl.exp(-gate))
     if ACTIVATION != 3:
-        # As the reference: the gate is rounded to the dtype, and that is multiplied.
+        # As in the reference, the gate is rounded to the dtype before it is multiplied.
         gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
     out = (gate * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_columns + at, out, mask=inside)
@@ -72,7 +72,7 @@ def _sigmoid_mul_kernel(
     inside = at < num_columns
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
-    # As the reference: the gate is rounded to the dtype, and that is multiplied.
+    # As in the reference, the gate is rounded to the dtype before it is multiplied.
     gate = (1.0 / (1.0 + tl.exp(-gate))).to(x_ptr.dtype.element_ty).to(tl.float32)
     out = (x.to(tl.float32) * gate).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_columns + at, out, mask=inside)
@@ -83,7 +83,7 @@ def _soft_cap_kernel(x_ptr, out_ptr, num_elements, cap, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) / cap
-    # tanh by exponentials, and where those would cancel by the first terms of its series.
+    # Compute tanh by exponentials, or by the first terms of its series where they would cancel.
     power = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - power) / (1.0 + power)
     square = x * x
@@ -115,8 +115,8 @@ def clamped_gate(gate_up_TE: torch.Tensor, alpha: float, limit: float) -> torch.
 
 
 def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
-    """Do as `quire.ops.elementwise.sigmoid_mul`, of one dtype; rows may be further apart than their
-    width."""
+    """Compute `quire.ops.elementwise.sigmoid_mul` for x and gate [T, M] of one dtype. The stride
+    between rows may exceed M."""
     num_tokens, num_columns = x_TM.shape
     assert gate_TM.shape == x_TM.shape and gate_TM.dtype == x_TM.dtype
     assert x_TM.stride(1) == gate_TM.stride(1) == 1, "columns must be contiguous"
@@ -137,7 +137,7 @@ def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
 
 
 def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
-    """Compute `quire.ops.elementwise.soft_cap`."""
+    """Compute `quire.ops.elementwise.soft_cap` for logits [R, V]."""
     x_RV = x_RV.contiguous()
     out_RV = torch.empty_like(x_RV)
     if num_elements := x_RV.numel():

@@ -1,4 +1,5 @@
-"""Shared parts of the kernels: whether Triton interprets, and the list of launches to compile."""
+"""Helpers that all kernels share: whether Triton interprets, dtypes, and the launches to
+compile."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,11 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 @dataclass(frozen=True)
 class Config:
-    """One launch of a kernel in production, which tests compile ahead of time.
+    """Launch of a kernel in production, which tests compile ahead of time.
 
     signature: Triton types of the arguments by name ("*bf16", "i32", "fp32"). constants: constexpr
-    arguments. divisible: arguments that are multiples of 16, in addition to pointers.
-    needs_wgmma: whether its dots must compile to Hopper's matrix instruction.
+    arguments. divisible: arguments that are multiples of 16, in addition to pointers. needs_wgmma:
+    whether its dots must compile to Hopper's matrix instruction.
     """
 
     kernel: Any
@@ -38,8 +39,8 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def stages_that_fit(most: int, stage_bytes: int, device: torch.device) -> int:
-    """Return the number of pipeline stages that fit shared memory, from 1 to `most`. Results do not
-    depend on it."""
+    """Return the number of pipeline stages, from 1 to `most`, whose buffers fit into shared memory.
+    Results do not depend on it."""
     if device.type != "cuda":
         return most
     space = torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,17 +1,17 @@
-"""x W^T + b with one order of sums: a row's bits do not depend on how many rows there are.
+"""Multiply x W^T + b with one order of sums: a row's bits do not depend on the number of rows.
 
 Shape legend: T tokens, I inputs, O outputs.
 
-The matrix library chooses another kernel, another order of sums with it, for other numbers of rows.
-Here tile and order depend on the weight alone: 64 rows, of which most are empty when a few tokens
-are decoded, since the fewest that Hopper's matrix instruction takes are 64 and the older
-instruction adds in another order; inputs from first to last in one program, in float32; one
-rounding at the end. Programs of 8 tiles of rows share a tile of the weight in the L2 cache.
+For other numbers of rows the matrix library chooses another kernel, and with it another order of
+sums. Here tile and order depend on the weight alone. Tiles have 64 rows, most of them empty when a
+few tokens are decoded. Hopper's matrix instruction takes at least 64, and the older instruction
+adds in another order. One program adds the inputs from first to last, in float32, and rounds once
+at the end. Programs of 8 tiles of rows share a tile of the weight in the L2 cache.
 
-Expected on an H200, not measured. A few tokens: reading the weight is the limit, as everywhere,
-with O / 64 programs that have 48 KB on their way each; 64 of them (O = 4,096) may reach two thirds
-of 4.3 TB/s. Many: tiles of 64 x 128 read 0.023 bytes for each operation from the L2 cache, tiles of
-64 x 64 0.031, which allows about 300 and 200 TFLOP/s, where the library reaches 700.
+Expected on an H200, not measured. A few tokens: reading the weight is the limit, by O / 64 programs
+with 48 KB in flight each. 64 programs (O = 4,096) may reach two thirds of 4.3 TB/s. Many tokens:
+tiles of 64 x 128 read 0.023 bytes per operation from the L2 cache, tiles of 64 x 64 read 0.031.
+This allows about 300 and 200 TFLOP/s, where the library reaches 700.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
 
-ROW_GROUP = 8  # tiles of rows that are done beside each other
+ROW_GROUP = 8  # tiles of rows that share a tile of the weight
 
 
 @dataclass(frozen=True)
 class Tile:
-    """rows of x, outputs, inputs of a step."""
+    """Sizes of a program's product: rows of x, outputs, and inputs of a step."""
 
     rows: int
     outputs: int
@@ -39,11 +39,11 @@ class Tile:
 WIDE = Tile(64, 128, 64, num_warps=4, num_stages=4)
 NARROW = Tile(64, 64, 128, num_warps=4, num_stages=4)
 TILE_OF_FLOAT32 = Tile(64, 64, 32, num_warps=4, num_stages=3)
-WIDE_OUTPUTS = 8192  # from here on wide tiles are enough programs for one row
+WIDE_OUTPUTS = 8192  # from here on wide tiles give enough programs for one row
 
 
 def tile_for(num_outputs: int, dtype: torch.dtype) -> Tile:
-    """Choose a weight's tile, for any number of rows."""
+    """Return a weight's tile, the same for any number of rows."""
     if dtype.itemsize > 2:
         return TILE_OF_FLOAT32
     return WIDE if num_outputs >= WIDE_OUTPUTS else NARROW
@@ -75,7 +75,7 @@ def _matmul_kernel(
     columns = within // group_rows * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < num_tokens, columns < num_outputs
     depth = tl.arange(0, BLOCK_K)
-    # Columns outside repeat the last one and are not stored; of rows outside nothing is read.
+    # Out-of-range columns repeat the last one and are not stored; out-of-range rows are not read.
     weight_rows = tl.minimum(columns, num_outputs - 1).to(tl.int64)
     x_at = x_ptr + rows.to(tl.int64)[:, None] * num_inputs + depth[None, :]
     weight_at = weight_ptr + weight_rows[None, :] * num_inputs + depth[:, None]
@@ -102,7 +102,7 @@ def _matmul_kernel(
 def matmul(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x W^T + b, [T, O] in x's dtype, which the weight has too."""
+    """Return x W^T + b, [T, O] in x's dtype, which is also the weight's."""
     (num_tokens, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
     assert weight_OI.shape[1] == num_inputs and weight_OI.dtype == x_TI.dtype
     assert weight_OI.is_contiguous(), f"rows must follow, got {weight_OI.stride()}"

@@ -1,19 +1,21 @@
 """Mixtures of experts: routing, and the experts' products over tokens sorted by expert.
 
-Shape legend: T tokens, E experts, C experts of a token, P = T C pairs of a token and an expert,
-D model dim, F feed-forward dim of an expert, G = 2 F.
+Shape legend: T tokens, E experts, C experts of a token, P = T C pairs of a token and an expert, D
+model dim, F feed-forward dim of an expert, G = 2 F.
 
-A few tokens (`few_experts`): two launches, each program some outputs of one pair's expert, or of
-one token's experts one after the other. Many (`grouped_experts`): pairs are sorted by expert and
-cut into tiles of one expert's (moe_sort.py); then a product with silu(gate) * up behind it, one
-with the routing weight behind it, and a sum over each token's experts. Nothing is added atomically,
-so equal inputs give equal bits. Where the order is fixed a token's bits do not depend on how many
-others there are: a few take the same way, and all numbers of pairs the same tile, FIXED_TILE.
+`few_experts` takes a few tokens, in two launches. A program computes some outputs of one pair's
+expert, then of one token's experts, one after another. `grouped_experts` takes many tokens. Pairs
+are sorted by expert and cut into tiles of one expert each (moe_sort.py). Then come a product with
+silu(gate) * up, a product scaled by the routing weight, and a sum over each token's experts.
+Nothing is added atomically, so equal inputs give equal bits. With a fixed order a token's bits do
+not depend on the number of tokens. A few tokens then also use `grouped_experts`, and all numbers of
+pairs one tile, FIXED_TILE.
 
-Expected, not measured (H200, Qwen3-30B-A3B in bfloat16): reading the weights of the experts that
-are hit is the limit up to about 2,000 tokens: 75 MB a layer for one token (18 us at 4.3 TB/s, and
-three launches), 1.2 GB for 64 and more (0.28 ms); beyond, the products: 8,192 tokens are 618 GFLOP
-a layer, 0.78 ms at 790 TFLOP/s, beside 0.13 ms for what the sum over experts writes and reads.
+Expected, not measured (H200, Qwen3-30B-A3B in bfloat16): up to about 2,000 tokens, reading the
+weights of the chosen experts is the limit. One token reads 75 MB a layer (18 us at 4.3 TB/s, and
+three launches), 64 and more read 1.2 GB (0.28 ms). Beyond that the products are the limit: 8,192
+tokens are 618 GFLOP a layer, 0.78 ms at 790 TFLOP/s. The sum over experts then takes 0.13 ms to
+write and read.
 """
 
 from dataclasses import dataclass
@@ -33,13 +35,14 @@ Biases = tuple[torch.Tensor, torch.Tensor]  # of gate and up [E, G], and of down
 FEW_TOKENS = 4
 ROUTED_ROWS = 4
 SUM_WIDTH = 1024
-FEW_OUTPUTS, FEW_INPUTS = 8, 512  # of a program's tile of weights, gate and up
-FEW_SUMS, FEW_INNER = 4, 1024  # the same of down
+FEW_OUTPUTS, FEW_INPUTS = 8, 512  # outputs and inputs of a program's tile of gate and of up
+FEW_SUMS, FEW_INNER = 4, 1024  # the same for down
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How the products are cut: pairs, outputs of each of gate and up, outputs of down, inputs."""
+    """Sizes of the products' tiles: pairs, outputs of gate and of up each, outputs of down,
+    inputs."""
 
     pairs: int
     up: int
@@ -53,22 +56,23 @@ class Tile:
         return self.pairs >= 64
 
 
-# By the pairs of an expert, on average, that each is for.
+# By the maximum average number of pairs per expert.
 TILES = {
     8: Tile(16, 64, 128, 128, num_warps=4, num_stages=3),
     24: Tile(32, 64, 128, 64, num_warps=4, num_stages=4),
     64: Tile(64, 64, 128, 64, num_warps=4, num_stages=4),
 }
 LARGEST_TILE = Tile(128, 128, 256, 64, num_warps=8, num_stages=3)
-FIXED_TILE = TILES[64]  # with Hopper's matrix instruction for one token too
+FIXED_TILE = TILES[64]  # uses Hopper's matrix instruction even for one token
 TILE_OF_FLOAT32 = Tile(16, 32, 32, 32, num_warps=4, num_stages=2)
 
 
 def tile_for(
     num_pairs: int, num_experts: int, dtype: torch.dtype, takes_largest: bool = True
 ) -> Tile:
-    """So large that most experts fill one or two. takes_largest: whether the largest tile's sums
-    fit into registers: with the matrix instructions of Hopper and of data centres' Blackwell."""
+    """Return a tile so large that most experts fill one or two. takes_largest: whether the largest
+    tile's sums fit into registers, as with the matrix instructions of Hopper and data-centre
+    Blackwell."""
     if dtype.itemsize > 2:
         return TILE_OF_FLOAT32
     average = num_pairs / num_experts
@@ -76,7 +80,7 @@ def tile_for(
     return next((tile for most, tile in TILES.items() if average <= most), largest)
 
 
-# ---- which experts ---------------------------------------------------------------------------
+# ---- routing ---------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -107,13 +111,13 @@ def _route_kernel(
     for i in tl.static_range(NUM_CHOSEN):
         top = tl.max(tl.where(is_left, logits, float("-inf")), axis=1)
         is_top = is_left & (logits == top[:, None])
-        # Of equal ones the first; where a NaN hides them all, any that there is.
+        # The first of equal logits; any expert if NaN makes every comparison false.
         chosen = tl.min(tl.where(is_top, at, num_experts - 1), axis=1)
         ids = tl.where(slots == i, chosen[:, None], ids)
         weights = tl.where(slots == i, tl.exp(top - largest)[:, None], weights)
         is_left = is_left & (at != chosen[:, None])
     divisor = tl.sum(weights, axis=1) if NORMALISES else total
-    # What is not a number among the logits shows in all weights.
+    # A NaN among a token's logits makes all its weights NaN.
     weights = weights / (divisor + total * 0.0)[:, None]
     out = rows[:, None] * NUM_CHOSEN + slots
     is_slot = inside & (slots < NUM_CHOSEN)
@@ -124,7 +128,8 @@ def _route_kernel(
 def moe_route(
     logits_TE: torch.Tensor, num_chosen: int, normalises: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `quire.ops.moe.moe_route`; the weights are float32."""
+    """Compute `quire.ops.moe.moe_route` for logits [T, E]: ids, int32 [T, C], and weights, float32
+    [T, C]."""
     num_tokens, num_experts = logits_TE.shape
     ids_TC = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits_TE.device)
     weights_TC = torch.empty_like(ids_TC, dtype=torch.float32)
@@ -152,7 +157,7 @@ def moe_route(
 
 @triton.jit
 def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """silu(gate) * up, or where there is a limit what ops.elementwise.clamped_gate says."""
+    """Return silu(gate) * up, or `ops.elementwise.clamped_gate` if there is a limit."""
     if LIMIT > 0.0:
         gate, up = clamped_factors(gate, up, ALPHA, LIMIT)
         return gate * up
@@ -181,13 +186,13 @@ def _up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """inner[place in the order] = silu(gate) * up of the pair's token."""
+    """Write silu(gate) * up of a tile's pairs to inner, at each pair's index in the order."""
     tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
     places = first + tl.arange(0, BLOCK_M)
-    # Rows and columns outside repeat one that is inside, and are not stored.
+    # Out-of-range rows and columns repeat a valid one and are not stored.
     pairs = tl.load(order_ptr + tl.minimum(places, last - 1))
     tokens = (pairs // NUM_CHOSEN).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -240,7 +245,7 @@ def _down_kernel(
     IS_EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """out[pair] = weight[pair] * down(inner[place of the pair])."""
+    """Write out[pair] = weight[pair] * down(inner[index of the pair in the order])."""
     tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
@@ -274,7 +279,7 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(parts_ptr, out_ptr, size, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr):
-    """out[token] = the sum of its experts' parts, in the order of its ids."""
+    """Write to out[token] the sum of its experts' parts, in the order of its ids."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
@@ -295,7 +300,7 @@ def grouped_experts(
     clamped: ClampedGate | None = None,
     has_others: bool = False,
 ) -> torch.Tensor:
-    """moe_experts by products over the tokens of each expert."""
+    """Compute `moe_experts`, [T, D], by products over the tokens of each expert."""
     (num_experts, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
     num_pairs = ids_TC.numel()
     order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.pairs, has_others)
@@ -309,7 +314,7 @@ def grouped_experts(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    gate_up_bias, down_bias = biases or (gate_up_EGD, down_EDF)  # else nothing is read of them
+    gate_up_bias, down_bias = biases or (gate_up_EGD, down_EDF)  # placeholders are not read
     _up_kernel[(triton.cdiv(inner_size, tile.up), max_tiles)](
         x_TD, gate_up_EGD, gate_up_bias, order_P, tiles_3M, inner_PF,
         max_tiles, size, inner_size, x_TD.stride(0), NUM_CHOSEN=num_chosen, BLOCK_N=tile.up,
@@ -368,8 +373,8 @@ def _few_up_kernel(
     LIMIT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
 ):
-    """inner[pair] = silu(gate) * up, BLOCK_N of them. NUM_EXPERTS: those that are here, where a
-    pair may be another's, for which nothing is read; else 0."""
+    """Write BLOCK_N outputs of silu(gate) * up to inner[pair]. NUM_EXPERTS: number of this rank's
+    experts if other ranks have some, else 0. For pairs of other ranks no weights are read."""
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     x_at = x_ptr + (pair // NUM_CHOSEN).to(tl.int64) * x_row
@@ -414,7 +419,8 @@ def _few_down_kernel(
     HAS_BIAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
 ):
-    """out[token] = the sum over its experts of weight * down(inner), BLOCK_N of it."""
+    """Write BLOCK_N outputs of the sum over a token's experts of weight * down(inner) to
+    out[token]."""
     token = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -455,7 +461,8 @@ def few_experts(
     clamped: ClampedGate | None = None,
     has_others: bool = False,
 ) -> torch.Tensor:
-    """moe_experts without sorting: each token's experts are read for it alone."""
+    """Compute `moe_experts`, [T, D], without sorting: the weights of its experts are read for each
+    token separately."""
     (_, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
     inner_PF = x_TD.new_empty(ids_TC.numel(), inner_size)
     out_TD = x_TD.new_empty(len(x_TD), size)
@@ -484,9 +491,12 @@ def moe_experts(
     clamped: ClampedGate | None = None,
     has_others: bool = False,
 ) -> torch.Tensor:
-    """Do as `quire.ops.moe.moe_experts`, of experts that stand in one tensor; waits for nothing.
-    is_fixed: in one order for any number of tokens. has_others: an id of E stands for experts that
-    are elsewhere."""
+    """Compute `quire.ops.moe.moe_experts`, [T, D], of experts stored in one tensor, without waiting
+    for the device.
+
+    is_fixed: whether the order of sums is the same for any number of tokens. has_others: whether an
+    id of E stands for experts of other ranks.
+    """
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
     assert gate_up_EGD.is_contiguous() and down_EDF.is_contiguous()
@@ -503,11 +513,11 @@ def moe_experts(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """With columns side by side; rows may be apart."""
+    """Return x with contiguous columns; rows may have any stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# ---- what is compiled ahead: Qwen3-30B-A3B's and some of gpt-oss', in bfloat16 ----------------
+# ---- compiled ahead of time: sizes of Qwen3-30B-A3B and some of gpt-oss, in bfloat16 -----------
 
 _INTEGERS = ("ids_ptr", "order_ptr", "tiles_ptr")
 _POINTERS = dict.fromkeys(_INTEGERS, "*i32") | {"weights_ptr": "*fp32"}

@@ -1,13 +1,13 @@
-"""Pairs of a token and an expert, sorted by expert and cut into tiles, on the device.
+"""Sort pairs of a token and an expert by expert, and cut them into tiles, on the device.
 
 Shape legend: T tokens, C experts of a token, P = T C pairs, E experts, M tiles at most.
 
-    order  int32 [P]      pairs, those of expert 0 first; an expert's as they came
+    order  int32 [P]      pairs by expert; an expert's pairs in their original order
     tiles  int32 [3, M]   of each tile: its expert, and where in `order` it begins and ends
-    counts int32 [chunks, E filled up]   pairs of each expert in each chunk
+    counts int32 [chunks, E padded]   pairs of each expert in each chunk
 
-The grid depends on P alone. Up to 1,024 pairs are one program's, beside some that write the tiles;
-more are counted first, in a launch of their own. Nothing is counted atomically in global memory,
+The grid depends on P alone. One program sorts up to 1,024 pairs, while others write the tiles. More
+pairs are counted first, in a launch of their own. Nothing is counted atomically in global memory,
 so the order is always the same.
 
 Expected, not measured: some microseconds, of latency rather than of bytes (8,192 tokens of 8
@@ -29,7 +29,8 @@ CHUNKS_AT_ONCE = 16
 
 @triton.jit
 def tile_bounds(tiles_ptr, max_tiles):
-    """A program's tile, and where it begins and ends in the order: at one place if it is empty."""
+    """Return a program's tile, and where it begins and ends in the order: at one index if it is
+    empty."""
     tile = tl.program_id(1)
     first = tl.load(tiles_ptr + max_tiles + tile)
     return tile, first, tl.load(tiles_ptr + 2 * max_tiles + tile)
@@ -61,11 +62,11 @@ def _sort_kernel(
     BLOCK_M: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ):
-    """The first num_chunks programs place a chunk's pairs each, the others write tiles."""
+    """Sort a chunk of pairs in each of the first num_chunks programs; write tiles in the others."""
     program = tl.program_id(0)
     experts = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
-    before = tl.zeros([WIDTH], tl.int32)  # pairs of the expert in chunks before this one
+    before = tl.zeros([WIDTH], tl.int32)  # pairs of each expert in earlier chunks
     if ONE_CHUNK:
         at = tl.arange(0, CHUNK)
         ids = tl.load(ids_ptr + at, mask=at < num_pairs, other=0)
@@ -86,7 +87,7 @@ def _sort_kernel(
         own = tl.histogram(ids, WIDTH, mask=inside)
         keys = tl.sort(tl.where(inside, ids, WIDTH) * CHUNK + at)
         expert = keys // CHUNK
-        # A pair's place: where its expert's of this chunk begin, and how many of them precede it.
+        # A pair's index: where its expert's pairs of this chunk begin, and how many precede it.
         base = starts + before - (tl.cumsum(own, axis=0) - own)
         place = tl.gather(base, tl.minimum(expert, WIDTH - 1), axis=0) + at
         pair = program * CHUNK + keys % CHUNK
@@ -95,7 +96,7 @@ def _sort_kernel(
         tile = (program - num_chunks) * TILES + tl.arange(0, TILES)
         num_tiles = tl.where(experts < num_experts, (total + BLOCK_M - 1) // BLOCK_M, 0)
         before_it = tl.cumsum(num_tiles, axis=0) - num_tiles
-        index = tile[:, None] - before_it[None, :]  # of the tile among the expert's
+        index = tile[:, None] - before_it[None, :]  # of the tile among its expert's tiles
         is_own = (index >= 0) & (index < num_tiles[None, :])
         tile_expert = tl.sum(tl.where(is_own, experts[None, :], 0), axis=1)
         begin = tl.sum(tl.where(is_own, starts[None, :] + index * BLOCK_M, 0), axis=1)
@@ -109,11 +110,13 @@ def _sort_kernel(
 def sort_by_expert(
     ids_TC: torch.Tensor, num_experts: int, tile_pairs: int, has_others: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort pairs by expert, in one or two launches, and cut them into tiles of one expert each.
+    """Sort pairs of ids [T, C] by expert, in one or two launches, and cut them into tiles of one
+    expert.
 
     Return the order, int32 [P], and the tiles, int32 [3, M]: expert, begin and end in the order. A
     tile has at most tile_pairs pairs. M is the maximum number of tiles; unused tiles have begin and
-    end 0. has_others: pairs of expert num_experts exist, which come last and in no tile.
+    end 0. has_others: whether there are pairs of expert num_experts, which come last and in no
+    tile.
     """
     num_pairs, device = ids_TC.numel(), ids_TC.device
     width = next_power_of_2(num_experts + has_others)

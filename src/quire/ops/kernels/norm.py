@@ -1,5 +1,5 @@
 """RMS normalisation, alone or after a residual addition, with one program per row. Gated RMS
-normalisation of heads, with one program for several heads of a token.
+normalisation of heads has one program for several heads of a token.
 
 Shape legend: T tokens, D the normalised dimension; N heads of E numbers.
 """
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
 
-TILE = 1024  # numbers of vectors with gates in a program, 8 for each of 128 threads
+TILE = 1024  # numbers of a gated norm's program, 8 for each of 128 threads
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _rms_norm_kernel(
     out_ptr,
     total_ptr,
     num_columns,
-    weight_row,  # elements from one row's weight to the next; 0: all rows have one
+    weight_row,  # elements from one row's weight to the next; 0 if all rows share one
     rows_per_token,
     eps,
     HAS_RESIDUAL: tl.constexpr,
@@ -33,7 +33,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * num_columns + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         before = tl.load(residual_ptr + row * num_columns + at, mask=inside, other=0.0)
-        # As the reference: the sum is rounded to the dtype, and that is normalised.
+        # As in the reference, the sum is rounded to the dtype before it is normalised.
         total = (x + before.to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(total_ptr + row * num_columns + at, total, mask=inside)
         x = total.to(tl.float32)
@@ -45,7 +45,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `quire.ops.norms.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
+    """Compute `quire.ops.norms.rms_norm` for x [T, D] or [T, N, D], with weights [D] or [N, D]."""
     out_TD = torch.empty_like(x_TD)
     _launch(x_TD, None, weight_D, eps, out_TD, out_TD)
     return out_TD
@@ -54,7 +54,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `quire.ops.norms.add_rms_norm`."""
+    """Compute `quire.ops.norms.add_rms_norm`: the normalised sum and the sum, [T, D] each."""
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _launch(x_TD, residual_TD.contiguous(), weight_D, eps, out_TD, total_TD)
     return out_TD, total_TD
@@ -117,7 +117,7 @@ def _gated_norm_kernel(
     gate = tl.load(gate_ptr + token * gate_token + place, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=at < num_columns, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, axis=1) / num_columns + eps)[:, None]
-    # As the reference: rounded to the dtype before the product, and behind it if the weight has it.
+    # As in the reference, round before the product, and after it if the weight has x's dtype.
     x = x.to(x_ptr.dtype.element_ty).to(tl.float32) * weight[None, :]
     if weight_ptr.dtype.element_ty == x_ptr.dtype.element_ty:
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -129,8 +129,8 @@ def _gated_norm_kernel(
 def gated_norm(
     x_TNE: torch.Tensor, gate_TNE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Do as `quire.ops.norms.gated_norm`; a token's heads follow each other, tokens may be
-    further apart."""
+    """Compute `quire.ops.norms.gated_norm`, [T, N, E]. A token's heads must follow each other; the
+    stride between tokens is free."""
     num_tokens, num_heads, size = x_TNE.shape
     for each in (x_TNE, gate_TNE):
         assert each.stride()[1:] == (size, 1), f"heads must follow, got {each.stride()}"

@@ -1,28 +1,30 @@
-"""x W^T + b with a quantised weight, which is expanded within the product.
+"""Multiply x W^T + b with a quantised weight, which is expanded within the product.
 
 Shape legend: T tokens, N outputs, K inputs, C chunks of inputs, G groups of inputs that share a
-scale, S splits of the inputs. How the weight stands in memory: `quire/ops/weights/gpu_weights.py`.
+scale, S splits of the inputs. `quire/ops/weights/gpu_weights.py` describes the weight's memory
+layout.
 
     out[t, n] = sum over groups of  scale[n, g] * sum over the group's inputs of (code - zero) * x
 
-Codes become operands of 16 bits in registers: (code - zero) exactly, since bfloat16 holds whole
-numbers up to 256, and e4m3 and e2m1 are float16 and bfloat16 too. A group's sum is multiplied with
-its float32 scale in float32. So weights are what the checkpoint says, and only sums are rounded.
-The outputs are the rows of the matrix instruction, the tokens its columns: the expanded operand
-stays in registers, and a few tokens make it short. Zeros that are not whole are applied to the
-group's sum of x.
+Codes become operands of 16 bits in registers. They are exactly code - zero, since bfloat16 holds
+integers up to 256, and float16 and bfloat16 hold e4m3 and e2m1 too. A group's sum is multiplied by
+its float32 scale in float32. So weights equal the checkpoint's, and only sums are rounded. The
+outputs are the rows of the matrix instruction, the tokens its columns. So the expanded operand
+stays in registers, and a few tokens make the instruction short. Zeros that are not integers are
+applied to the group's sum of x.
 
-Few tokens: tiles of 16 tokens, and inputs split over programs where outputs alone are too few; the
-splits are added in their order by a launch of their own. A weight with a fixed order of sums has
-one tile for any number of tokens, and no splits: a row's bits do not depend on the others.
+Few tokens: tiles have 16 tokens. If outputs alone give too few programs, the inputs are split over
+programs, and another launch adds the splits in order. A weight with a fixed order of sums has one
+tile for any number of tokens, and no splits. So a row's bits do not depend on other rows.
 
 Expected on an H200, not measured. A few tokens: bytes are the limit, 0.56 a parameter in 4 bits
-with a scale for each 32 (Llama-3.1-8B: 4.2 GB, 1.0 ms at 4.3 TB/s) and 1.02 in 8. As compiled, the
-loop has 3.1 to 4.8 instructions for a weight of 4 bits and 3.1 to 5 for one of 8, where 3.3 and 6.6
-take as long as reading it: 65 to 85 % of that bandwidth in 4 bits, and no less in 8. Many: a tile
-of 128 outputs and 64 tokens takes 512 cycles of the matrix unit for 128 inputs, and as many for
-expanding and scaling, which hide behind those of the other tile on a multiprocessor in part: half
-to two thirds of what 16-bit products reach, 350 to 500 TFLOP/s.
+with a scale for each 32, and 1.02 in 8. (Llama-3.1-8B in 4 bits: 4.2 GB, 1.0 ms at 4.3 TB/s.) As
+compiled, the loop has 3.1 to 4.8 instructions for a weight of 4 bits and 3.1 to 5 for one of 8.
+Reading a weight takes as long as 3.3 and 6.6 instructions. This allows 65 to 85 % of that bandwidth
+in 4 bits, and no less in 8. Many tokens: a tile of 128 outputs and 64 tokens takes 512 cycles of
+the matrix unit for 128 inputs. Expanding and scaling take as many, which the other tile on a
+multiprocessor hides in part. This gives half to two thirds of the rate of 16-bit products, 350 to
+500 TFLOP/s.
 """
 
 from dataclasses import dataclass
@@ -36,16 +38,16 @@ from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
 from quire.ops.weights.gpu_layout import GPULayout, layout_of
 from quire.ops.weights.gpu_weights import BITS, GPUWeight
 
-ROW_GROUP = 8  # tiles of tokens that are done beside each other
-PROGRAMS = 264  # that fill a GPU of 132 multiprocessors twice
-LEAST_CHUNKS = 4  # of a split
-SPLIT_TOKENS = 64  # with more tokens there are programs enough
+ROW_GROUP = 8  # tiles of tokens that share a tile of the weight
+PROGRAMS = 264  # programs that fill a GPU of 132 multiprocessors twice
+LEAST_CHUNKS = 4  # minimum chunks of a split
+SPLIT_TOKENS = 64  # more tokens give enough programs without splits
 SUM_WIDTH = 1024
 
 
 @dataclass(frozen=True)
 class Tile:
-    """outputs, tokens of a program."""
+    """Sizes of a program's tile: outputs and tokens."""
 
     outputs: int
     tokens: int
@@ -63,7 +65,7 @@ MANY_OUTPUTS = 8192
 
 
 def tile_for(num_tokens: int, num_outputs: int, dtype: torch.dtype, is_fixed: bool) -> Tile:
-    """Choose the tile; a fixed one for any number of tokens."""
+    """Return the tile of a product; with is_fixed, the same one for any number of tokens."""
     if dtype.itemsize > 2:
         return TILE_OF_FLOAT32
     if is_fixed:
@@ -77,7 +79,8 @@ def tile_for(num_tokens: int, num_outputs: int, dtype: torch.dtype, is_fixed: bo
 
 
 def chunks_of_split(num_tokens: int, tile: Tile, weight: GPUWeight) -> int:
-    """Count the chunks that a program multiplies: all, or as few as make programs enough."""
+    """Return the number of chunks that a program multiplies: all, or few enough to give enough
+    programs."""
     num_chunks = weight.codes.shape[-3]
     if weight.is_fixed or num_tokens > SPLIT_TOKENS:
         return num_chunks
@@ -91,13 +94,13 @@ def chunks_of_split(num_tokens: int, tile: Tile, weight: GPUWeight) -> int:
 
 @triton.jit
 def code_bits(words, SHIFT: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr):
-    """Bits of DOT that stand for a plane's codes, one or two in 32: what `numbers` makes of them is
-    the number. Of 16 bits a word's two lanes are done by one instruction."""
+    """Return bits of DOT for a plane's codes, one or two numbers in 32 bits; `numbers` turns them
+    into the codes' values. With 16 bits one instruction handles both lanes of a word."""
     MANTISSA: tl.constexpr = DOT.fp_mantissa_width
     BIAS: tl.constexpr = DOT.exponent_bias
     WIDTH: tl.constexpr = DOT.primitive_bitwidth
     LANES: tl.constexpr = 0x00010001 if WIDTH == 16 else 1
-    # The number 2^MANTISSA, whose last bit is worth 1.
+    # The number 2^MANTISSA, whose last bit has the value 1.
     WHOLE: tl.constexpr = ((MANTISSA + BIAS) << MANTISSA) * LANES
     codes = words >> SHIFT
     if WIDTH == 32:
@@ -105,7 +108,7 @@ def code_bits(words, SHIFT: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexp
     if FORMAT == "int4":
         return (codes & (15 * LANES)) | WHOLE
     elif FORMAT == "int8":
-        if MANTISSA == 7:  # 2^8 and all but the last bit, which `numbers` adds
+        if MANTISSA == 7:  # 2^8 plus all bits but the last, which `numbers` adds
             return ((codes >> 1) & (0x7F * LANES)) | (WHOLE + 0x80 * LANES)
         else:
             return (codes & (0xFF * LANES)) | WHOLE
@@ -119,7 +122,8 @@ def code_bits(words, SHIFT: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexp
 
 @triton.jit
 def numbers(words, SHIFT: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr):
-    """A plane of words [N, W] as the numbers [N, 2 W] of DOT that they stand for, without zeros."""
+    """Return the numbers [N, 2 W] of DOT that a plane of words [N, W] stands for, before zeros are
+    subtracted."""
     MANTISSA: tl.constexpr = DOT.fp_mantissa_width
     BIAS: tl.constexpr = DOT.exponent_bias
     values = floats(code_bits(words, SHIFT, FORMAT, DOT), DOT)
@@ -127,7 +131,7 @@ def numbers(words, SHIFT: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr)
         return values - (2.0**MANTISSA + 8.0)
     elif FORMAT == "int8":
         if MANTISSA == 7:
-            last = floats(((words >> SHIFT) & 0x00010001) | 0x43004300, DOT)  # 128 more than it
+            last = floats(((words >> SHIFT) & 0x00010001) | 0x43004300, DOT)  # last bit plus 128
             return (values - 512.0) + last
         else:
             return values - (2.0**MANTISSA + 128.0)
@@ -148,15 +152,15 @@ def floats(bits, DOT: tl.constexpr):
 
 @triton.jit
 def paired(low, high):
-    """[N, W] and [N, W], each beside the other: [N, 2 W]."""
+    """Interleave [N, W] and [N, W] to [N, 2 W]."""
     return tl.join(low, high).reshape(low.shape[0], 2 * low.shape[1])
 
 
 @triton.jit
 def factor(scale, FORMAT: tl.constexpr):
-    """A scale in float32, of e8m0 by its bits: 2^(scale - 127)."""
+    """Return a scale in float32. The bits of an e8m0 scale stand for 2^(scale - 127)."""
     if FORMAT == "mxfp4":
-        bits = tl.maximum(scale.to(tl.uint32) << 23, 0x00400000)  # the least one has no exponent
+        bits = tl.maximum(scale.to(tl.uint32) << 23, 0x00400000)  # the smallest one is subnormal
         return bits.to(tl.float32, bitcast=True)
     else:
         return scale.to(tl.float32)
@@ -201,10 +205,11 @@ def sums_of_chunks(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Products of chunks [first, last), float32 [BLOCK_N, BLOCK_M].
+    """Return the products of chunks [first, last), float32 [BLOCK_N, BLOCK_M].
 
-    x_at: the first plane of the first chunk, [2 WORDS, BLOCK_M]; codes_at: the first chunk,
-    [BLOCK_N, WORDS]; scales_at, zeros_at: of group 0, [BLOCK_N]. Scales are loaded a chunk ahead.
+    x_at: addresses of the first plane of the first chunk, [2 WORDS, BLOCK_M]. codes_at: addresses
+    of the first chunk, [BLOCK_N, WORDS]. scales_at, zeros_at: addresses of group 0, [BLOCK_N].
+    Scales are loaded one chunk in advance.
     """
     PLANE: tl.constexpr = 2 * WORDS
     CHUNK: tl.constexpr = PLANES * PLANE
@@ -213,7 +218,7 @@ def sums_of_chunks(
     depth = tl.arange(0, PLANE)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # of the same inputs, in each row
+    x_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # sums of the same inputs, equal in each row
     group = first * CHUNK // GROUP if GROUP > 0 else 0
     scales = load_some(scales_at + group * num_outputs, num_outputs, COUNT)
     zeros = (
@@ -284,7 +289,7 @@ def _matmul_kernel(
     BLOCK_M: tl.constexpr,
     ROW_GROUP: tl.constexpr,
 ):
-    """out[split, token, output]; without splits the result itself."""
+    """Write out[split, token, output]; without splits this is the result itself."""
     program = tl.program_id(0)
     row_tiles, output_tiles = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(num_outputs, BLOCK_N)
     row_group = program // (ROW_GROUP * output_tiles)
@@ -295,7 +300,7 @@ def _matmul_kernel(
     is_row, is_output = tokens < num_tokens, outputs < num_outputs
     split = tl.program_id(1)
     first = split * chunks_of_split
-    # Outputs outside repeat the last one and are not stored; of rows outside nothing is read.
+    # Out-of-range outputs repeat the last one and are not stored; out-of-range rows are not read.
     safe = tl.minimum(outputs, num_outputs - 1)
     depth, words = tl.arange(0, 2 * WORDS), tl.arange(0, WORDS)
     x_at = x_ptr + tokens.to(tl.int64)[None, :] * x_row + depth[:, None]
@@ -339,7 +344,7 @@ def _add_kernel(
     HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """out[token] = the splits' sums, one after the other, and the bias."""
+    """Write to out[token] the splits' sums, added in order, and the bias."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = at < num_outputs
@@ -355,7 +360,8 @@ def _add_kernel(
 def matmul(
     x_TK: torch.Tensor, weight: GPUWeight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Do as `quire.ops.weights.gpu_weights.multiply`, of inputs in the weight's order."""
+    """Compute `quire.ops.weights.gpu_weights.multiply`, [T, K] to [T, N], for inputs in the
+    weight's order."""
     (num_tokens, num_inputs), num_outputs = x_TK.shape, weight.shape[0]
     assert num_inputs == weight.num_inputs and x_TK.stride(1) == 1
     out_TN = x_TK.new_empty(num_tokens, num_outputs)
@@ -396,14 +402,14 @@ def matmul(
 
 
 def stages_of(tile: Tile, weight: GPUWeight, x: torch.Tensor) -> int:
-    """Count the chunks that are loaded ahead."""
+    """Return how many chunks, each a pipeline stage, fit into shared memory. x: [T, K]."""
     words, inputs = weight.layout.words, weight.layout.chunk_inputs
     chunk_bytes = 4 * tile.outputs * words + tile.tokens * inputs * x.element_size()
     return stages_that_fit(tile.num_stages, chunk_bytes, x.device)
 
 
 def constants_of(weight: GPUWeight, dot: tl.dtype) -> dict[str, Any]:
-    """Return what `sums_of_chunks` is compiled for."""
+    """Return the compile-time constants of `sums_of_chunks` for a weight."""
     zeros = "none"
     if weight.zeros is not None:
         zeros = "whole" if weight.zeros.dtype == torch.int8 else "any"
@@ -428,14 +434,15 @@ def _constants(tile: Tile) -> dict[str, int]:
     return {"BLOCK_N": tile.outputs, "BLOCK_M": tile.tokens, "ROW_GROUP": ROW_GROUP}
 
 
-# ---- what is compiled ahead: Llama-3.1-8B's gate and up, and Qwen3-0.6B's down ---------------
+# ---- compiled ahead of time: Llama-3.1-8B's gate and up, and Qwen3-0.6B's down ---------------
 
 _POINTERS = {"codes_ptr": "*i32", "parts_ptr": "*fp32"}
 _DIVISIBLE = ("num_outputs", "num_inputs", "x_row")
 
 
 def config_of(kernel: Any, constants: dict[str, Any], types: dict[str, str], tile: Tile) -> Config:
-    """A launch whose arguments have these types, by name, or what is usual for the name."""
+    """Return a launch whose arguments have these types by name, or else the usual type of the
+    name."""
     names = [name for name in kernel.arg_names if name not in constants]
     usual = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
     return Config(

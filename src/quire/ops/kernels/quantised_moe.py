@@ -1,17 +1,17 @@
 """Experts with quantised weights: both products over the tokens of each expert.
 
 Shape legend: T tokens, E experts, C experts of a token, P = T C pairs, D model dim, F feed-forward
-dim of an expert, G = 2 F. How the weights stand in memory: `quire/ops/weights/gpu_weights.py`.
+dim of an expert, G = 2 F. `quire/ops/weights/gpu_weights.py` describes the weights' memory layout.
 
-Pairs are sorted by expert and cut into tiles of one expert's (moe_sort.py); a product for gate and
-up, the gate by itself, a product with the routing weight behind it, and a sum over each token's
-experts. A few tokens go the same way, in tiles of 16. Nothing is added atomically. Where the order
-is fixed, all numbers of pairs have one tile.
+Pairs are sorted by expert and cut into tiles of one expert each (moe_sort.py). Then come a product
+for gate and up, and the gate as a separate operation. A product scaled by the routing weight and a
+sum over each token's experts follow. A few tokens go the same way, in tiles of 16. Nothing is added
+atomically. With a fixed order, all numbers of pairs have one tile.
 
-Expected on an H200, not measured: reading the weights of the experts that are hit is the limit.
-gpt-oss-20b in MXFP4: 13.2 MB an expert, 4 of them for one token of a layer are 53 MB (12 us at 4.3
-TB/s; five launches take as long); all 32, from about 40 tokens on, 423 MB (98 us). 2,048 tokens are
-408 GFLOP a layer, 1 ms at a half of 790 TFLOP/s.
+Expected on an H200, not measured: reading the weights of the chosen experts is the limit.
+gpt-oss-20b in MXFP4 has 13.2 MB per expert. One token of a layer reads 4 experts, 53 MB (12 us at
+4.3 TB/s; five launches take as long). From about 40 tokens on all 32 are read, 423 MB (98 us).
+2,048 tokens are 408 GFLOP a layer, 1 ms at half of 790 TFLOP/s.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,8 @@ Gate = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype, is_fixed: bool) -> Tile:
-    """So many tokens that most experts fill one or two; where it is fixed, for any number."""
+    """Return a tile with so many tokens that most experts fill one or two; with is_fixed, the same
+    one for any number of pairs."""
     if dtype.itemsize > 2:
         return TILE_OF_FLOAT32
     if is_fixed:
@@ -83,8 +84,11 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Without NUM_CHOSEN: out[pair] = weight[pair] * product(x[place of the pair]). With it:
-    out[place of the pair] = product(x[token of the pair])."""
+    """Write the products of a tile of pairs.
+
+    Without NUM_CHOSEN: out[pair] = weight[pair] * product(x[index of the pair in the order]). With
+    it: out[index of the pair in the order] = product(x[token of the pair]).
+    """
     tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
@@ -95,7 +99,7 @@ def _grouped_kernel(
     rows = pairs // NUM_CHOSEN if NUM_CHOSEN > 0 else places
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < num_outputs
-    # Outputs outside repeat the last one and are not stored; of rows outside nothing is read.
+    # Out-of-range outputs repeat the last one and are not stored; out-of-range rows are not read.
     safe = tl.minimum(outputs, num_outputs - 1)
     depth, words = tl.arange(0, 2 * WORDS), tl.arange(0, WORDS)
     group_at = expert * num_groups * num_outputs
@@ -140,8 +144,9 @@ def moe_experts(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     has_others: bool = False,
 ) -> torch.Tensor:
-    """Do as `quire.ops.moe.moe_experts`, of experts that stand in one weight; waits for nothing.
-    gate: makes [P, F] of [P, G]. biases: [E, G] and [E, D]. has_others: see moe.moe_experts."""
+    """Compute `quire.ops.moe.moe_experts`, [T, D], of experts stored in one weight, without waiting
+    for the device. gate: makes [P, F] of [P, G]. biases: [E, G] and [E, D]. has_others: see
+    moe.moe_experts."""
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
     num_experts, num_chosen = down.shape[0], ids_TC.shape[1]
@@ -167,8 +172,9 @@ def _product(
     num_chosen: int = 0,
     has_others: bool = False,
 ) -> torch.Tensor:
-    """num_chosen: of rows that are tokens; 0: they are pairs in their order, and results are
-    weighted and stand at their pairs."""
+    """Return the products of all pairs with their experts' weights. num_chosen: C if the rows of x
+    are tokens. It is 0 if they are pairs in sorted order; results are then weighted and stored at
+    their pairs' indices."""
     order_P, tiles_3M, weights_TC = sorted_pairs
     max_tiles, num_outputs = tiles_3M.shape[1], weight.shape[1]
     out = memory_of_parts(x, len(order_P), num_outputs, has_others)
@@ -199,7 +205,7 @@ def _product(
     return out
 
 
-# ---- what is compiled ahead: gpt-oss-20b's in MXFP4, Qwen3-30B-A3B's in 8 bits ----------------
+# ---- compiled ahead of time: gpt-oss-20b in MXFP4, Qwen3-30B-A3B in 8 bits --------------------
 
 
 def _config(format: str, group: int, num_inputs: int, tile: Tile, num_chosen: int) -> Config:

@@ -1,9 +1,9 @@
-"""Look-up of rows in a quantised weight, such as of an embedding that is tied to a quantised head.
+"""Look up rows of a quantised weight, such as an embedding that is tied to a quantised head.
 
-Shape legend: U looked up rows, K inputs of the head. One program for a row and some of its chunks.
+Shape legend: U looked up rows, K inputs of the head. A program takes a row and some of its chunks.
 
-Expected on an H200, not measured: the time of a launch for a few rows; 2,048 of K = 4,096 read 9 MB
-and write 17: 6 us at 4.3 TB/s.
+Expected on an H200, not measured: the time of a launch for a few rows. 2,048 rows of K = 4,096 read
+9 MB and write 17 MB: 6 us at 4.3 TB/s.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from quire.ops.kernels.launch import Config
 from quire.ops.kernels.quantised import factor, numbers
 from quire.ops.weights.gpu_weights import GPUWeight
 
-CHUNKS = 8  # of a program
+CHUNKS = 8  # chunks of a program
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _rows_kernel(
     PLANE: tl.constexpr = 2 * WORDS
     row = tl.program_id(0).to(tl.int64)
     output = tl.load(ids_ptr + row).to(tl.int64)
-    # Foreign memory is never read; a wrong id is the caller's bug, and gives zeros.
+    # Never read outside the weight: a wrong id is the caller's bug and gives zeros.
     is_known = (output >= 0) & (output < num_outputs)
     chunks = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
     inside = is_known & (chunks < num_chunks)
@@ -62,7 +62,7 @@ def _rows_kernel(
 
 
 def look_up(ids_U: torch.Tensor, weight: GPUWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [U, K] of these outputs; ids: int64 or int32."""
+    """Return the rows [U, K] of these outputs in `dtype`. ids_U: int64 or int32."""
     num_chunks, num_outputs, _ = weight.codes.shape
     out_UK = torch.empty(len(ids_U), weight.num_inputs, dtype=dtype, device=weight.codes.device)
     if out_UK.numel():

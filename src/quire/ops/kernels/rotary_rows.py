@@ -1,11 +1,11 @@
-"""The factors by which positions turn queries and keys, all of a step in one launch.
+"""Compute the factors by which positions rotate queries and keys, for a whole step in one launch.
 
-Everything is in float64 up to the results. Sines and cosines are made here: those of the compiler's
-library keep numbers in local memory for angles beyond 10^5, which positions reach.
+Everything is in float64 except the results. This file computes sines and cosines itself: the
+compiler's library keeps numbers in local memory for angles beyond 10^5, which positions reach.
 
 Bound by memory: 16 E bytes per token are written. Expected on an H200, at 4.3 TB/s: the time of a
-launch for a few tokens; 2 us for 8192 tokens with heads of 128, whose 20 million instructions in
-float64 take about as long.
+launch for a few tokens. 8192 tokens with heads of 128 take 2 us, and their 20 million instructions
+in float64 about as long.
 Shape legend: T tokens, E frequencies (half of a head), H = 2 E, A axes of positions.
 """
 
@@ -19,16 +19,17 @@ TILE = 128  # angles in a program, one for each thread
 WARP = 32
 
 _QUARTERS_PER_RADIAN = tl.constexpr(0.6366197723675814)
-# A quarter of a turn, pi / 2, in two parts: the first has so few bits that its product with a whole
-# number below 2^20 is exact.
+# A quarter of a turn, pi / 2, in two parts. The first has so few bits that its product with an
+# integer below 2^20 is exact.
 _QUARTER = tl.constexpr(1.5707963267341256)
 _QUARTER_REST = tl.constexpr(6.077100506506192e-11)
-_TERMS = tl.constexpr(8)  # of each series behind its first; the next is 10^-17 at pi / 4
+_TERMS = tl.constexpr(8)  # of each series after its first; the next is 10^-17 at pi / 4
 
 
 @triton.jit
 def _cos_sin(angle):
-    """Of float64: the nearest quarter of a turn, and series for what is left, at most pi / 4."""
+    """Return cosine and sine of float64 angles. The nearest quarter of a turn is subtracted, and
+    series take the rest, at most pi / 4."""
     quarters = tl.floor(angle * _QUARTERS_PER_RADIAN + 0.5)
     left = angle - quarters * _QUARTER - quarters * _QUARTER_REST
     square = left * left
@@ -63,7 +64,7 @@ def _rotary_rows_kernel(
     position = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.float64)
     frequency = tl.load(frequencies_ptr + at, mask=is_frequency, other=0.0)[None, :]
     angle = position[:, None] * frequency
-    for axis in tl.static_range(1, AXES):  # of the frequencies of all axes one is not 0
+    for axis in tl.static_range(1, AXES):  # only one axis has a frequency other than 0
         positions_at = positions_ptr + axis * axis_stride + token
         position = tl.load(positions_at, mask=is_token, other=0).to(tl.float64)
         of_axis = frequencies_ptr + axis * num_frequencies + at
@@ -71,7 +72,7 @@ def _rotary_rows_kernel(
         angle += position[:, None] * own
         frequency += own
     cos, sin = _cos_sin(angle)
-    # Of what is not turned the sine is 0, and the cosine 1 whatever the scale.
+    # Elements that are not rotated have sine 0, and cosine 1 whatever the scale.
     cos = tl.where(frequency == 0.0, cos, cos * SCALE).to(tl.float32)
     sin = (sin * SCALE).to(tl.float32)
     inside = is_token[:, None] & is_frequency[None, :]
@@ -85,7 +86,8 @@ def _rotary_rows_kernel(
 def rotary_rows(
     positions_T: torch.Tensor, frequencies_E: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Do as `quire.ops.rotary.rotary_rows` for what is computed in float32: [T, 1, 2 H] of it."""
+    """Compute `quire.ops.rotary.rotary_rows` in float32, [T, 1, 2 H], of integer positions [T] or
+    [A, T] and float64 frequencies [E] or [A, E]."""
     assert not positions_T.is_floating_point()
     assert frequencies_E.dtype == torch.float64 and frequencies_E.is_contiguous()
     positions_T = positions_T.contiguous()

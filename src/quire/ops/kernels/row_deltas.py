@@ -1,9 +1,9 @@
-"""What changes in the rows' state on a GPU before a step: one launch, reading the host's memory.
+"""Update the rows' state on a GPU before a step, in one launch that reads the host's memory.
 
-The host packs a slot, in pinned memory, and launches `receive`: its programs read the slot over the
+The host packs a slot, in pinned memory, and launches `receive`. Its programs read the slot over the
 bus, put the step's lists into the inbox and write each delta to its place. Nothing is copied
-before, and nobody waits; a slot must not be written again before the launch has ended. A slot is,
-in words (int32),
+before, and no thread waits. A slot must not be written again before the launch has ended. A slot
+is, in words (int32),
 
     [inbox | deltas, 4 words each | runs, 4 words each | forks, 2 words each | tokens of the runs]
 
@@ -11,13 +11,13 @@ in words (int32),
     run     (row, position, first of the slot's tokens, how many): tokens that the row holds
     fork    (parent, child)
 
-No two deltas of a slot may be for one place, nor may two runs.
+No two deltas of a slot may write to one place, and no two runs either.
 
-Expected on an H200: 4 to 6 us for a step's lists and some hundred deltas, which is two trips over
+Expected on an H200: 4 to 6 us for a step's lists and some hundred deltas: two trips over
 the bus and a launch. Prompts come at the bus's 50 GB/s: 8,192 tokens are 32 KB.
 
-Shape legend: R rows, M tokens a row can hold, G cache groups, L blocks of the longest context,
-C columns, F forks.
+Shape legend: R rows, M tokens a row can hold, G cache groups, L blocks of the longest context, C
+columns, F forks.
 """
 
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ from quire.ops.kernels.step_inputs import Inbox, inbox_words
 from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE
 from quire.ops.rows.row_state import RowTensors
 
-LONGEST_RUN = 2048  # tokens; longer ones are cut, so that several programs write them
+LONGEST_RUN = 2048  # tokens; longer runs are cut, so that several programs write them
 BLOCK = 256
 PROGRAMS = 16
-FORK_PROGRAMS = 8  # of a fork
+FORK_PROGRAMS = 8  # programs of a fork
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """How much a slot can hold, and where it begins, in words."""
+    """Capacity of a slot, and where its parts begin, in words."""
 
     max_rows: int
     max_deltas: int
@@ -126,8 +126,11 @@ def receive(
     num_runs: int,
     has_lists: bool,
 ) -> None:
-    """Apply a slot's first num_deltas deltas and num_runs runs; has_lists: put its lists into the
-    inbox as well. slot: int32 [layout.num_words], pinned memory or the device's own."""
+    """Apply a slot's first num_deltas deltas and num_runs runs to the rows' state.
+
+    has_lists: whether to copy the slot's lists to the inbox too. slot: int32 [layout.num_words],
+    pinned memory or the device's own.
+    """
     assert inbox.max_rows == layout.max_rows and len(slot) == layout.num_words
     num_words = layout.deltas_at if has_lists else 0
     units = max(triton.cdiv(num_words, BLOCK), triton.cdiv(num_deltas, BLOCK), num_runs)
@@ -191,7 +194,8 @@ def _fork_kernel(
 
 def copy_rows(state: RowTensors, slot: torch.Tensor, layout: SlotLayout, num_forks: int) -> None:
     """Make the children of a slot's first num_forks forks equal to their parents: tokens, counters,
-    block tables, columns. No child may be another fork's parent or child."""
+    block tables, columns. slot: int32 [layout.num_words]. No child may be another fork's parent or
+    child."""
     if num_forks == 0:
         return
     num_narrow, num_wide = len(state.narrow_CR), len(state.wide_CR)

@@ -1,17 +1,17 @@
-"""What a step reads of the rows' state on a GPU, and what it changes at its end: a launch each.
+"""Gather a step's inputs from the rows' state on a GPU, and advance that state at the step's end.
 
-Sizes of tensors and of grids are those of the largest step, and how much of it is there stands in
-device memory, where `row_deltas.receive` put it: the host waits for nothing, and both launches can
-be captured in a CUDA graph. A step is
+Each is one launch. Tensors and grids have the sizes of the largest step. The actual sizes are in
+device memory, where `row_deltas.receive` put them. So the host waits for nothing, and both launches
+can be captured in a CUDA graph. A step is
 
     receive  ->  gather_step  ->  forward pass, sampling  ->  advance
 
-Expected on an H200: 3 to 6 us each, the time of a launch and of three or four loads that wait for
-each other. Bytes do not count: tables of 256 rows with 2560 blocks are 2.6 MB, 1.2 us.
+Expected on an H200: 3 to 6 us each, the time of a launch and of three or four dependent loads.
+Bytes do not count: tables of 256 rows with 2560 blocks are 2.6 MB, 1.2 us.
 
-Shape legend: R rows, M tokens a row can hold, S the most scheduled rows and the most sampling rows,
-T the most tokens of a step, G cache groups, L blocks of the longest context, Q result slots,
-C columns of what rows sample with.
+Shape legend: R rows, M tokens a row can hold, S maximum number of scheduled rows and of sampling
+rows, T maximum number of tokens of a step, G cache groups, L blocks of the longest context, Q
+result slots, C columns of the rows' sampling parameters.
 """
 
 from dataclasses import dataclass
@@ -24,23 +24,25 @@ from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.rows.row_state import RowTensors
 from quire.ops.rows.step_inputs import SampleInputs, StepInputs
 
-BLOCK = 512  # tokens, or table entries, of a program at a time
-MOST_CHUNKS = 8  # programs of a row
+BLOCK = 512  # tokens, or table entries, that a program handles at a time
+MOST_CHUNKS = 8  # maximum number of programs of a row
 ADVANCED = 128  # rows of a program, one for each thread
-LEAST_WIDTH = 32  # rows that a program looks at; for fewer nothing else is compiled
+LEAST_WIDTH = 32  # minimum number of rows that kernels are compiled for
 
-# Words of an inbox before its lists, and what stands in them.
+# Number of words before an inbox's lists, and the indices of the words in use.
 HEADER = 8
 NUM_ROWS, NUM_SAMPLES, RESULT_SLOT = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """What a step serves, on the device: words, int32.
+    """Rows that a step serves, on the device, as words of int32.
 
-    [HEADER words | S rows | S numbers of tokens | S pairs of a sampling row and the index among the
-    scheduled rows of the one whose logits it uses: its own, or its parent's if this step forks it].
-    The header says how many rows and pairs are valid. No row stands twice among the rows.
+        [HEADER words | S rows | S numbers of tokens | S pairs, 2 words each]
+
+    A pair is a sampling row and the index of the scheduled row whose logits it uses. That is its
+    own, or its parent's if this step forks it. The header holds the numbers of valid rows and
+    pairs, and the result slot. No row occurs twice among the rows.
     """
 
     words: torch.Tensor
@@ -48,13 +50,13 @@ class Inbox:
 
     @classmethod
     def empty(cls, max_rows: int, device: torch.device) -> "Inbox":
-        """Make that of a step without rows."""
+        """Make the inbox of a step without rows."""
         size = inbox_words(max_rows)
         return cls(torch.zeros(size, dtype=torch.int32, device=device), max_rows)
 
 
 def inbox_words(max_rows: int) -> int:
-    """The size of an inbox."""
+    """Return the size of an inbox in words."""
     return HEADER + 4 * max_rows
 
 
@@ -74,7 +76,8 @@ class StepBuffers:
     def empty(
         cls, max_tokens: int, max_rows: int, num_groups: int, longest: int, device: torch.device
     ) -> "StepBuffers":
-        """Without values. longest: blocks of the longest context, the width of the tables."""
+        """Allocate buffers without values. longest: blocks of the longest context, the width of the
+        tables."""
 
         def make(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -102,7 +105,7 @@ class StepBuffers:
         )
 
     def first_samples(self, num: int) -> SampleInputs:
-        """Views of the first places for sampling rows."""
+        """Return views of the inputs of the first `num` sampling rows."""
         return SampleInputs(*self.samples_4S[:, :num].unbind())
 
 
@@ -111,7 +114,8 @@ def _gather_sample(
     n, at, counts, computed_ptr, prompt_lens_ptr, inbox_ptr, samples_ptr, inbox_rows, max_rows,
     HEADER: tl.constexpr,
 ):  # fmt: skip
-    """Sampling row n: row, place of its logits' token, length, tokens of its prompt."""
+    """Write the inputs of sampling row n: row, index of its logits' token, length, prompt
+    length."""
     rows_ptr = inbox_ptr + HEADER
     pair_ptr = rows_ptr + 2 * inbox_rows + 2 * n
     is_sample = n < tl.load(inbox_ptr + 1)
@@ -155,7 +159,7 @@ def _gather_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Program (s, c): chunk c of scheduled row s. The row behind the last one is the padding.
+    # Program (s, c): chunk c of scheduled row s. The row after the last one is the padding.
     s = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     step = tl.num_programs(1) * BLOCK
@@ -181,7 +185,7 @@ def _gather_kernel(
     row_tables_ptr = tables_ptr + row * table_stride
     for i in range(first, num_tokens, step):
         index = i + tl.arange(0, BLOCK)
-        # Tokens beyond the most would be the caller's bug; foreign memory is not written.
+        # Never write outside the buffers: more tokens than max_tokens are the caller's bug.
         inside = (index < num_tokens) & (start + index < max_tokens)
         position = computed + index
         ids = tl.load(tokens_ptr + row * token_stride + position, mask=inside, other=0)
@@ -212,12 +216,13 @@ def _gather_kernel(
 
 
 def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs:
-    """Do as `quire.ops.rows.step_inputs.gather_step`, of as many rows as there are, in buffers for
-    more; and its sampling rows (`StepBuffers.first_samples`).
+    """Write a step's inputs, as `quire.ops.rows.step_inputs.gather_step` does, and its sampling
+    rows (`StepBuffers.first_samples`) to buffers that may have room for more.
 
-    Tokens behind the last have id 0, position 0 and slot -1; rows behind the last have no tokens
-    and an empty context. Table entries behind a row's context are -1. Sampling rows behind the last
-    are row 0, with place 0 and length 0. The buffers may be smaller than the inbox, if the step is.
+    Tokens after the last have id 0, position 0 and slot -1. Rows after the last have no tokens and
+    an empty context. Table entries after a row's context are -1. Sampling rows after the last are
+    row 0, with index 0 and length 0. The buffers may be smaller than the inbox if the step fits
+    into them.
     """
     max_rows, longest = out.block_tables_GSL.shape[1:]
     max_tokens = len(out.ids_T)
@@ -284,8 +289,8 @@ def _advance_kernel(
     is_valid = tl.load(is_valid_ptr + at, mask=is_sample, other=0) != 0
     token = tl.where(is_valid, token, 0)
     tl.store(tokens_ptr + row * token_stride + length, token, mask=is_sample & (length < max_len))
-    # A row that was forked in this step has computed what its source has; to another this is what
-    # was stored above.
+    # A row that was forked in this step has computed as many tokens as its source. For other rows
+    # this stores the same value as above.
     tl.store(computed_ptr + row, length.to(tl.int64), mask=is_sample)
     slot = tl.load(inbox_ptr + 2).to(tl.int64)
     tl.store(results_ptr + slot * inbox_rows + at, tl.where(is_valid, token, -1), mask=is_sample)
@@ -299,13 +304,13 @@ def advance(
     is_valid_N: torch.Tensor,
     results_QS: torch.Tensor,
 ) -> None:
-    """Store the sampled tokens behind their rows' last token and move the counters, as
-    `row_state.advance` does, and leave the tokens in the inbox's result slot. A second time it
-    changes nothing.
+    """Store the sampled tokens after their rows' last token and move the counters, as
+    `row_state.advance` does. Write the tokens to the inbox's result slot too. A second call changes
+    nothing.
 
-    context_lens: of gather_step, for this step. token_ids: int64 or int32, of at least as many rows
-    as sample; is_valid: bool, whether there was a token to choose; a row without one gets token 0,
-    and -1 as its result. results: int32, contiguous, as wide as the inbox has rows.
+    context_lens_S: of gather_step, for this step. token_ids_N: int64 or int32, at least as many as
+    sampling rows. is_valid_N: bool [N], whether there was a token to choose. A row without one gets
+    token 0, and -1 as its result. results_QS: int32, contiguous, as wide as the inbox has rows.
     """
     max_rows = len(context_lens_S)
     assert len(token_ids_N) == len(is_valid_N) <= max_rows, "one token for each sampling row"

@@ -1,13 +1,14 @@
-"""Choosing a token: temperature, min-p, top-k, top-p, and the Gumbel-max choice with Philox noise.
+"""Choose a token: temperature, min-p, top-k, top-p, and the Gumbel-max choice with Philox noise.
 
 With Gumbel noise g = -log(-log(1 - u)), argmax(logit / temperature + g) is a sample of the softmax.
 The noise of a token depends on its id, the seed, the sample index and the position
-(ops/sampling/philox.py), so a filter changes nothing else about the choice, and no row depends on
-the others of its batch. Scores are float64: ties do not occur in practice, and where they do the
-first candidate wins.
+(ops/sampling/philox.py). So a filter changes nothing else about the choice, and no row depends on
+the others of its batch. Scores are float64: ties do not occur in practice, and the first candidate
+wins if they do.
 
-Filters work on the K largest logits in falling order, so that no full sort is needed unless the
-nucleus is wider than K. min-p, then top-k, then top-p of what is left, as in vLLM.
+Filters work on the K largest logits in descending order, so no full sort is needed unless the
+nucleus is wider than K. The order is min-p, then top-k, then top-p of the remaining tokens, as in
+vLLM.
 
 Shape legend: R rows, V vocabulary, K largest logits of a row.
 """
@@ -27,7 +28,7 @@ FIRST_K = 1024
 
 @dataclass(frozen=True)
 class Streams:
-    """Which noise each row draws from: int64 [R] each."""
+    """Noise streams that the rows draw from: int64 [R] each."""
 
     seeds: torch.Tensor
     sample_index: torch.Tensor
@@ -39,7 +40,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class Filters:
-    """Which tokens may be chosen. [R] each: top_k int64 (0 or less: off), top_p, min_p float32."""
+    """Filters of the rows, [R] each. top_k: int64, 0 or less is off. top_p, min_p: float32."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -50,19 +51,18 @@ class Filters:
 
 
 def gumbel(uniform_: torch.Tensor) -> torch.Tensor:
-    """Uniform noise in (0, 1) to Gumbel noise, float64. Small u make large noise."""
+    """Convert uniform noise [...] in (0, 1) to Gumbel noise, float64. Small u give large noise."""
     return -torch.log(-torch.log1p(-uniform_.double()))
 
 
 def keep_candidates(
     scaled_RK: torch.Tensor, log_total_R: torch.Tensor | None, filters: Filters, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find which of the K largest logits pass, bool [R, K], and in which rows these are all, bool
-    [R].
+    """Return which of the K largest logits pass, bool [R, K], and in which rows no other token can
+    pass, bool [R].
 
-    scaled_RK: float64, divided by the temperature, falling. log_total_R: log of the sum of exp over
-    the whole row, float64; None if every row's top_k is within K. A row is not done when tokens
-    beyond the K may pass too.
+    scaled_RK: float64, divided by the temperature, in descending order. log_total_R: float64, log
+    of the sum of exp over the whole row; None if every row's top_k is within K.
     """
     k = scaled_RK.shape[-1]
     top_k_R = torch.where(filters.top_k > 0, filters.top_k, vocab_size)
@@ -74,14 +74,14 @@ def keep_candidates(
     has_all_R = (top_k_R <= k) | (scaled_RK[:, -1] < floor_R) | (k == vocab_size)
     mass_RK = (weights_RK * passes_RK).cumsum(dim=-1)
 
-    # The total of what passed min-p and top-k; of the whole row where neither is in use.
+    # The total of the tokens that passed min-p and top-k; of the whole row if neither is in use.
     is_open_R = (top_k_R >= vocab_size) & (filters.min_p <= 0)
     total_R = mass_RK[:, -1]
     if log_total_R is not None:
         row_total_R = (log_total_R - scaled_RK[:, 0]).exp()
         total_R = torch.where(is_open_R & ~has_all_R, row_total_R, total_R)
 
-    # A token is in the nucleus while those before it have not reached top_p. The first always is.
+    # A token is in the nucleus if the tokens before it have not reached top_p. The first always is.
     top_p_R = filters.top_p.double()
     goal_R = torch.where(top_p_R < 1, top_p_R * total_R, torch.inf)
     passes_RK &= (mass_RK - weights_RK * passes_RK) < goal_R[:, None]
@@ -98,9 +98,10 @@ def choose_among(
     *,
     has_every_top_k: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose among the k largest logits: ids int64 [R], and bool [R] where that was enough.
+    """Return ids chosen among the k largest logits, int64 [R], and in which rows these sufficed,
+    bool [R].
 
-    has_every_top_k: the rows all have a top_k of at most k, so nothing beyond it matters.
+    has_every_top_k: whether all rows have a top_k of at most k, so that no other logit matters.
     """
     vocab_size = logits_RV.shape[-1]
     values_RK, ids_RK = top_k(logits_RV, k)
@@ -121,10 +122,10 @@ def choose_reference(
     largest_k: int | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """The torch path of `choose`.
+    """Compute `choose` with torch, int64 [R].
 
-    With filters that may leave more than FIRST_K tokens it asks the device, on a CPU, whether they
-    did; elsewhere all tokens are candidates at once, since asking would make the host wait.
+    If filters may leave more than FIRST_K tokens, it checks on a CPU whether they did. On other
+    devices all tokens are candidates at once, since the check would make the host wait.
     """
     vocab_size = logits_RV.shape[-1]
     if filters is None:
@@ -153,11 +154,12 @@ def choose(
     largest_k: int | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """A sample per row of what the filters leave of softmax(logits / temperature): int64 [R].
+    """Return a sample per row of the tokens of softmax(logits / temperature) that pass the filters,
+    int64 [R].
 
-    logits_RV: float32, contiguous; temperatures_R: float32, above 0. largest_k: the largest top_k,
-    if every row has one. A row without a finite logit gets any id. An id is a column's number;
-    the noise is that of token `first` + id.
+    logits_RV: float32, contiguous. temperatures_R: float32, above 0. largest_k: the largest top_k,
+    if every row has one. An id is a column's index, and its noise is the noise of token `first` +
+    id. A row without a finite logit gets any id.
     """
     core = native.core_for(logits_RV)
     if core is None:
@@ -189,10 +191,12 @@ def scores_of_part(
     streams: Streams,
     first: int,
 ) -> torch.Tensor:
-    """Score what was chosen of a part of the vocabulary, float64 [R], to be compared with other
-    parts' choices: -inf where the part has nothing to choose, inf where its logits make no sense.
+    """Return the scores of tokens chosen from a part of the vocabulary, float64 [R], to compare
+    with other parts' choices. A score is -inf if all logits of the part are -inf, and inf if they
+    include NaN or infinity.
 
-    ids_R: columns. peaks_R: the largest logit of each. temperatures_R: 0 for a greedy row.
+    ids_R: columns. peaks_R: the largest logit of each row. temperatures_R: 0 for a greedy row.
+    first: token id of column 0.
     """
     logits_R = logits_RV.gather(1, ids_R[:, None])[:, 0].double()
     stream_R = (streams.seeds, streams.sample_index, streams.positions)

@@ -1,9 +1,9 @@
-"""Guesses that a device makes and judges itself, so that nobody waits for the host: by torch's
-operations, on any device. `kernels/sampling/guess_runs.py` makes the same guesses in a launch.
+"""Propose and verify draft tokens on the device without waiting for the host, by torch's operations
+on any device. `kernels/sampling/guess_runs.py` proposes the same draft tokens in one launch.
 
-Shape legend: R rows, M tokens a row can hold, G rows that guess, L the most tokens of one of them,
-T guesses of all of them, S scheduled rows, N sampling rows, K most guesses of a row, P places: the
-sampling rows' own, then those of all guesses.
+Shape legend: R rows, M tokens a row can hold, G rows that get draft tokens, L maximum tokens of
+such a row, T draft tokens of all rows, S scheduled rows, N sampling rows, K maximum draft tokens of
+a row, P positions with a sampled token: the sampling rows' own, then one for each draft token.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ NO_GUESS = -2
 
 
 class Runs(NamedTuple):
-    """Which runs of a row's last tokens are looked for: of `most` tokens down to `fewest`, that end
-    up to `searched` tokens before its end."""
+    """Bounds of the search for runs of a row's last tokens. Runs have `most` tokens down to
+    `fewest`, and end up to `searched` tokens before the row's end."""
 
     fewest: int
     most: int
@@ -32,8 +32,8 @@ class Runs(NamedTuple):
 
 
 class Tries(NamedTuple):
-    """Where guesses are judged, on the host: of each place [P] which of the sampling rows it is of,
-    and 0 or which of its guesses, from 1."""
+    """Positions at which draft tokens are verified, on the host, [P] each. sampling: index of the
+    sampling row. depths: 0 for the row's own position, else which of its draft tokens, from 1."""
 
     sampling: Int64
     depths: Int64
@@ -44,7 +44,7 @@ class Tries(NamedTuple):
 
 
 def guess_runs(state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
-    """See guess_runs_reference; on a GPU in one launch."""
+    """Write draft tokens, as `guess_runs_reference` does; on a GPU in one launch."""
     kernels = gpu.kernels_for(state.tokens_RM, "sampling.guess_runs", any_dtype=True)
     if kernels is None:
         guess_runs_reference(state, rows, nums, longest, runs)
@@ -56,11 +56,14 @@ def guess_runs(state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: 
 def guess_runs_reference(
     state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs
 ) -> None:
-    """Write guesses behind the last token of each of the rows, which is the one behind its computed
-    tokens: what followed the newest of the longest runs that are like its last tokens
-    (`find_runs.py`), again and again if that is its own end; zeros if there is none.
+    """Write draft tokens after each row's last token, which is the one after its computed tokens.
 
-    nums: how many, from 1. longest: tokens of the longest of them at most, without guesses.
+    They follow the newest of the longest earlier runs that equal the row's last tokens
+    (`find_runs.py`). If they reach the row's end, they repeat from the run's end on. Rows without
+    such a run get zeros.
+
+    nums: number of draft tokens of each row, from 1. longest: maximum tokens of these rows, without
+    draft tokens.
     """
     device = state.device
     rows_G = to_device(rows.astype(np.int64), device)
@@ -91,11 +94,11 @@ def accept_guesses(
     chosen_P: torch.Tensor,
     tries: Tries,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find what counts: tokens, int32 [N, 1 + K], of which int32 [N] are valid from the left: one,
-    and one more for each guess that was right (`runner/drafting/guesses.py`).
+    """Return sampled tokens, int32 [N, 1 + K], and how many of them count from the left, int32 [N].
 
-    lengths: tokens of the sampling rows without guesses, which stand behind them. chosen: at each
-    place, NO_TOKEN where there was none to choose.
+    One counts, and one more for each accepted draft token (`runner/drafting/guesses.py`).
+    lengths_N: tokens of the sampling rows without draft tokens, which follow them. chosen_P: the
+    sampled tokens, NO_TOKEN where there was none to choose.
     """
     device, most = state.device, int(tries.depths.max())
     if not gpu.is_on_gpu(state.tokens_RM):
@@ -117,7 +120,8 @@ def accept_guesses(
 def _accept_here(
     tokens_RM: Int32, rows_N: Int64, lengths_N: Int64, chosen_P: Int64, tries: Tries
 ) -> tuple[Int32, Int32]:
-    """Do the same with arrays: few small operations of numpy take less time than torch's."""
+    """Compute `accept_guesses` with numpy, whose operations on few numbers take less time than
+    torch's."""
     num_samples, most = tries.num_samples, int(tries.depths.max())
     tokens_NK1 = np.full((num_samples, 1 + most), NO_TOKEN, np.int32)
     tokens_NK1[tries.sampling, tries.depths] = chosen_P

@@ -1,11 +1,12 @@
-"""DRY ("don't repeat yourself"): what would go on with a sequence that was there before gets less
-likely, the more so the longer that sequence is.
+"""DRY ("don't repeat yourself"): penalise tokens that would continue a repeated sequence, the more
+the longer it is.
 
-As in llama.cpp and text-generation-webui: if the last n tokens stand earlier in the text too, the
-token that followed them there loses multiplier * base ** (n - allowed_length), where n is at least
-allowed_length. No match goes beyond a token that breaks sequences, and none of those is penalised.
+As in llama.cpp and text-generation-webui: suppose the last n tokens also occur earlier in the text,
+with n at least allowed_length. The token that followed them there loses multiplier * base ** (n -
+allowed_length). Matches end at a token that breaks sequences, and such tokens are not penalised.
 
-On the host: tokens in, few penalties out. Shape legend: M tokens of the text, P penalised tokens.
+It runs on the host: tokens in, few penalties out. Shape legend: M tokens of the text, P penalised
+tokens.
 """
 
 import math
@@ -20,7 +21,8 @@ LARGEST_LOG = 88.7228391  # of a float32, as in llama.cpp
 
 @dataclass(frozen=True)
 class Dry:
-    """last_n: how many of the last tokens are looked at, -1 all. breakers: token ids."""
+    """Parameters of DRY. last_n: how many of the last tokens are searched, -1 for all. breakers:
+    token ids that end matches."""
 
     multiplier: float
     base: float
@@ -30,14 +32,15 @@ class Dry:
 
     @property
     def largest_exponent(self) -> int:
-        """Return where the power stops to grow, so that it stays a float32; 0 for a base of 1."""
+        """Exponent at which the power stops growing, so that it stays a float32; 0 for a base of
+        1."""
         return int(LARGEST_LOG / math.log(self.base)) if self.base > 1.000001 else 0
 
 
 def dry_penalties(
     tokens_M: Int32, dry: Dry
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return tokens [P], each once, and what their logits lose [P]."""
+    """Return penalised tokens, int64 [P], each once, and what their logits lose, float32 [P]."""
     ids_P, lengths_P = longest_matches(tokens_M, dry)
     exponents_P = np.minimum(lengths_P - dry.allowed_length, dry.largest_exponent)
     with np.errstate(over="ignore"):
@@ -49,8 +52,8 @@ def dry_penalties(
 def longest_matches(
     tokens_M: Int32, dry: Dry
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the tokens that would go on with a repetition of at least allowed_length, and how long
-    it is, up to where the penalty stops to grow."""
+    """Return the tokens [P] that would continue a repetition of at least allowed_length, and its
+    length [P], up to where the penalty stops growing."""
     text = tokens_M if dry.last_n < 0 else tokens_M[max(len(tokens_M) - dry.last_n, 0) :]
     nothing = np.empty(0, np.int64)
     if len(text) <= dry.allowed_length:

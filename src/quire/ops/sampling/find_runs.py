@@ -1,4 +1,4 @@
-"""Where the last tokens of rows stood before, for guesses at what follows ("prompt lookup")."""
+"""Find where the last tokens of rows occurred before, to propose draft tokens ("prompt lookup")."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,15 +8,18 @@ from quire.ops.host.native import core
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-SEARCHED = 32_768  # tokens before a sequence's end: some 20 us
+SEARCHED = 32_768  # tokens before a sequence's end; takes some 20 us
 
 
 def find_runs(
     tokens_RM: Int32, rows: Int64, lengths: Int64, fewest: int, most: int, searched: int
 ) -> Int64:
-    """Find [N] the end of the newest of the longest runs that are like a row's last tokens, of at
-    least `fewest` of them; `most` are compared. -1: there is none. lengths: [N] tokens of the
-    rows. searched: how far before a row's end such a run may end."""
+    """Return the end of the newest of the longest runs that equal each row's last tokens, int64
+    [N]; -1 if there is none. A run has at least `fewest` tokens, and at most `most` are compared.
+
+    tokens_RM: int32. rows, lengths: [N], the rows and their numbers of tokens. searched: how far
+    before a row's end a run may end.
+    """
     native = core()
     if native is None:
         return find_runs_reference(tokens_RM, rows, lengths, fewest, most, searched)
@@ -34,7 +37,7 @@ def find_runs(
 def find_runs_reference(
     tokens_RM: Int32, rows: Int64, lengths: Int64, fewest: int, most: int, searched: int
 ) -> Int64:
-    """The numpy path of `find_runs`."""
+    """Compute `find_runs` with numpy, [N]."""
     found = np.full(len(rows), -1, np.int64)
     for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         if length <= fewest:

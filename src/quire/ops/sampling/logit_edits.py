@@ -1,16 +1,16 @@
-"""Changes to logits that requests want: masks, allowed tokens, bad words, min_tokens, biases.
+"""Edit logits as requests specify: masks, allowed tokens, bad words, min_tokens, biases.
 
-The lists of all rows lie in one table, made when such a request starts and not in each step.
+The lists of all rows are in one table, made when such a request starts and not in each step.
 `apply_edits` is the torch path, one row at a time. On a GPU `kernels/sampling/sampling_edits.py`
-does all rows of a step. The order is vLLM's: allowed tokens, bad words, min_tokens, then biases
+edits all rows of a step. The order is vLLM's: allowed tokens, bad words, min_tokens, then biases
 (penalties come after).
 
 Bit t % 32 of word t // 32 of a mask stands for token t. Bits beyond the vocabulary are ignored;
 tokens beyond the words are forbidden. A forbidden token gets a logit of -infinity, and an allowed
 one keeps its logit, to the last bit.
 
-Shape legend: S rows of the table, V vocabulary, M places of a row's token buffer, B bad words, N
-rows of logits, M masked ones of them, W words of a mask.
+Shape legend: S rows of the table, V vocabulary, M tokens of a row's buffer, or masks, B bad words,
+N rows of logits, W words of a mask.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from quire.ops.gpu import kernels_for
 from quire.ops.host import native
 from quire.ops.host.threads import num_threads
 
-# Columns of a row's span: where its lists begin among the entries, and how many there are.
+# Columns of a row's span: where each list begins among the entries, followed by its length.
 ALLOWED, WORDS, STOPS, BIASES, MIN_TOKENS, LONGEST, SPAN = 0, 2, 4, 6, 8, 9, 10
-LIST_COLUMNS = ALLOWED, WORDS, STOPS, BIASES  # hold places in the table
+LIST_COLUMNS = ALLOWED, WORDS, STOPS, BIASES  # columns with indices of entries
 
 
 @dataclass(frozen=True)
 class RowEdits:
-    """What one row asks for; bad words are lists of at least one token."""
+    """Edits that one row's request specifies; bad words are lists of at least one token."""
 
     allowed: Sequence[int] = ()
     bad_words: Sequence[Sequence[int]] = ()
@@ -42,8 +42,8 @@ class RowEdits:
 
 @dataclass(frozen=True)
 class EditTable:
-    """The edits of S rows. entries: int32, token ids (of bad words also lengths); values: float32,
-    the biases, at the places of their entries; spans: int32 [S, 10]."""
+    """Edits of S rows. entries: int32, token ids (of bad words also lengths). values: float32, the
+    biases, at the indices of their entries. spans: int32 [S, 10]."""
 
     entries: torch.Tensor
     values: torch.Tensor
@@ -51,10 +51,10 @@ class EditTable:
 
 
 def make_edit_table(rows: Sequence[RowEdits], device: torch.device) -> EditTable:
-    """Write the rows' lists one after the other and copy them to the device.
+    """Write the rows' lists one after another and copy them to the device.
 
-    A row's bad words are: all last tokens, all numbers of tokens before the last, and these tokens
-    themselves, padded on the left to the longest.
+    A row's bad words are stored as all last tokens, the number of tokens before each last one, and
+    these tokens themselves. The latter are padded on the left to the longest word.
     """
     entries: list[int] = []
     values: list[float] = []
@@ -90,8 +90,8 @@ def apply_edits(
     num_tokens: torch.Tensor,
     num_prompt_tokens: int,
 ) -> None:
-    """Change a row's logits in place. span: the row's, on the host. num_tokens: the sequence's
-    tokens, the prompt included, one number on the device."""
+    """Edit a row's logits [V] in place. span: the row's, on the host. tokens_M: the row's tokens.
+    num_tokens: the sequence's tokens, prompt included, a scalar on the device."""
 
     def ids(column: int) -> torch.Tensor:
         return table.entries[span[column] : span[column] + span[column + 1]].long()
@@ -117,18 +117,18 @@ def apply_edits(
 def _mask_bad_words(
     logits_V: torch.Tensor, table: EditTable, span: npt.NDArray[np.int32], tail_P: torch.Tensor
 ) -> None:
-    """Mask the last token of each word whose other tokens are the output's last ones. tail: as many
-    of these as the longest word needs, -1 where there are none."""
+    """Mask the last token of each word whose other tokens are the output's last ones. tail_P: as
+    many last tokens as the longest word needs, -1 where there are fewer."""
     first, num_words, num_places = span[WORDS], int(span[WORDS + 1]), int(span[LONGEST]) - 1
     words = table.entries[first : first + num_words * (2 + num_places)]
     last_W, prefix_lens_W = words[:num_words].long(), words[num_words : 2 * num_words]
     prefix_WP = words[2 * num_words :].view(num_words, num_places)
-    # Places before a word's beginning count as equal.
+    # Padding before a word's beginning counts as equal.
     is_padding_WP = (
         torch.arange(num_places, device=logits_V.device) < (num_places - prefix_lens_W)[:, None]
     )
     matches_W = ((prefix_WP == tail_P) | is_padding_WP).all(dim=-1)
-    # Several words may end in one token, so that writing the masked value itself would be a race.
+    # Several words may end in one token, so writing the masked value itself would be a race.
     limits_W = torch.where(matches_W, -torch.inf, torch.inf)
     logits_V.scatter_reduce_(0, last_W, limits_W.to(logits_V.dtype), "amin")
 
@@ -138,27 +138,27 @@ BITS = 32
 
 @dataclass(frozen=True)
 class RowMasks:
-    """places: int32 [M], distinct, which rows of the logits they are for; words: int32 [M, W].
-    Both contiguous and on the logits' device. For the kernels -1 is no place."""
+    """Token masks, contiguous and on the logits' device. places: int32 [M], distinct rows of the
+    logits; kernels skip -1. words: int32 [M, W]."""
 
     places: torch.Tensor
     words: torch.Tensor
 
 
 def num_words(vocab_size: int) -> int:
-    """Return how many words a vocabulary takes."""
+    """Return the number of words of a vocabulary's mask."""
     return -(-vocab_size // BITS)
 
 
 def allowed_reference(words_MW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return as bool [M, V] what the words allow."""
+    """Return which tokens the words allow, bool [M, V]."""
     bits_B = torch.arange(BITS, device=words_MW.device)
     bits_MV = (words_MW[:, :, None] >> bits_B & 1).bool().flatten(1)
     return torch.nn.functional.pad(bits_MV, (0, vocab_size - bits_MV.shape[1]))
 
 
 def apply_masks_reference(logits_NV: torch.Tensor, masks: RowMasks) -> None:
-    """The torch path of `apply_masks`, on any device."""
+    """Apply masks to logits [N, V] with torch, on any device."""
     places_M = masks.places.long()
     allowed_MV = allowed_reference(masks.words, logits_NV.shape[-1])
     masked_MV = logits_NV.index_select(0, places_M).masked_fill_(~allowed_MV, -torch.inf)
@@ -166,7 +166,8 @@ def apply_masks_reference(logits_NV: torch.Tensor, masks: RowMasks) -> None:
 
 
 def apply_masks(logits_NV: torch.Tensor, masks: RowMasks) -> None:
-    """Forbid in place what the masks do not allow. logits: contiguous; float32 on a CPU."""
+    """Set logits [N, V] to -infinity in place where the masks forbid a token. logits_NV:
+    contiguous; float32 on a CPU."""
     if kernels := kernels_for(logits_NV, "sampling.mask"):
         kernels.apply_masks(logits_NV, masks)
         return

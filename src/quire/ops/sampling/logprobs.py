@@ -1,6 +1,7 @@
-"""Log-probabilities of chosen and most probable tokens, from raw logits in float32.
+"""Compute log-probabilities of chosen and most probable tokens, from raw logits in float32.
 
-`log_sum_exp` turns logits into log-probabilities: log(sum(exp(logits / temperature))) of each row.
+`log_sum_exp` normalises logits to log-probabilities: log(sum(exp(logits / temperature))) of each
+row.
 
 Shape legend: R rows, V vocabulary, C candidates.
 """
@@ -18,10 +19,10 @@ from quire.ops.sampling.top_k import top_k
 def log_sum_exp_reference(
     logits_RV: torch.Tensor, temperatures_R: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The torch path of `log_sum_exp`.
+    """Compute `log_sum_exp` with torch, float64 [R].
 
-    By way of log_softmax, which works row by row: a plain sum over a single long row may be split
-    between threads, and a row's result must not depend on how many others there are.
+    It uses log_softmax, which works row by row. A plain sum over a single long row may be split
+    between threads. But a row's result must not depend on the number of other rows.
     """
     scaled_RV = logits_RV if temperatures_R is None else logits_RV / temperatures_R[:, None]
     peak_R, ids_R = scaled_RV.max(dim=-1)
@@ -32,7 +33,8 @@ def log_sum_exp_reference(
 def log_sum_exp(
     logits_RV: torch.Tensor, temperatures_R: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float64 [R]. temperatures_R is float32 [R], above 0; ones if absent."""
+    """Return log(sum(exp(logits / temperature))) of each row, float64 [R]. temperatures_R: float32,
+    above 0; ones if absent."""
     core = native.core_for(logits_RV)
     if core is None:
         return log_sum_exp_reference(logits_RV, temperatures_R)
@@ -53,10 +55,11 @@ def log_sum_exp(
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Per row the chosen token first, then the C most probable ones, or those that were named (it
-    may be among them).
+    """Log-probabilities of each row: the chosen token first, then C candidates. These are the most
+    probable tokens or given ones, and may include the chosen token.
 
-    token_ids: int64 [R, 1 + C]. logprobs: float32 [R, 1 + C]. ranks: int64 [R], 1 is the first.
+    token_ids: int64 [R, 1 + C]. logprobs: float32 [R, 1 + C]. ranks: int64 [R], of the chosen
+    token; 1 is the first.
     """
 
     token_ids: torch.Tensor
@@ -65,7 +68,7 @@ class TokenLogprobs:
 
 
 def token_rank_reference(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
-    """The torch path of `token_rank`."""
+    """Compute `token_rank` with torch, int64 [R]."""
     chosen_R1 = logits_RV.gather(-1, ids_R[:, None])
     ids_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     is_tie_before_RV = (logits_RV == chosen_R1) & (ids_V < ids_R[:, None])
@@ -73,7 +76,8 @@ def token_rank_reference(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.
 
 
 def token_rank(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
-    """Place of the tokens in their rows' order, int64 [R], from 1; ties in the order of ids."""
+    """Return the rank of a token among its row's logits, int64 [R], from 1; ties are in the order
+    of ids."""
     core = native.core_for(logits_RV, ids_R)
     if core is None:
         return token_rank_reference(logits_RV, ids_R)
@@ -96,9 +100,9 @@ def token_logprobs(
     num_candidates: int,
     raw_RV: torch.Tensor | None = None,
 ) -> TokenLogprobs:
-    """Log-softmax, in float32, of logits of any float dtype at the chosen tokens and at the
-    num_candidates best ones. raw: the same logits before some were masked; masked ones then count
-    in the softmax, and have themselves -infinity."""
+    """Return log-softmax, in float32, of logits [R, V] of any float dtype at the chosen tokens and
+    the num_candidates best ones. raw_RV: the same logits before some were masked. Masked tokens
+    then count in the softmax, and get -infinity themselves."""
     if raw_RV is not None:
         masked_RV, raw_RV = logits_RV.float().contiguous(), raw_RV.float().contiguous()
         return token_logprobs_reference(masked_RV, chosen_R, num_candidates, raw_RV)
@@ -111,8 +115,8 @@ def token_logprobs(
 def named_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, ids_RC: torch.Tensor
 ) -> TokenLogprobs:
-    """Log-softmax, in float32, of logits of any float dtype at the chosen tokens and at these of
-    each row, int64 [R, C], in their order."""
+    """Return log-softmax, in float32, of logits [R, V] of any float dtype. It covers the chosen
+    tokens and then the given ids, int64 [R, C], in their order."""
     logits_RV = logits_RV.float().contiguous()
     totals_R = log_sum_exp(logits_RV)
     all_RC = torch.cat((chosen_R[:, None], ids_RC), dim=-1)
@@ -126,7 +130,8 @@ def token_logprobs_reference(
     num_candidates: int,
     raw_RV: torch.Tensor | None = None,
 ) -> TokenLogprobs:
-    """The same by torch's operations, on any device, and by the C++ core's."""
+    """Compute `token_logprobs` of float32 logits [R, V], with torch on any device and with the C++
+    core."""
     totals_R = log_sum_exp(logits_RV if raw_RV is None else raw_RV)
     num_candidates = min(num_candidates, logits_RV.shape[-1])
     values_R1 = logits_RV.gather(-1, chosen_R[:, None])

@@ -1,7 +1,7 @@
-"""Penalties for tokens that were there before. They change logits in place.
+"""Apply penalties for tokens that occurred before. They change logits in place.
 
-Only the tokens that a sequence holds are touched, so the cost follows its length and not the
-vocabulary (one buffer of counts apart).
+Only the tokens that a sequence holds are touched. So the cost follows its length and not the
+vocabulary (except for one buffer of counts).
 
 Shape legend: R rows, P penalised rows, V vocabulary, M known tokens of a row (padded).
 """
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Penalties:
-    """float32 [P] each; 0, 0 and 1 change nothing."""
+    """Penalties of the rows, float32 [P] each; 0, 0 and 1 change nothing."""
 
     presence: torch.Tensor
     frequency: torch.Tensor
@@ -28,18 +28,19 @@ def apply_penalties(
     prompt_lens_P: torch.Tensor,
     penalties: Penalties,
 ) -> None:
-    """Repetition counts prompt and output, presence and frequency count the output alone.
+    """Apply penalties to rows of logits [R, V]. Repetition counts prompt and output, presence and
+    frequency count the output alone.
 
-    logits_RV: float32, contiguous; which_P: distinct rows of it, int64. tokens_PM: integers; what
-    stands at and after a row's length (at least 1) is not looked at. A logit above 0 is divided by
-    the repetition penalty, one below is multiplied with it; then the frequency penalty is taken off
-    per occurrence, and the presence penalty once.
+    A logit above 0 is divided by the repetition penalty, any other is multiplied by it. Then the
+    frequency penalty is subtracted per occurrence, and the presence penalty once. logits_RV:
+    float32, contiguous. which_P: distinct rows of it, int64. tokens_PM: integers; entries at and
+    after a row's length (at least 1) are ignored.
     """
     vocab_size = logits_RV.shape[-1]
     places_M = torch.arange(tokens_PM.shape[-1], device=tokens_PM.device)
     is_known_PM = places_M < lengths_P[:, None]
     is_output_PM = is_known_PM & (places_M >= prompt_lens_P[:, None])
-    # Padding repeats the first token: a token that stands several times is written several times,
+    # Padding repeats the first token: a token that occurs several times is written several times,
     # each time with the same value.
     ids_PM = torch.where(is_known_PM, tokens_PM, tokens_PM[:, :1]).long()
     counts_PV = torch.zeros(len(which_P), vocab_size, device=logits_RV.device)

@@ -1,14 +1,14 @@
 """Randomness as a pure function: noise for a token id from (seed, sample index, position).
 
-Philox4x32-10 (Salmon et al., 2011) turns a counter of four 32-bit words and a key of two into
-four random words. No generator object is kept; the same bits come out of torch and C++.
+Philox4x32-10 (Salmon et al., 2011) turns a counter of four 32-bit words and a key of two into four
+random words. There is no generator object; torch and C++ give the same bits.
 
     key      [ seed, low 32 bits | seed, high 32 bits ]
     counter  [ token id // 4 | position | sample index | domain ]
     word w of the result is the noise of token id 4 * (token id // 4) + w
 
-`position` is the index that the sampled token will have in its sequence; `domain` says what the
-numbers are for, so that two uses never share one. Of position and sample index the low 32 bits
+`position` is the index that the sampled token will have in its sequence. `domain` names the use of
+the numbers, so that two uses never share one. Only the low 32 bits of position and sample index
 count.
 
 Shape legend: R rows, K chosen token ids of a row, V vocabulary, C counters.
@@ -32,7 +32,8 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _multiply(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product; in halves, since int64 holds only 63 bits."""
+    """Return high and low 32 bits of a 32 x 32 bit product; in halves, since int64 holds only 63
+    bits."""
     low_half, high_half = multiplier & 0xFFFF, multiplier >> 16
     low = word * low_half
     middle = word * high_half + (low >> 16)
@@ -40,7 +41,8 @@ def _multiply(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def philox_words(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Philox4x32-10. All tensors are int64, hold unsigned 32-bit words and broadcast together."""
+    """Compute Philox4x32-10. All tensors are int64, hold unsigned 32-bit words and broadcast
+    together."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -52,10 +54,11 @@ def philox_words(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Word
 
 
 def to_unit(words: torch.Tensor) -> torch.Tensor:
-    """32 random bits (int64) to float32 in (0, 1).
+    """Convert 32 random bits, int64 [...], to float32 in (0, 1).
 
-    Small values keep all 32 bits, since the token with the smallest -log(1 - u) / p is chosen: 24
-    bits would give a large vocabulary's tokens equal noise. Ones are rounded down to below one.
+    Small values keep all 32 bits, since the token with the smallest -log(1 - u) / p is chosen. With
+    24 bits the tokens of a large vocabulary would have equal noise. Ones are rounded down to below
+    one.
     """
     return ((words.float() + 0.5) * 2.0**-32).clamp_max(_BELOW_ONE)
 
@@ -70,7 +73,7 @@ def uniform_reference(
     positions_R: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """The torch path of `uniform`, on any device."""
+    """Compute `uniform` with torch, on any device: float32 [R, V]."""
     num_counters = (vocab_size + 3) // 4
     counters_1C = torch.arange(num_counters, device=seeds_R.device)[None]
     counter = (
@@ -90,7 +93,7 @@ def uniform(
     positions_R: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Noise in (0, 1) for every token id: float32 [R, V]. The arguments are int64 [R]."""
+    """Return noise in (0, 1) for every token id: float32 [R, V]. The tensors are int64 [R]."""
     core = native.core_for(seeds_R)
     if core is None:
         return uniform_reference(seeds_R, sample_index_R, positions_R, vocab_size)
@@ -116,7 +119,7 @@ def uniform_at_reference(
     token_ids_RK: torch.Tensor,
     domain: int = DOMAIN_SAMPLING,
 ) -> torch.Tensor:
-    """The torch path of `uniform_at`, on any device and of any domain."""
+    """Compute `uniform_at` with torch, on any device and of any domain: float32 [R, K]."""
     counter = (
         token_ids_RK >> 2,
         positions_R[:, None] & _MASK,
@@ -133,7 +136,8 @@ def uniform_at(
     positions_R: torch.Tensor,
     token_ids_RK: torch.Tensor,
 ) -> torch.Tensor:
-    """Noise of the given token ids only: float32 [R, K], the same bits as `uniform` has there."""
+    """Return noise of the given token ids only: float32 [R, K], with the bits that `uniform` has
+    there."""
     core = native.core_for(seeds_R)
     if core is None:
         return uniform_at_reference(seeds_R, sample_index_R, positions_R, token_ids_RK)

@@ -1,4 +1,4 @@
-"""The largest logits of each row: `arg_max` and `top_k`. Ties go to the lowest token id.
+"""Find the largest logits of each row: `arg_max` and `top_k`. Ties go to the lowest token id.
 
 A row's result never depends on the other rows, and the first entries never depend on k.
 Shape legend: R rows, V vocabulary, K the largest of a row.
@@ -14,15 +14,15 @@ _ID_BITS = 32
 
 
 def arg_max_reference(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The torch path of `arg_max`."""
+    """Compute `arg_max` with torch, [R] each."""
     values_R, ids_R = logits_RV.max(dim=-1)
     return ids_R, values_R
 
 
 def arg_max(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (int64 [R]) and values (float32 [R]) of the largest logits.
+    """Return token ids (int64 [R]) and values (float32 [R]) of the largest logits.
 
-    The value is NaN for a row that holds one; the id then means nothing.
+    The value is NaN for a row that holds one; the id is then meaningless.
     """
     core = native.core_for(logits_RV)
     if core is None:
@@ -42,7 +42,8 @@ def arg_max(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def top_k_reference(logits_RV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The torch path of `top_k`. A token becomes one integer: larger logits, then lower ids first.
+    """Compute `top_k` with torch, [R, K] each. A token becomes one integer: larger logits, then
+    lower ids first.
 
     torch's own choice among equal logits differs between devices; all these integers are distinct.
     """
@@ -60,7 +61,8 @@ def top_k_reference(logits_RV: torch.Tensor, k: int) -> tuple[torch.Tensor, torc
 
 
 def top_k(logits_RV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values (float32 [R, K]) and token ids (int64 [R, K]) of the k largest logits, falling.
+    """Return values (float32 [R, K]) and token ids (int64 [R, K]) of the k largest logits, in
+    descending order.
 
     Needs 1 <= k <= V and rows without NaN.
     """

@@ -1,10 +1,11 @@
-"""XTC ("exclude top choices"): now and then, all of the most probable tokens but the last of them
-cannot be chosen.
+"""XTC ("exclude top choices"): now and then exclude all of the most probable tokens but the least
+probable of them.
 
-As in llama.cpp and text-generation-webui: with a probability of its own, of the tokens that filters
-leave and that are at least as probable as the threshold, only the least probable one stays. (After
-temperature and filters, where the latter has it.) Whether it happens is drawn from a stream of its
-own, so that a token's noise is the same with and without it.
+As in llama.cpp and text-generation-webui: the candidates are the tokens that pass the filters and
+are at least as probable as the threshold. With a given probability, all candidates but the least
+probable are excluded. (XTC comes after temperature and filters, where text-generation-webui has
+it.) A separate stream decides whether this happens, so that a token's noise is the same with and
+without it.
 
 Shape legend: R rows, V vocabulary, K largest logits of a row.
 """
@@ -21,7 +22,8 @@ from quire.ops.sampling.top_k import top_k
 
 @dataclass(frozen=True)
 class Xtc:
-    """[R] each, float64. least_threshold: the smallest of the thresholds, above 0."""
+    """Parameters of XTC. probability, threshold: float64 [R]. least_threshold: the smallest of the
+    thresholds, above 0."""
 
     probability: torch.Tensor
     threshold: torch.Tensor
@@ -32,15 +34,15 @@ class Xtc:
 
 
 def is_drawn(xtc: Xtc, streams: Streams) -> torch.Tensor:
-    """Tell in which rows the most probable tokens are excluded, bool [R]."""
+    """Return in which rows the most probable tokens are excluded, bool [R]."""
     zeros_R1 = torch.zeros_like(streams.positions)[:, None]
     rows = (streams.seeds, streams.sample_index, streams.positions)
     return uniform_at_reference(*rows, zeros_R1, DOMAIN_XTC)[:, 0].double() < xtc.probability
 
 
 def excluded(probabilities_RK: torch.Tensor, xtc: Xtc, streams: Streams) -> torch.Tensor:
-    """Tell which of the most probable tokens, in falling order, cannot be chosen: bool [R, K]. Of
-    tokens that filters have taken out, the probability is 0."""
+    """Return which of the most probable tokens, in descending order, cannot be chosen: bool [R, K].
+    Tokens that filters have removed must have probability 0."""
     is_top_RK = probabilities_RK >= xtc.threshold[:, None]
     is_followed_RK = torch.nn.functional.pad(is_top_RK[:, 1:], (0, 1))
     return is_followed_RK & is_drawn(xtc, streams)[:, None]
@@ -53,8 +55,8 @@ def choose_with_xtc(
     xtc: Xtc,
     filters: Filters | None = None,
 ) -> torch.Tensor:
-    """A sample per row, as `quire.ops.sampling.choice.choose`, without the top choices: int64
-    [R]."""
+    """Return a sample per row, as `quire.ops.sampling.choice.choose`, without excluded tokens:
+    int64 [R]."""
     if filters is None:
         return choose(
             _without_top(logits_RV, temperatures_R, streams, xtc), temperatures_R, streams
@@ -72,7 +74,7 @@ def choose_with_xtc(
 def _without_top(
     logits_RV: torch.Tensor, temperatures_R: torch.Tensor, streams: Streams, xtc: Xtc
 ) -> torch.Tensor:
-    """Return a copy without the top choices. There are no more than 1 / threshold of them."""
+    """Return a copy without excluded tokens, of which there are no more than 1 / threshold."""
     k = min(int(1 / xtc.least_threshold) + 1, logits_RV.shape[-1])
     values_RK, ids_RK = top_k(logits_RV, k)
     scaled_RK = values_RK.double() / temperatures_R[:, None].double()
@@ -89,7 +91,8 @@ def _choose_among(
     filters: Filters,
     k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose among the k largest logits: ids int64 [R], and bool [R] where that was enough."""
+    """Return ids chosen among the k largest logits, int64 [R], and where these sufficed, bool
+    [R]."""
     values_RK, ids_RK = top_k(logits_RV, k)
     scaled_RK = values_RK.double() / temperatures_R[:, None].double()
     total_R = log_sum_exp(logits_RV, temperatures_R)

@@ -1,21 +1,26 @@
-"""Paged attention: one launch for all rows of a step, chunks of prompts and decoding rows mixed.
+"""Paged attention: one launch for all rows of a step, prompt chunks and decoding rows mixed.
 
-Shape legend: T tokens, N query heads, K KV heads, G = N / K, H head dim, L longest block table,
-P tokens per block, D slots.
+Shape legend: T tokens, N query heads, K KV heads, G = N / K, H head dim, L longest block table, P
+tokens per block, D slots.
 
-The G query heads of a KV head are rows of one matrix product, so each key and value is loaded once
-for all of them. A fixed number of programs deals out the items of `attention_plan.Work` times the
-KV heads; each runs over its keys with a running maximum and sum (equation 4 of P 4.1), in float32.
-Tiles are short (16 rows) or long (128, of Hopper's wgmma), and a launch without long ones takes
-fewer warps. A second, small launch merges the parts of rows whose keys were cut
-(attention_merge.py); it is left out where none can be. Of a fixed cut (attention_plan.py) all tiles
-are of one kind, chunks are merged in their order, and no product is fused with a sum. Only the keys
-at a tile's edges are masked; nothing that a tile does not see is loaded, so unused slots may hold
-anything.
+The inputs are queries [T, N, H], a layer's keys and values in blocks (`LayerKV`), and the items of
+the step (`Work`). The output is [T, N, H].
 
-On an H200 (2026-11-27, heads of 128, 8 KV heads, blocks in any order, nothing in the cache) 64 rows
-of 4,096 tokens read 4.07 TB/s, 256 of 1,024 3.97, 64 of 512 2.6; one of 512 takes 12 us, mostly of
-waiting. A prompt of 2,048 makes 290 TFLOP/s, since products and exponentials take turns.
+The G query heads of a KV head are rows of one matrix product. So each key and value is loaded once
+for all of them. A fixed number of programs shares the items of `attention_plan.Work` times the KV
+heads. Each program scans an item's keys with a running maximum and sum (equation 4 of P 4.1), in
+float32. Tiles are short (16 rows) or long (128, of Hopper's wgmma); a launch without long tiles
+takes fewer warps. A second, small launch merges the parts of rows whose keys were cut
+(attention_merge.py). It is skipped if no row can be cut.
+
+Only the keys at a tile's edges are masked. Keys that a tile does not see are not loaded, so unused
+slots may hold anything. Under a fixed cut (attention_plan.py) all tiles are of one kind and
+entirely masked. Chunks are merged in order, and no product is fused with a sum.
+
+Measured on an H200 (2026-11-27, heads of 128, 8 KV heads, blocks in any order, cold cache): 64 rows
+of 4,096 tokens read 4.07 TB/s. 256 rows of 1,024 tokens read 3.97 TB/s, and 64 rows of 512 read
+2.6. One row of 512 takes 12 us, mostly latency. A prompt of 2,048 reaches 290 TFLOP/s, since
+products and exponentials take turns.
 """
 
 import math
@@ -37,25 +42,27 @@ from quire.ops.kernels.attention.attention_write import FORMATS, LayerKV, load_r
 from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, next_power_of_2
 
 LOG2_E = math.log2(math.e)
-TILE_BYTES = 16 << 10  # of the keys of a step of the loop, and of its values
-NUM_WARPS, SHORT_WARPS = 8, 4  # of launches with long tiles, and of others
-FIXED_WARPS = 4  # of a fixed cut's tiles of up to FIXED_SUMS numbers
+TILE_BYTES = 16 << 10  # bytes of a loop step's keys, and as many of its values
+NUM_WARPS, SHORT_WARPS = 8, 4  # of launches with long tiles, and without
+FIXED_WARPS = 4  # of a fixed cut's tiles with up to FIXED_SUMS sums
 FIXED_SUMS = 64 * 128
 MOST_FIXED_TILE = 64
 NUM_STAGES = 3
-STAGES_BYTES = 160 << 10  # of shared memory, that NUM_STAGES need; with less there is one fewer
+STAGES_BYTES = 160 << 10  # shared memory for NUM_STAGES; with less, one stage fewer
 
 
 @dataclass(frozen=True)
 class Machine:
-    """num_programs: as many as it runs at once. num_stages: tiles of keys on their way, and one."""
+    """Launch limits of a device. num_programs: programs that run at once. num_stages: pipeline
+    stages, one more than the key tiles being loaded."""
 
     num_programs: int
     num_stages: int = NUM_STAGES
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Describe the device; an interpreter has few programs, so that each has several items."""
+    """Return the launch limits of a device. Triton's interpreter gets few programs, so that each
+    handles several items."""
     if device.type != "cuda":
         return Machine(3)
     found = torch.cuda.get_device_properties(device)
@@ -72,11 +79,12 @@ def attention(
     out_TNH: torch.Tensor | None = None,
     kept_TN2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the step that `work` was cut from, [T, N, H] in q's dtype; tokens of no row have
-    no defined result.
+    """Return the attention of the step that `work` was cut from, [T, N, H] in q's dtype. Tokens
+    that belong to no row have undefined results.
 
-    out: where the result goes, contiguous. kept: where the largest score of each query goes, times
-    log2(e), and the sum of its weights relative to that; float32, and without sinks.
+    A token's heads must be contiguous in q. out_TNH: contiguous tensor for the result. kept_TN2:
+    float32 [T, N, 2] to fill: each query's largest score times log2(e), and the sum of its weights
+    relative to that score. Sinks are then ignored.
     """
     num_tokens, num_heads, size = q_TNH.shape
     assert q_TNH.stride()[1:] == (size, 1), f"heads must follow, got {q_TNH.stride()}"
@@ -129,8 +137,8 @@ def attention(
 
 
 def _num_warps(cut: Cut, size: int, kv_format: str, has_long: bool) -> int:
-    """Few for short tiles, also of a fixed cut, where the sums of a chunk and of those before it
-    leave room for the rest: int8 keys and values pass through registers."""
+    """Return the number of warps: few for short tiles. A fixed cut holds the sums of a chunk and of
+    all chunks before it, and int8 keys and values pass through registers too."""
     sums = cut.short_rows * next_power_of_2(size) * (2 if kv_format == "int8" else 1)
     if cut.is_fixed:
         return FIXED_WARPS if sums <= FIXED_SUMS else NUM_WARPS
@@ -138,7 +146,8 @@ def _num_warps(cut: Cut, size: int, kv_format: str, has_long: bool) -> int:
 
 
 def _fixed_tile(cut: Cut, width: int, tile: int, kv_format: str) -> int:
-    """Keys of a step of the loop: fewer than else, for the same reason."""
+    """Return the keys per loop step of a fixed cut: fewer than usual, since its sums take more
+    registers."""
     is_large = width > 128 or kv_format == "int8"
     tile = min(tile, MOST_FIXED_TILE)
     return min(max(16, tile // 2) if is_large else tile, cut.align)
@@ -190,8 +199,8 @@ def _attention_kernel(
     q_stride,
     table_stride,
     head_stride,
-    factor,  # of products; with a cap what comes before it
-    cap,  # what the hyperbolic tangent is multiplied by
+    factor,  # of products; with a soft cap, already divided by it
+    cap,  # soft cap times log2(e), the factor of tanh
     v_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -281,7 +290,8 @@ def _attend(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One item of one KV head, by ROWS rows at once: row m is token m // G, query head m % G."""
+    """Compute one item of one KV head in ROWS matrix rows: row m is token m // G, query head m %
+    G."""
     count = tl.load(item_ptr + 2)
     q, token, offset, query_head, used, query, last_seen, position, first, end, lowest = _load_item(
         q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
@@ -290,13 +300,13 @@ def _attend(
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        # In the first chunk alone: the one that begins where the tile's keys do.
+        # Count the sink once, in the chunk that begins where the tile's keys do.
         has_sink = first <= lowest
         sink = tl.load(sinks_ptr + query_head, mask=used & has_sink, other=float("-inf"))
         maximum = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
         total = tl.zeros([ROWS], tl.float32) + tl.where(has_sink, 1.0, 0.0)
     values = tl.zeros([ROWS, WIDTH], tl.float32)
-    # [first, whole) is masked by the window, [whole, edge) not at all, [edge, end) by causality.
+    # [first, whole) needs the window's mask, [whole, edge) no mask, [edge, end) the causal mask.
     edge = first
     if ROWS > 16:
         whole, edge = _unmasked(first, end, position, count, WINDOW, TILE)
@@ -337,9 +347,12 @@ def _load_item(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """An item's queries; of each row its token, the token's offset in the item, its head, whether
-    there is one, its position, and the last position that it sees; then the position of the first
-    token, the keys [first, end), and the lowest one that is seen."""
+    """Load an item's queries, and return what describes its rows and keys.
+
+    For each row: its token, the token's offset in the item, query head, whether the row is used,
+    position, and last visible position. For the item: position of the first token, the keys [first,
+    end), and the lowest visible key.
+    """
     position = tl.load(item_ptr + 3)
     first = tl.load(item_ptr + 4)
     end = tl.load(item_ptr + 5)
@@ -397,16 +410,16 @@ def _attend_fixed(
     CHUNK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One item of a fixed cut: all chunks of a tile, or one of them that others are merged with.
+    """Compute one item of a fixed cut: all chunks of a tile, or one chunk to be merged with others.
 
-    All tiles of keys are masked, those too of which every query sees all: one loop, and so the same
-    instructions for each of them.
+    All tiles of keys are masked, even tiles that every query sees entirely. So one loop, with the
+    same instructions, handles each of them.
     """
     q, token, offset, query_head, used, query, last_seen, _, first, end, lowest = _load_item(
         q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
         DOT,
     )  # fmt: skip
-    # The sinks of parts are for who merges them.
+    # For parts, the merge adds the sinks.
     is_final = tl.load(item_ptr + 6) < 0
     maximum, total = before_chunks(sinks_ptr, query_head, used & is_final, HAS_SINKS)
     values = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -429,7 +442,7 @@ def _attend_fixed(
 
 @triton.jit
 def _unmasked(first, end, position, count, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Where tiles of keys begin and end that every query of the item sees."""
+    """Return where the tiles of keys that every query of the item sees begin and end."""
     whole = first
     if WINDOW > 0:
         hidden = tl.maximum(position + count - WINDOW - first, 0)
@@ -468,8 +481,8 @@ def _scan(
     DOT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take the keys from `first` to before `last`, TILE at once; they exist from `lowest` to before
-    `end`. Without MASKED every query sees all of them."""
+    """Attend to the keys [first, last), TILE at once. Keys exist in [lowest, end). Without MASKED
+    every query sees all of them."""
     n = tl.arange(0, TILE)
     key = first + n
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
@@ -477,7 +490,7 @@ def _scan(
         key = start + n
         inside = (key >= lowest) & (key < end)
         slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        # Of the next keys: were it loaded with them, they could not be on their way long before.
+        # Load the next keys' block ids one iteration early, so that the keys can be prefetched.
         key += TILE
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
         key -= TILE
@@ -535,7 +548,7 @@ def _config(
     }  # fmt: skip
     cut = Cut(is_fixed=is_fixed).of_group(group_size, window, size)
     constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
-    # Compiled ahead, whether this process interprets or not.
+    # Compiled ahead of time, even if this process interprets kernels.
     constants |= {"DOT": DTYPES[torch.bfloat16]}
     constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": keeps}
     constants |= {"HAS_LONG": has_long and not is_fixed, "HAS_ENDS": has_ends}

@@ -1,16 +1,16 @@
-"""What becomes of parts of attention: chunks of a token's keys whose results stand apart.
+"""Merge parts of attention: results of separate chunks of a token's keys.
 
 Shape legend: N query heads, H head dim, D slots of parts.
 
-A part is (maximum of the scores times log2(e), sum of weights, weighted sum of values), and empty
-as (-inf, 0, 0). The usual merge takes all parts of a token at once. Where the cut is fixed parts
-are merged one after the other, here by `_ordered_kernel` for chunks that different programs did,
-and in attention.py's loop for chunks that one program did: both by `merge_chunk`, and both compiled
-without fusing products and sums, so that they give the same bits. An empty part changes nothing,
-and a part merged into an empty one stays as it is.
+A part is (maximum of the scores times log2(e), sum of weights, weighted sum of values). An empty
+part is (-inf, 0, 0). The usual merge combines all parts of a token at once. Under a fixed cut,
+parts are merged one after the other. `_ordered_kernel` does this for chunks of different programs,
+and attention.py's loop for chunks of one program. Both call `merge_chunk` and are compiled without
+fusing products and sums, so both give the same bits. An empty part changes nothing, and a part
+merged into an empty one stays unchanged.
 
-Expected on an H200, not measured: for 256 tokens of 32 heads of 128 numbers and 8 parts each, 34 MB
-are read, 8 us.
+Expected on an H200, not measured: 256 tokens of 32 heads of 128 numbers, with 8 parts each, read 34
+MB in 8 us.
 """
 
 import torch
@@ -21,13 +21,13 @@ from quire.ops.kernels.attention.attention_plan import Cut, Work
 from quire.ops.kernels.launch import Config, next_power_of_2
 
 MERGE_WARPS = 4
-ORDERED_HEADS = 4  # of a program
-AT_ONCE = 8  # parts that are on their way together
+ORDERED_HEADS = 4  # heads of a program
+AT_ONCE = 8  # parts that are loaded together
 
 
 @triton.jit
 def merge_chunk(maximum, total, values, chunk_maximum, chunk_total, chunk_values):
-    """The next chunk is added to what was before it: [R], [R] and [R, width] of each."""
+    """Merge the next chunk into the running maximum [R], sum [R] and values [R, width]."""
     larger = tl.maximum(maximum, chunk_maximum)
     base = tl.where(larger == float("-inf"), 0.0, larger)
     before = tl.exp2(maximum - base)
@@ -39,7 +39,8 @@ def merge_chunk(maximum, total, values, chunk_maximum, chunk_total, chunk_values
 
 @triton.jit
 def before_chunks(sinks_ptr, query_head, used, HAS_SINKS: tl.constexpr):
-    """Maximum and sum [R] before the first chunk: those of the heads' sinks, if there are any."""
+    """Return the maximum and sum [R] before the first chunk: the sinks with HAS_SINKS, else -inf
+    and 0."""
     maximum = tl.full(query_head.shape, float("-inf"), tl.float32)
     total = tl.zeros(query_head.shape, tl.float32)
     if HAS_SINKS:
@@ -51,7 +52,7 @@ def before_chunks(sinks_ptr, query_head, used, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def finished(total, v_scale, used):
-    """What the values [R] of the last merge are multiplied by."""
+    """Return the factor [R] that turns merged values into the result: v_scale / total."""
     return tl.div_rn(tl.zeros_like(total) + v_scale, tl.where(used, total, 1.0))
 
 
@@ -76,7 +77,8 @@ def store_item(
     KEEPS: tl.constexpr,
     FIXED: tl.constexpr,
 ):
-    """The result of a tile whose keys are all in one item; else its part, to be merged."""
+    """Store an item's result if the item is the only one of its tile; otherwise store a part to
+    merge."""
     h = tl.arange(0, WIDTH)
     columns = used[:, None] & (h < HEAD_DIM)[None, :]
     first_slot = tl.load(item_ptr + 6)
@@ -109,8 +111,10 @@ def merge(
     sinks_N: torch.Tensor | None = None,
     kept_TN2: torch.Tensor | None = None,
 ) -> None:
-    """Write the results of the tokens whose parts `work` names. sinks: of a fixed cut alone; with
-    others they are in a part. kept: as `attention` has it."""
+    """Merge the parts of the tokens that `work` lists, and write their results into out [T, N, H].
+
+    sinks_N: only for a fixed cut; otherwise a part contains them. kept_TN2: as in `attention`.
+    """
     _, num_heads, size = out_TNH.shape
     tensors = (out_TNH, parts_DNH, sums_DN2, work.counts, work.merges)
     shared = {"NUM_HEADS": num_heads, "HEAD_DIM": size, "WIDTH": next_power_of_2(size)}
@@ -156,7 +160,7 @@ def _merge_kernel(
     KEEPS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The parts of a token and a head become its result."""
+    """Merge all parts of a token and a head at once."""
     num_units = tl.load(counts_ptr + 1) * NUM_HEADS
     h = tl.arange(0, WIDTH)
     split = tl.arange(0, SPLITS)
@@ -202,7 +206,7 @@ def _ordered_kernel(
     AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The same for HEADS heads, one part after the other; any number of parts."""
+    """Merge parts one after the other, for a token and HEADS heads; any number of parts."""
     groups = tl.cdiv(NUM_HEADS, HEADS)
     num_units = tl.load(counts_ptr + 1) * groups
     h = tl.arange(0, WIDTH)
@@ -217,7 +221,7 @@ def _ordered_kernel(
         values = tl.zeros([HEADS, WIDTH], tl.float32)
         for first in range(0, num_parts, AT_ONCE):
             for i in tl.static_range(AT_ONCE):
-                # Behind the last part there are empty ones.
+                # Parts after the last one are loaded as empty.
                 exists = used & (first + i < num_parts)
                 part = (slot + first + i) * NUM_HEADS + head
                 part_maximum = tl.load(sums_ptr + part * 2, mask=exists, other=float("-inf"))

@@ -1,33 +1,36 @@
-"""The work of paged attention, cut on the device once per step and used by all layers of a group.
+"""Cut a step's paged attention into items of work on the device, once for all layers of a group.
 
-An item of work is a tile of queries of one row and a range of the keys that they see; each KV head
-does all items. A tile is so many tokens that they, times the G query heads of a KV head, fill the
-rows of a matrix product: SHORT_ROWS for rows with few new tokens (decoding, verification of
-drafts), `long_rows` for others. Keys are cut into chunks, so that few rows with long contexts keep
-a whole GPU busy: short tiles, and long ones, into about `items` items each, all of a step's chunks
-alike, and into no more parts where there are as many tiles. So what becomes of parts is bounded by
-`items` alone, whatever rows a step has. Items of long tiles come first, since they take longest.
+An item is a tile of queries of one row and a range of the keys that they see. Each KV head computes
+all items. The tokens of a tile, times the G query heads of a KV head, fill the rows of a matrix
+product. That is SHORT_ROWS for rows with few new tokens (decoding, verifying drafts) and
+`long_rows` for others.
+
+Keys are cut into chunks, so that few rows with long contexts keep a whole GPU busy. Short tiles and
+long tiles are each cut into about `items` items, or not at all if there are as many tiles. All
+chunks of a kind have one size, unless a tile would exceed `max_splits`. So `items` alone bounds the
+number of parts, whatever rows a step has. Items of long tiles come first, since they take longest.
 
     counts  [items, tokens of rows that are cut]
     items   [row, first token in the step, tokens, position of the first, first key, end of keys,
              slot of the first token or -1, slots per token]
     merges  [token in the step, its first slot, its number of slots, 0]
 
-An item with slot -1 is the only one of its tile: its result is final. Others leave a sum per token
-in a slot, and `merges` says which slots make up a token. An item may have no keys (end <= first):
-it is skipped, and no merge names its slots.
+An item with slot -1 is the only one of its tile, and its result is final. Other items store a part
+per token in a slot, and `merges` lists the slots of each token. An item may have no keys (end <=
+first): it is skipped, and no merge lists its slots.
 
-Where the cut `is_fixed`, a token has the same bits however its sequence was cut into steps. Chunks
-begin at multiples of `fixed_chunk` from the sequence's beginning, whatever the row's lengths; all
-tiles have the same rows, and a tile's first key is a multiple of `align`, which masked keys fill
-up. What depends on lengths is only who does a chunk: rows of up to `split_tiles` tiles have an item
-for each, others one item for all, which merges them by the same arithmetic (attention_merge.py).
+If the cut `is_fixed`, a token has the same bits however its sequence was cut into steps. Chunks
+begin at multiples of `fixed_chunk` from the sequence's beginning, whatever the row's lengths. All
+tiles have the same rows. A tile's first key is rounded down to a multiple of `align`, and the added
+keys are masked. Lengths only decide which program computes a chunk. Rows of up to `split_tiles`
+tiles have an item per chunk. Other rows have one item per tile, which merges the chunks by the same
+arithmetic (attention_merge.py).
 
-Tokens of spans that attend in both directions (AttentionStep.ends_T) see keys after their own. Then
-a tile's keys end where those of its last token do.
+Tokens of spans that attend in both directions (AttentionStep.ends_T) see keys after their own. A
+tile's keys then end where the keys of its last token end.
 
-One launch, a program per row: each reads all rows' lengths to find its row's place. Expected to
-take about 5 us for 256 rows, once per step and cache group.
+There is one launch with a program per row. Each program reads all rows' lengths to find where its
+items go. Expected to take about 5 us for 256 rows, once per step and cache group.
 """
 
 from dataclasses import dataclass, replace
@@ -40,27 +43,27 @@ import triton.language as tl
 from quire.ops.attention_inputs import AttentionStep
 from quire.ops.kernels.launch import Config, next_power_of_2
 
-ITEM = 8  # numbers of an item
-MERGE = 4  # numbers of a merge
+ITEM = 8  # int32 numbers of an item
+MERGE = 4  # int32 numbers of a merge
 HEADER = 8  # numbers before the items; two are used
-LEAST_ROWS = 16  # of a matrix product
-MOST_GROUP = 128  # rows of the largest
-MOST_LONG_BYTES = 512  # of a head whose queries have long tiles: float32 of 256 would be spilled
-FIXED_ROWS = 64  # of all products of a fixed cut: the fewest of Hopper's matrix instruction
+LEAST_ROWS = 16  # minimum rows of a matrix product
+MOST_GROUP = 128  # rows of the largest matrix product
+MOST_LONG_BYTES = 512  # of a head with long tiles: 256 float32 numbers would spill registers
+FIXED_ROWS = 64  # of a fixed cut's products: the minimum of Hopper's matrix instruction
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work of a cache group is cut. Sizes are tokens, if nothing else is said.
+    """Rules by which the work of a cache group is cut. Sizes are tokens unless stated otherwise.
 
-    group_size: G query heads of one KV head. window: 0 for none. items: of each kind of tile that
-    are worth having. max_splits: most chunks of a tile. short_chunk, long_chunk: the least that is
-    worth a chunk. align: chunks begin at multiples of it behind the row's first visible key, which
-    is rounded down to one. long_rows: rows of a matrix product of long tiles.
+    group_size: G query heads of one KV head. window: 0 for none. items: number of items, for each
+    kind of tile, that keeps the GPU busy. max_splits: maximum number of chunks of a tile.
+    short_chunk, long_chunk: minimum keys of a chunk. align: number of keys of which a tile's first
+    key and the chunk size are multiples. long_rows: rows of a matrix product of long tiles.
 
-    is_fixed: chunks are of fixed_chunk, a multiple of align, which is one of the kernel's tiles of
-    keys; split_tiles: the most tiles of a row whose chunks are different items. Results do not
-    depend on it.
+    is_fixed: whether chunks have fixed_chunk keys, a multiple of align, which is a multiple of the
+    kernel's tile of keys. split_tiles: maximum tiles of a row whose chunks are separate items.
+    Results do not depend on it.
     """
 
     group_size: int = 1
@@ -78,7 +81,7 @@ class Cut:
     def of_group(
         self, group_size: int, window: int | None, head_dim: int, itemsize: int = 2
     ) -> "Cut":
-        """The same for a cache group. itemsize: bytes of a number that products take."""
+        """Return this cut for a cache group. itemsize: bytes of a number in matrix products."""
         assert group_size <= MOST_GROUP, f"{group_size} query heads of one KV head are too many"
         short = replace(self, group_size=group_size, window=window or 0)
         if self.is_fixed:
@@ -92,8 +95,8 @@ class Cut:
 
     @property
     def fewer(self) -> "Cut | None":
-        """With about half as many parts to be merged; None if there are as few as can be. What
-        becomes of a fixed one gives the same bits."""
+        """Cut with about half as many parts to merge; None if there are no fewer. From a fixed cut
+        it gives the same bits."""
         if self.is_fixed:
             return replace(self, split_tiles=self.split_tiles // 2) if self.split_tiles else None
         return replace(self, items=self.items // 2) if self.items > 1 else None
@@ -104,14 +107,15 @@ class Cut:
         return max(least, next_power_of_2(self.group_size))
 
     def has_long(self, query_lens: np.ndarray) -> bool:
-        """Tell whether a row needs tiles of another kind than the short ones."""
+        """Return whether a row needs long tiles. query_lens: [S]."""
         return not self.is_fixed and int(query_lens.max()) * self.group_size > self.short_rows
 
     def most(
         self, query_lens: np.ndarray, context_lens: np.ndarray, has_ends: bool = False
     ) -> "Most":
-        """Bound what a step with lengths up to these needs. Grows with each length. Unless the cut
-        is fixed, rows may share all tokens in any way. has_ends: whether tokens have ends."""
+        """Return bounds for a step whose lengths, [S] each, are at most these. They grow with each
+        length. Unless the cut is fixed, they hold for any distribution of the tokens over the rows.
+        has_ends: whether tokens have ends."""
         if self.is_fixed:
             fixed = replace(self, window=0) if has_ends else self
             return fixed._most_fixed(query_lens.astype(np.int64), context_lens.astype(np.int64))
@@ -119,7 +123,7 @@ class Cut:
         short, long = self.short_rows // self.group_size, self.long_rows // self.group_size
         if not self.has_long(query_lens):
             short, long = min(short, int(query_lens.max())), 0
-        # A tile that is cut sees more than a chunk, and all tiles together see `items` of them.
+        # Only tiles that see more than a chunk are cut; together they see `items` chunks at most.
         longest, items = int(context_lens.max()), self.items if self.items > 1 else 0
         short_items = items if longest > self.short_chunk else 0
         long_items = items if long and longest > self.long_chunk else 0
@@ -143,14 +147,14 @@ class Cut:
 
     @property
     def _window_chunks(self) -> int:
-        """The most fixed chunks that the keys of one tile lie in."""
+        """Maximum number of fixed chunks that contain the keys of one tile."""
         span = self.window + self.short_rows // self.group_size + self.align
         return (span + 2 * self.fixed_chunk - 2) // self.fixed_chunk
 
 
 @dataclass(frozen=True)
 class Most:
-    """Bounds: items, tokens to be merged, slots for their parts."""
+    """Upper bounds of a step: items, tokens to merge, and slots for their parts."""
 
     items: int
     merges: int
@@ -159,8 +163,8 @@ class Most:
 
 @dataclass(frozen=True)
 class Work:
-    """One step's work of a cache group, on the device. has_long: whether there are long tiles.
-    ends: AttentionStep.ends_T, or None."""
+    """Work of one step for a cache group, on the device. has_long: whether there are long tiles.
+    ends_T: AttentionStep.ends_T, or None."""
 
     cut: Cut
     most: Most
@@ -175,8 +179,11 @@ class Work:
 def plan_work(
     cut: Cut, step: AttentionStep, table_SL: torch.Tensor, ends_T: torch.Tensor | None = None
 ) -> Work:
-    """Launch the cutting of a step's rows; needs at least one row. Rows without tokens are left
-    out. The step's lengths on the device may be less than the host's. ends: the step's, there."""
+    """Launch the kernel that cuts a step's rows into items; there must be at least one row.
+
+    Rows without tokens get no items. Lengths on the device may be less than the host's. table_SL:
+    int32 [S, L]. ends_T: the step's ends on the device.
+    """
     query_lens, context_lens = step.query_lens_host, step.context_lens_host
     assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
     assert step.query_starts_S1.dtype == step.context_lens_S.dtype == torch.int32
@@ -228,7 +235,8 @@ def _constants(cut: Cut) -> dict[str, int]:
 
 @triton.jit
 def _tiles_of(query_len, GROUP: tl.constexpr, SHORT_ROWS: tl.constexpr, LONG_ROWS: tl.constexpr):
-    """Of a row, or of each of many: whether it is long, tokens of a tile, tiles."""
+    """Return whether a row is long, tokens of a tile, and tiles; for one row or an array of
+    rows."""
     is_long = query_len * GROUP > SHORT_ROWS
     tile = tl.where(is_long, LONG_ROWS // GROUP, SHORT_ROWS // GROUP)
     return is_long, tile, (query_len + tile - 1) // tile
@@ -236,7 +244,7 @@ def _tiles_of(query_len, GROUP: tl.constexpr, SHORT_ROWS: tl.constexpr, LONG_ROW
 
 @triton.jit
 def _span(context_len, tile, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
-    """The most keys that a tile sees."""
+    """Return the maximum number of keys that a tile sees."""
     if WINDOW > 0:
         context_len = tl.minimum(context_len, WINDOW + tile + ALIGN)
     return context_len
@@ -253,12 +261,13 @@ def _even_chunks(
     SHORT_ROWS: tl.constexpr,
     LONG_ROWS: tl.constexpr,
 ):
-    """The keys of chunks with which all rows' short tiles, and their long ones, are ITEMS items."""
+    """Return the chunk sizes that cut all rows' short tiles, and their long tiles, into ITEMS items
+    each."""
     is_long, tile, tiles = _tiles_of(query_len, GROUP, SHORT_ROWS, LONG_ROWS)
     keys = tiles.to(tl.int64) * _span(context_len, tile, WINDOW, ALIGN)
     short = tl.cdiv(tl.sum(tl.where(is_long, 0, keys), 0), ITEMS)
     long = tl.cdiv(tl.sum(tl.where(is_long, keys, 0), 0), ITEMS)
-    # No row has more keys than fit: what is larger cuts none.
+    # No row has more keys than this, so a larger chunk cuts no tile.
     most = 1 << 30
     return tl.minimum(short, most).to(tl.int32), tl.minimum(long, most).to(tl.int32)
 
@@ -279,10 +288,12 @@ def _cut_row(
     LONG_ROWS: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
 ):
-    """Of a row, or of each of many: whether it is long, tokens of a tile, tiles, keys of a chunk,
-    and the most chunks of a tile; no tiles and no chunks for a row without tokens.
+    """Return the cut of a row, or of each row of an array. That is whether it is long, tokens of a
+    tile, tiles, keys of a chunk, and maximum chunks of a tile. A row without tokens has no tiles
+    and no chunks.
 
-    With FIXED_CHUNK, SPLITS are the most tiles of a row that is split; rows that are not are long.
+    With FIXED_CHUNK, SPLITS is the maximum number of tiles of a row that is split. Rows with more
+    tiles count as long.
     """
     if FIXED_CHUNK > 0:
         is_long, tile, tiles, chunk, chunks = _cut_fixed_row(
@@ -322,7 +333,7 @@ def _cut_fixed_row(
 
 @triton.jit
 def _first_key(position, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
-    """Where the keys begin of a tile whose first token is at the position."""
+    """Return the first key of a tile whose first token is at the position."""
     if WINDOW > 0:
         return tl.maximum(position - WINDOW + 1, 0) // ALIGN * ALIGN
     return position * 0
@@ -330,7 +341,8 @@ def _first_key(position, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _end_of_tile(ends_ptr, token, position, count, inside, HAS_ENDS: tl.constexpr):
-    """Where the keys end of a tile of `count` tokens from the position on, `token` in the step."""
+    """Return the end of the keys of a tile of `count` tokens from the position on. token: its first
+    token in the step."""
     end = position + count
     if HAS_ENDS:
         end = tl.maximum(end, tl.load(ends_ptr + token + count - 1, mask=inside, other=0))
@@ -358,7 +370,7 @@ def _plan_kernel(
     HAS_ENDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # Keys of a tile of a span reach beyond its window, as far as the row.
+    # A tile of a span sees keys beyond its window, up to the row's end.
     LIMIT: tl.constexpr = 0 if HAS_ENDS else WINDOW
     own = tl.program_id(0)
     rows = tl.arange(0, WIDTH)
@@ -425,7 +437,7 @@ def _write_items(
     FIXED_CHUNK: tl.constexpr,
     HAS_ENDS: tl.constexpr,
 ):
-    """The last tiles first: they see most keys."""
+    """Write a row's items, the last tiles first, because they see more keys than the others."""
     for first in range(0, tiles * chunks, 64):
         i = first + tl.arange(0, 64)
         inside = i < tiles * chunks

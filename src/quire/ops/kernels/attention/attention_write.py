@@ -1,10 +1,10 @@
-"""Keys and values of a step on their way into blocks: one program per token.
+"""Write the keys and values of a step into blocks: one program per token.
 
-Shape legend: T tokens, K KV heads, H head dim, B blocks, P tokens per block. Keys and values of a
-layer stand as [K, B, P, H] each, or as [K, B, P, H + 4] bytes if they are stored as int8.
+Shape legend: T tokens, K KV heads, H head dim, B blocks, P tokens per block. The keys and the
+values of a layer are [K, B, P, H] each, or [K, B, P, H + 4] bytes if they are stored as int8.
 
-All is read once and written once, 2 KB of a token of Llama-3.1-8B: expected to take the time of a
-launch while decoding, and that of the bytes for chunks.
+Each number is read once and written once, 2 KB per token of Llama-3.1-8B. Expected to take the time
+of a launch while decoding, and the time to move the bytes for prompt chunks.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
 
-# The numbers that the kernels know them by. fp8 is e4m3, with one scale per layer.
+# Numbers of the formats in kernels. fp8 is e4m3, with one scale per layer.
 FORMATS = {"auto": 0, "int8": 1, "fp8": 2}
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Where a layer's keys and values stand. k, v: [K, B, P, row], of uint8 if the format is int8
-    or fp8. k_scales, v_scales: the same memory as float32, where int8 has a scale behind each row's
-    H values; k and v otherwise. k_scale, v_scale: what stored fp8 numbers are multiplied by."""
+    """Keys and values of a layer in memory. k, v: [K, B, P, row], uint8 for the formats int8 and
+    fp8. k_scales, v_scales: float32 views of the same memory for int8, which has a scale after each
+    row's H values; otherwise k and v. k_scale, v_scale: factors of stored fp8 numbers."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -54,16 +54,17 @@ class LayerKV:
 def layer_kv(
     kv_2KBPH: torch.Tensor, kv_format: str, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> LayerKV:
-    """Find a layer's part of a group's memory."""
+    """Return a layer's keys and values as views of its memory, [2, K, B, P, row]."""
     k, v = kv_2KBPH.unbind(0)
     scales = (k.view(torch.float32), v.view(torch.float32)) if kv_format == "int8" else (k, v)
     return LayerKV(k, v, *scales, kv_format, k_scale, v_scale)
 
 
 def write_kv(kv: LayerKV, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: torch.Tensor) -> None:
-    """Store the keys and values of T tokens in slots (block * P + offset); -1 stores nothing.
+    """Store the keys and values [T, K, H] of T tokens in slots [T] (block * P + offset).
 
-    The last dimension of k and v must be contiguous, and a token's heads must follow each other.
+    Slot -1 stores nothing. The last dimension of k and v must be contiguous, and a token's heads
+    must follow each other.
     """
     num_tokens, num_heads, size = k_TKH.shape
     if num_tokens == 0:
@@ -111,20 +112,22 @@ def store_heads(
     HALF: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """One token's heads, in halves [heads, E] of which `mask` counts, to rows of kv.
+    """Store one token's heads in rows of kv. first, second: halves [heads, E], valid where `mask`
+    is set.
 
-    row: [heads], where each head's row begins; at: [E], elements of a half; inverse: of the scale
-    that fp8 has. Rounding is to nearest; beyond fp8's largest number that is stored; NaN stays NaN.
+    row: [heads], where each head's row begins. at: [E], elements of a half. inverse: reciprocal of
+    the fp8 scale. Values are rounded to nearest and saturate at fp8's largest number; NaN stays
+    NaN.
     """
     offset = row[:, None] + at[None, :]
     dtype = kv_ptr.dtype.element_ty
     if FORMAT == 1:
         first, second = first.to(tl.float32), second.to(tl.float32)
-        # As bits: they are in the order of the magnitudes, and a NaN is the largest.
+        # Compare as bits: they sort like the magnitudes, and a NaN is the largest.
         first_bits = first.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         second_bits = second.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(tl.maximum(first_bits, second_bits), axis=1).to(tl.float32, bitcast=True)
-        # Below this the factor would overflow, and such values are as good as nothing.
+        # The factor of a smaller maximum would overflow; such values are stored as 0.
         factor = tl.where(largest < 1e-30, 0.0, 127.0 / largest)[:, None]
         # Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
         first = (first * factor + 12582912.0).to(tl.int32, bitcast=True)
@@ -139,7 +142,7 @@ def store_heads(
 
 @triton.jit
 def _as_fp8(x, inverse, dtype: tl.constexpr):
-    """In a dtype of 8 bits, which may be that of bytes."""
+    """Convert x to e4m3, saturated, and return its bits as an 8-bit dtype, such as uint8."""
     x = x.to(tl.float32) * inverse
     x = tl.where(tl.abs(x) > 448.0, tl.where(x < 0.0, -448.0, 448.0), x)
     return x.to(tl.float8e4nv).to(dtype, bitcast=True)
@@ -213,7 +216,8 @@ def load_rows(
     DOT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The rows in the slots, [slots, WIDTH]; 0 for those that are not inside, if MASKED."""
+    """Load the rows of the slots, [slots, WIDTH]. With MASKED, rows of slots that are not inside
+    are 0."""
     h = tl.arange(0, WIDTH)
     at = rows_ptr + (slot * ROW)[:, None] + h[None, :]
     if MASKED:
@@ -233,7 +237,7 @@ def load_rows(
 def load_scales(
     scales_ptr, slot, inside, HEAD_DIM: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The scales in the slots; 0 for those that are not inside, if MASKED."""
+    """Load the scales of the slots. With MASKED, scales of slots that are not inside are 0."""
     at = scales_ptr + slot * (ROW // 4) + HEAD_DIM // 4
     if MASKED:
         return tl.load(at, mask=inside, other=0.0)

@@ -1,12 +1,12 @@
-"""Moves of whole KV blocks: within a tensor, into one contiguous buffer, and out of one.
+"""Move whole KV blocks: within a tensor, into one contiguous buffer, and out of one.
 
-One launch moves all blocks in all layers and heads, of keys and values alike. A tensor of any dtype
-is seen as [lines, B, units], where B is the dimension that counts blocks: a block is one contiguous
-piece of each line. Of KV tensors [2, Y, K, B, P, H] the lines are 2 Y K. A program moves one piece,
-or 8 KiB of it.
+One launch moves all blocks in all layers and heads, keys and values together. A tensor of any dtype
+is viewed as [lines, B, units], where B is the dimension that counts blocks. A block is one
+contiguous piece of each line. KV tensors [2, Y, K, B, P, H] have 2 Y K lines. A program moves one
+piece, or 8 KiB of it.
 
 Bound by memory: 2 bytes for each byte of a block. Expected on an H200, at 4.3 TB/s: 1 us and the
-launch for a copy of one block of Llama-3.1-8B (2 MiB); what crosses to the host is bound by PCIe.
+launch to copy one block of Llama-3.1-8B (2 MiB). PCIe bounds moves to and from the host.
 Shape legend: B blocks, N blocks that are moved, P tokens per block, H elements of a row.
 """
 
@@ -20,8 +20,8 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
 
-UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes; blocks are moved as these
-LARGEST = 2048  # units of a program
+UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # types that blocks are moved as, by bytes
+LARGEST = 2048  # maximum units of a program
 
 Int32 = npt.NDArray[np.int32]
 
@@ -37,12 +37,12 @@ def _move_kernel(
     from_block,
     to_line,
     to_block,
-    HAS_SOURCE: tl.constexpr,  # else block i of the moved ones is read from place i
+    HAS_SOURCE: tl.constexpr,  # otherwise moved block i is read from index i
     HAS_DESTINATION: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Blocks before lines: blocks that follow each other do so in memory, too.
+    # Blocks vary faster than lines, since consecutive blocks are adjacent in memory.
     moved = tl.program_id(0) % num_moved
     line = (tl.program_id(0) // num_moved).to(tl.int64)
     source = moved.to(tl.int64)
@@ -58,11 +58,11 @@ def _move_kernel(
 
 
 def can_copy_at_once(source: Int32, destination: Int32) -> bool:
-    """Return whether these copies may run in any order: none writes a block that another one reads
-    or writes. The pairs are on the host.
+    """Return whether these copies may run in any order: no copy writes a block that another one
+    reads or writes. source, destination: block ids [N] on the host.
 
-    A plan may hold a conflict if a sequence is preempted after another sequence's copy of its block
-    was planned. Gather and scatter handle it, because all reads precede the writes.
+    A plan may contain a conflict if a sequence is preempted after another sequence's copy of its
+    block was planned. Gather and scatter handle it, because all reads precede the writes.
     """
     is_chain = bool(np.isin(destination, source).any())
     return not is_chain and len(np.unique(destination)) == len(destination)
@@ -71,8 +71,8 @@ def can_copy_at_once(source: Int32, destination: Int32) -> bool:
 def copy_blocks(kv: torch.Tensor, pairs_2N: torch.Tensor, dim: int = 3) -> None:
     """Copy block pairs[0, i] to block pairs[1, i], for all i and in any order.
 
-    kv: contiguous; `dim` counts its blocks. pairs: int32 or int64, on its device, contiguous. No
-    block may be written and also read, or written twice (`can_copy_at_once`).
+    kv: contiguous; `dim` is its dimension of blocks. pairs_2N: int32 or int64, contiguous, on kv's
+    device. No block may be both read and written, or written twice (`can_copy_at_once`).
     """
     units, lines, num_blocks, size = _as_units(kv, dim)
     source_N, destination_N = pairs_2N.unbind()
@@ -85,7 +85,7 @@ def gather_blocks(
 ) -> torch.Tensor:
     """Return blocks of kv as contiguous [N, ...]: kv.index_select(dim, blocks).movedim(dim, 0).
 
-    kv, dim, blocks: as in copy_blocks. out: what to write them to, contiguous.
+    kv, dim, blocks_N: as in copy_blocks. out: contiguous tensor for the result; allocated if None.
     """
     units, lines, num_blocks, size = _as_units(kv, dim)
     num_moved = len(blocks_N)
@@ -103,7 +103,7 @@ def gather_blocks(
 def scatter_blocks(
     kv: torch.Tensor, blocks_N: torch.Tensor, values: torch.Tensor, dim: int = 3
 ) -> None:
-    """Write values from gather_blocks to blocks of kv, without duplicates.
+    """Write values from gather_blocks to blocks of kv. Block ids must be distinct.
 
     values: [N, ...], contiguous, on kv's device.
     """
@@ -117,7 +117,8 @@ def scatter_blocks(
 
 
 def _as_units(kv: torch.Tensor, dim: int) -> tuple[torch.Tensor, int, int, int]:
-    """The tensor as one row of units, its lines, its blocks, and the units of a block in a line."""
+    """Return the tensor as one row of units, its lines, its blocks, and a block's units per
+    line."""
     assert kv.is_contiguous(), f"blocks must be contiguous, got {kv.stride()}"
     num_bytes = math.prod(kv.shape[dim + 1 :]) * kv.element_size()
     width = math.gcd(num_bytes, max(UNITS))
@@ -162,7 +163,7 @@ def _block(num_units: int) -> int:
 
 
 def _num_warps(block: int) -> int:
-    """Two accesses of 16 bytes for each thread."""
+    """Return so many warps that each thread makes two accesses of 16 bytes."""
     return min(8, max(1, block // 256))
 
 

@@ -1,10 +1,10 @@
-"""The gated delta rule by matrix products over chunks of tokens: for rows with more than a few, of
-numbers of 16 bits.
+"""Compute the gated delta rule by matrix products over chunks of tokens, in numbers of 16 bits.
+This form is for rows with more than a few tokens.
 
-Within a chunk of C tokens that begins with the memory M, let G be the running sum of the decays'
-logarithms, b how much of each token is taken in, and k, q keys and queries of their lengths. The
-tokens' corrections U solve a triangular system (the UT transform; Yang et al. 2025), of which the
-parts without M are found for all chunks at once:
+A chunk of C tokens begins with the memory M. Let G be the running sum of the decays' logarithms,
+and b the strength with which each token is taken in. Let k and q be keys and queries, divided by
+their lengths. The tokens' corrections U solve a triangular system (the UT transform; Yang et al.
+2025). Its parts without M are computed for all chunks at once:
 
     A[i, j] = b[i] e^(G[i] - G[j]) k[i].k[j]  for j < i,      solve = (I + A)^-1 diag(b)
     reads[i, j] = e^(G[i] - G[j]) q[i].k[j]   for j <= i
@@ -12,23 +12,23 @@ parts without M are found for all chunks at once:
     out = e^G Q M + reads U
     M = e^G[C] M + (e^(G[C] - G) K)^T U
 
-`_solve_kernel` leaves `solve`, `reads`, G and the lengths of a chunk, a program for each chunk and
-value head. `_scan_kernel` takes a row's chunks one after the other, a program for TILE columns of a
-head's memory, which stay in registers, and leaves the memory behind each block that is wanted, also
-within a chunk. Chunks are cut from a row's first token on: a row's bits do not depend on the other
-rows, but on where its sequence was cut. Nothing depends on lengths that the host knows.
+`_solve_kernel` has a program for each chunk and value head. It stores `solve`, `reads`, G and the
+reciprocal lengths of a chunk. `_scan_kernel` takes a row's chunks in order. Each program holds TILE
+columns of a head's memory in registers. It writes the memory after each block that needs it, also
+within a chunk. Chunks are cut from a row's first token on. So a row's bits depend on where its
+sequence was cut, but not on other rows. Nothing depends on lengths known to the host.
 
-Accuracy. Keys, queries and values are multiplied as they are, and divided by their lengths after
-that. What is float32 is the sum of two numbers of 16 bits, and so 2^-16 of it in bfloat16, 2^-22 in
-float16 (and 3e-8) are lost; float16 holds up to 131,008 so. The inverse is made by elimination in
-squares of 16 tokens, and of squares by products: powers of A, of entries near 1 where keys repeat,
-would cancel each other. For float32 all of this would take three products for each one and more
-registers than there are: it goes token by token.
+Accuracy. Keys, queries and values are multiplied as stored; lengths divide the products afterwards.
+Each float32 operand becomes the sum of two numbers of 16 bits. This loses 2^-16 of it in bfloat16,
+and 2^-22 in float16 (and 3e-8), which then holds up to 131,008. The inverse is computed by
+elimination in squares of 16 tokens, and by products of squares. Powers of A would cancel each
+other, since its entries are near 1 where keys repeat. For float32 numbers each product would become
+three and take more registers than there are. Such rows go token by token.
 
-Expected on an H200 for 2048 tokens of one row and 32 heads of 128 x 128: `_solve_kernel` 2048
-programs, about 20 us; `_scan_kernel` 128 programs of 64 chunks, which wait for themselves: perhaps
-1.4 us each, 90 us. All products together are 17 GFLOP, 22 us at the full rate. What is moved
-between the two, 17 MB, stays in the L2 cache.
+Expected on an H200 for 2048 tokens of one row and 32 heads of 128 x 128: `_solve_kernel` has 2048
+programs, about 20 us. `_scan_kernel` has 128 programs of 64 dependent chunks, perhaps 1.4 us each,
+90 us. All products together are 17 GFLOP, 22 us at the full rate. The 17 MB moved between the two
+kernels stay in the L2 cache.
 
 Shape legend: T tokens, C tokens of a chunk, K key heads, N value heads, D and E the sizes of their
 vectors, S rows, B blocks, Z a state's numbers.
@@ -55,14 +55,14 @@ from quire.ops.kernels.attention.delta_rule import (
 from quire.ops.kernels.attention.states import StateStep, find_row
 from quire.ops.kernels.launch import DTYPES, Config, next_power_of_2
 
-SQUARE = 16  # tokens of a chunk that are eliminated one after the other
-PARTS = 4  # of a chunk's two squares, each in two numbers of 16 bits
+SQUARE = 16  # tokens of a chunk that are eliminated one after another
+PARTS = 4  # of `solve` and `reads`, each as two numbers of 16 bits
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """tokens: of a chunk, 16, 32 or 64. tile: columns of a program. few: rows of up to so many
-    tokens take the form that goes token by token."""
+    """Sizes of the form in chunks. tokens: of a chunk, 16, 32 or 64. tile: columns of a program.
+    few: rows with up to this many tokens go token by token."""
 
     tokens: int = 32
     tile: int = 32
@@ -71,7 +71,7 @@ class Chunks:
 
 @triton.jit
 def _inverse(below, C: tl.constexpr, SQUARE: tl.constexpr):
-    """(I + below)^-1, of a matrix [C, C] that is 0 on and above its diagonal."""
+    """Return (I + below)^-1 of a matrix [C, C] that is 0 on and above its diagonal."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     is_near = i // SQUARE == j // SQUARE
     near = tl.where(is_near, below, 0.0)
@@ -80,8 +80,8 @@ def _inverse(below, C: tl.constexpr, SQUARE: tl.constexpr):
         column = tl.sum(tl.where(j % SQUARE == p, near, 0.0), axis=1)
         line = tl.sum(tl.where(i % SQUARE == p, found, 0.0), axis=0)
         found -= tl.where(is_near, column[:, None] * line[None, :], 0.0)
-    # With F = found (below - near), which is 0 in squares on the diagonal and above, it is
-    # (I + F)^-1 found, and (I + F)^-1 = (I - F) (I + F^2), since F^4 is 0.
+    # Let F = found (below - near), which is 0 in squares on the diagonal and above. The inverse
+    # is (I + F)^-1 found, and (I + F)^-1 = (I - F) (I + F^2), since F^4 is 0.
     if C > SQUARE:
         far = tl.dot(found, below - near, input_precision="tf32x3")
         found -= tl.dot(far, found, input_precision="tf32x3")
@@ -93,7 +93,7 @@ def _inverse(below, C: tl.constexpr, SQUARE: tl.constexpr):
 
 @triton.jit
 def _parts(x, PART: tl.constexpr):
-    """Two numbers of 16 bits whose sum is x, as near as they can."""
+    """Split x into two numbers of 16 bits whose sum is as near to x as possible."""
     is_narrow: tl.constexpr = tl.float16 == PART
     if is_narrow:
         x = tl.minimum(tl.maximum(x, -131008.0), 131008.0)
@@ -134,7 +134,7 @@ def _solve_kernel(
     count = tl.load(starts_ptr + row + 1) - start.to(tl.int32)
     if (first >= count) | (count <= most):
         return
-    # What stands in a tile is counted from its first token.
+    # Offsets within a tile are counted from its first token.
     token, i, d = start + first, tl.arange(0, C), tl.arange(0, DEPTH)
     inside = i < count - first
     key_ptr = qkv_ptr + token * qkv_stride + head // (VALUES // KEYS) * D
@@ -150,7 +150,7 @@ def _solve_kernel(
     time = tl.load(gate_at + VALUES, mask=inside, other=0.0)
     rate, shift = tl.load(rate_ptr + head), tl.load(shift_ptr + head)
     taken, stays = gates_of(strength, time, rate, shift, gates_ptr)
-    # e^-100 is 0; of larger sums what comes after would lose its digits.
+    # e^-100 is 0; after larger sums the next terms would lose their digits.
     sums = tl.cumsum(tl.where(inside, tl.maximum(stays, -100.0), 0.0), axis=0)
 
     is_seen = i[:, None] >= i[None, :]
@@ -179,14 +179,14 @@ def _solve_kernel(
 
 @triton.jit
 def _add_product(total, a, b):
-    """total + a b, of a in 16 bits and others in float32."""
+    """Return total + a b, where a has 16 bits and the others are float32."""
     high, low = _parts(b, a.dtype)
     return tl.dot(a, high, tl.dot(a, low, total))
 
 
 @triton.jit
 def _add_square_times(total, square, b, inside, C: tl.constexpr):
-    """total + a b, of a in two parts where `square` points to."""
+    """Return total + a b, where `square` points to the two parts of a."""
     a_high = tl.load(square, mask=inside[:, None], other=0.0)
     a_low = tl.load(square + C, mask=inside[:, None], other=0.0)
     high, low = _parts(b, a_high.dtype)
@@ -195,7 +195,7 @@ def _add_square_times(total, square, b, inside, C: tl.constexpr):
 
 @triton.jit
 def _advance(memory, k, taken, sums, k_scale, i, behind):
-    """The memory behind so many tokens of a chunk, of that before it."""
+    """Return the memory after `behind` tokens of a chunk, from the memory before the chunk."""
     total = tl.sum(tl.where(i == behind - 1, sums, 0.0), axis=0)
     weight = tl.exp(tl.where(i < behind, total - sums, float("-inf"))) * k_scale
     return _add_product(memory * tl.exp(total), tl.trans(k), taken * weight[:, None])
@@ -207,11 +207,11 @@ def _leave(
     count, state_size, memory_offset, head, d, e, D: tl.constexpr, E: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Write the memory behind each wanted block that ends within a chunk, or with the row.
+    """Write the memory after each block that needs it and ends within a chunk, or with the row.
 
-    The chunk has the row's tokens from `first` to before `last`; memory: before it. The keys are
-    loaded again: where the loop's own stand, Triton (3.6) lets the next chunk's arrive before what
-    is under a condition is done.
+    The chunk has the row's tokens [first, last), and `memory` is the memory before it. The keys are
+    loaded again. If the loop's keys were used, Triton (3.6) would let the next chunk's keys arrive
+    before the conditional code is done.
     """
     index = (before + first) // BLOCK_SIZE
     entry = index + tl.arange(0, ENTRIES)
@@ -273,7 +273,7 @@ def _scan_kernel(
         states_ptr, table_ptr, before, state_size, memory_offset, head, d, e, inside_memory, D, E,
         BLOCK_SIZE,
     )  # fmt: skip
-    # What stands in a tile is counted from its first token.
+    # Offsets within a tile are counted from its first token.
     key_at = head // (VALUES // KEYS) * D + i[:, None] * qkv_stride + d[None, :]
     value_at = 2 * KEYS * D + head * E + i[:, None] * qkv_stride + e[None, :]
     out_at = head * E + i[:, None] * (VALUES * E) + e[None, :]
@@ -322,7 +322,8 @@ def delta_chunks(
     out_TNE: torch.Tensor,
     chunks: Chunks,
 ) -> None:
-    """Do as `delta_rule`, of the rows that have more than `chunks.few` tokens."""
+    """Write what `delta_rule` computes to out [T, N, E], for rows with more than `chunks.few`
+    tokens. The arguments are the same, but qkv has 16 bits."""
     check(qkv_TC, gates_TG, rate_N, shift_N, heads, states_BZ, out_TNE)
     assert qkv_TC.dtype.itemsize == 2, f"numbers of 16 bits, not {qkv_TC.dtype}"
     num_tokens, size = len(qkv_TC), chunks.tokens
@@ -374,7 +375,7 @@ def delta_chunks(
 
 
 def _entries(tokens: int, block_size: int) -> int:
-    """Bound the blocks that so many tokens lie in, by a power of 2."""
+    """Return a power of 2 that bounds the number of blocks which a chunk of tokens overlaps."""
     return next_power_of_2((tokens + block_size - 2) // block_size + 1)
 
 

@@ -1,15 +1,16 @@
-"""The gated delta rule, token by token: for rows with a token or a few, and for `--deterministic`.
+"""Compute the gated delta rule token by token: for rows with one or a few tokens, and for
+`--deterministic`.
 
-A program holds TILE columns of a value head's memory in the registers of one warp, takes a row's
-tokens one after the other, and leaves the memory behind each block that is wanted. What it computes
-of a token depends on nothing but the token and the memory before it, in one order: the same bits in
-any batch and however a sequence was cut. Rows with more than `most` tokens are for
-`delta_chunks.py`. Nothing depends on lengths that the host knows, so the launch can be recorded.
+A program holds TILE columns of a value head's memory in the registers of one warp. It takes a row's
+tokens in order, and writes the memory after each block that needs it. A token's result depends only
+on the token and the memory before it, computed in one order. So its bits are the same in any batch
+and however a sequence was cut. `delta_chunks.py` handles rows with more than `most` tokens. Nothing
+depends on lengths known to the host, so the launch can be captured.
 
-Decoding is bound by memory: each row's memory is read and written, 8 D E bytes of a head. Expected
-on an H200, at 4.3 TB/s: 62 us for 64 rows of 32 heads of 128 x 128; 8 us for one row (256 programs
-with 8 KB on their way). Longer rows are bound by what a warp does after the other: perhaps 0.7 us a
-token, 1.4 ms for 2048.
+Decoding is bound by memory: each row's memory is read and written, 8 D E bytes per head. Expected
+on an H200, at 4.3 TB/s: 62 us for 64 rows of 32 heads of 128 x 128. One row takes 8 us (256
+programs, each with 8 KB in flight). Longer rows are bound by the sequential work of a warp: perhaps
+0.7 us per token, 1.4 ms for 2048.
 
 Shape legend: T tokens, K key heads, N value heads, D and E the sizes of their vectors, S rows, L
 longest block table, P tokens per block, B blocks, Z a state's numbers.
@@ -31,13 +32,13 @@ EVERY_LENGTH = 2**31 - 1
 
 @triton.jit
 def gates_of(strength, time, rate, shift, like_ptr):
-    """How much of a token is taken in, and the logarithm of what stays of the memory.
+    """Return the strength with which a token is taken in, and the logarithm of the memory's decay.
 
-    The sigmoid is rounded to the dtype of `like_ptr`, as the reference has it.
+    The sigmoid is rounded to the dtype of `like_ptr`, as in the reference.
     """
     strength, time = strength.to(tl.float32), time.to(tl.float32) + shift
     taken = (1.0 / (1.0 + tl.exp(-strength))).to(like_ptr.dtype.element_ty).to(tl.float32)
-    # log(1 + e^x); beyond 20 x itself, of which no digit would change
+    # log(1 + e^x); beyond 20 this is x itself in float32
     grown = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.where(time > 20.0, 0.0, time))))
     return taken, -rate * grown
 
@@ -46,7 +47,7 @@ def gates_of(strength, time, rate, shift, like_ptr):
 def memory_at(
     states_ptr, block, state_size, memory_offset, head, d, e, D: tl.constexpr, E: tl.constexpr
 ):  # fmt: skip
-    """Addresses [d, e] of a head's memory in a block's state."""
+    """Return the addresses [d, e] of a head's memory in a block's state."""
     at = states_ptr + block * state_size + memory_offset + head * (D * E)
     return at + d[:, None] * E + e[None, :]
 
@@ -56,7 +57,8 @@ def load_memory(
     states_ptr, table_ptr, before, state_size, memory_offset, head, d, e, inside,
     D: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A head's memory [d, e] behind so many tokens of a row; it may be written where it stood."""
+    """Load a head's memory [d, e] after `before` tokens of a row. It may then be overwritten in
+    place."""
     past = state_before(table_ptr, before, BLOCK_SIZE)
     at = memory_at(states_ptr, past, state_size, memory_offset, head, d, e, D, E)
     memory = tl.load(at, mask=inside & (past >= 0), other=0.0)
@@ -69,7 +71,7 @@ def _load_token(
     qkv_ptr, gates_ptr, token, end, qkv_stride, gates_stride, head, d, e, KEYS: tl.constexpr,
     VALUES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Query, key, value, strength and time as they are; zeros behind the row's end."""
+    """Load a token's query, key, value, strength and time unchanged; zeros after the row's end."""
     inside = token < end
     qkv_ptr += token * qkv_stride
     gates_ptr += token * gates_stride + head
@@ -108,14 +110,14 @@ def _recurrent_kernel(
     DEPTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # All columns of a row's memory are beside each other.
+    # Consecutive programs have the columns of one row's memory.
     tiles: tl.constexpr = (E + TILE - 1) // TILE
     head, row = tl.program_id(0) // tiles, tl.program_id(1)
     start = tl.load(starts_ptr + row).to(tl.int64)
     end = tl.load(starts_ptr + row + 1).to(tl.int64)
     if (start >= end) | (end - start > most):
         return
-    to_position = tl.load(contexts_ptr + row) - end  # from a token's place in the step
+    to_position = tl.load(contexts_ptr + row) - end  # add this to a token's index in the step
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     left_ptr += row.to(tl.int64) * table_stride
     d, e = tl.arange(0, DEPTH), tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
@@ -131,7 +133,7 @@ def _recurrent_kernel(
     for token in range(start, end):
         q, k, v = raw_q.to(tl.float32), raw_k.to(tl.float32), raw_v.to(tl.float32)
         taken, stays = gates_of(strength, time, rate, shift, gates_ptr)
-        # The next token is on its way meanwhile.
+        # Load the next token meanwhile.
         raw_q, raw_k, raw_v, strength, time = _load_token(
             qkv_ptr, gates_ptr, token + 1, end, qkv_stride, gates_stride, head, d, e, KEYS,
             VALUES, D, E,
@@ -163,11 +165,11 @@ def delta_rule(
     most: int = EVERY_LENGTH,
     is_fixed: bool = False,
 ) -> None:
-    """Do as `AttentionBackend.delta_rule`, of the rows that have up to `most` tokens.
+    """Compute `AttentionBackend.delta_rule` into out [T, N, E], for rows with up to `most` tokens.
 
-    qkv, gates: rows may be further apart than their width. rate, shift: float32. states: float32,
-    of all blocks; the memory stands last in them. out: contiguous. is_fixed: no product is fused
-    with a sum, of which compilers choose some, here and there.
+    qkv_TC, gates_TG: the stride between rows may exceed their width. rate_N, shift_N: float32.
+    states_BZ: float32, of all blocks, each ending with the memory. out_TNE: contiguous. is_fixed:
+    whether no product may be fused with a sum; by default compilers fuse some.
     """
     check(qkv_TC, gates_TG, rate_N, shift_N, heads, states_BZ, out_TNE)
     tiles = triton.cdiv(heads.value_dim, TILE)
@@ -204,7 +206,8 @@ def check(
     states_BZ: torch.Tensor,
     out_TNE: torch.Tensor,
 ) -> None:
-    """Assert that tensors are what the kernels take."""
+    """Assert that tensors have the shapes, dtypes and strides that the kernels need; qkv is [T,
+    channels]."""
     num_tokens = len(qkv_TC)
     assert qkv_TC.shape == (num_tokens, heads.channels) and qkv_TC.stride(1) == 1
     assert gates_TG.shape == (num_tokens, 2 * heads.values) and gates_TG.stride(1) == 1
@@ -216,7 +219,7 @@ def check(
 
 
 def constants(heads: DeltaHeads, block_size: int) -> dict[str, int]:
-    """Return what kernels over these heads are compiled for."""
+    """Return the compile-time constants of kernels over these heads."""
     return {
         "KEYS": heads.keys,
         "VALUES": heads.values,
@@ -232,7 +235,7 @@ DIVISIBLE = ("qkv_stride", "gates_stride", "state_size", "memory_offset")
 
 
 def signature(dtype: str) -> dict[str, str]:
-    """Return Triton's types of what kernels are given of a layer and a step."""
+    """Return Triton's types of the arguments that describe a layer and a step."""
     pointers = dict.fromkeys(("qkv_ptr", "gates_ptr", "out_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("rate_ptr", "shift_ptr", "states_ptr"), "*fp32")
     pointers |= dict.fromkeys(("starts_ptr", "contexts_ptr", "tables_ptr", "left_ptr"), "*i32")

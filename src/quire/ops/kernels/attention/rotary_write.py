@@ -1,16 +1,16 @@
-"""Between the projection of queries, keys and values and attention, in one launch: the norm of each
-query and key head (Qwen3), their rotation, and the keys and values on their way into blocks.
+"""Normalise, rotate and store heads between the projection and attention, in one launch.
 
-A program does up to 8 heads of one kind of one token: queries go to a tensor of their own, keys and
-values to the token's slot. Alone these are three or four launches that write and read queries and
-keys twice more.
+The launch normalises each query and key head (Qwen3), rotates them, and writes keys and values into
+blocks. A program handles up to 8 heads of one kind of one token. Queries go to a tensor of their
+own, keys and values to the token's slot. Separate operations would take three or four launches and
+write and read queries and keys twice more.
 
 Bound by memory: 2 (N + 2 K) H elements and 4 H bytes of factors per token. Expected on an H200, at
 4.3 TB/s: 12 us for 2048 tokens of Llama-3.1-8B in bfloat16; the time of a launch for a few tokens.
 
-Shape legend: T tokens, N query heads, K KV heads, M = N + 2 K, H head dim, E = H / 2, B blocks,
-P tokens per block. Each half of a head is a tile [heads, E], so that element e of the first half
-and element e of the second, which are turned together, are in the same thread.
+Shape legend: T tokens, N query heads, K KV heads, M = N + 2 K, H head dim, E = H / 2, B blocks, P
+tokens per block. Each half of a head is a tile [heads, E], so that element e of the first half and
+element e of the second, which are rotated together, are in the same thread.
 """
 
 import torch
@@ -21,12 +21,12 @@ from quire.ops.kernels.attention.attention_write import FORMATS, store_heads
 from quire.ops.kernels.launch import Config, next_power_of_2
 
 TILE = 512  # elements of each half in a program, 8 for each of 64 threads
-INT8_SCALE_BYTES = 4  # behind the H values of an int8 row
+INT8_SCALE_BYTES = 4  # after the H values of an int8 row
 
 
 @triton.jit
 def _halves(x_ptr, offset, mask, HALF: tl.constexpr):
-    """Both halves of heads as float32; offset, mask: of the first."""
+    """Load both halves of heads as float32. offset, mask: of the first half."""
     first = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
     return first, second
@@ -34,7 +34,7 @@ def _halves(x_ptr, offset, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _rounded(x, like_ptr):
-    """To the dtype that the pointer has, as float32."""
+    """Round x to the dtype that the pointer has, and return it as float32."""
     return x.to(like_ptr.dtype.element_ty).to(tl.float32)
 
 
@@ -49,10 +49,10 @@ def _normed(first, second, weight_ptr, weight_at, mask, eps, like_ptr, HALF: tl.
 
 @triton.jit
 def _turned(first, second, factors_ptr, at, HALF: tl.constexpr):
-    """A token's factors are (cos, cos, -sin, sin), each of them for one half of a head.
+    """Rotate heads by a token's factors (cos, cos, -sin, sin), each of them for one half of a head.
 
-    Loaded for each head, from the nearest cache: shared by the heads they would have to pass
-    through shared memory.
+    The factors are loaded for each head, from the nearest cache. To share them, heads would have to
+    pass them through shared memory.
     """
     at = tl.broadcast_to(at[None, :], first.shape)
     cos = tl.load(factors_ptr + at, mask=at < HALF, other=0.0)
@@ -85,14 +85,14 @@ def _rotary_write_kernel(
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    # A token's tiles: those of the queries, then those of the keys, then those of the values.
+    # A token's tiles: first the queries' tiles, then the keys', then the values'.
     q_tiles, kv_tiles = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
     num_tiles = q_tiles + 2 * kv_tiles
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     tile = tl.program_id(0) % num_tiles
     slot = tl.load(slots_ptr + token).to(tl.int64)
     is_query, is_value = tile < q_tiles, tile >= q_tiles + kv_tiles
-    # Of the program's kind: the first tile, the first head in qkv, how many heads.
+    # For the program's kind: the first tile, the first head in qkv, the number of heads.
     first_tile, first_head, num_of_kind = 0, 0, num_heads
     if not is_query:
         first_tile, first_head, num_of_kind = q_tiles, num_heads, num_kv_heads
@@ -100,7 +100,7 @@ def _rotary_write_kernel(
         first_tile, first_head = q_tiles + kv_tiles, num_heads + num_kv_heads
     head = (tile - first_tile) * HEADS + tl.arange(0, HEADS)
     at = tl.arange(0, WIDTH)
-    # A token of padding has no slot; nobody looks at its query.
+    # A token of padding has no slot, and its query is never used.
     head_mask = (head < num_of_kind) & (is_query | (slot >= 0))
     mask = head_mask[:, None] & (at < HALF)[None, :]
 
@@ -111,7 +111,7 @@ def _rotary_write_kernel(
         if HAS_NORM:
             first, second = _normed(first, second, weight_ptr, weight_at, mask, eps, qkv_ptr, HALF)
         first, second = _turned(first, second, factors_ptr + token * factors_token, at, HALF)
-    # As the operations that do this alone: what is stored has been rounded to the dtype.
+    # Round to the dtype before storing, as the separate operations do.
     first, second = _rounded(first, qkv_ptr), _rounded(second, qkv_ptr)
 
     if is_query:
@@ -134,14 +134,19 @@ def rotary_write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Queries [T, N, H], normalised and turned; keys too, which are stored beside the values.
+    """Return the queries [T, N, H], normalised and rotated; store the keys, treated likewise, and
+    the values.
 
-    qkv: heads and their elements contiguous. rows: of `quire.ops.rotary.rotary_rows`, float32.
-    slots: int64 or int32, block * P + offset; -1 is padding, of which nothing is stored and whose
-    queries are of no use. kv: a layer's [2, K, B, P, H], each head's blocks contiguous: in qkv's
-    dtype; uint8 with rows of H + 4 bytes, H of int8 and their float32 scale; or float8_e4m3fn,
-    values divided by k_scale and v_scale, the nearest that there is for those beyond 448.
-    weight: [N + K, H] with contiguous rows, of the norm with eps; None: there is no norm.
+    Args:
+        qkv_TMH: queries, keys and values; a token's heads must be contiguous.
+        rows: factors [T, 1, 2 H] of `quire.ops.rotary.rotary_rows`, float32.
+        slots_T: int64 or int32, block * P + offset. -1 marks padding: nothing is stored, and the
+            query is meaningless.
+        kv: a layer's [2, K, B, P, row], each head's blocks contiguous. In qkv's dtype or
+            float8_e4m3fn rows have H numbers. In uint8 they have H bytes of int8 and a float32
+            scale.
+        weight: [N + K, H] with contiguous rows, of the norm with eps; None for no norm.
+        k_scale, v_scale: divisors of numbers stored as float8_e4m3fn, which saturate at 448.
     """
     num_tokens, num_all, size = qkv_TMH.shape
     num_kv_heads = kv.shape[1]
@@ -211,7 +216,7 @@ def _heads(width: int, num_heads: int) -> int:
 
 
 def _num_warps(width: int, heads: int) -> int:
-    """16 bytes of 16-bit elements of each half for every thread."""
+    """Return so many warps that each thread has 16 bytes of 16-bit elements of each half."""
     return max(1, width * heads // 256)
 
 

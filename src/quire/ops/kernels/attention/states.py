@@ -1,13 +1,13 @@
-"""What kernels over states share, and the short convolution: each channel along its sequence, then
-SiLU. Where states stand is told in `ops/attention/states.py`.
+"""Short convolution along each channel's sequence, then SiLU; and helpers of kernels over states.
 
-A program does a tile of tokens of one row and of channels. The first tile of a row reads the inputs
-before it from the row's state; whoever does the last token of a block leaves the inputs that come
-before the next one. Where a row starts, and which of its blocks are wanted, stands on the device,
-so the launch can be recorded. An output's bits do not depend on how its sequence is cut.
+`ops/attention/states.py` describes where states are stored. A program computes a tile of tokens of
+one row and of channels. The first tile of a row reads the inputs before it from the row's state.
+The program with the last token of a block writes the inputs before the next block as that block's
+state. Device memory holds where a row starts and which of its blocks get a state, so the launch can
+be captured. An output's bits do not depend on how its sequence is cut.
 
-Bound by memory: 4 bytes per token and channel in 16 bits (inputs are read W times, all but once
-from the nearest cache), and 8 (W - 1) bytes per channel of each row. Expected on an H200, at 4.3
+Bound by memory: 4 bytes per token and channel in 16 bits, and 8 (W - 1) bytes per channel of each
+row. (Inputs are read W times, all but once from the nearest cache.) Expected on an H200, at 4.3
 TB/s: 16 us for 2048 tokens of 8192 channels; 9 us for 64 rows of one token.
 
 Shape legend: T tokens, C channels, W width of the convolution, S rows, L longest block table, P
@@ -23,13 +23,14 @@ import triton.language as tl
 from quire.ops.kernels.launch import Config, next_power_of_2
 
 TOKENS, CHANNELS = 32, 128  # of a tile
-FEW_TOKENS, MORE_CHANNELS = 4, 256  # of one where rows have a token each
-LEAST_ROWS = 32  # that a program looks at; for fewer nothing else is compiled
+FEW_TOKENS, MORE_CHANNELS = 4, 256  # of a tile if each row has one token
+LEAST_ROWS = 32  # minimum number of rows that kernels are compiled for
 
 
 class StateStep(NamedTuple):
-    """What kernels know of a step over a group of states. starts: [S + 1]; tables: [S, L], where
-    states are found; left: the same of where they are left."""
+    """Device tensors of a step over a group of states. starts: [S + 1], first token of each row.
+    contexts: [S], tokens of each row, new ones included. tables: [S, L], blocks whose states are
+    read. left: [S, L], blocks whose states are written, -1 for none."""
 
     starts: torch.Tensor
     contexts: torch.Tensor
@@ -43,16 +44,16 @@ class StateStep(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The least number of rows that kernels are compiled for."""
+        """Number of rows that kernels are compiled for, a power of 2."""
         return max(LEAST_ROWS, next_power_of_2(self.num_rows))
 
 
 @triton.jit
 def find_row(starts_ptr, num_rows, tile, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """Row of a tile of tokens, and the tile's first token counted from the row's first.
+    """Return the row of a tile of tokens, and the tile's first token counted from the row's first.
 
-    Rows have room for tiles one after the other: row s from tile starts[s] // TOKENS + s on. So
-    T // TOKENS + S tiles do for any step; those behind a row's tokens are empty.
+    Row s has the tiles from starts[s] // TOKENS + s on. So T // TOKENS + S tiles suffice for any
+    step; a row's tiles after its last token are empty.
     """
     rows = tl.arange(0, WIDTH)
     inside = rows < num_rows
@@ -63,7 +64,8 @@ def find_row(starts_ptr, num_rows, tile, TOKENS: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def state_before(table_ptr, before, BLOCK_SIZE: tl.constexpr):
-    """Block of the state behind so many tokens of a row, int64; -1 if there is none: all zeros."""
+    """Return the block of the state after `before` tokens of a row, int64; -1 if there is none: all
+    zeros."""
     return tl.load(table_ptr + (before - 1) // BLOCK_SIZE, mask=before > 0, other=-1).to(tl.int64)
 
 
@@ -71,8 +73,8 @@ def state_before(table_ptr, before, BLOCK_SIZE: tl.constexpr):
 def _inputs(
     x_ptr, state_ptr, token, channel, inside, has_past, x_stride, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Inputs [tokens, channels] of a row, whose token 0 is at x_ptr; those before it, of which the
-    state has WIDTH - 1, are 0 if there is no past."""
+    """Load inputs [tokens, channels] of a row whose token 0 is at x_ptr. Negative tokens are the
+    WIDTH - 1 inputs in the state, or 0 if there is no past."""
     at = token[:, None].to(tl.int64) * x_stride + channel[None, :]
     x = tl.load(x_ptr + at, mask=inside & (token >= 0)[:, None], other=0.0).to(tl.float32)
     if has_past:
@@ -86,7 +88,8 @@ def _leave(
     x_ptr, state_ptr, to_ptr, channel, end, has_past, num_channels, x_stride,
     WIDTH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Write the state behind token end - 1 of the row. It may be where the row found its own."""
+    """Write the state after token end - 1 of the row. It may overwrite the state that the row
+    started from."""
     kept = tl.arange(0, KEPT)
     inside = (kept < WIDTH - 1)[:, None] & (channel < num_channels)[None, :]
     token = end - (WIDTH - 1) + kept
@@ -131,7 +134,7 @@ def _convolve_kernel(
     is_channel = channel < num_channels
     token = first + tl.arange(0, TOKENS)
     inside = (token < count)[:, None] & is_channel[None, :]
-    # Only the first tile, of at least WIDTH - 1 tokens, looks at what came before.
+    # Only the first tile, of at least WIDTH - 1 tokens, reads inputs before the row's tokens.
     has_past = (first == 0) & (past >= 0)
     x_ptr += start * x_stride
     made = tl.zeros([TOKENS, CHANNELS], tl.float32)
@@ -144,7 +147,8 @@ def _convolve_kernel(
     at = (start + token)[:, None] * num_channels + channel[None, :]
     tl.store(out_ptr + at, made.to(out_ptr.dtype.element_ty), mask=inside)
 
-    # The row's first block may be where it found its state: it is left by who reads that, last.
+    # The row's first block may hold the state that it started from. So the program that reads
+    # that state writes this block, as its last action.
     last = tl.minimum(first + TOKENS, count)
     own = before // BLOCK_SIZE
     index = (before + last - 1) // BLOCK_SIZE
@@ -170,10 +174,10 @@ def _convolve_kernel(
 def convolve(
     x_TC: torch.Tensor, weight_CW: torch.Tensor, states_BZ: torch.Tensor, step: StateStep
 ) -> torch.Tensor:
-    """Do as `AttentionBackend.convolve`; [T, C], contiguous.
+    """Compute `AttentionBackend.convolve`; return [T, C], contiguous.
 
-    x: rows may be further apart than their width. states: float32, of all blocks, each in one
-    piece; the inputs that came before stand first in them.
+    x_TC: the stride between rows may exceed C. states_BZ: float32, of all blocks, each contiguous
+    and beginning with the inputs before the next token.
     """
     (num_tokens, num_channels), width = x_TC.shape, weight_CW.shape[1]
     assert x_TC.stride(1) == 1 and weight_CW.is_contiguous() and states_BZ.stride(1) == 1
@@ -199,13 +203,13 @@ def convolve(
         step.tables.stride(0),
         **_constants(width, step.block_size, step.width, tokens, channels),
         num_warps=4,
-        enable_fp_fusion=False,  # in no tile, so that an output's bits are the same in each
+        enable_fp_fusion=False,  # so that an output's bits are the same in all tiles
     )
     return out_TC
 
 
 def _tile(has_many: bool, width: int) -> tuple[int, int]:
-    """Tokens, at least as many as the state has inputs, and channels."""
+    """Return a tile's tokens, at least as many as the state has inputs, and its channels."""
     tokens, channels = (TOKENS, CHANNELS) if has_many else (FEW_TOKENS, MORE_CHANNELS)
     return max(tokens, next_power_of_2(width - 1)), channels
 

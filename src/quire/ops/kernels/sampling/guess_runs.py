@@ -1,14 +1,14 @@
-"""Guesses at what rows go on with: what followed the last time that their tokens ended like this.
+"""Propose draft tokens by prompt lookup: what followed the last time that a row's tokens ended the
+same way.
 
-A program for each row reads its tokens from the end on, a block of places at a time, and compares
-as many tokens before each with the row's last ones as still are alike. It ends with the block in
-which a run of the most tokens is found.
+A program for each row reads its tokens from the end on, a block of positions at a time. It compares
+the tokens before each position with the row's last ones as long as they are equal. It ends with the
+block in which a run of maximum length is found.
 
-Expected on an H200, not measured: 5 us for a row that repeats what it said lately; some 30 us for
-one of 32,768 tokens in which nothing is found, which is 32 blocks, each two loads that wait for
-each other. Rows are beside each other.
+Expected on an H200, not measured: 5 us for a row that repeats recent text. A row of 32,768 tokens
+without a match takes some 30 us: 32 blocks of two dependent loads each. Rows run in parallel.
 
-Shape legend: G rows that guess.
+Shape legend: G rows that get draft tokens.
 """
 
 import torch
@@ -19,8 +19,8 @@ from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.rows.row_state import RowTensors
 from quire.ops.sampling.device_guesses import Runs
 
-BLOCK = 1024  # places at a time
-LEAST_GUESSES = 8  # for fewer nothing else is compiled
+BLOCK = 1024  # positions at a time
+LEAST_GUESSES = 8  # minimum that kernels are compiled for
 
 
 @triton.jit(do_not_specialize=["fewest", "most", "searched"])
@@ -34,7 +34,7 @@ def _guess_kernel(
     row_ptr = tokens_ptr + row * token_stride
     length = tl.load(computed_ptr + row).to(tl.int32) + 1
     first = tl.maximum(length - searched, fewest)
-    newest = length - 1  # the place behind a run, at most
+    newest = length - 1  # the last position that may follow a run
     best_run = fewest - 1
     place = length
     while (newest >= first) & (best_run < most):
@@ -63,8 +63,8 @@ def _guess_kernel(
 def guess_runs(
     state: RowTensors, rows_G: torch.Tensor, nums_G: torch.Tensor, most_guesses: int, runs: Runs
 ) -> None:
-    """Do as `quire.ops.sampling.device_guesses.guess_runs_reference`. rows, nums: int32 on the
-    device; most_guesses: the most of these."""
+    """Write draft tokens, as `quire.ops.sampling.device_guesses.guess_runs_reference` does. rows_G,
+    nums_G: int32 [G] on the device. most_guesses: the maximum of nums_G."""
     _guess_kernel[(len(rows_G),)](
         state.tokens_RM,
         state.computed_R,

@@ -1,12 +1,12 @@
-"""Log-probabilities of chosen and most probable tokens, without a sort of the vocabulary.
+"""Compute log-probabilities of chosen and most probable tokens without sorting the vocabulary.
 
-Two launches. The first reads the logits once, split over the vocabulary: per group of 128 tokens
-the largest logit and the sum of exp, per chunk how many tokens come before the chosen one. The
-second has a program per row: the n largest tokens are in the n groups with the largest logits, so
-that it loads those groups alone and takes the largest token n times.
+There are two launches. The first reads the logits once, split over the vocabulary. It stores the
+largest logit and the sum of exp per group of 128 tokens. Per chunk it stores how many tokens rank
+before the chosen one. The second has a program per row. The n largest tokens are in the n groups
+with the largest logits. So it loads only those groups and takes the largest token n times.
 
 Expected on an H200, not measured: the first launch is bound by reading, 18 us for 256 rows of
-151,936 bfloat16 logits; the second takes n times 0.3 us, 10 us for 20 candidates.
+151,936 bfloat16 logits. The second takes n times 0.3 us, 10 us for 20 candidates.
 
 Shape legend: R rows, V vocabulary, K candidates with the chosen token, G groups.
 """
@@ -21,7 +21,7 @@ from quire.ops.sampling.logprobs import TokenLogprobs
 
 MOST_CANDIDATES = 32
 _GROUP = 128
-_GROUPS = 16  # of a chunk
+_GROUPS = 16  # groups of a chunk
 _CHUNK = _GROUP * _GROUPS
 
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -30,7 +30,8 @@ _NO_KEY = tl.constexpr(-(1 << 63))
 
 @triton.jit
 def _key(x, ids):
-    """int64 in the order of tokens: larger logits first, then lower ids; all are distinct."""
+    """Return int64 keys that sort tokens: larger logits have larger keys, then lower ids; all are
+    distinct."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -54,7 +55,7 @@ def _measure(
     x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=_MINUS_INFINITY).to(tl.float32)
     chosen = tl.load(chosen_ptr + row)
     mark = tl.load(logits_ptr + chosen).to(tl.float32)
-    # Tokens beyond the vocabulary have higher ids than any, so that they come before none.
+    # Tokens beyond the vocabulary have the highest ids, so they come before no other token.
     is_before = (x > mark) | ((x == mark) & (ids < chosen))
     tl.store(before_ptr + row * tl.num_programs(1) + chunk, tl.sum(is_before.to(tl.int32)))
     maxima = tl.max(x, axis=1)
@@ -69,7 +70,7 @@ def _take_largest(
     logits_ptr, maxima, group, vocab_size, ids_ptr, num_candidates,
     PLACES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The largest tokens of a row in falling order, written to ids_ptr."""
+    """Write a row's largest tokens to ids_ptr, in descending order."""
     keys = tl.where(maxima == maxima, _key(maxima, group), _NO_KEY)
     place = tl.arange(0, PLACES)
     no_group = 0x7FFFFFFF // GROUP  # beyond every vocabulary
@@ -116,7 +117,7 @@ def _tell(
         _take_largest(
             logits_ptr, maxima, group, vocab_size, ids_ptr + 1, num_candidates, PLACES, GROUP
         )
-    tl.debug_barrier()  # what other threads wrote is read
+    tl.debug_barrier()  # other threads' writes are read next
     place = tl.arange(0, 2 * PLACES)
     is_asked = place <= num_candidates
     ids = tl.load(ids_ptr + place, mask=is_asked, other=0)
@@ -128,7 +129,8 @@ def _tell(
 def token_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
 ) -> TokenLogprobs:
-    """Compute `quire.ops.sampling.logprobs.token_logprobs` of float32, float16 or bfloat16 logits.
+    """Compute `quire.ops.sampling.logprobs.token_logprobs` of float32, float16 or bfloat16 logits
+    [R, V].
 
     The reference computes more than MOST_CANDIDATES candidates. Results of rows with NaN are
     meaningless.

@@ -1,9 +1,9 @@
-"""Token masks: -infinity is written where a bit is 0, nothing is read of the logits.
+"""Apply token masks: write -infinity where a bit is 0, without reading the logits.
 
-Expected on an H200, not measured: bound by what is written, 40 us for 256 rows of 151,936 float32
-logits of which nearly all are forbidden.
+Expected on an H200, not measured: bound by writing, 40 us for 256 rows of 151,936 float32 logits of
+which nearly all are forbidden.
 
-Shape legend: N rows of logits, M places for masks, V vocabulary, W words.
+Shape legend: N rows of logits, M masks, V vocabulary, W words.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 from quire.ops.kernels.launch import Config
 from quire.ops.sampling.logit_edits import BITS, RowMasks
 
-_WORDS = 128  # of a program
+_WORDS = 128  # words of a program
 
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -36,8 +36,8 @@ def _mask(
 
 
 def apply_masks(logits_NV: torch.Tensor, masks: RowMasks) -> None:
-    """Do as `quire.ops.sampling.logit_edits.apply_masks_reference`, but for places of -1, where
-    nothing is done: a captured graph has room for as many masks as rows."""
+    """Apply masks to logits [N, V], as `quire.ops.sampling.logit_edits.apply_masks_reference` does.
+    Masks with place -1 are skipped, since a captured graph has room for as many masks as rows."""
     vocab_size, num_masks = logits_NV.shape[-1], len(masks.places)
     if num_masks == 0:
         return

@@ -1,12 +1,11 @@
-"""Penalties for tokens that were there before: two launches over the tokens that rows hold.
+"""Apply penalties for tokens that occurred before: two launches over the tokens that rows hold.
 
-The first counts each row's tokens in a word per token of the vocabulary, the second changes the
-logit of each token that it counted, once: whichever place of the sequence comes first takes the
-word and leaves 0. So the counts are all 0 again afterwards, and no launch clears or reads a
-vocabulary.
+The first launch counts each row's tokens, in a word per token of the vocabulary. The second changes
+the logit of each counted token once: the first position to take the word leaves 0. So the counts
+are all 0 again afterwards, and no launch clears or reads a vocabulary.
 
 Expected on an H200, not measured: bound by scattered accesses, about 4 sectors of 32 bytes per
-token and launch; 256 rows of 4,096 tokens some 50 us, in the L2 cache less.
+token and launch. 256 rows of 4,096 tokens take some 50 us, less in the L2 cache.
 
 Shape legend: R rows, P penalised rows, B rows of the token buffers, V vocabulary, M known tokens of
 a row (padded).
@@ -26,7 +25,7 @@ _IN_PROMPT = tl.constexpr(1 << 30)
 @triton.jit
 def _place(p, tokens_ptr, rows_ptr, length_ptr, row_stride, HAS_ROWS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """Places of a block, which of them are known, and their tokens."""
+    """Return the positions of a block, which of them are known, and their tokens."""
     row = p
     if HAS_ROWS:
         row = tl.load(rows_ptr + p).to(tl.int64)
@@ -82,11 +81,12 @@ def apply_penalties(
     rows_P: torch.Tensor | None = None,
     counts_PV: torch.Tensor | None = None,
 ) -> None:
-    """Compute `quire.ops.sampling.penalties.apply_penalties`, bit for bit; lengths may be 0.
+    """Compute `quire.ops.sampling.penalties.apply_penalties` for logits [R, V], bit for bit;
+    lengths may be 0.
 
-    rows_P: integers, where the penalised rows' tokens stand in tokens_BM, so that a part of all
-    rows' buffers need not be gathered (row p if absent). counts_PV: int32, contiguous, at least P
-    rows, all 0 before and after: a caller that keeps it spares its clearing.
+    rows_P: integers, the row of tokens_BM of each penalised row, so that token buffers need not be
+    gathered (row p if absent). counts_PV: int32, contiguous, at least P rows, all 0 before and
+    after. A caller that reuses it need not clear it.
     """
     num_rows, vocab_size = len(which_P), logits_RV.shape[-1]
     if num_rows == 0 or tokens_BM.shape[-1] == 0:

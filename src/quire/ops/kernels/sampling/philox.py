@@ -1,10 +1,10 @@
-"""Philox noise on the device: the bits of `quire.ops.sampling.philox`, and Gumbel noise made from
-them.
+"""Philox noise on the device, with the bits of `quire.ops.sampling.philox`; and Gumbel noise from
+it.
 
-Four neighbouring token ids share one counter, so a tile of noise costs a quarter of its tokens'
-counters. The functions here are called by kernels that want noise; the kernels of this file only
-write it out: some 15 instructions per token, 5 of them wide products, so that arithmetic and
-writing take about as long (expected on an H200, not measured: 40 us for 256 rows of 151,936).
+Four neighbouring token ids share one counter, so a tile of noise needs a quarter as many counters
+as tokens. Kernels that need noise call the functions of this file. Its own kernels only write noise
+out: some 15 instructions per token, 5 of them wide products. So arithmetic and writing take about
+as long. Expected on an H200, not measured: 40 us for 256 rows of 151,936.
 
 Shape legend: R rows, K chosen token ids of a row, V vocabulary, C counters.
 """
@@ -32,14 +32,15 @@ _BLOCK = 1024
 
 @triton.jit
 def _multiply(multiplier: tl.constexpr, word):
-    """High and low 32 bits of the product; one instruction on a GPU."""
+    """Return high and low 32 bits of the product; one instruction on a GPU."""
     product = word.to(tl.uint64) * multiplier
     return (product >> 32).to(tl.uint32), (product & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 def philox_words(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 of uint32 tensors that broadcast together. Scalars stay so while they can."""
+    """Compute Philox4x32-10 of uint32 tensors that broadcast together. Scalars stay scalars while
+    they can."""
     for _ in tl.static_range(10):
         a_high, a_low = _multiply(_MULTIPLIER_0, c0)
         b_high, b_low = _multiply(_MULTIPLIER_1, c2)
@@ -54,7 +55,7 @@ def philox_words(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def to_unit(words):
-    """32 random bits to float32 in (0, 1), as `quire.ops.sampling.philox.to_unit`."""
+    """Convert 32 random bits to float32 in (0, 1), as `quire.ops.sampling.philox.to_unit`."""
     return tl.minimum((words.to(tl.float32) + 0.5) * _STEP, _BELOW_ONE)
 
 
@@ -73,7 +74,7 @@ def _words(counters, seed, sample_index, position):
 
 @triton.jit
 def uniform_of_counters(counters, seed, sample_index, position):
-    """Noise of token ids 4 c to 4 c + 3 for counters [..., C]: float32 [..., 4 C]."""
+    """Return the noise of token ids 4 c to 4 c + 3 for counters [..., C]: float32 [..., 4 C]."""
     w0, w1, w2, w3 = _words(counters, seed, sample_index, position)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     return to_unit(words)
@@ -81,7 +82,7 @@ def uniform_of_counters(counters, seed, sample_index, position):
 
 @triton.jit
 def uniform_of_ids(ids, seed, sample_index, position):
-    """Noise of any token ids, one counter each: float32 of their shape."""
+    """Return the noise of any token ids, one counter each: float32 of their shape."""
     w0, w1, w2, w3 = _words(ids >> 2, seed, sample_index, position)
     word = ids & 3
     low = tl.where(word == 0, w0, w1)
@@ -91,9 +92,10 @@ def uniform_of_ids(ids, seed, sample_index, position):
 
 @triton.jit
 def gumbel(uniform):
-    """Gumbel noise in float64, within 4e-15 of `quire.ops.sampling.choice.gumbel`.
+    """Convert uniform noise to Gumbel noise in float64, within 4e-15 of
+    `quire.ops.sampling.choice.gumbel`.
 
-    log(1 - u) loses the digits of a small u; what 1 - u really subtracted puts them back.
+    log(1 - u) loses the digits of a small u. The number that 1 - u really subtracted restores them.
     """
     u = uniform.to(tl.float64)
     rest = 1.0 - u
@@ -102,7 +104,7 @@ def gumbel(uniform):
 
 @triton.jit
 def _rough_log2(x):
-    """The hardware's; Triton's own is ten times as many instructions."""
+    """Return the hardware's log2; Triton's own takes ten times as many instructions."""
     if _INTERPRETED:
         result = tl.log2(x)
     else:
@@ -114,7 +116,8 @@ def _rough_log2(x):
 
 @triton.jit
 def rough_gumbel(uniform):
-    """Gumbel noise in float32, within 2e-5: to find which tokens are worth an exact score.
+    """Convert uniform noise to Gumbel noise in float32, within 2e-5, to find the tokens that need
+    an exact score.
 
     The hardware's logarithm has an absolute error of 2^-22 near 1, so small u take a series.
     """
@@ -157,7 +160,7 @@ def _uniform_at_kernel(
 def uniform(
     seeds_R: torch.Tensor, sample_index_R: torch.Tensor, positions_R: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """Compute `quire.ops.sampling.philox.uniform`."""
+    """Compute `quire.ops.sampling.philox.uniform`: float32 [R, V]."""
     streams = [stream.contiguous() for stream in (seeds_R, sample_index_R, positions_R)]
     out_RV = torch.empty(len(seeds_R), vocab_size, device=seeds_R.device)
     if out_RV.numel() > 0:
@@ -172,7 +175,7 @@ def uniform_at(
     positions_R: torch.Tensor,
     token_ids_RK: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `quire.ops.sampling.philox.uniform_at`."""
+    """Compute `quire.ops.sampling.philox.uniform_at`: float32 [R, K]."""
     streams = [stream.contiguous() for stream in (seeds_R, sample_index_R, positions_R)]
     out_RK = torch.empty(token_ids_RK.shape, device=seeds_R.device)
     if out_RK.numel() > 0:

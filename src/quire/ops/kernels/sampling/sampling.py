@@ -1,10 +1,10 @@
-"""Choosing tokens on the device: temperature, min-p, top-k, top-p and Gumbel-max, without a sort.
+"""Choose tokens on the device: temperature, min-p, top-k, top-p and Gumbel-max, without a sort.
 
-Two launches, whatever the rows ask for. `sampling_scan.scan` reads the logits once, split over the
-vocabulary. Then one program per row takes the best of its chunks, or, for a row with filters,
-looks for the cutoff and draws among what is kept (`sampling_filtered.settle_filtered`). A row's
-token depends on no other row, nor on how the vocabulary was split. The two modules tell what to
-expect of their speed; the second launch without filters is a launch's time.
+There are two launches, whatever the rows request. `sampling_scan.scan` reads the logits once, split
+over the vocabulary. Then one program per row takes the best of its chunks. For a row with filters
+it finds the cutoff and draws among the tokens that pass (`sampling_filtered.settle_filtered`). A
+row's token depends neither on other rows nor on how the vocabulary was split. The two modules state
+their expected times; the second launch without filters takes a launch's time.
 
 Shape legend: N rows, R rows of the parameters' columns, V vocabulary, C chunks, G groups.
 """
@@ -35,15 +35,15 @@ from quire.ops.kernels.sampling.sampling_scan import (
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
-# Bits of a float32 that are the same for all numbers of the dtype.
+# Low bits of a float32 that are the same for all numbers of the dtype.
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """How each row samples: [R] each, contiguous. Temperature 0 is the greedy choice.
+    """Sampling parameters of each row: [R] each, contiguous. Temperature 0 is the greedy choice.
 
-    temperature, top_p and min_p: float32; top_k (0 or less: off), seeds and sample_index: int64.
+    temperature, top_p and min_p: float32. top_k (0 or less: off), seeds and sample_index: int64.
     """
 
     temperature: torch.Tensor
@@ -112,7 +112,7 @@ def _arguments(
     best_NC: torch.Tensor,
     peak_NC: torch.Tensor,
 ) -> dict[str, Any]:
-    """Name what both launches take."""
+    """Return the arguments that both launches take."""
     return {
         "logits_ptr": logits_NV,
         "rows_ptr": positions_N if rows_N is None else rows_N,
@@ -136,13 +136,13 @@ def sample(
     has_filters: bool,
     most_held: int = MOST_HELD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token per row, int64 [N], and whether the row had one to choose, bool [N].
+    """Return a token per row, int64 [N], and whether the row had one to choose, bool [N].
 
-    logits_NV: float32, float16 or bfloat16. rows_N: integers, which of the columns' rows each is
-    (row n if absent), and positions_N: int64; both contiguous. has_filters: whether any row may
-    have top_k, top_p or min_p; without it they are not looked at. A row that holds NaN, or whose
-    largest logit is infinite, is not valid and gets token 0. most_held: groups of 128 tokens that a
-    filtered row holds in registers, a power of 2.
+    logits_NV: float32, float16 or bfloat16. positions_N: int64. rows_N: integers, each row's index
+    in the columns (row n if absent). Both are contiguous. has_filters: whether any row may have
+    top_k, top_p or min_p; otherwise they are ignored. A row with NaN, or with an infinite largest
+    logit, is not valid and gets token 0. most_held: groups of 128 tokens that a filtered row holds
+    in registers, a power of 2.
     """
     num_rows, vocab_size = logits_NV.shape
     device = logits_NV.device
@@ -207,9 +207,12 @@ def best_of_part(
     rows_N: torch.Tensor,
     first: int,
 ) -> torch.Tensor:
-    """The best of a part of the vocabulary, the tokens from `first` on, for rows without filters:
-    pairs of a score and a token id, float64 [N, 2]. The score is -inf where the part has nothing to
-    choose, inf where its logits make no sense."""
+    """Return the best token of a part of the vocabulary, for rows without filters: pairs of a score
+    and a token id, float64 [N, 2].
+
+    The part has the tokens from `first` on. The score is -inf if all its logits are -inf, and inf
+    if it has NaN or an infinite logit.
+    """
     num_rows, width = logits_NV.shape
     device = logits_NV.device
     pairs_N2 = torch.empty(num_rows, 2, dtype=torch.float64, device=device)

@@ -1,15 +1,16 @@
-"""Changes to logits that requests ask for: allowed tokens, bad words, min_tokens, biases.
+"""Edit logits as requests specify: allowed tokens, bad words, min_tokens, biases.
 
-What `quire.ops.sampling.logit_edits` does row by row, in its order, for all rows of a step in two
-launches: one makes the float32 copy of the logits that is edited (of rows with allowed tokens it
-copies nothing), the other has one program per row, which goes through the row's lists one after the
-other. The lists of all rows lie in one table, made when such a request starts and not in each step.
+Two launches do for all rows of a step what `quire.ops.sampling.logit_edits` does row by row, in its
+order. The first makes the float32 copy of the logits that is edited; for rows with allowed tokens
+it copies no logits. The second has one program per row, which applies the row's lists one after
+another. The lists of all rows are in one table, made when such a request starts and not in each
+step.
 
-Expected on an H200, not measured: bound by the copy, 54 us for 256 rows of 151,936 bfloat16
-logits; lists of hundreds of tokens add the time of a launch.
+Expected on an H200, not measured: bound by the copy, 54 us for 256 rows of 151,936 bfloat16 logits.
+Lists of hundreds of tokens add the time of a launch.
 
-Shape legend: N rows of the step, B rows of the token buffers, S rows of the table, M places of
-a row's token buffer, V vocabulary.
+Shape legend: N rows of the step, B rows of the token buffers, S rows of the table, M tokens of a
+row's buffer, V vocabulary.
 """
 
 import torch
@@ -125,12 +126,12 @@ def edit_logits(
     lengths_N: torch.Tensor,
     prompt_lens_N: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits with each row's edits: a new float32 [N, V].
+    """Return the logits with each row's edits: a new float32 [N, V].
 
-    raw_NV: float32, float16 or bfloat16. slots_N: int32, the row of the table, or -1 for none.
-    tokens_BM: integers, rows_N: which of its rows is row n's. lengths_N: how many of its tokens are
-    known, prompt_lens_N: how many are prompt; int64. A captured graph reads the table at its
-    addresses, and lists of any length there.
+    raw_NV: float32, float16 or bfloat16. slots_N: int32, each row's index in the table, or -1 for
+    no edits. tokens_BM: integers, the token buffers. rows_N: each row's index in tokens_BM.
+    lengths_N, prompt_lens_N: int64, known tokens and prompt tokens of each row. A captured graph
+    reads the table at its addresses, and lists of any length there.
     """
     num_rows, vocab_size = raw_NV.shape
     out_NV = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=raw_NV.device)

@@ -1,19 +1,21 @@
 """The second launch of sampling where rows may have filters: one program per row, without a sort.
 
-A token's key is its logit's bits as an integer in the logits' order, so that halving a range of
-keys ends at the exact cutoff: the smallest key that top-k, min-p and top-p leave, and how many
-of the tokens with that key (the lowest ids first). Kept is what `quire.ops.sampling.choice` keeps;
-but a mass is summed in float32, so that a token may fall on the other side of top-p if the mass
-before it is within some 1e-7 of the goal: one of tens of thousands that are kept.
+A token's key is its logit's bits as an integer in the logits' order. Halving a range of keys ends
+at the exact cutoff: the smallest key that passes top-k, min-p and top-p. Of the tokens with that
+key the lowest ids pass. The tokens that pass are the same as in `quire.ops.sampling.choice`, with
+one exception. Masses are summed in float32, so a token may fall on the other side of top-p. This
+happens if the mass before it is within some 1e-7 of the goal, and concerns one of tens of thousands
+of tokens that pass.
 
-The groups' largest logits tell which groups of 128 tokens can hold kept tokens: at most k groups
-for top-k, those above the floor for min-p, and for top-p as many as hold the goal by their largest
-tokens alone. If at most MOST_HELD groups are left, they are loaded into registers once, and all
-else happens there; otherwise each halving reads the row again, from the L2 cache.
+The groups' largest logits show which groups of 128 tokens can have tokens that pass. These are at
+most k groups for top-k, and the groups above the floor for min-p. For top-p they are as many groups
+as hold the goal by their largest tokens alone. If at most MOST_HELD groups are left, they are
+loaded into registers once, and all else happens there. Otherwise each halving reads the row again,
+from the L2 cache.
 
-Expected on an H200, not measured: 15 to 25 us for rows whose kept tokens are held, 132 rows at a
-time, bound by the reductions of some 50 halvings; a flat row of 151,936 logits takes 12 (bfloat16,
-top-p alone) to 50 passes of 8 us, bound by the arithmetic of one multiprocessor.
+Expected on an H200, not measured: 15 to 25 us for rows whose groups fit into registers, 132 rows at
+a time. The reductions of some 50 halvings are the limit. A flat row of 151,936 logits takes 12
+(bfloat16, top-p alone) to 50 passes of 8 us, bound by the arithmetic of one multiprocessor.
 """
 
 import triton
@@ -47,14 +49,15 @@ _KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def _key_of(x, UNUSED_BITS: tl.constexpr):
-    """float32 to int32 in the same order; both zeros are one key."""
+    """Return the int32 keys of float32 numbers, in the same order; both zeros have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED_BITS
 
 
 @triton.jit
 def _value_of(key, UNUSED_BITS: tl.constexpr):
-    """The float32 of a key; of a negative one, the unused bits were ones before they went."""
+    """Return the float32 of a key. Of a negative key the unused bits were ones before they were
+    shifted out."""
     ordered = (key << UNUSED_BITS).to(tl.int32)
     ordered = tl.where(ordered < 0, ordered | ((1 << UNUSED_BITS) - 1), ordered)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -62,7 +65,8 @@ def _value_of(key, UNUSED_BITS: tl.constexpr):
 
 @triton.jit
 def _floor_key(peak, temperature, min_p, UNUSED_BITS: tl.constexpr):
-    """The smallest key that min-p passes, as float64 compares: logit / T >= peak / T + log(p)."""
+    """Return the smallest key that passes min-p, by float64's comparison logit / T >= peak / T +
+    log(p)."""
     lowest = (_KEY_OF_MINUS_INFINITY >> UNUSED_BITS) + 1
     exact_temperature = temperature.to(tl.float64)
     floor = peak.to(tl.float64) / exact_temperature + tl.log(min_p.to(tl.float64))
@@ -78,7 +82,7 @@ def _floor_key(peak, temperature, min_p, UNUSED_BITS: tl.constexpr):
 
 @triton.jit
 def _count_held(keys, weights, key):
-    """Tokens in registers with at least this key, and their mass."""
+    """Count the tokens in registers with at least this key, and sum their mass."""
     passes = keys >= key.to(tl.int32)
     mass = tl.sum(tl.where(passes, weights, 0.0))
     return tl.sum(passes.to(tl.int32)), mass.to(tl.float64)
@@ -87,7 +91,7 @@ def _count_held(keys, weights, key):
 @triton.jit
 def _count(keys, weights, key, logits_ptr, vocab_size, is_held, peak, temperature,
            GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr):  # fmt: skip
-    """Tokens of the row with at least this key, and their mass."""
+    """Count the row's tokens with at least this key, and sum their mass."""
     count, mass = _count_held(keys, weights, key)
     if is_held == 0:
         tile: tl.constexpr = _PASS_GROUPS * GROUP
@@ -109,7 +113,7 @@ def _count(keys, weights, key, logits_ptr, vocab_size, is_held, peak, temperatur
 
 @triton.jit
 def _halve_groups(keys, weights, low, high, wanted_count, wanted_mass):
-    """A key that so many groups, or groups of such a mass, have; `low` if there are too few."""
+    """Return a key that enough groups reach, by count or by mass; `low` if too few do."""
     low_count, low_mass = _count_held(keys, weights, low)
     high_count = low_count * 0
     is_open = (low_count >= wanted_count) | (low_mass >= wanted_mass)
@@ -130,10 +134,11 @@ def _halve(
     logits_ptr, vocab_size, is_held, peak, temperature,
     GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key that enough tokens have, by count or mass; else `low`, which is all.
+    """Find the largest key that enough tokens reach, by count or mass; else `low`, which all reach.
 
-    Gives that key, how many tokens lie above it and their mass, and whether it is the key of the
-    cutoff's own tokens; otherwise none of the tokens with at least this key is cut off.
+    Return the key, count and mass of the tokens that reach it, and count and mass of the tokens
+    above it. Return also whether the cutoff is among the tokens with this key; if not, they all
+    pass.
     """
     high = _key_of(peak, UNUSED_BITS).to(tl.int64) + 1
     high_count = low_count * 0
@@ -161,10 +166,8 @@ def _find_groups(
     held_ptr, maxima_ptr, masses_ptr, num_groups, peak, temperature, floor, wanted_count, top_p,
     is_whole, NUM_GROUPS: tl.constexpr, MOST_HELD: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
-    """A key that all kept tokens have or exceed, the row's mass, and the groups that reach it.
-
-    The groups are written to held_ptr in the order of their ids; returns also whether all fit.
-    """
+    """Return a key that all passing tokens reach, the row's mass, and whether all groups that reach
+    the key fit. The groups are written to held_ptr in the order of their ids."""
     group = tl.arange(0, NUM_GROUPS)
     is_group = group < num_groups
     maxima = tl.load(maxima_ptr + group, mask=is_group, other=_MINUS_INFINITY)
@@ -172,7 +175,7 @@ def _find_groups(
     keys = _key_of(maxima, UNUSED_BITS)
     weights = tl.exp((maxima - peak) * (1.0 / temperature))
     total = tl.sum((masses * weights).to(tl.float64), axis=0)
-    # By their largest tokens alone the groups hold a little more than the nucleus' goal.
+    # The groups' largest tokens alone must hold a little more than the nucleus' goal.
     goal = top_p.to(tl.float64) * total * (1 + 1e-5)
     wanted_mass = tl.where(is_whole, goal, _INFINITY)
     top = _key_of(peak, UNUSED_BITS).to(tl.int64) + 1
@@ -194,7 +197,7 @@ def _find_cutoff(
     logits_ptr, vocab_size, is_held, peak, temperature,
     GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest kept key, and how many of the tokens that have it are kept."""
+    """Return the smallest key that passes, and how many of the tokens with this key pass."""
     count, mass = _count(
         keys, weights, least, logits_ptr, vocab_size, is_held, peak, temperature,
         GROUP, UNUSED_BITS,
@@ -227,7 +230,8 @@ def _find_cutoff(
 
 @triton.jit
 def _is_kept(keys, key, num_ties, seen):
-    """Of a tile [groups, tokens] in the order of ids; `seen` tokens with that key came before."""
+    """Return which tokens of a tile [groups, tokens] pass, in the order of ids, and the new `seen`.
+    It counts the tokens with this key so far."""
     is_tie = keys == key
     ties = is_tie.to(tl.int32)
     here = tl.sum(ties)
@@ -245,7 +249,8 @@ def _draw(
     x, group, key, num_ties, seen, best, best_score, temperature, seed, sample, position,
     GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The best of a tile's kept tokens and of `best` before them."""
+    """Return the best of a tile's passing tokens and of `best` before them, its score, and the new
+    `seen`."""
     kept, seen = _is_kept(_key_of(x, UNUSED_BITS), key.to(tl.int32), num_ties, seen)
     if tl.max(kept.to(tl.int32)) > 0:
         ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -266,7 +271,7 @@ def _best_of_kept(
     x, group, key, num_ties, logits_ptr, vocab_size, is_held, temperature, seed, sample, position,
     GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The row's token. The tile in registers is empty where the row is not held."""
+    """Return the row's token. The tile in registers is empty if the row's groups do not fit."""
     best = tl.full((), 0, tl.int32)
     best_score = tl.full((), _MINUS_INFINITY, tl.float64)
     seen = tl.full((), 0, tl.int32)
@@ -293,7 +298,8 @@ def cutoff_of_row(
     NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, MOST_HELD: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The row's cutoff, as `_find_cutoff`, and what is held: logits, groups, whether all."""
+    """Return the row's cutoff, as `_find_cutoff`, the logits and groups in registers, and whether
+    all groups fit there."""
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     wanted_count = tl.where(has_top_k, top_k, _NO_COUNT).to(tl.int32)
     is_whole = (has_top_k == 0) & (min_p <= 0)

@@ -1,15 +1,17 @@
 """The first launch of sampling: one read of the logits, split over the vocabulary.
 
-Per chunk of 2,048 tokens it leaves the best token (of logit / temperature + noise, or of the logit
-for a greedy row) and the largest logit, infinity if the chunk holds NaN; for rows with filters,
-instead of the best token, the largest logit and the mass of each group of 128 tokens.
+For each chunk of 2,048 tokens it stores the best token, by logit / temperature + noise, or by the
+logit in a greedy row. It also stores the largest logit, or infinity if the chunk has NaN. For rows
+with filters it stores the largest logit and the mass of each group of 128 tokens, instead of the
+best token.
 
-Scores are rounded to float32 first, and the few tokens that this leaves in doubt are scored again
-in float64: the choice is that of `quire.ops.sampling.choice`, however the vocabulary is split.
+Scores are computed in float32 first. The few tokens that this leaves in doubt are scored again in
+float64. So the choice is the same as in `quire.ops.sampling.choice`, however the vocabulary is
+split.
 
 Expected on an H200, not measured: greedy rows are bound by reading (18 us for 256 rows of 151,936
-bfloat16 logits); random rows by some 60 instructions per token, a third of them Philox, which makes
-80 to 100 us of the same rows. One row is 75 programs: the time of a launch.
+bfloat16 logits). Random rows are bound by some 60 instructions per token, a third of them Philox,
+which makes 80 to 100 us for the same rows. One row is 75 programs: the time of a launch.
 
 Shape legend: N rows, V vocabulary, C chunks, G groups.
 """
@@ -25,11 +27,11 @@ from quire.ops.kernels.sampling.philox import (
     uniform_of_ids,
 )
 
-# Which tokens the columns are: all; a part from `first` on, which is a multiple of 4, so that four
-# columns share a counter; or a part that begins anywhere.
+# The tokens of the columns: all; or a part from `first` on. In an even part `first` is a multiple
+# of 4, so that four columns share a counter. An odd part begins anywhere.
 ALL, EVEN_PART, ODD_PART = 0, 1, 2
 GROUP = 128
-GROUPS = 16  # of a chunk
+GROUPS = 16  # groups of a chunk
 CHUNK = GROUPS * GROUP
 
 _ALL = tl.constexpr(ALL)
@@ -40,20 +42,21 @@ _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def score_margin(score):
-    """Rounded scores further apart than this are in the order of the exact ones."""
+    """Return the distance beyond which rounded scores are in the order of the exact ones."""
     return 1e-4 + 2e-6 * tl.abs(score)
 
 
 @triton.jit
 def exact_score(logit, ids, temperature, seed, sample, position):
-    """Do as `quire.ops.sampling.choice` scores a token, in float64."""
+    """Return a token's score in float64, as in `quire.ops.sampling.choice`."""
     noise = gumbel(uniform_of_ids(ids, seed, sample, position))
     return logit.to(tl.float64) / temperature.to(tl.float64) + noise
 
 
 @triton.jit
 def best_of_tile(in_doubt, x, ids, temperature, seed, sample, position, best, best_score):
-    """The best of the tokens in doubt and of `best` before them, by exact scores, one by one.
+    """Return the best of the tokens in doubt and of `best` before them, by exact scores, and its
+    score.
 
     Of equal scores the lowest token id wins, and `best`, whose id is lower, before them all.
     """
@@ -74,7 +77,7 @@ def best_of_tile(in_doubt, x, ids, temperature, seed, sample, position, best, be
 def best_of_chunks(
     logits_ptr, best_ptr, peaks, peak, chunk, num_chunks, temperature, seed, sample, position
 ):
-    """The chunks' best tokens against each other: by their logits, or by exact scores."""
+    """Return the best of the chunks' best tokens: by their logits, or by exact scores."""
     is_chunk = chunk < num_chunks
     ids = tl.load(best_ptr + chunk, mask=is_chunk, other=0)
     if temperature > 0:
@@ -88,7 +91,8 @@ def best_of_chunks(
 
 @triton.jit
 def load_peaks(peak_ptr, chunk, num_chunks):
-    """Largest logit of each chunk and of the row; whether the row has a token to choose."""
+    """Return the largest logit of each chunk and of the row, and whether the row has a token to
+    choose."""
     peaks = tl.load(peak_ptr + chunk, mask=chunk < num_chunks, other=_MINUS_INFINITY)
     peak = tl.max(peaks, axis=0)
     return peaks, peak, (peak > _MINUS_INFINITY) & (peak < float("inf"))
@@ -159,7 +163,7 @@ def scan(
     x = tl.load(
         logits_ptr + n * logits_stride + ids, mask=ids < vocab_size, other=_MINUS_INFINITY
     ).to(tl.float32)
-    # A row with NaN has no token to choose, nor has one with infinity: they need not differ.
+    # Rows with NaN and rows with infinity both have no token to choose, and are treated equally.
     x = tl.where(x != x, float("inf"), x)
     maxima = tl.max(x, axis=1)
     peak = tl.max(maxima, axis=0)
