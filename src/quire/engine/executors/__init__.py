@@ -1,1 +1,1 @@
-"""What carries out plans: in this thread, on a thread of its own, or launched ahead."""
+"""Executors, which run plans in the caller's thread, on a device thread, or launched ahead."""

@@ -1,4 +1,4 @@
-"""Executors carry out plans in the order in which they were submitted, and hand back results."""
+"""Executors carry out plans in the order of submission and return their results in that order."""
 
 import logging
 from collections import deque
@@ -19,58 +19,58 @@ logger = logging.getLogger("quire")
 
 
 class Executor(Protocol):
-    """What the core needs of the device side; in-process, on a thread, simulated.
+    """Interface through which the core runs plans: in-process, on a thread, by ranks or simulated.
 
     A result may be ready when `submit` returns, or later.
     """
 
     def start(self, on_result: Callable[[], None]) -> None:
-        """Begin. on_result: to be called, from any thread, when a result is ready later."""
+        """Set the callback for results that are ready after `submit`; any thread may call it."""
         ...
 
     def copy_bytes_per_s(self) -> float:
-        """Return how fast blocks are copied to host memory; 0.0 if they cannot be."""
+        """Return the rate of block copies to host memory; 0.0 if blocks cannot be copied."""
         ...
 
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
-        """Hand over a plan. What goes wrong with it comes back as the result's error; plans behind
-        it are answered without being carried out, until all were answered. Raises EngineError if
-        no plan can be carried out any more.
+        """Submit a plan. A plan that fails returns a result with an error. Plans submitted after it
+        fail without running until no result is outstanding.
 
-        masks: which tokens its masked rows may choose; waited for before they do."""
+        masks: tokens that the plan's masked rows may choose; awaited before sampling.
+        Raises EngineError if no further plan can run."""
         ...
 
     def is_ready(self) -> bool:
-        """Tell whether `next_result` returns at once."""
+        """Return whether `next_result` returns without waiting."""
         ...
 
     def next_result(self) -> StepResult:
-        """Return the result of the oldest plan that was not answered; waits for it. Raises
-        EngineError as `submit` does."""
+        """Wait for the oldest outstanding plan and return its result. Raises EngineError if no
+        further plan can run."""
         ...
 
     def close(self) -> None: ...
 
 
 class RunsPlans(Protocol):
-    """What an executor needs of a loaded model in its process."""
+    """Interface of a model loaded in the executor's process."""
 
     @property
     def copy_bytes_per_s(self) -> float: ...
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-        """Carry out a plan and wait for it."""
+        """Run a plan and wait for its result."""
         ...
 
     def skip(self, plan: Plan) -> None:
-        """Take note of a plan that is not carried out, because one before it failed."""
+        """Note a plan that is not run because an earlier plan failed. Stages pass this on."""
         ...
 
 
 class InProcessExecutor:
-    """Runs each plan in the calling thread, when it is submitted.
+    """Executor that runs each plan in the calling thread, within `submit`.
 
-    check_device: raises if the device cannot be used any more; asked after a step that raised.
+    check_device: called after a step that raised; raises if the device is no longer usable.
     """
 
     def __init__(self, built: RunsPlans, check_device: Callable[[], None] | None = None) -> None:
@@ -89,7 +89,7 @@ class InProcessExecutor:
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         assert self._built is not None, "the executor is closed"
         if self._results and self._results[-1].error is not None:
-            # Built on a plan that failed: the rows are not as this one takes them to be.
+            # This plan assumes row states that the failed plan did not produce.
             self._results.append(failed_step(plan, "a step before it failed"))
             self._built.skip(plan)
             return
@@ -99,8 +99,8 @@ class InProcessExecutor:
             message = f"{type(error).__name__}: {error}"
             self._results.append(failed_step(plan, message))
             if not isinstance(error, Exception):
-                raise  # an interrupt is the caller's; anything else fails requests, not the engine
-            if message != self._last_error:  # not again for each part in which it is repeated
+                raise  # interrupts reach the caller; other errors fail requests, not the engine
+            if message != self._last_error:  # once, not for each part of a repeated step
                 logger.debug("step %d raised", plan.step_id, exc_info=error)
             self._last_error = message
             self._give_up_if_lost(message)
@@ -126,9 +126,9 @@ class InProcessExecutor:
 
 
 def check_usable(device: "torch.device") -> None:
-    """Raise if a device cannot be used any more. An error that poisons it (an illegal access, an
-    assertion in a kernel) is raised by every later call; one that does not (out of memory, a wrong
-    argument) leaves it usable."""
+    """Raise if a device is no longer usable. After an illegal access or a failed assertion in a
+    kernel, every later call raises. After out of memory or a wrong argument, the device still
+    works."""
     if device.type == "cuda":
         import torch
 
@@ -136,6 +136,6 @@ def check_usable(device: "torch.device") -> None:
 
 
 def failed_step(plan: Plan, error: str) -> StepResult:
-    """Make the result of a step that was not carried out."""
+    """Return an empty result with an error, for a step that failed or was skipped."""
     nothing = np.empty((0, 1), np.int32)
     return StepResult(plan.step_id, nothing, nothing[:, 0], error=error)

@@ -1,12 +1,12 @@
-"""An executor for devices that work while the host does: one thread launches, another waits.
+"""Executor for asynchronous devices: one thread launches plans, another waits for results.
 
     caller     | plan N+1 |            update N | messages, text ...
     launching  |          | launch N+1 |        |
     waiting    |        result of N ...    ring |      result of N+1 ...
     device     |        step N              | step N+1
 
-The device gets step N+1 while it works on step N, so it never waits for the host. While there is
-nothing to launch the first thread lets the runner do what is useful then (recording graphs).
+The device receives step N+1 while it computes step N, so it never waits for the host. While there
+is nothing to launch, the launching thread lets the runner record graphs.
 """
 
 import logging
@@ -29,11 +29,11 @@ logger = logging.getLogger("quire")
 
 
 class LaunchingExecutor:
-    """Carries out plans by a runner that launches.
+    """Executor that launches plans on an asynchronous device and waits for them on a second thread.
 
-    A plan that cannot be launched comes back as a result with an error. What the device meets with
-    later poisons it: `next_result` raises EngineError. thread: the one on which the model was
-    loaded, and launches. idles: whether idle moments are used.
+    A plan that cannot be launched returns a result with an error. An error on the device after the
+    launch makes the device unusable: `next_result` raises EngineError. thread: thread that loaded
+    the model and launches plans. idles: whether idle moments are used to record graphs.
     """
 
     def __init__(self, built: "BuiltRunner", thread: DeviceThread, *, idles: bool = True) -> None:
@@ -54,7 +54,7 @@ class LaunchingExecutor:
         assert not self._is_closed, "the executor is closed"
         steps, waiting, launching = self._steps, self._waiting, self._launching
         if self._num_unanswered == 0:
-            steps.has_failed = False  # nothing is built on it
+            steps.has_failed = False  # no outstanding plan depends on the failed one
         self._num_unanswered += 1
 
         def launch() -> None:
@@ -77,7 +77,7 @@ class LaunchingExecutor:
         return found
 
     def close(self) -> None:
-        """Wait for what was launched; plans behind that are not carried out."""
+        """Wait for launched plans to end; skip plans that are not launched yet."""
         self._is_closed = self._steps.has_failed = True
         self._launching.do(self._steps.settle)
         self._launching.close()
@@ -88,7 +88,8 @@ Answer = Callable[[], StepResult]
 
 
 class _Steps:
-    """The threads' side: it must not hold the executor, whose end is theirs."""
+    """State of the threads. It must not refer to the executor: the threads end when the executor is
+    garbage-collected."""
 
     def __init__(self, runner: "ModelRunner", check: Callable[[], None]) -> None:
         self._runner = runner
@@ -96,12 +97,13 @@ class _Steps:
         self.results: SimpleQueue[StepResult | EngineError] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
         self.has_failed = False
-        self._num_launched = self._num_answered = 0  # each is counted by one thread
+        self._num_launched = self._num_answered = 0  # each has one writing thread
 
     def launch(self, plan: Plan, masks: MaskPromise | None) -> Answer:
-        """Launch a plan, on the launching thread. Whatever goes wrong is told by the answer."""
+        """Launch a plan on the launching thread. Return a function that waits for its result, and
+        that reports or raises an error of the launch."""
         self._num_launched += 1
-        if self.has_failed:  # the rows are not as this plan takes them to be
+        if self.has_failed:  # this plan assumes row states that do not exist
             return lambda: failed_step(plan, "a step before it failed")
         try:
             pending = self._runner.launch(plan, masks)
@@ -113,7 +115,7 @@ class _Steps:
         return pending.end
 
     def answer(self, answer: Answer) -> None:
-        """Wait for an answer, on the waiting thread, for each plan in its turn."""
+        """Wait for a plan's result on the waiting thread and queue it, in order of submission."""
         try:
             self.results.put(answer())
         except EngineError as error:
@@ -125,8 +127,8 @@ class _Steps:
         self.on_result()
 
     def idle(self) -> bool:
-        """Use an idle moment, on the launching thread; what goes wrong then is no request's
-        matter."""
+        """Let the runner record a graph, on the launching thread, if no plan is outstanding. Return
+        whether to call again. Errors are logged and fail no request."""
         try:
             return self._num_launched > self._num_answered or self._runner.idle()
         except Exception:
@@ -134,14 +136,13 @@ class _Steps:
             return False
 
     def settle(self) -> None:
-        """Wait, on the launching thread, for what idle moments launched, before its memory is given
-        back."""
+        """Wait, on the launching thread, for device work from idle moments before its memory is
+        freed."""
         with suppress(Exception):
             self._check_device()
 
     def _failure(self, plan: Plan, message: str) -> Answer:
-        """Make the answer to a failed launch. Whether the device can go on is found out now, before
-        the next plan is launched."""
+        """Return the answer to a failed launch. Check the device now, before the next launch."""
         try:
             self._check_device()
         except Exception as error:

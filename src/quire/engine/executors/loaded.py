@@ -1,4 +1,4 @@
-"""What an engine knows of a model that was loaded, in its own process or by ranks."""
+"""Properties of a loaded model that an engine reads, whether its own process or ranks loaded it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,9 +10,10 @@ from quire.spec.model_spec import ModelSpec
 
 
 class LoadedModel(Protocol):
-    """config: with all derived values filled in. spec: of one rank's part. dtype: its text is a
-    name. is_async: the device works beside the host. drafts_ahead: whether the model that guesses
-    reads the served one; None: nobody guesses. num_threads: of its process."""
+    """Loaded model. config: configuration with all derived values. spec: of one rank's part.
+    dtype: `str(dtype)` is the type's name. is_async: whether the device works alongside the host.
+    drafts_ahead: whether the draft model reads the served model's hidden states; None without a
+    draft model. num_threads: CPU threads of the model's process."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -44,7 +45,7 @@ class LoadedModel(Protocol):
 
 @dataclass(frozen=True)
 class LoadedElsewhere:
-    """A `LoadedModel` as a rank tells of it."""
+    """`LoadedModel` as data that a rank sends to its core."""
 
     config: EngineConfig
     spec: ModelSpec

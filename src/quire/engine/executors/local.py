@@ -1,4 +1,4 @@
-"""A model in this process: loaded, and with what carries out its plans."""
+"""A model loaded in this process, together with its executor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ Build = Callable[[], BuiltRunner]
 
 @dataclass(frozen=True)
 class LocalModel:
-    """built: the runner. draft: carries out a drafter's orders, in the thread of the runner.
-    idle: does what is useful while no step is to be done; whether there was something."""
+    """Model in this process. draft: runs a drafter's order on the runner's thread. idle: lets the
+    runner record a graph, on the same thread, and returns whether it did."""
 
     built: BuiltRunner
     executor: Executor
@@ -30,14 +30,15 @@ def _executor(built: BuiltRunner) -> InProcessExecutor:
 
 
 def build_local(build: Build, device: str, *, is_threaded: bool, idles: bool = True) -> LocalModel:
-    """Let a runner be built in the thread in which it will work: the caller's, unless steps are to
-    go on beside it or the device works beside the host. device: as the settings name it. idles:
-    idle moments are used; else by `LocalModel.idle` alone."""
+    """Build a runner on the thread that will run it, and choose its executor. A synchronous CPU
+    runner without `is_threaded` uses the caller's thread; all others get a device thread.
+
+    idles: whether the executor uses idle moments by itself; if not, only `LocalModel.idle` does."""
     if choose_device(device).type == "cpu" and not is_threaded:
         built = build()
         if not built.is_async:
             return LocalModel(built, _executor(built), built.guess, built.runner.idle)
-        thread = DeviceThread()  # Triton's interpreter in a GPU's place
+        thread = DeviceThread()  # asynchronous on a CPU: Triton's interpreter replaces a GPU
     else:
         thread = DeviceThread()
         built = thread.call(build)

@@ -1,8 +1,8 @@
-"""An executor that carries out plans on a thread of its own, while the caller plans the next ones.
+"""Executor that runs plans on its own thread while the caller plans the next steps.
 
-All of the model's work belongs on one thread, its loading too (`DeviceThread.call`): OpenMP keeps a
-pool of threads per calling thread, and with two of them it counts more threads than cores and lets
-each sleep between operations. (A GPU has `launching.py`.)
+One thread does all of the model's work, including loading (`DeviceThread.call`). OpenMP keeps one
+thread pool per calling thread; with two pools it counts more threads than cores, and its threads
+sleep between operations. GPUs use `launching.py`.
 
     caller   | plan N+1 | update N-1 | messages, text |  wait  | plan N+2 | update N ...
     thread   |                   step N                        |      step N+1 ...
@@ -20,20 +20,20 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executors.executor import Executor, failed_step
 
-END_S = 5.0  # how long the end of the process waits for what the thread is doing
-IDLE_S = 0.05  # between two steps there is less, also where only one is in flight
+END_S = 5.0  # maximum wait for the thread's current function at process exit
+IDLE_S = 0.05  # longer than the pause between two steps, even with one step in flight
 
 T = TypeVar("T")
 Job = Callable[[], None]
 
 
 class DeviceThread:
-    """A thread that carries out one function after the other. It ends with `close`, or when nobody
-    holds this object any more."""
+    """Thread that runs functions one after another. It ends on `close`, or when the last reference
+    to this object is dropped."""
 
     def __init__(self, name: str = "device") -> None:
         self._jobs: Jobs = SimpleQueue()
-        # A daemon, because nothing could tell another thread that the process is to end.
+        # A daemon: a non-daemon thread would not learn that the process exits.
         self._thread = threading.Thread(
             target=_carry_out, args=(self._jobs,), name=f"quire-{name}", daemon=True
         )
@@ -41,17 +41,17 @@ class DeviceThread:
         self._end = weakref.finalize(self, _end, self._jobs, self._thread)
 
     def do(self, job: Job) -> None:
-        """Carry out a function after those before it. It must not raise."""
+        """Queue a function after the functions queued before. It must not raise."""
         self._jobs.put(job)
 
     def do_when_idle(self, job: Callable[[], bool]) -> None:
-        """Carry out a function whenever nothing else was to be done for IDLE_S, as long as it
-        returns true. It must not raise."""
+        """Run a function each time the queue was empty for IDLE_S, until it returns false. It must
+        not raise."""
         self._jobs.put(_WhenIdle(job))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function there; returns or raises what it does. Ctrl-C reaches the caller, who
-        waits."""
+        """Call a function on the thread and wait; return its value or raise its error. Ctrl-C
+        interrupts the waiting caller, not the function."""
         answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
         def answer() -> None:
@@ -67,7 +67,7 @@ class DeviceThread:
         return value  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Wait for what was given to it, and end it. A second call does nothing."""
+        """Wait for all queued functions and end the thread. A second call does nothing."""
         if self._end.detach() is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -95,7 +95,7 @@ def _carry_out(jobs: Jobs) -> None:
             idle = job
         else:
             job()
-        del job  # while it waits it holds nothing
+        del job  # hold no reference while waiting
 
 
 def _end(jobs: Jobs, thread: threading.Thread) -> None:
@@ -105,11 +105,11 @@ def _end(jobs: Jobs, thread: threading.Thread) -> None:
 
 
 class ThreadedExecutor:
-    """Carries out another executor's plans, one after the other, on a thread.
+    """Executor that runs an inner executor's plans one after another on a thread.
 
-    What fails comes back as a result, as with any executor; EngineError is raised by `next_result`.
-    Signals are the main thread's: Ctrl-C interrupts its waiting, the step goes on, and its result
-    is there when it is asked for again.
+    A failed plan returns a result with an error; `next_result` raises EngineError if no further
+    plan can run. Ctrl-C only interrupts the main thread's wait. The step continues, and the next
+    call of `next_result` returns its result.
     """
 
     def __init__(self, inner: Executor, thread: DeviceThread | None = None) -> None:
@@ -130,7 +130,7 @@ class ThreadedExecutor:
         assert not self._is_closed, "the executor is closed"
         steps = self._steps
         if self._num_unanswered == 0:
-            steps.has_failed = False  # nothing is built on it; the thread has nothing to do
+            steps.has_failed = False  # no outstanding plan depends on it, and the thread is idle
         self._num_unanswered += 1
         self._thread.do(lambda: steps.carry_out(plan, masks))
 
@@ -145,14 +145,15 @@ class ThreadedExecutor:
         return found
 
     def close(self) -> None:
-        """Wait for the present step; those behind it are not carried out."""
+        """Wait for the current step; skip the plans queued after it."""
         self._is_closed = self._steps.has_failed = True
         self._thread.close()
         self._inner.close()
 
 
 class _Steps:
-    """The thread's side: it must not hold the executor, whose end is its own."""
+    """State of the thread. It must not refer to the executor: the thread ends when the executor is
+    garbage-collected."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -165,7 +166,7 @@ class _Steps:
         self.on_result()
 
     def _result(self, plan: Plan, masks: MaskPromise | None) -> StepResult | EngineError:
-        if self.has_failed:  # the rows are not as this plan takes them to be
+        if self.has_failed:  # this plan assumes row states that do not exist
             return failed_step(plan, "a step before it failed")
         try:
             self.inner.submit(plan, masks)

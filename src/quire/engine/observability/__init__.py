@@ -1,1 +1,1 @@
-"""What an engine shows of itself: metrics, timelines, heartbeats, the live view, the log."""
+"""Metrics, request timelines, heartbeats, the live view and the log of an engine."""

@@ -1,4 +1,4 @@
-"""An executor whose results are signs of life."""
+"""Executor that renews the core's heartbeat with each result."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,8 @@ from quire.engine.observability.heartbeat import Heartbeat
 
 
 class BeatingExecutor:
-    """An executor whose every result is a sign of life: a step that is repeated in parts takes
-    long, and is not stuck. A plan that is handed over behind another one is none."""
+    """Executor that renews the heartbeat's deadline with each result of an inner executor, so that
+    a step repeated in parts does not look stuck. `submit` renews it only with no plan in flight."""
 
     def __init__(self, executor: Executor, heartbeat: Heartbeat, clock: Clock) -> None:
         self._executor = executor

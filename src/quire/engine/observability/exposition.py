@@ -1,9 +1,9 @@
 """Metrics in Prometheus' text format, under the names that vLLM's dashboards know.
 
-With the prefix `vllm` those that vLLM has, too, and that mean the same there, have its full names:
-pickers of endpoints and dashboards know no others. What is ours alone stays under `quire:`.
-Every series carries `model_name` and `engine`, the core's number. The process's own numbers
-(`process_*`: memory, processor time, open files) are those of the core.
+With the prefix `vllm`, metrics that mean the same in vLLM have vLLM's full names, because endpoint
+pickers and dashboards know only these. Metrics that only quire has stay under `quire:`. Every
+series has the labels `model_name` and `engine` (the core's number). The process metrics
+(`process_*`: memory, processor time, open files) describe the core's process.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ VLLM_NAMES = frozenset(HISTOGRAMS) | {
 
 
 class Exposition(Collector):
-    """Makes metric families of what events counted and of what the scheduler holds right now."""
+    """Collector of metric families, from counted events and the scheduler's current state."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Exposition(Collector):
         self._values = (model_name, str(core_id))
 
     def text(self) -> str:
-        """Return all metrics as they are now."""
+        """Return the current values of all metrics."""
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -74,7 +74,7 @@ class Exposition(Collector):
         yield from self._of_ranks()
 
     def _of_scheduler(self, view: SchedulerView) -> Iterator[Metric]:
-        """Yield what the scheduler holds."""
+        """Yield the scheduler's current state: requests, KV blocks, pins, tiers, encoder memory."""
         waiting, pins, tier, stores = view.num_waiting, view.pins, view.tier, view.stores
         media = view.media
         gauge, counter = self._gauge, self._counter
@@ -124,7 +124,7 @@ class Exposition(Collector):
             yield counter("encoder_cache_hits", help, media.num_hits)
 
     def _of_ranks(self) -> Iterator[Metric]:
-        """Yield what the processes that compute the model together do."""
+        """Yield step times, steps and expert pairs by rank."""
         if not self._ranks:
             return
         seconds = {rank: times.seconds for rank, times in enumerate(self._ranks)}
@@ -174,7 +174,7 @@ class Exposition(Collector):
         yield self._counters("request_success", help, "finished_reason", metrics.num_finished)
 
     def _of_keys(self, metrics: EngineMetrics) -> Iterator[Metric]:
-        """Yield what each API key has taken; it is named by its place, and never shown."""
+        """Yield the usage of each API key. A label shows the key's position, never the key."""
         if not metrics.of_keys:
             return
         for name, help, field in (
@@ -197,7 +197,7 @@ class Exposition(Collector):
             yield family
 
     def _full(self, name: str) -> str:
-        """Return a name with its prefix."""
+        """Return a metric's name with its prefix."""
         return f"{self._prefix if name in VLLM_NAMES else OURS}:{name}"
 
     def _gauge(self, name: str, help: str, value: float, **more: str) -> Metric:
@@ -218,7 +218,7 @@ class Exposition(Collector):
 
 
 def _label(item: "dataclasses.Field[Any]", value: Any) -> str:
-    """Return a setting as metrics show it: without secrets and without paths of this machine."""
+    """Return a setting as a label, with secrets and paths of this machine masked."""
     if item.metadata["is_path"] and value is not None:
         return MASK
     if item.name == "kv_store":

@@ -1,9 +1,9 @@
-"""Frames of what a core is doing, made on its thread between two steps, while somebody asks.
+"""Frames of the live view, which the core's thread makes between two steps while a client watches.
 
-Nobody asks: nothing is made, and no event is heard. Somebody does: a frame at most every FRAME_S,
-and less often if it takes long, so that watching costs one in ONE_IN of the time; but each MOST_S
-at least, since a pause that comes by chance looks like that, too. Who asks before gets the last one
-again. The next steps never wait for a reader.
+Without a watching client, the core makes no frames and subscribes to no events. With one, it makes
+at most one frame per FRAME_S, or fewer, so that frames take at most one part in ONE_IN of the time.
+The pause is at most MOST_S, because a chance delay can make a frame look expensive. A client that
+asks earlier gets the last frame again. Steps never wait for a reader.
 """
 
 from collections import Counter, deque
@@ -20,14 +20,13 @@ from quire.engine.loop.core import EngineCore
 FRAME_S = 0.2
 ONE_IN = 200
 MOST_S = 10.0
-IDLE_S = 5.0  # after the last question nobody watches any more
-MOST_STEPS = 256  # that a frame tells
-MOST_EVENTS = 512
+IDLE_S = 5.0  # time without a request after which watching ends
+MOST_STEPS = 256  # steps in a frame
+MOST_EVENTS = 512  # block events in a frame
 
 
 class LiveTally:
-    """What happened lately: steps, what befell blocks, and counts of it. The numbers of steps and
-    events go up for ever; what was counted begins anew with `begin`."""
+    """Recent steps and block events, with counts since `begin`. `begin` restarts no numbers."""
 
     def __init__(self) -> None:
         self._event_number = 0
@@ -37,7 +36,7 @@ class LiveTally:
         self.steps: deque[StepRow] = deque(maxlen=MOST_STEPS)
         self.events: deque[BlockEvent] = deque(maxlen=MOST_EVENTS)
         self.counts: Counter[str] = Counter()
-        self._planned: dict[int, tuple[int, int]] = {}  # step -> tokens: of prompts, of decoding
+        self._planned: dict[int, tuple[int, int]] = {}  # step -> prefill tokens, decode tokens
 
     def take(self, event: Event, block_size: int) -> None:
         if isinstance(event, Planned) and event.plan is not None:
@@ -59,7 +58,7 @@ class LiveTally:
         own = plan.num_tokens - plan.num_drafts
         prefill = int(own[own > 1].sum())
         self._planned[plan.step_id] = prefill, plan.num_scheduled_tokens - prefill
-        if len(self._planned) > MOST_STEPS:  # of steps that were never carried out
+        if len(self._planned) > MOST_STEPS:  # drop plans that were never run
             del self._planned[next(iter(self._planned))]
         loaded: set[tuple[int, int]] = set()
         for move in plan.moves:
@@ -82,7 +81,7 @@ class LiveTally:
 
 
 def _hits(plan: Plan, row: int, num_blocks: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield, by cache group, the blocks that a row begins with."""
+    """Yield each cache group with the row's prefix hit: the first num_blocks blocks of the row."""
     writes = plan.block_writes
     mine = (writes.row == row) & (writes.index < num_blocks) & (writes.block_id >= 0)
     for group in np.unique(writes.group[mine]).tolist():
@@ -90,7 +89,7 @@ def _hits(plan: Plan, row: int, num_blocks: int) -> Iterator[tuple[int, list[int
 
 
 class LiveFrames:
-    """The frames of one core."""
+    """Maker of a core's frames; subscribes to events while a client watches."""
 
     def __init__(self, core: EngineCore, clock: Clock) -> None:
         self._core, self._clock = core, clock
@@ -102,12 +101,12 @@ class LiveFrames:
         self._is_listening = False
 
     def frame(self) -> LiveFrame:
-        """Return what is now, or the last frame if it is too early for another."""
+        """Return a new frame, or the last frame if it is too early for another."""
         now = self._clock.now()
         self._asked_s = now
         if not self._is_listening:
             self._tally.begin()
-            self._core.publish()  # what happened before is not for who begins to watch
+            self._core.publish()  # flush events from before this client began to watch
             self._core.subscribe(self)
             self._is_listening = True
             self._last = None

@@ -1,4 +1,4 @@
-"""Warnings that could come thousands of times: the first at once, then the rest as a number."""
+"""Rate limit for repeated warnings: log the first at once, then a count of the suppressed ones."""
 
 import logging
 
@@ -10,14 +10,14 @@ EVERY_S = 60.0
 
 
 class ThrottledLog:
-    """At most one warning a minute of each kind. For one thread."""
+    """Logger of at most one warning of each kind per `every_s` (a minute). Not thread-safe."""
 
     def __init__(self, clock: Clock, every_s: float = EVERY_S) -> None:
         self._clock = clock
         self._every_s = every_s
         self._last_s: dict[str, float] = {}
         self._unsaid: dict[str, int] = {}
-        self.counts: dict[str, int] = {}  # of each kind, since the start
+        self.counts: dict[str, int] = {}  # warnings of each kind since the start
 
     def warn(self, kind: str, message: str) -> None:
         now, last = self._clock.now(), self._last_s.get(kind)

@@ -1,12 +1,12 @@
-"""The metrics of several cores as one text in Prometheus' format."""
+"""Merge the metrics of several cores into one text in Prometheus' format."""
 
 from collections.abc import Mapping
 
 
 def merged(texts: Mapping[int, str]) -> str:
-    """Merge the texts of cores, by number. Each family has one head, which a text begins with HELP
-    and TYPE, and the samples of all cores; those without labels, which are about a process, get the
-    core's number as `engine`."""
+    """Merge texts given by core number. Each metric family has its HELP and TYPE lines once, then
+    all cores' samples. Samples without labels describe a process and get the core's number as the
+    label `engine`."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for core, text in texts.items():

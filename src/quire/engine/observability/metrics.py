@@ -1,13 +1,13 @@
-"""Metrics of the engine's work, from the core's events alone.
+"""Metrics of the engine's work, computed only from the core's events.
 
-A number is counted when its event happens: the time in the queue when a request gets its first row,
-the time to the first token with that token. What describes a whole request is counted when it ends
-by itself (`stop`, `length`): the times of an aborted one say when its client left.
+Each value is counted when its event happens. So the queue time is counted when a request gets its
+first row. Values of a whole request are counted when it ends by itself
+(`stop`, `length`, `repetition`). The times of an aborted request only say when its client left.
 
-Per step and token there is only array arithmetic, on the time of each row's last token. Rows pass
-from request to request; what must outlast that is in `RequestTimes`, dropped when the request ends.
-Histograms are numpy arrays, so a step's values for all its rows are counted at once. A bucket
-counts the values up to and including its bound, as in Prometheus; the last one has no bound.
+The work per step and token is array arithmetic on the time of each row's last token. A row passes
+from request to request; values that outlast the row are in `RequestTimes` until the request ends.
+Histograms are numpy arrays, so one operation counts a step's values for all rows. A bucket counts
+the values up to and including its bound, as in Prometheus; the last bucket has no bound.
 """
 
 import math
@@ -32,12 +32,12 @@ from quire.base.events import (
 )
 from quire.base.tenants import is_key
 
-# Seconds between two tokens: fine where people and schedulers notice a difference.
+# Bounds for seconds between two tokens: fine where users and schedulers notice a difference.
 TOKEN_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
-# Seconds of a request and its parts.
+# Bounds for seconds of a request and its phases.
 REQUEST_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0),
     *(7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
@@ -47,7 +47,7 @@ TIMES = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
 def tokens_up_to(most: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50 and so on, not above `most`."""
+    """Return the bounds 1, 2, 5, 10, 20, 50 and so on up to `most`."""
     return tuple(_one_two_five(most))
 
 
@@ -61,7 +61,7 @@ def _one_two_five(most: int) -> Iterator[float]:
 
 
 class Histogram:
-    """How many values fell between which bounds (ascending), and their sum."""
+    """Counts of values between ascending bounds, and the sum of the values."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -74,13 +74,13 @@ class Histogram:
         self.total += value
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
-        """Count many values at once: [N]."""
+        """Count several values: [num_values], float64."""
         places = self._bounds.searchsorted(values)
         self.counts += np.bincount(places, minlength=len(self.counts))
         self.total += float(values.sum())
 
     def cumulative(self) -> list[int]:
-        """Return how many values are up to each bound, and how many there are."""
+        """Return the number of values up to each bound, then the number of all values."""
         return [int(number) for number in self.counts.cumsum()]
 
 
@@ -117,7 +117,7 @@ HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
 
 @dataclass(slots=True)
 class KeyUsage:
-    """What the requests of one API key have taken. num_requests: those that have ended."""
+    """Usage of one API key. num_requests: number of ended requests."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -127,10 +127,10 @@ class KeyUsage:
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
-    """What is known of a request that has not ended. Times in seconds, NaN: not yet.
+    """Counts and times of an open request. Times are in seconds; NaN means not yet.
 
-    last_token_s: while the request holds `row`, the time is in `EngineMetrics.last_token_s[row]`.
-    row: that it holds or held last, -1 if another request has it now.
+    last_token_s: while the request owns `row`, the time is in `EngineMetrics._last_token_s[row]`.
+    row: the request's current or last row; -1 before the first, or if another request took it.
     """
 
     num_prompt_tokens: int
@@ -147,15 +147,16 @@ class RequestTimes:
 
 
 class EngineMetrics:
-    """Counts what a core's events tell; `Exposition` gives it to Prometheus.
+    """Counters and histograms of a core's events; `Exposition` exports them to Prometheus.
 
-    counts_hits: there is a prefix cache, in which every admitted prompt is looked up.
-    num_computed_prompt_tokens: tokens computed for the first token of a request, or after a
-    preemption again: the rate at which prompts are worked on, also in the middle of a long one.
-    num_drafts: how often a row tried guesses; num_guessed: these; accepted_at: how often
-    the first of a row's guesses was right, the second, and so on.
-    idle_s: time without any request between the first and the last one.
-    of_keys: what each API key has taken, by its name; output tokens when a request ends.
+    counts_hits: whether every admitted prompt is looked up in a prefix cache.
+    num_computed_prompt_tokens: prompt tokens computed so far, including tokens recomputed after a
+        preemption. Its rate shows progress even within one long prompt.
+    num_drafts: steps of rows that verified draft tokens.
+    num_guessed: draft tokens that were verified.
+    accepted_at: accepted draft tokens by position in the draft.
+    idle_s: time without any open request, between the first and the last request.
+    of_keys: usage by API key name; output tokens are added when a request ends.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, counts_hits: bool) -> None:
@@ -186,7 +187,7 @@ class EngineMetrics:
 
     @property
     def num_accepted(self) -> int:
-        """Tokens that came because guesses were right."""
+        """Number of accepted draft tokens."""
         return sum(self.accepted_at)
 
     def __call__(self, event: Event) -> None:
@@ -207,8 +208,8 @@ class EngineMetrics:
                 self._finish(event)
 
     def _step(self, event: Stepped) -> None:
-        """Count a step: rows without a last token have got their first one; for the others an
-        interval ends."""
+        """Count a step. A row without a last token gets its first token; for other rows, count the
+        time since their last token."""
         rows, now = event.rows, event.at_s
         self.num_generation_tokens += len(rows) + event.num_accepted
         self.num_drafts += event.num_drafts
@@ -216,7 +217,7 @@ class EngineMetrics:
         counts = zip_longest(self.accepted_at, event.accepted_at, fillvalue=0)
         self.accepted_at = [before + more for before, more in counts]
         self.histograms["iteration_tokens_total"].observe(event.num_tokens)
-        rows = rows[self._since_step[rows] <= event.step_id]  # others' tokens are a former owner's
+        rows = rows[self._since_step[rows] <= event.step_id]  # skip tokens of former row owners
         last_token_s = self._last_token_s[rows]
         self._last_token_s[rows] = now
         is_first = np.isnan(last_token_s)
@@ -259,15 +260,14 @@ class EngineMetrics:
             times.num_prompt_tokens += event.num_tokens
 
     def _admit(self, event: Admitted) -> None:
-        """Note that a request takes over a row, and with it the place where its last token's time
-        is kept.
+        """Make a request the owner of a row, whose array entry then has its last token's time.
 
-        Its former row may still be its own, be another one's, or be this very one.
+        The request's former row may still be its own, belong to another request, or be this row.
         """
         times, row = self.open.get(event.request_id), event.row
         if times is None:
             return
-        if event.index > 0:  # the request's times are those of its first sequence
+        if event.index > 0:  # only the first sequence determines the request's times
             self._give_up_row(self._owners[row])
             self._last_token_s[row] = math.nan
             self._since_step[row] = self._next_step_id
@@ -286,8 +286,8 @@ class EngineMetrics:
                 self.num_prefix_hits += event.num_cached_tokens
 
     def _give_up_row(self, times: RequestTimes | None) -> None:
-        """Keep what the row's arrays hold of a request. Its tokens may come in until here, long
-        after it lost the row: those of plans that were in flight."""
+        """Copy the row's last token time to the request, and free the row. Until here, plans in
+        flight may add tokens for a request that was preempted long ago."""
         if times is not None and times.row >= 0:
             times.last_token_s = float(self._last_token_s[times.row])
             self._owners[times.row] = None
@@ -314,7 +314,7 @@ class EngineMetrics:
             self._observe_request(times, event)
 
     def _observe_request(self, times: RequestTimes, event: Finished) -> None:
-        """Count a request that has run to its end."""
+        """Count the values of a request that ended by itself."""
         first_s, last_s = times.first_token_s, times.last_token_s
         num_tokens, histograms = event.num_output_tokens, self.histograms
         histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
@@ -331,7 +331,7 @@ class EngineMetrics:
             self._observe_s("request_time_per_output_token_seconds", 0.0, mean_s)
 
     def _observe_s(self, name: str, start_s: float, end_s: float) -> None:
-        """Count a duration, if it both began and ended."""
+        """Count a duration unless its start or end is NaN."""
         duration_s = end_s - start_s
         if not math.isnan(duration_s):
             self.histograms[name].observe(max(0.0, duration_s))

@@ -1,8 +1,8 @@
-"""What was found of a prompt's prefix, for people and for programs.
+"""Descriptions of prefix hits and misses, as JSON data and as sentences.
 
-Why there was no more of it tells of other prompts; to the token even, so that a client that learns
-it could guess them token by token. So an answer gives the reason only if it concerns prompts of the
-same named tenant. Ids of other requests, and what another salt has, are for records alone.
+The reason for a miss reveals other prompts up to the exact token. A client that sees it could
+reconstruct them token by token. So a response contains the reason only if it concerns prompts of
+the same named tenant. Only internal records show other requests' ids and hits under other salts.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ TIERS = {
     "host": "from host memory",
     "store": "from a store",
 }
-OF_ITSELF = (OFF, UNREAD)  # reasons that tell nothing of others
+OF_ITSELF = (OFF, UNREAD)  # reasons that do not depend on other prompts
 
 
 def shown_to(report: PrefixReport, tenant: str) -> dict[str, Any]:
-    """Return what the answer to a request of this tenant may show. The nameless share a name, but
-    may be many."""
+    """Return the part of a report that a response to this tenant may contain. Clients without a
+    name share the empty tenant, so they do not see reasons that concern other prompts."""
     data = as_data(report, hides_others=True)
     if not tenant and report.miss not in OF_ITSELF:
         data.pop("cache_miss", None)
@@ -37,8 +37,8 @@ def shown_to(report: PrefixReport, tenant: str) -> dict[str, Any]:
 
 
 def as_data(report: PrefixReport, hides_others: bool = False) -> dict[str, Any]:
-    """Make data for JSON. hides_others: without what tells of other tenants, and ids of other
-    requests."""
+    """Return a report as JSON data. hides_others: omit information about other tenants and the ids
+    of other requests."""
     tiers = {tier: num for tier in TIERS if (num := getattr(report, tier)) > 0}
     data: dict[str, Any] = {"cached_tokens_by_tier": tiers}
     if not report.miss or (hides_others and _is_of_others(report)):
@@ -60,7 +60,7 @@ def _is_of_others(report: PrefixReport) -> bool:
 
 
 def in_words(report: PrefixReport, num_prompt: int, hides_others: bool = False) -> str:
-    """Tell it in one sentence."""
+    """Describe a report in one sentence. num_prompt: tokens of the prompt."""
     num = report.num_tokens
     told = "no prefix hit"
     if num:

@@ -1,12 +1,12 @@
-"""What the steps of ranks took."""
+"""Step times of ranks."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class RankTimes:
-    """Of one rank. seconds: of all steps. expert_pairs: how often tokens were sent to its experts,
-    as it said last; 0 of models without experts, and where that is not counted."""
+    """Totals of one rank. seconds: time of all steps. expert_pairs: token-expert pairs computed, as
+    its last heartbeat reports; 0 without experts or where they are not counted."""
 
     num_steps: int = 0
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Measure how long a process wanted a CPU and got none.
+"""Measure how long a process waited for a CPU.
 
 A deadline in wall time kills correct processes on a busy machine. This module reports the part of
 the wall time that the process is not to blame for:
@@ -8,7 +8,7 @@ the wall time that the process is not to blame for:
 
 Linux reports both per thread under /proc/PID/task: `schedstat` has the CPU time and the wait, and
 `stat` has the state. The kernel adds a wait when it ends, so a thread that is runnable but has not
-moved counts as waiting. Where the files are missing, nothing is forgiven.
+moved counts as waiting. Where the files are missing, no time is subtracted.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-MOVED = 0.1  # share of an interval: a runnable thread that ran and waited for less is waiting still
+MOVED = 0.1  # minimum share of an interval; a runnable thread with less counts as waiting
 NS = 1e-9
 STOPPED = "Tt"
 
 
 class ThreadTimes(NamedTuple):
-    """What the kernel reports of one thread, since it began."""
+    """Times of one thread since its start, as the kernel reports them."""
 
     cpu_s: float
     waited_s: float  # runnable, without a CPU; complete only once it runs again
@@ -38,7 +38,7 @@ def no_threads() -> Mapping[int, ThreadTimes]:
 
 
 def read_threads(pid: int) -> dict[int, ThreadTimes]:
-    """Return the threads of a process by id; empty if it is gone or the kernel reports nothing."""
+    """Return the threads of a process by id; empty if it has ended or the kernel has no data."""
     found: dict[int, ThreadTimes] = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -50,7 +50,7 @@ def read_threads(pid: int) -> dict[int, ThreadTimes]:
 
 
 class Starvation:
-    """Adds up the starved time of one process over looks, about once a second or more often.
+    """Sum of the starved time of one process, over looks at most about a second apart.
 
     starved_s: wall time without a CPU so far. cpu_s: CPU time of its busiest thread so far.
     """
@@ -60,7 +60,7 @@ class Starvation:
         self._read = read
         self._first = self._last = read()
         self._last_s = now_s
-        self._stopped_s = 0.0  # not forgiven before the process has run again
+        self._stopped_s = 0.0  # counts as starved only once the process has run again
 
     @property
     def cpu_s(self) -> float:
@@ -91,5 +91,5 @@ class Starvation:
 
 
 def _before(threads: Mapping[int, ThreadTimes], tid: int) -> ThreadTimes:
-    """Return what a thread had done; a new one has done nothing."""
+    """Return a thread's earlier times; zero for a new thread."""
     return threads.get(tid, ThreadTimes(0.0, 0.0, "S"))

@@ -1,4 +1,4 @@
-"""One line about the engine's work for the log, every ten seconds while there is any."""
+"""Log one status line every ten seconds while the engine has work."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from quire.scheduler.views import SchedulerView
 
 @dataclass(frozen=True)
 class Reading:
-    """What was counted up to a time, and what the scheduler held then. usage: of the KV pool."""
+    """Counters and the scheduler's state at one time. usage: used share of the KV pool."""
 
     at_s: float
     prompt_tokens: int
@@ -38,7 +38,7 @@ class Reading:
         )
 
     def shows_work_since(self, last: "Reading") -> bool:
-        """Tell whether anything moved, or should have."""
+        """Return whether a counter changed since a reading, or requests run or wait now."""
         moved = (last.prompt_tokens, last.output_tokens, last.finished) != (
             self.prompt_tokens,
             self.output_tokens,
@@ -48,7 +48,7 @@ class Reading:
 
 
 class StatusLine:
-    """Rates over the time since the last line. Prompt tokens: those computed, not the cached."""
+    """Maker of status lines, with rates since the last line. Prompt tokens exclude prefix hits."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class StatusLine:
         self._idle_s = metrics.idle_s
 
     def line(self, now_s: float) -> str | None:
-        """Return a line if one is due and there was or is work. To be asked after each step.
+        """Return a line if one is due and there was or is work; the core calls it after each step.
 
-        Nobody asks while there is no work: a pause that is longer than the interval does not count,
-        or the first line after a night would speak of the night.
+        An idle core does not call it. So an idle pause longer than the interval is not counted;
+        otherwise the first line after a night would average over the night.
         """
         metrics, last = self._metrics, self._last
         pause_s, self._idle_s = metrics.idle_s - self._idle_s, metrics.idle_s

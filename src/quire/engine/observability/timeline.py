@@ -1,8 +1,8 @@
-"""What happened to each request, learned from the core's events, and told in plain words.
+"""Timelines of requests, built from the core's events, as JSON data and as sentences.
 
-A subscriber of the one stream of events, live or of a replay. In steady decoding it does nothing
-but look whether some prompt is under way. What ended last is kept, and of each request a bounded
-number of items.
+`Timelines` subscribes to the core's event stream, live or from a replay. During steady decoding it
+only checks whether a prompt is being computed. It keeps the last MOST_REQUESTS ended requests, and
+at most MOST_ITEMS chunks and preemptions of each request.
 """
 
 import math
@@ -29,15 +29,15 @@ from quire.base.prefix import PrefixReport
 from quire.engine.observability import prefix_words
 from quire.scheduler.views import RequestView, SchedulerView
 
-MOST_REQUESTS = 1000  # that have ended
-MOST_ITEMS = 32  # preemptions and chunks of one request that are kept one by one
-MOST_WORK = 1024  # chunks of all requests that are looked through for whom somebody waited
-LONG_TOKENS = 1000  # from here on a prompt is called long
+MOST_REQUESTS = 1000  # ended requests
+MOST_ITEMS = 32  # preemptions and chunks of one request with individual records
+MOST_WORK = 1024  # recent chunks of all requests, searched for the prompts a request waited for
+LONG_TOKENS = 1000  # minimum length of a long prompt
 
 
 @dataclass(slots=True)
 class Chunks:
-    """Tokens computed on the way to the next sampled one. each: (when, tokens), the first ones."""
+    """Chunks computed before the next sampled token. each: (time, tokens) of the first chunks."""
 
     num: int = 0
     num_tokens: int = 0
@@ -57,23 +57,23 @@ class Chunks:
 
 @dataclass(slots=True)
 class Stay:
-    """A loss of the row, until it came back. by: the request that needed the memory."""
+    """Preemption of a request, until it gets a row again. by: request that needed the memory."""
 
     at_s: float
     by: str
     num_lost_tokens: int
     is_swapped: bool
     back_s: float = math.nan
-    chunks: Chunks = field(default_factory=Chunks)  # to compute again what was lost
+    chunks: Chunks = field(default_factory=Chunks)  # recomputed tokens
 
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """One request. Times in seconds on the core's clock; NaN: not yet, or not known. grammar_s:
-    when its grammar was compiled, if it has one.
+    """Timeline of one request. Times are in seconds on the core's clock; NaN: not yet or unknown.
 
-    others: (request id, prompt tokens, tokens computed) of prompts that were computed while it
-    waited for its first row. was_there: it began before the recording.
+    was_there: whether it began before the recording; then admitted_s may be infinity. grammar_s:
+    when its grammar was compiled. others: (request id, prompt tokens, tokens computed) of prompts
+    that were computed while the request waited for its first row.
     """
 
     request_id: str
@@ -112,23 +112,23 @@ class Timeline:
 
 
 class Timelines:
-    """Subscriber of events. block_size: hits are counted in whole blocks of it."""
+    """Timelines of requests, built from events. block_size: unit of prefix hits, in tokens."""
 
     def __init__(self, num_rows: int, block_size: int, most: int = MOST_REQUESTS) -> None:
         self.block_size = block_size
         self.open: dict[str, Timeline] = {}
         self.ended: OrderedDict[str, Timeline] = OrderedDict()
         self._most = most
-        self._filling: dict[int, Timeline] = {}  # row -> whose tokens are computed there
-        self._due: dict[int, list[Timeline]] = {}  # step -> whose first token it gives
+        self._filling: dict[int, Timeline] = {}  # row -> request whose prompt is computed there
+        self._due: dict[int, list[Timeline]] = {}  # step -> requests with their first token in it
         self._work: deque[tuple[float, str, int, int]] = deque(maxlen=MOST_WORK)
-        self._tokens = np.zeros(num_rows, np.int32)  # scratch: of a plan, by row
+        self._tokens = np.zeros(num_rows, np.int32)  # scratch: tokens of a plan by row
 
     @classmethod
     def of(
         cls, view: SchedulerView, requests: Iterable[RequestView], most: int = MOST_REQUESTS
     ) -> "Timelines":
-        """Begin with the requests that a scheduler has already, as far as its state tells."""
+        """Create timelines of a scheduler's present requests, as far as its state shows them."""
         lines = cls(view.num_rows, view.block_size, most)
         for found in requests:
             request = found.request
@@ -144,7 +144,7 @@ class Timelines:
         return lines
 
     def find(self, request_id: str) -> list[Timeline]:
-        """Find a request's line; or those of all prompts of an answer's id, such as cmpl-...-0."""
+        """Return timelines by request id, or by response id: cmpl-X matches cmpl-X-0, cmpl-X-1."""
         for lines in (self.open, self.ended):
             if request_id in lines:
                 return [lines[request_id]]
@@ -153,8 +153,8 @@ class Timelines:
         return [line for line in parts if request_id and line.request_id.startswith(prefix)]
 
     def text(self, request_id: str, tenant: str | None = None) -> str:
-        """Return JSON for a client, who is told nothing of other requests; empty for an unknown
-        one, and for one of another tenant than this, if it is given."""
+        """Return a request's timeline as JSON for a client, without ids of other requests. Return
+        an empty text for an unknown request, or for a request of another tenant than `tenant`."""
         mine = [line for line in self.find(request_id) if tenant in (None, line.tenant)]
         found = [as_data(line, self.block_size, hides_others=True) for line in mine]
         if not found:
@@ -191,7 +191,7 @@ class Timelines:
                 self._finish(event)
 
     def _plan(self, event: Planned) -> None:
-        """Note the chunks of the prompts under way."""
+        """Record a plan's chunks of the prompts that are being computed."""
         plan = event.plan
         if plan is None:
             return
@@ -228,11 +228,11 @@ class Timelines:
         elif stay is not None and math.isnan(stay.back_s):
             stay.back_s = event.at_s
         elif event.index > 0 and stay is None:
-            return  # forked from a row that has computed the prompt
+            return  # forked from a row that computed the prompt
         self._filling[event.row] = line
 
     def _see_others(self, line: Timeline) -> None:
-        """Note whose prompts were computed between its arrival and its admission."""
+        """Record the other prompts that were computed between a request's arrival and admission."""
         found: dict[str, tuple[int, int]] = {}
         for at_s, request_id, num_prompt, num_tokens in reversed(self._work):
             if at_s < line.queued_s:
@@ -277,13 +277,14 @@ class Timelines:
             del self._filling[row]
 
 
-# ---- told ------------------------------------------------------------------------------------
+# ---- descriptions ----------------------------------------------------------------------------
 
 
 def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict[str, Any]:
-    """Return it for JSON; times in milliseconds since the request was received, null if not yet.
+    """Return a timeline as JSON data. Times are in milliseconds since the request was received;
+    null means not yet or unknown.
 
-    hides_others: without the ids of other requests, which are not the reader's business.
+    hides_others: omit the ids of other requests, which a client must not see.
     """
 
     def name(request_id: str) -> str | None:
@@ -341,7 +342,7 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
 
 
 def in_words(line: Timeline, block_size: int, hides_others: bool = False) -> list[str]:
-    """Tell what happened, a sentence each."""
+    """Describe a request's timeline, one sentence per event. hides_others: as in `as_data`."""
     told = [f"{_count(line.num_prompt_tokens, 'prompt token')}, {_limit(line)}"]
     if line.was_there:
         told.append("began before the recording; its earlier events are not known")

@@ -1,1 +1,1 @@
-"""Processes that compute one model together, each with a device of its own."""
+"""Rank processes, which compute one model together, each with its own device."""

@@ -1,4 +1,4 @@
-"""What must be the same for all ranks of a model: version, settings, files."""
+"""Consistency checks between ranks of a model: version, settings and files must be the same."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ from quire.base.version import QUIRE_VERSION
 from quire.models.checkpoint.source import ModelSource, load_format_of
 from quire.spec.gguf.container import is_gguf
 
-OWN = ("node_rank",)  # settings that each machine has for itself
-# What a machine may call otherwise than machine 0 does, or has otherwise.
+OWN = ("node_rank",)  # settings that differ on each machine
+# Settings that may differ from machine 0's.
 OF_MACHINE = (*OWN, "device", "master_addr", "master_port", "node_wait_s")
-MASKED = "masked"  # the key of a masked value, next to its digest
+MASKED = "masked"  # key of a masked value, next to its digest
 
 
 def facts_of(config: EngineConfig, source: ModelSource) -> dict[str, str]:
-    """Return digests by the names that an error says."""
+    """Return digests of version, settings and model files; error messages show their names."""
     settings = {k: v for k, v in flat_settings(config).items() if k not in OWN and k != "model"}
     is_dummy = load_format_of(config, source) == "dummy"
     return {
@@ -29,8 +29,8 @@ def facts_of(config: EngineConfig, source: ModelSource) -> dict[str, str]:
 
 
 def given_settings_of(config: EngineConfig, names: Iterable[str]) -> dict[str, str]:
-    """Return the settings that a machine was given, as JSON, without those that may differ between
-    machines. A setting with a secret is its masked value and a digest."""
+    """Return a machine's given settings as JSON by name, without settings that may differ between
+    machines. A setting with a secret is shown as its masked value and a digest."""
     flat = flat_settings(config)
     return {
         name: _comparable(flat[name]) for name in names if name in flat and name not in OF_MACHINE
@@ -38,8 +38,8 @@ def given_settings_of(config: EngineConfig, names: Iterable[str]) -> dict[str, s
 
 
 def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
-    """Say which settings of a machine are not those of machine 0, whose config this is; empty if
-    none."""
+    """Describe the given settings of a machine that differ from machine 0's config; empty without
+    differences."""
     flat = flat_settings(config)
     found = []
     for name, there in given.items():
@@ -54,8 +54,8 @@ def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
 
 
 def _comparable(value: object) -> str:
-    """Return a setting as JSON. A value with a secret is masked and has a digest with it, which is
-    expensive to compute, so that a weak secret is not found by trying."""
+    """Return a setting as JSON. A secret is masked and gets a digest. The digest is expensive to
+    compute, so that trying many weak secrets takes too long."""
     shown, text = public_value(value), json.dumps(value, default=str)
     if shown == value:
         return text
@@ -64,7 +64,7 @@ def _comparable(value: object) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a comparable setting as an error may show it."""
+    """Return a comparable setting as errors may show it, without digest."""
     value = json.loads(text)
     if isinstance(value, dict) and MASKED in value:
         return json.dumps(value[MASKED])
@@ -72,12 +72,12 @@ def _shown(text: str) -> str:
 
 
 def different(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """Name what is not the same; empty if all is."""
+    """Name the facts that differ; empty if all are equal."""
     return " and ".join(name for name in here if here[name] != there.get(name))
 
 
 def _files(directory: Path, is_dummy: bool) -> list[bytes]:
-    """Tell a model's files apart, without reading weights: its config, names and sizes."""
+    """Identify a model's files by its config and the weights' names and sizes."""
     if is_gguf(directory):
         return [f"{directory.name} {directory.stat().st_size}".encode()]
     weights = [] if is_dummy else sorted(directory.glob("*.safetensors"))

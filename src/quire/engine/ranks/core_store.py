@@ -1,4 +1,4 @@
-"""The ranks' side of engine/ranks/meeting.py: a store that torch's gloo and NCCL meet by."""
+"""Ranks' side of the rendezvous (engine/ranks/meeting.py): a torch store for gloo and NCCL."""
 
 import socket
 import threading
@@ -10,13 +10,13 @@ from torch._C._distributed_c10d import Store
 from quire.engine.ranks.meeting import StoreAnswer, StoreCall, asker_codec
 from quire.engine.wire.wire import Stream
 
-LOOK_S = 0.005  # between two looks whether somebody has set a key
+LOOK_S = 0.005  # between two checks whether a rank has set a key
 LIMIT = timedelta(seconds=300)
 
 
 class CoreStore(Store):
-    """A store in the core. name: of the group of ranks, whose keys are its own. Calls may come from
-    any thread. They raise RuntimeError, as torch expects it, if the core is gone."""
+    """Store in the core, usable from any thread. name: name of the group of ranks, which prefixes
+    its keys. Calls raise RuntimeError, as torch expects, if the core has disconnected."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__()

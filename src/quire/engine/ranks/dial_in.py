@@ -1,16 +1,16 @@
-"""Connections over a network, of a core with those that hold its ranks elsewhere.
+"""Authenticated TCP connections between a core and its ranks and node agents on other machines.
 
     core    MAGIC nonce                          -> \
             <- MAGIC nonce role rank proof          } sizes are fixed
     core    proof                                -> /
-    both    messages, each behind its length
+    both    messages, each after its length
 
-Each side proves to the other that it knows the secret of this start, by HMAC-SHA256 over both
-nonces; the secret itself does not cross. Only then is anything read that has a length. What crosses
-afterwards is neither encrypted nor signed: the network between machines must be a trusted one.
+Each side proves to the other that it has the secret of this start, by HMAC-SHA256 over both nonces.
+The secret itself is never sent. Messages with a length are read only after both proofs. They are
+neither encrypted nor signed, so the network between the machines must be trusted.
 
-The core listens at one address, never at all of them. Who fails or is slow is closed, and costs a
-thread for LIMIT_S.
+The core listens at one address, never at all of them. It disconnects a peer that fails to
+authenticate or sends nothing for LIMIT_S; each such peer occupies a thread until then.
 """
 
 import contextlib
@@ -33,27 +33,27 @@ MAGIC = b"quire-2\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ROLE = struct.Struct("<BI")
-LIMIT_S = 5.0  # for all of it
-MOST_STRANGERS = 32  # who prove themselves at the same time
-SILENT_MS = 5_000  # what a keeper is sent and does not receive for so long ends the connection
+LIMIT_S = 5.0  # timeout of each read and write of the handshake
+MOST_STRANGERS = 32  # peers that authenticate at the same time
+SILENT_MS = 5_000  # data that an agent does not receive for this time ends the connection
 
 
 class Unreachable(EngineError):
-    """Nobody listens at an address, yet."""
+    """No core listens at an address yet."""
 
 
 class Role(enum.IntEnum):
-    """What a connection is for."""
+    """Purpose of a connection."""
 
-    KEEPER = 1  # a rank's keeper (engine/ranks/keeper.py)
+    KEEPER = 1  # control of a rank's node agent (engine/ranks/keeper.py)
     RANK = 2  # plans and results
-    STORE = 3  # what ranks tell each other to meet (engine/ranks/meeting.py)
-    STAGE = 4  # rows, from a rank to the one in its place on the next stage
+    STORE = 3  # calls to the rendezvous store (engine/ranks/meeting.py)
+    STAGE = 4  # rows, from a rank to the rank of the same index in the next stage
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A connection that has proved itself."""
+    """Authenticated connection."""
 
     role: Role
     rank: int
@@ -62,7 +62,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Address:
-    """Where somebody listens."""
+    """Address of a listening process."""
 
     host: str
     port: int
@@ -72,8 +72,8 @@ class Address:
 
 
 class Door:
-    """Listens at an address of this machine. welcome: called for each arrival, on threads of its
-    own, and owns its socket then. Raises EngineError if it cannot listen there."""
+    """Listener that authenticates peers. welcome: takes over the socket of each authenticated
+    connection, on various threads. Raises EngineError if it cannot listen at the address."""
 
     def __init__(
         self, host: str, secret: bytes, welcome: Callable[[Arrival], None], port: int = 0
@@ -95,12 +95,12 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Take nobody any more. A second call does nothing."""
+        """Stop accepting connections. A second call does nothing."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         if self._thread is not threading.current_thread():
-            self._thread.join(LIMIT_S)  # or it might accept at whatever gets this number next
+            self._thread.join(LIMIT_S)  # before the descriptor's number can be reused
         self._listener.close()
 
     def _accept(self) -> None:
@@ -128,7 +128,7 @@ class Door:
 
     def _refuse(self, sock: socket.socket, peer: str, why: str) -> None:
         sock.close()
-        if not self._has_warned:  # a stranger must not fill the log
+        if not self._has_warned:  # an unknown peer must not fill the log
             self._has_warned = True
             logger.warning(
                 "a connection from %s to %s was refused: %s; further failures are not logged.",
@@ -137,8 +137,8 @@ class Door:
 
 
 def let_in(sock: socket.socket, secret: bytes) -> Arrival:
-    """Let a peer prove itself, and prove to it that this is who it looks for. Raises OSError,
-    ValueError and EngineError."""
+    """Authenticate a connecting peer, and prove to it that this side has the secret too. Raises
+    OSError, ValueError or EngineError if the handshake fails."""
     sock.settimeout(LIMIT_S)
     own = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(MAGIC + own)
@@ -157,7 +157,8 @@ def let_in(sock: socket.socket, secret: bytes) -> Arrival:
 
 
 def dial(address: Address, secret: bytes, role: Role, rank: int) -> socket.socket:
-    """Connect. Raises Unreachable if nobody answers there, EngineError if somebody else does."""
+    """Connect to a core, and authenticate both sides. Raises Unreachable if no process answers,
+    EngineError if it is not a core with this secret."""
     try:
         sock = socket.create_connection((address.host, address.port), LIMIT_S)
     except OSError as error:
@@ -200,8 +201,8 @@ def _read(sock: socket.socket, size: int) -> bytes:
 
 
 def _tune(sock: socket.socket, role: Role) -> None:
-    """Send at once, and notice a machine that is gone. What a rank computes may take longer than a
-    keeper may be silent, so only of keepers it is asked that they read all the time."""
+    """Set a socket to send at once, and to detect a lost machine by keep-alive packets. Unread data
+    ends only connections of node agents: a computing rank may pause reading beyond SILENT_MS."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

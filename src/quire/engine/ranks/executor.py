@@ -1,15 +1,15 @@
-"""An executor whose plans are carried out by the processes of ranks.
+"""Executor that runs each plan on all rank processes and returns one result per plan.
 
     core     plan N ->  all ranks                 result N (of the first rank of the last stage)
     rank 0           |        step N              | Done, with the result
     rank 1           |        step N              | Done
 
-A step counts when all ranks have done it, and has failed when it failed on all: then no row has
-moved anywhere, and it may be repeated in parts. Where it failed on some, their rows are no longer
-equal, and the engine ends.
+A step is complete once all ranks have answered. If it failed on all ranks, no row has advanced on
+any of them, and the core may repeat the step in parts. If it failed on some ranks only, the rows of
+the ranks differ, and the engine ends.
 
-Of several stages those behind one that failed fail as well, and those before it may not: the step
-has failed then (runner/stage.py). Within a stage, all do or none.
+With several stages, all stages after a failed one must fail too; stages before it may succeed, and
+the step counts as failed (runner/stage.py). Within a stage, all ranks fail or none.
 """
 
 import threading
@@ -38,13 +38,13 @@ from quire.engine.ranks.messages import (
 )
 from quire.engine.ranks.rank_set import RankLink, RankSet
 
-DISAGREE_S = 2.0  # without progress after the first failure on a step: the others do not fail
+DISAGREE_S = 2.0  # wait without progress, after a step's first failure, for other ranks to fail
 
 
 @dataclass
 class _Open:
-    """A step that was handed over. lacks_masks: they are still made. answers: by rank. failed_s:
-    when the first one failed."""
+    """Outstanding step. lacks_masks: whether its masks are still being computed. answers: by rank.
+    failed_s: time of the first failure; 0.0 without one."""
 
     lacks_masks: bool = False
     answers: dict[int, Done] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class _Open:
 
 
 class RankExecutor:
-    """num_ranks: of num_stages; the first of the last stage gives the results. idles: they have
-    something to do in idle moments. expected_s: what a large step takes."""
+    """Executor that runs plans on rank processes. num_ranks: ranks of all num_stages. idles:
+    whether ranks have work for idle moments. expected_s: time of a large step."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class RankExecutor:
 
     @property
     def progress(self) -> StepProgress:
-        """What tells that ranks make progress within a step."""
+        """Receiver of reports that ranks make progress within a step."""
         return self.steps.progress
 
     @property
     def times(self) -> list[RankTimes]:
-        """What the ranks' steps took so far."""
+        """Step times by rank so far."""
         return self.steps.times
 
     def start(self, on_result: Callable[[], None]) -> None:
@@ -105,13 +105,14 @@ class RankExecutor:
     def next_result(self) -> StepResult:
         found = self.steps.results.get()
         if isinstance(found, RankLost):
-            self.steps.results.put(found)  # and so it stays
+            self.steps.results.put(found)  # further calls raise it too
             raise found
         self._num_unanswered -= 1
         return found
 
     def draft(self, order: DraftOrder) -> DraftAnswer:
-        """Let the ranks' models guess; waits for it. Raises EngineError."""
+        """Run an order on the ranks' draft models and wait for the draft tokens. Raises RankLost if
+        a rank is lost, EngineError if drafting failed."""
         self.steps.order(Order(order))
         found = self.steps.guesses.get()
         if isinstance(found, RankLost):
@@ -125,8 +126,8 @@ class RankExecutor:
 
 
 class RankSteps:
-    """The side of the thread that hears the ranks: it must not hold the executor, whose end is
-    theirs."""
+    """State of outstanding steps, and listener of the ranks' messages. It holds no reference to the
+    executor, so that garbage collection of the executor ends the ranks."""
 
     def __init__(
         self, link: RankLink, num_ranks: int, num_stages: int, limit: StepLimit, *, idles: bool
@@ -139,15 +140,15 @@ class RankSteps:
         self.times = [RankTimes() for _ in range(num_ranks)]
         self._of_stage = num_ranks // num_stages
         self._answering = num_ranks - self._of_stage
-        self._open: dict[int, _Open] = {}  # by number
-        self._unguessed: set[int] = set()  # ranks that still carry out an order
+        self._open: dict[int, _Open] = {}  # outstanding steps by number
+        self._unguessed: set[int] = set()  # ranks that are still drafting
         self._lateness = Lateness(num_ranks, self._of_stage, limit, time.monotonic())
         self._lock = threading.Lock()
         self._loss: RankLost | None = None
         self._idles, self._num_idling = idles, 0
 
     def begin(self, step: Step) -> None:
-        """Hand a step over. Raises RankLost."""
+        """Send a step to all ranks. Raises RankLost."""
         self.check()
         with self._lock:
             if not self._open:
@@ -156,7 +157,7 @@ class RankSteps:
         self.link.send(step)
 
     def give_masks(self, masks: Masks) -> None:
-        """Hand over the masks of a step, which can go on."""
+        """Send the masks of a step, and restart its time limit: ranks no longer wait for masks."""
         with self._lock:
             if (step := self._open.get(masks.number)) is not None:
                 step.lacks_masks = False
@@ -164,7 +165,7 @@ class RankSteps:
         self.link.send(masks)
 
     def order(self, order: Order) -> None:
-        """Let the ranks' models guess. Raises RankLost."""
+        """Send a drafting order to all ranks. Raises RankLost."""
         self.check()
         with self._lock:
             self._unguessed = set(range(len(self.times)))
@@ -172,12 +173,12 @@ class RankSteps:
         self.link.send(order)
 
     def check(self) -> None:
-        """Raise RankLost if nothing can be carried out any more."""
+        """Raise RankLost if a rank was lost, after which no plan can run."""
         if self._loss is not None:
             raise self._loss
 
     def hear(self, rank: int, message: FromRank) -> None:
-        """Take what a rank says."""
+        """Handle a message from a rank."""
         if isinstance(message, Done):
             self._take(rank, message)
         elif isinstance(message, Beat):
@@ -190,7 +191,7 @@ class RankSteps:
             with self._lock:
                 self._unguessed.discard(rank)
                 if not self._unguessed:
-                    self._lateness.begin(time.monotonic())  # for what waits behind it
+                    self._lateness.begin(time.monotonic())  # steps after the order start now
             if rank == self._answering:
                 self.guesses.put(message)
         elif isinstance(message, Idled):
@@ -198,15 +199,16 @@ class RankSteps:
             self._idles = self._idles and message.has_more
 
     def lose(self, error: RankLost) -> None:
-        """Nothing can be carried out any more."""
+        """Record the loss of the ranks, and raise it in all waiting and later calls."""
         self._loss = error
         self.guesses.put(error)
         self.results.put(error)
         self.on_result()
 
     def tick(self) -> None:
-        """Give up where not all failed on a step on which one did, since others may wait for it,
-        and where a step does not end; use an idle moment."""
+        """End the ranks if a step exceeds its time limit. Also end them if a step failed on some
+        ranks of a stage, and the others, which may wait for these, make no progress. Otherwise let
+        idle ranks use the moment."""
         now_s = time.monotonic()
         self._miss(now_s)
         with self._lock:
@@ -224,7 +226,7 @@ class RankSteps:
             self.link.send(Idle())
 
     def _miss(self, now_s: float) -> None:
-        """Give up where a rank keeps what is under way from ending."""
+        """End the ranks if the current step or order exceeds its limit, and name the straggler."""
         with self._lock:
             what, absent = self._under_way()
             if not absent or not self._lateness.is_late(now_s, absent):
@@ -234,8 +236,8 @@ class RankSteps:
         self.link.give_up(rank, why)
 
     def _under_way(self) -> tuple[str, set[int]]:
-        """Return what the ranks do now, and who has not done it yet; nobody, if they have to
-        wait."""
+        """Return the current work and the ranks that have not finished it. Return no ranks if there
+        is no work, or while they wait for masks."""
         if self._unguessed:
             return "guessing", self._unguessed
         for number, step in self._open.items():
@@ -245,7 +247,7 @@ class RankSteps:
         return "", set()
 
     def _absent(self, step: _Open) -> set[int]:
-        """Return the ranks that have not answered a step."""
+        """Return the ranks without an answer to a step."""
         return set(range(len(self.times))) - step.answers.keys()
 
     def _take(self, rank: int, answer: Done) -> None:
@@ -265,7 +267,7 @@ class RankSteps:
             self._finish(step)
 
     def _finish(self, step: _Open) -> None:
-        """Pass on what all ranks have answered."""
+        """Queue the result of a step that all ranks have answered."""
         if self._is_torn(step, is_complete=True):
             self._disagree(step)
             return
@@ -278,8 +280,8 @@ class RankSteps:
         self.on_result()
 
     def _is_torn(self, step: _Open, *, is_complete: bool) -> bool:
-        """Tell whether ranks of a stage have done a step, or do it still, that failed on others of
-        it, or have done it behind a stage on which it failed. is_complete: all have answered."""
+        """Return whether a step failed on some ranks of the first failing stage but not on all. If
+        all ranks have answered (is_complete), later stages must have failed too."""
         failed = step.failed()
         if not failed:
             return False

@@ -1,11 +1,11 @@
-"""A rank's keeper on another machine: it starts the rank, and tells the core how it fares.
+"""Node agent of a rank on another machine: it starts the rank and reports its state to the core.
 
-    core <--- plans and results -------------------------> rank     not through the keeper
-         <--- where it is, its lines, its end, alive ---   keeper -- starts, watches
+    core <--- plans and results -------------------------> rank     not through the agent
+         <--- address, log lines, end, heartbeats -----   agent -- starts, watches
 
-The connections of the rank are made here and inherited by it, so the secret of the start is in the
-keeper's memory alone. The kernel kills the rank when the thread that keeps it ends; the keeper ends
-when the core's end of its connection does, or when the process that has started it ends.
+The agent opens the rank's connections and the rank inherits them, so only the agent's memory has
+the secret of this start. The kernel kills the rank when the agent's thread ends. The agent ends
+when the core closes its connection, or when the process that started the agent ends.
 """
 
 import contextlib
@@ -46,16 +46,16 @@ logger = logging.getLogger("quire")
 CORE_ENDED = "the core has ended"
 CORE_LOST = "the connection to the core ended without a message"
 LEFT = "this machine was shut down"
-WORDS_S = 0.5  # for the core to say why it ends, or to be gone, behind a rank that ended by itself
-ALIVE_S = 0.5  # between two signs of life
-STAGE_S = 300.0  # for the stage before to connect, which does so as soon as it starts
+WORDS_S = 0.5  # wait for the core's farewell or disconnection after a rank ended by itself
+ALIVE_S = 0.5  # between two heartbeats
+STAGE_S = 300.0  # timeout for the previous stage's connection, which it opens when it starts
 
 
 @dataclass(frozen=True)
 class Place:
-    """rank: which one is kept. has_before: there is a stage before it. environment: variables that
-    it gets beside those of this process and the core's. settings: what this machine was told, which
-    must be so on the core's. leaving: set when this machine is to end."""
+    """Assignment of a rank to an agent. has_before: whether there is a previous stage. environment:
+    variables added to the environments of this process and the core. settings: settings given on
+    this machine, which the core's must equal. leaving: set when this machine shuts down."""
 
     rank: int
     has_before: bool = False
@@ -66,15 +66,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Ending:
-    """How it ended, in words. of_rank: they follow the name of the rank; else they are of all."""
+    """Description of an end. of_rank: whether `how` concerns one rank and follows its name."""
 
     how: str
     of_rank: bool = False
 
 
 def keep(core: Address, secret: bytes, place: Place) -> Ending:
-    """Keep a rank until it ends, or the core does; returns how it ended. Call it on a thread that
-    does nothing else. Raises EngineError if the core is not there, ConfigError if it refuses."""
+    """Run a rank until it or the core ends, on a dedicated thread; return how it ended. Raises
+    EngineError if the core cannot be reached, ConfigError if the core refuses the rank."""
     with dial(core, secret, Role.KEEPER, place.rank) as sock:
         return _Keeper(core, secret, place, sock).run()
 
@@ -90,7 +90,7 @@ class _Keeper:
         self._has_before = threading.Event()
 
     def run(self) -> Ending:
-        """Start the rank when it is told to, and watch it."""
+        """Wait for the core's order, start the rank and watch it."""
         door = None
         if self._place.has_before:
             door = Door(self._host, self._secret, self._connect_before)
@@ -116,8 +116,8 @@ class _Keeper:
         self._has_before.set()
 
     def _live(self) -> None:
-        """Give signs of life; hang up when this machine is to end, or the process is gone that has
-        started this one, which on another machine stands for its node."""
+        """Send heartbeats. Disconnect when this machine shuts down, or when the parent process
+        ends: on another machine the parent represents the node."""
         parent = os.getppid()
         while not self._over.wait(ALIVE_S):
             if self._place.leaving.is_set():
@@ -133,13 +133,13 @@ class _Keeper:
             return
 
     def _send(self, message: FromKeeper) -> None:
-        """Send; what a core that is gone does not get, its end tells."""
+        """Send a message; ignore a closed connection, which `_hear` detects."""
         with contextlib.suppress(OSError):
             self._stream.send(message)
 
     def _order(self) -> StartRank | None:
-        """Wait for what is to be started; None if the core has ended. Raises ConfigError if it
-        refuses."""
+        """Wait for the order to start a rank; return None if the core has ended. Raises ConfigError
+        if the core refuses the rank."""
         while self._farewell is None and (messages := self._hear()) is not None:
             for message in messages:
                 if isinstance(message, StartRank):
@@ -152,7 +152,7 @@ class _Keeper:
         return None
 
     def _hear(self) -> list[ToKeeper] | None:
-        """Wait for what the core says; None when its connection has ended."""
+        """Wait for messages of the core, and note its farewell; None when the connection ended."""
         messages = self._stream.receive()
         for message in messages or ():
             if isinstance(message, Farewell):
@@ -160,7 +160,7 @@ class _Keeper:
         return messages
 
     def _end_of_core(self) -> Ending:
-        """Return how the core has ended, once it has said so or its connection has ended."""
+        """Return how the core ended, after its farewell or the end of its connection."""
         if self._place.leaving.is_set():
             return Ending(LEFT)
         if self._farewell is None:
@@ -169,13 +169,13 @@ class _Keeper:
         return Ending(f"{CORE_ENDED}: {why}" if why else CORE_ENDED)
 
     def _end_of_rank(self, status: int) -> Ending:
-        """Return how a rank has ended, which does so by itself when the core does."""
+        """Return how a rank ended. A rank exits with status 0 when the core ends."""
         if status == 0 and self._is_core_over():
             return self._end_of_core()
         return Ending(ended_with(status), of_rank=True)
 
     def _is_core_over(self) -> bool:
-        """Tell whether the core has said that it ends, or is gone; waits for it a little."""
+        """Return whether the core sent a farewell or disconnected; wait for it up to WORDS_S."""
         while self._farewell is None and select.select([self._stream.socket], [], [], WORDS_S)[0]:
             if self._hear() is None:
                 return True
@@ -192,13 +192,13 @@ class _Keeper:
             try:
                 ending = self._watch(child)
             finally:
-                end_child(child.process, 0.0)  # no request needs it any more
+                end_child(child.process, 0.0)  # kill at once: no request needs the rank
                 child.close()
             self._send(RankEnded(ending.how))
             return ending
 
     def _start(self, order: StartRank, stack: contextlib.ExitStack) -> RankChild:
-        """Connect the rank, and start it. Its ends of the connections are its own afterwards."""
+        """Open the rank's connections and start it. Afterwards only the rank has these sockets."""
         with contextlib.suppress(OSError):
             os.chdir(order.directory)
         rank, core = self._place.rank, self._core
@@ -224,8 +224,8 @@ class _Keeper:
         return child
 
     def _watch(self, child: RankChild) -> Ending:
-        """Pass on what it writes until it ends, stands still, or the core has ended; return which
-        of it."""
+        """Forward the rank's lines until the rank ends, the rank is stopped or the core ends.
+        Return how it ended."""
         with selectors.DefaultSelector() as selector:
             for file in (self._stream.socket, child.stderr, child.pidfd):
                 selector.register(file, selectors.EVENT_READ)
@@ -242,7 +242,7 @@ class _Keeper:
                     return Ending(STOPPED, of_rank=True)
 
     def _pass_on(self, child: RankChild) -> bool:
-        """Send the lines that the rank has written. Return False at the end of its stderr."""
+        """Send the rank's new lines of stderr to the core. Return False at the end of stderr."""
         lines = child.lines()
         for line in lines or ():
             self._send(Line(line))
@@ -250,6 +250,6 @@ class _Keeper:
 
 
 def machine_name() -> str:
-    """Return a name that processes of one machine, or of one container, share."""
+    """Return a name that all processes of one machine or container share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

@@ -1,14 +1,14 @@
-"""Finds the rank that keeps a step from ending.
+"""Detection of stragglers: find the rank that prevents a step from ending.
 
-    handed over ---------------------------- all ranks have answered: in time, or one is late
-    Beat  Beat  Beat ...  of each rank: the step it has begun, exchanges so far, place in the code
+    submitted ------------------------------ all ranks have answered, or one misses the deadline
+    Beat  Beat  Beat ...  of each rank: step it began, exchanges so far, position in the code
 
-Ranks that share a layer wait for each other, and those of a stage for the stage before: of those
-that did not answer, the one that has come least far keeps the others.
+Ranks that share a layer wait for each other, and each stage waits for the stage before. So among
+the ranks without an answer, the rank with the least progress is the straggler.
 
-Time alone is no evidence. As long as that rank's beats show a new step or more exchanges, it is
-slow and not hung: the limit counts from the last progress. Time in which it wanted a CPU and got
-none (`engine/observability/starvation.py`) does not count.
+A missed deadline alone is no evidence. While the straggler's heartbeats show a new step or more
+exchanges, it is slow but not hung, and its limit restarts. Time in which it waited for a CPU
+(`engine/observability/starvation.py`) is subtracted.
 """
 
 from collections.abc import Collection
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.ranks.messages import Beat
 
-# Of what a core is given: it tells of its rank before it is itself missed (serve/supervisor.py).
+# Share of a core's limit: the core names its rank before serve/supervisor.py finds the core stuck.
 SHARE = 0.8
-CONFIRM_S = 0.6  # between the first look that found a step late, and one that counts
+CONFIRM_S = 0.6  # time for which all looks must find a step late
 
 
 @dataclass
 class _Heard:
-    """A rank's last sign of life."""
+    """A rank's last heartbeat."""
 
     beat: Beat
-    at_s: float  # when it came
-    moved_s: float  # when it last showed progress
-    starved_s: float  # of the rank, at that time
+    at_s: float  # time of arrival
+    moved_s: float  # time of the last heartbeat with progress
+    starved_s: float  # the rank's starved time then, or when the current work began
 
 
 class Lateness:
-    """What is under way, as long as something is, and where ranks say they are. num_in_stage: ranks
-    that share each layer. limit: how long a step may take."""
+    """Progress of ranks on the current work, a step or a drafting order. num_in_stage: ranks that
+    share each layer. limit: time limit of a step."""
 
     def __init__(self, num_ranks: int, num_in_stage: int, limit: StepLimit, now_s: float) -> None:
         self._heard = [_Heard(Beat(-1, 0, ""), now_s, now_s, 0.0) for _ in range(num_ranks)]
@@ -43,18 +43,18 @@ class Lateness:
         self._late_since_s: float | None = None
 
     def begin(self, now_s: float) -> None:
-        """Count from now: something is handed over while nothing is under way."""
+        """Start the time limit of the current work now."""
         self._since_s, self._late_since_s = now_s, None
         for heard in self._heard:
             heard.starved_s = heard.beat.starved_s
 
     def end(self, now_s: float) -> None:
-        """Count what ended, and what is under way behind it from now."""
+        """Measure the work that ended, and start the time limit of the next work."""
         self._limit.observe(now_s - self._since_s)
         self.begin(now_s)
 
     def hear(self, rank: int, beat: Beat, now_s: float) -> bool:
-        """Take a sign of life. Return whether it shows progress, or that the rank was starved."""
+        """Record a heartbeat. Return whether it shows progress or starvation of the rank."""
         last = self._heard[rank]
         has_moved = _progress(beat) != _progress(last.beat)
         moved_s, starved_s = last.moved_s, last.starved_s
@@ -64,9 +64,8 @@ class Lateness:
         return has_moved or beat.starved_s > last.beat.starved_s
 
     def is_late(self, now_s: float, absent: Collection[int]) -> bool:
-        """Tell whether what is under way should be over, at this look and at those of the last
-        CONFIRM_S: a machine that stood still as a whole finds nobody late. absent: the ranks that
-        have not answered."""
+        """Return whether this look and all looks of the last CONFIRM_S found the work overdue. So a
+        pause of the whole machine makes no rank a straggler. absent: ranks without an answer."""
         if self.idle_s(now_s, self._since_s, absent) <= SHARE * self._limit.seconds:
             self._late_since_s = None
             return False
@@ -75,14 +74,14 @@ class Lateness:
         return now_s - self._late_since_s >= CONFIRM_S
 
     def idle_s(self, now_s: float, since_s: float, absent: Collection[int]) -> float:
-        """Return for how long the rank that keeps the others has made no progress, since a time.
-        Time in which it was starved does not count."""
+        """Return the seconds since `since_s` in which the straggler made no progress, without the
+        time in which it was starved."""
         heard = self._heard[self.who(absent)]
         starved_s = heard.beat.starved_s - heard.starved_s
         return now_s - max(since_s, heard.moved_s) - starved_s
 
     def who(self, absent: Collection[int]) -> int:
-        """Return which of those that did not answer has come least far."""
+        """Return the straggler: the rank with the least progress among the ranks in `absent`."""
 
         def progress(rank: int) -> tuple[int, int, int, float]:
             heard = self._heard[rank]
@@ -92,7 +91,7 @@ class Lateness:
         return min(absent, key=progress)
 
     def tell(self, rank: int, what: str, now_s: float) -> str:
-        """Say what is known of it, behind its name."""
+        """Describe a straggler's state, as text that follows its name. what: the overdue work."""
         heard = self._heard[rank]
         beat, silent_s = heard.beat, now_s - heard.at_s
         begun = f"was in step {beat.number}" if beat.number >= 0 else "had not begun a step"

@@ -1,6 +1,6 @@
-"""From settings to ranks that have loaded a model together.
+"""Start ranks from settings, and let them load a model together.
 
-They are started first of all: while they import what they need, the core resolves the model.
+The core starts the ranks before anything else: they import modules while it resolves the model.
 """
 
 import ctypes
@@ -46,21 +46,22 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LoadedRanks:
-    """model: as the rank that answers tells of it. executor: carries out plans by all of them."""
+    """Ranks with a loaded model. model: as the answering rank reports it, with a `spec` of all
+    stages and the copy rate of all ranks. executor: runs plans on all ranks."""
 
     model: LoadedElsewhere
     executor: RankExecutor
 
 
 class Ranks:
-    """The ranks of one core, from their start to `load`."""
+    """Ranks of one core, from their start to `load`."""
 
     def __init__(self, config: EngineConfig, starter: RankStarter | None = None) -> None:
-        """Start them; starter: on other machines, as the settings say if it is None. Raises
-        ConfigError for more than there are devices."""
+        """Start the ranks. starter: starts them on other machines; None: as the settings say.
+        Raises ConfigError for more ranks than devices, and on machines other than machine 0."""
         self._num = config.parallel.num_ranks
         self._heard = _Heard()
-        self._ahead = [deque[FromRank]() for _ in range(self._num)]  # heard, and not asked for yet
+        self._ahead = [deque[FromRank]() for _ in range(self._num)]  # unread messages by rank
         level = logging.getLevelName(logger.getEffectiveLevel()).lower()
         if starter is None and config.parallel.distributed_executor_backend == "ray":
             starter = RayStarter(config, level)
@@ -80,7 +81,7 @@ class Ranks:
     def load(
         self, config: EngineConfig, source: ModelSource, progress: Progress | None
     ) -> LoadedRanks:
-        """Let them load the model. Raises what kept one of them from it; then all are ended."""
+        """Let the ranks load the model. If one fails, end all ranks and raise its error."""
         try:
             return self._load(config, source, progress)
         except BaseException:
@@ -111,7 +112,7 @@ class Ranks:
             config.parallel.pipeline_parallel_size,
             config.parallel.answering_rank,
         )
-        # Each copies its layers' part of a block, all at the same time; who has none tells no rate.
+        # All ranks copy their layers' part of a block at once. Ranks without blocks have rate 0.
         rates = [each.copy_bytes_per_s for each in models if each.copy_bytes_per_s > 0]
         rate = num_stages * min(rates, default=0.0)
         spec = replace(models[answering].spec, stage=0, num_stages=1)
@@ -134,8 +135,8 @@ class Ranks:
     def _from_each(
         self, kinds: type | tuple[type, ...], progress: Progress | None
     ) -> list[FromRank]:
-        """Wait for the next message, of these kinds, of each rank. Raises what one of them has
-        raised."""
+        """Return the next message of each rank; wait for them. Loading reports go to `progress`.
+        Raises the error that a rank reports. kinds: expected types of the messages."""
         ahead = self._ahead
         while not all(ahead):
             rank, message = self._heard.messages.get()
@@ -153,7 +154,7 @@ class Ranks:
         return found
 
     def _failure(self, rank: int, failed: Failed) -> QuireError:
-        """Return the error that a rank has met with, as it was there."""
+        """Return a rank's error, as the class that the rank raised."""
         where = f" (on rank {rank} of {self._num})" if self._num > 1 else ""
         kind = getattr(errors, failed.kind, EngineError)
         known = isinstance(kind, type) and issubclass(kind, QuireError)
@@ -174,13 +175,13 @@ def _expected_step_s(model: LoadedElsewhere) -> float:
 
 
 class _Heard:
-    """Keeps what ranks say until somebody asks."""
+    """Queue of the ranks' messages during loading, filled by the thread that watches the ranks."""
 
     def __init__(self) -> None:
         self.messages: SimpleQueue[tuple[int, FromRank | RankLost]] = SimpleQueue()
 
     def hear(self, rank: int, message: FromRank) -> None:
-        if not isinstance(message, Beat):  # of those that have loaded already
+        if not isinstance(message, Beat):  # from ranks that have loaded already
             self.messages.put((rank, message))
 
     def lose(self, error: RankLost) -> None:
@@ -192,15 +193,15 @@ class _Heard:
 
 @dataclass(frozen=True)
 class StageSockets:
-    """A rank's ends of the sockets through which it hands rows to a rank of the next stage, and is
-    given them by one of the stage before; None at the ends of the model."""
+    """A rank's sockets. before: receives rows from the previous stage; None in the first stage.
+    behind: sends rows to the next stage; None in the last stage."""
 
     before: socket.socket | None
     behind: socket.socket | None
 
     @property
     def arguments(self) -> list[str]:
-        """Return how the rank is told."""
+        """Command-line arguments that give the rank its sockets."""
         ends = {"--before": self.before, "--behind": self.behind}
         return [
             part
@@ -220,7 +221,7 @@ class StageSockets:
 
 
 def stage_sockets(parallel: ParallelConfig) -> list[StageSockets]:
-    """Connect each rank with the one in its place on the next stage."""
+    """Connect each rank with the rank of the same index in the next stage."""
     num, in_stage = parallel.num_ranks, parallel.tensor_parallel_size
     pairs = [socket.socketpair() for _ in range(num - in_stage)]
     none: list[socket.socket | None] = [None] * in_stage
@@ -230,7 +231,7 @@ def stage_sockets(parallel: ParallelConfig) -> list[StageSockets]:
 
 
 def _start_here(config: EngineConfig, log_level: str, listener: Listener) -> RankSet:
-    """Start the ranks as children of this process."""
+    """Start the ranks as child processes of this process."""
     group_fds = [
         os.memfd_create(f"quire-stage-{stage}")
         for stage in range(config.parallel.pipeline_parallel_size)
@@ -238,7 +239,7 @@ def _start_here(config: EngineConfig, log_level: str, listener: Listener) -> Ran
     links = stage_sockets(config.parallel)
     try:
         ranks = RankSet(RankProcesses(_starts(config, group_fds, links), log_level), listener)
-        ranks.wait()  # until they have inherited their descriptors
+        ranks.wait()  # until the children have inherited their descriptors
         return ranks
     finally:
         for fd in group_fds:
@@ -265,11 +266,11 @@ def _starts(
 
 
 def cuda_devices(config: EngineConfig, asked: int) -> list[str]:
-    """Name the GPUs, one for each of so many ranks; none where ranks compute on CPUs. Raises
-    ConfigError if there are too few."""
+    """Return the CUDA devices for `asked` ranks, one each; an empty list if ranks compute on CPUs.
+    Raises ConfigError if there are too few devices."""
     if config.device == "cpu" or (config.device == "auto" and not _has_driver()):
         return []
-    import torch  # to ask for GPUs
+    import torch  # counts GPUs; imported only where there is a driver
 
     num = torch.cuda.device_count()
     if num == 0 and config.device == "auto":

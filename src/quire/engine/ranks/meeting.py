@@ -1,7 +1,7 @@
-"""Where ranks of several machines tell each other how they reach each other: a store in the core.
+"""Rendezvous of ranks on several machines: a key-value store in the core for their addresses.
 
-torch's own store for networks listens at all addresses and asks for no password. This one is asked
-over a connection that has proved itself (engine/ranks/dial_in.py):
+torch's own network store listens at all addresses without a password. Ranks reach this store over
+an authenticated connection (engine/ranks/dial_in.py):
 
     rank    StoreCall(op, keys, value)  ->      <-  StoreAnswer(values, number)
 """
@@ -10,13 +10,13 @@ import msgspec
 
 from quire.engine.wire.wire import Codec
 
-MOST_BYTES = 1 << 20  # of a message; addresses are some hundred
+MOST_BYTES = 1 << 20  # maximum size of a message; an address has some hundred bytes
 MOST_ENTRIES = 100_000
 
 
 class StoreCall(msgspec.Struct, frozen=True):
-    """op: set (one key to a value), get (one key), add (a number to one key), check (all keys),
-    delete (one key), count."""
+    """Call of a rank to the store. op: set (one key to value), get (one key), add (number to one
+    key), check (whether all keys exist), delete (one key), count (all keys)."""
 
     op: str
     keys: list[str] = []
@@ -25,30 +25,31 @@ class StoreCall(msgspec.Struct, frozen=True):
 
 
 class StoreAnswer(msgspec.Struct, frozen=True):
-    """value: what get has found; None: nothing. number: the sum; 1 for yes; how many there are."""
+    """Answer of the store. value: value of a get; None if the key is missing. number: new sum of an
+    add, 1 or 0 for check and delete, number of keys for count."""
 
     value: bytes | None = None
     number: int = 0
 
 
 def table_codec() -> Codec[StoreCall]:
-    """Return the codec of the core."""
+    """Return the core's codec for store calls."""
     return Codec(StoreCall, most_bytes=MOST_BYTES)
 
 
 def asker_codec() -> Codec[StoreAnswer]:
-    """Return the codec of a rank."""
+    """Return a rank's codec for answers of the store."""
     return Codec(StoreAnswer, most_bytes=MOST_BYTES)
 
 
 class MeetingTable:
-    """What the core keeps for all ranks."""
+    """Key-value table that the core holds for all ranks."""
 
     def __init__(self) -> None:
         self._entries: dict[str, bytes] = {}
 
     def answer(self, call: StoreCall) -> StoreAnswer:
-        """Do what a rank asks for. Raises ValueError for what makes no sense."""
+        """Execute a rank's call and return the answer. Raises ValueError for a malformed call."""
         entries = self._entries
         if call.op == "check":
             return StoreAnswer(number=int(all(key in entries for key in call.keys)))

@@ -1,14 +1,14 @@
-"""Messages of a core, its ranks and their keepers: msgpack of these structs after their lengths.
+"""Messages between a core, its ranks and their node agents: length-prefixed msgpack of structs.
 
     core    Begin  Least  Step ... Masks ... Order ... Idle ... (end of the stream: end)
     rank    Joined Loading* Least Loaded   Done ...  Guessed ... Idled  Beat ...    Failed
 
     core    StartRank ... Farewell            (end of the stream: kill the rank)
             Refused                           instead, and the stream ends
-    keeper  Here ... Started ... Line ... Alive ... RankEnded
+    agent   Here ... Started ... Line ... Alive ... RankEnded
 
-A plan is data, so it crosses as it is. Nothing is pickled. Arrays are bytes of int32 or float32;
-those of more than one dimension come with their shape.
+A plan is plain data and is sent as a struct. Nothing is pickled. Arrays are bytes of int32 or
+float32; fields next to an array of several dimensions give its shape.
 """
 
 from dataclasses import replace
@@ -26,13 +26,13 @@ from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.wire.wire import Codec
 from quire.models.checkpoint.source import ModelSource
 
-MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step's candidates may be many
+MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step can have many candidates
 MAX_KEEPER_BYTES = 1 << 24
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: load the model. rank: of num_ranks, stage by stage. num_local: ranks that share
-    this machine's memory, of which free_bytes are free."""
+    """Core to rank: load the model. rank: number of the rank, counted stage by stage. num_local:
+    ranks that share the machine's memory. free_bytes: free part of that memory."""
 
     config: EngineConfig
     source: ModelSource
@@ -42,14 +42,14 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Least(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: what it has. Core to ranks: the least of all."""
+    """Rank to core: limits, such as numbers of blocks. Core to ranks: minimum of each limit."""
 
     values: tuple[int, ...]
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: carry out a plan. number: counts what was handed over. is_first: all before it
-    were answered. has_masks: `Masks` of this number follow."""
+    """Core to rank: run a plan. number: running number of submitted plans. is_first: whether no
+    other plan is outstanding. has_masks: whether `Masks` with this number follow."""
 
     number: int
     plan: Plan
@@ -58,7 +58,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: the masks of a step. words: [rows, num_positions, ...]."""
+    """Core to rank: masks of a step. words: [num_rows, num_positions, num_words], int32, flat."""
 
     number: int
     rows: Int32
@@ -77,44 +77,44 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: the model that guesses is to do this."""
+    """Core to rank: run this order with the draft model."""
 
     order: DraftOrder
 
 
 class Idle(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: do what is useful while no step is to be done (record graphs)."""
+    """Core to rank: use an idle moment, for example to record graphs."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: here it is. facts: what must be the same everywhere, by name."""
+    """Rank to core: the rank is connected. facts: digests by name that all ranks must share."""
 
     facts: dict[str, str]
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: so much of its part of the model is loaded."""
+    """Rank to core: progress of loading its part of the model."""
 
     done: int
     total: int
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: ready."""
+    """Rank to core: the model is loaded and the rank is ready."""
 
     model: LoadedElsewhere
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: last words. kind: an error of base/errors.py."""
+    """Rank to core: the error that ends the rank. kind: name of a class in base/errors.py."""
 
     kind: str
     message: str
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: a step is done. found: what the answering rank's step gave, with token_ids as
-    [N * width]; None from the others."""
+    """Rank to core: a step has ended. found: result of the answering rank, with flat token_ids
+    [num_rows * width]; None from other ranks."""
 
     number: int
     duration_s: float
@@ -136,8 +136,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Guessed(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: what the model that guesses found; token_ids as [S * k]. error: why it could
-    not."""
+    """Rank to core: draft tokens of the draft model, flat [num_rows * num_draft_tokens]. error: why
+    drafting failed."""
 
     token_ids: Int32
     num_rows: int
@@ -155,16 +155,16 @@ class Guessed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Idled(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: done. has_more: there is more of it to do."""
+    """Rank to core: the idle moment was used. has_more: whether there is more to do when idle."""
 
     has_more: bool
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: a sign of life. number: of the step that it has begun last, -1 before the
-    first. num_exchanges: how often it has met those that share its layers. where: in the code.
-    expert_pairs: how often tokens were sent to its experts. starved_s: seconds in which it wanted a
-    CPU and got none, since it loaded."""
+    """Rank to core: a heartbeat. number: last step that the rank began, -1 before the first.
+    num_exchanges: exchanges with the ranks that share its layers. where: its threads' positions in
+    the code. expert_pairs: token-expert pairs computed. starved_s: seconds that the rank waited for
+    a CPU since it loaded."""
 
     number: int
     num_exchanges: int
@@ -178,9 +178,9 @@ FromRank = Joined | Loading | Least | Loaded | Failed | Done | Guessed | Idled |
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
-    """Keeper to core: where it is. host: the address by which its machine reaches the core;
-    machine: equal for keepers on one; free_bytes: of its memory; port: where the stage before
-    can connect, 0 if there is none. settings: what it was told, as JSON."""
+    """Agent to core: the agent is connected. host: its machine's address on the connection to the
+    core. machine: name that agents on one machine share. free_bytes: free memory of the machine.
+    port: port for the previous stage, 0 without one. settings: given settings as JSON."""
 
     host: str
     machine: str
@@ -190,8 +190,8 @@ class Here(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Core to keeper: start the rank. environment: variables to set; directory: to work in, if it
-    exists; next_host, next_port: where the rank of the next stage waits; port 0: it is the last."""
+    """Core to agent: start the rank. environment: variables to set. directory: working directory,
+    if it exists. next_host, next_port: address of the next stage's rank; port 0: last stage."""
 
     config: EngineConfig
     log_level: str
@@ -202,35 +202,35 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Core to keeper: this rank is not taken. why: in words, for the operator."""
+    """Core to agent: the core refuses this rank. why: reason for the operator."""
 
     why: str
 
 
 class Farewell(msgspec.Struct, frozen=True, tag=True):
-    """Core to keeper: it ends. why: in words; empty: in order."""
+    """Core to agent: the core ends. why: reason; empty for an orderly end."""
 
     why: str = ""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Keeper to core: the rank runs."""
+    """Agent to core: the rank's process runs."""
 
     pid: int
 
 
 class Line(msgspec.Struct, frozen=True, tag=True):
-    """Keeper to core: the rank has written it on stderr."""
+    """Agent to core: a line that the rank wrote to stderr."""
 
     text: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Keeper to core: its machine works, and so does the network between them."""
+    """Agent to core: a heartbeat of the agent's machine and of the network to it."""
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Keeper to core: the rank has ended, or stands still. how: in words, which follow its name."""
+    """Agent to core: the rank has ended or is stopped. how: text that follows the rank's name."""
 
     how: str
 
@@ -240,22 +240,22 @@ FromKeeper = Here | Started | Line | Alive | RankEnded
 
 
 def core_codec() -> Codec[FromRank]:
-    """Return a core's codec for ranks."""
+    """Return the codec with which a core talks to ranks."""
     return Codec(FromRank, _plain, _as_typed, MAX_MESSAGE_BYTES)
 
 
 def rank_codec() -> Codec[ToRank]:
-    """Return a rank's codec for its core."""
+    """Return the codec with which a rank talks to its core."""
     return Codec(ToRank, _plain, _as_typed, MAX_MESSAGE_BYTES)
 
 
 def core_side() -> Codec[FromKeeper]:
-    """Return a core's codec for keepers."""
+    """Return the codec with which a core talks to node agents."""
     return Codec(FromKeeper, _plain, _as_typed, MAX_KEEPER_BYTES)
 
 
 def keeper_side() -> Codec[ToKeeper]:
-    """Return a keeper's codec for its core."""
+    """Return the codec with which a node agent talks to its core."""
     return Codec(ToKeeper, _plain, _as_typed, MAX_KEEPER_BYTES)
 
 
@@ -267,7 +267,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, Path):
         return str(value)
-    return reveal_secret(value)  # the configuration of a rank
+    return reveal_secret(value)  # a rank's configuration has secrets
 
 
 def _as_typed(kind: Any, value: Any) -> Any:

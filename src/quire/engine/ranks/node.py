@@ -1,10 +1,10 @@
-"""Ranks on several machines without Ray: the same command on each, with a `--node-rank` of its own.
+"""Ranks on several machines without Ray: the same command on each, with its own `--node-rank`.
 
-    machine 0      core <-- RemoteRanks -- a child that keeps its own ranks (this module)
-    machine 1 ...  `quire serve ... --node-rank 1`: keeps ranks, and nothing else
+    machine 0      core <-- RemoteRanks -- a child that runs machine 0's ranks (this module)
+    machine 1 ...  `quire serve ... --node-rank 1`: runs ranks, and nothing else
 
-All machines know one secret, QUIRE_RANK_TOKEN, and the address at which the core waits. A node
-keeps its ranks as an actor of Ray does (engine/ranks/keeper.py), each on a thread of its own.
+All machines have the same secret, QUIRE_RANK_TOKEN, and the core's address. Like a Ray actor, a
+node runs a node agent for each rank (engine/ranks/keeper.py), each on its own thread.
 """
 
 import argparse
@@ -37,12 +37,12 @@ TOKEN = "QUIRE_RANK_TOKEN"
 FEWEST_CHARS = 16
 WELL = (CORE_ENDED, LEFT)
 AGAIN_S = 0.5  # between two attempts to reach the core
-TELL_S = 10.0  # between two lines about a core that is not there
+TELL_S = 10.0  # between two log lines about an unreachable core
 
 
 class Node(msgspec.Struct, frozen=True):
-    """What one machine keeps. devices: a CUDA device for each rank; none on CPUs. settings: what it
-    was told."""
+    """Ranks of one machine, and how they reach the core. in_stage: ranks of a stage. devices: CUDA
+    device of each rank; empty on CPUs. settings: given settings, as JSON by name."""
 
     core: tuple[str, int]
     secret: bytes
@@ -54,8 +54,8 @@ class Node(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: EngineConfig, devices: list[str], given: Iterable[str] = ()) -> "Node":
-        """Make that of this machine. given: names of the settings that it was told, which machine 0
-        must have been told, too. Raises ConfigError for what settings or environment lack."""
+        """Create this machine's node. given: names of settings given on this machine, which must
+        equal machine 0's. Raises ConfigError if the environment has no secret."""
         parallel = config.parallel
         assert parallel.master_addr is not None, "checked by the settings"
         return cls(
@@ -70,13 +70,13 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def ranks_of_node(parallel: ParallelConfig) -> list[int]:
-    """Return the ranks that this machine keeps: each has as many, in their order."""
+    """Return this machine's ranks. Machines have equal numbers of consecutive ranks."""
     each = parallel.num_ranks // parallel.nnodes
     return list(range(parallel.node_rank * each, (parallel.node_rank + 1) * each))
 
 
 def rank_token() -> bytes:
-    """Return the secret that all machines know. Raises ConfigError if there is none."""
+    """Return the secret that all machines share. Raises ConfigError if it is missing or short."""
     token = os.environ.get(TOKEN, "")
     if len(token) < FEWEST_CHARS:
         raise ConfigError(
@@ -88,7 +88,7 @@ def rank_token() -> bytes:
 
 
 class NodeStarter:
-    """Has the ranks of this machine kept by a child, and waits for those of others."""
+    """Starter that runs this machine's ranks in a child; other machines' operators start theirs."""
 
     keeper = "node"
 
@@ -118,7 +118,7 @@ class NodeStarter:
         return self._ended
 
     def take_news(self) -> None:
-        """See RankStarter: the only news is its end."""
+        """See RankStarter: the only news is the end of the child."""
         assert self._process is not None
         raise EngineError(
             f"the process that runs this machine's ranks has ended ({self._process.wait()})."
@@ -135,15 +135,15 @@ class NodeStarter:
 
 @dataclass
 class _Kept:
-    """What became of the ranks of a node: how each ended, or the error."""
+    """Outcomes of a node's ranks: how each ended, and errors."""
 
     endings: dict[int, Ending] = field(default_factory=dict)
     errors: list[QuireError] = field(default_factory=list)
 
 
 def keep_all(node: Node, leaving: threading.Event) -> str:
-    """Keep the ranks of a node until they, or the core, end; returns how. leaving: set when this
-    machine is to end. Raises QuireError if the core cannot be reached, or wants none of them."""
+    """Run the ranks of a node until they or the core end; return how they ended. leaving: set when
+    this machine shuts down. Raises QuireError if the core is unreachable or refuses a rank."""
     kept = _Kept()
 
     def keep_one(index: int, rank: int) -> None:
@@ -172,11 +172,11 @@ def keep_all(node: Node, leaving: threading.Event) -> str:
 def serve_node(
     config: EngineConfig, devices: list[str], given: Iterable[str], goes_on: bool
 ) -> int:
-    """Keep this machine's ranks, as `quire serve --node-rank K` does; returns the exit status.
+    """Run this machine's ranks for `quire serve --node-rank K`; return the exit status.
 
-    given: names of the settings that it was told. goes_on: wait for the next core when one has
-    ended. On SIGTERM and Ctrl-C the core is told, and all ends; on a second one at once. Raises
-    QuireError if no core came in time, or one refused these ranks.
+    given: names of the settings given on this machine. goes_on: whether to wait for the next core
+    after a core has ended. The first SIGTERM or Ctrl-C notifies the core and ends the ranks; a
+    second one ends at once. Raises QuireError if no core was reachable in time or one refused.
     """
     node, leaving = Node.of(config, devices, given), threading.Event()
     _leave_when_told(leaving)
@@ -193,7 +193,7 @@ def serve_node(
 
 
 def _leave_when_told(leaving: threading.Event) -> None:
-    """Let the first SIGTERM or SIGINT be noted, and the second one do what it does otherwise."""
+    """Set `leaving` on the first SIGTERM or SIGINT, and restore the handlers for the second one."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def note(number: int, frame: object) -> None:
@@ -206,8 +206,8 @@ def _leave_when_told(leaving: threading.Event) -> None:
 
 
 def _keep_when_there(node: Node, leaving: threading.Event) -> str:
-    """Keep the ranks of a node as soon as there is a core. Raises EngineError after wait_s, and
-    QuireError if one refused them."""
+    """Run the ranks of a node once a core is reachable; return how they ended. Raises EngineError
+    after wait_s without a core, QuireError if a core refuses them."""
     began_s = told_s = time.monotonic()
     while True:
         try:
@@ -229,7 +229,7 @@ def _keep_when_there(node: Node, leaving: threading.Event) -> str:
 
 
 def main() -> int:
-    """Keep the ranks of the core's own machine, as its child."""
+    """Run the ranks of machine 0, as a child of its core."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log-level", default="warning")
     begin_child(parser.parse_args().log_level)

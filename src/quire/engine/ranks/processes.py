@@ -1,7 +1,7 @@
-"""A rank's process as its parent sees it, and ranks that are children of their core.
+"""Process of a rank as its parent sees it, and the transport for ranks as children of the core.
 
 The kernel kills a child when the thread that started it ends (engine/wire/child.py). So the thread
-that watches the ranks starts them.
+that watches the ranks also starts them.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from quire.engine.wire.spawn import end_child, start_child
 from quire.engine.wire.wire import READ_BYTES, Stream
 from quire.runner.memory_plan import available_cpu_bytes
 
-CONFIRM_S = 0.5  # a process that was stopped, and is so long afterwards, is lost
+CONFIRM_S = 0.5  # time for which all looks must find a process stopped
 STOPPED = "was stopped (SIGSTOP) and cannot be used"
 
 
 class RankChild:
-    """The process of a rank, as the thread that started it sees it."""
+    """Process of a rank, as the thread that started it sees it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RankChild:
         self._stopped_since_s: float | None = None
 
     def lines(self) -> list[str] | None:
-        """Return the lines of its stderr that have come; None at the end."""
+        """Return the new complete lines of the rank's stderr; None at its end."""
         try:
             data = os.read(self.stderr.fileno(), READ_BYTES)
         except BlockingIOError:
@@ -60,7 +60,7 @@ class RankChild:
         return [line.decode(errors="replace") for line in lines]
 
     def is_stopped(self, now_s: float) -> bool:
-        """Return whether the process was stopped at this look and those of the last CONFIRM_S."""
+        """Return whether all looks of the last CONFIRM_S, including this one, found it stopped."""
         if state_of(self.process.pid) != "T":
             self._stopped_since_s = None
             return False
@@ -74,12 +74,12 @@ class RankChild:
 
 
 def ended_with(status: int) -> str:
-    """Return how a rank has ended, by its exit status."""
+    """Describe the end of a rank with this exit status."""
     return f"has ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state; empty if there is none."""
+    """Return the letter of a process's state, as in proc(5); empty without such a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -88,8 +88,8 @@ def state_of(pid: int) -> str:
 
 @dataclass(frozen=True)
 class RankStart:
-    """How to start a rank. cpus: the logical CPUs that it is bound to; None: not bound. fds: that
-    it inherits."""
+    """Parameters for starting a rank. cpus: logical CPUs to which it is bound; None: not bound.
+    fds: file descriptors that it inherits."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -103,7 +103,7 @@ class _ChildRank(Rank):
 
 
 class RankProcesses:
-    """The transport for ranks that are children of this process, over socket pairs."""
+    """Transport for ranks that are children of this process, over socket pairs."""
 
     def __init__(self, starts: Sequence[RankStart], log_level: str) -> None:
         self.ranks: list[_ChildRank] = []
@@ -154,7 +154,7 @@ class RankProcesses:
             rank.child.process.kill()
 
     def end(self, loss: RankLost | None) -> None:
-        """See Transport: a rank goes when its stream ends; one that is late is killed."""
+        """See Transport: a rank ends when its stream does; kill ranks that run after END_S."""
         sockets = [rank.stream.socket for rank in self.ranks if rank.stream is not None]
         for sock in sockets:
             with contextlib.suppress(OSError):
@@ -174,13 +174,13 @@ class RankProcesses:
             self._watch.pass_on(rank, line)
 
     def _bury(self, rank: _ChildRank) -> None:
-        """Give up after a rank has ended: nothing can be computed any more."""
+        """End all ranks after one has ended, since no step can be computed without it."""
         selector = self._watch.selector
         selector.unregister(rank.child.pidfd)
         status = rank.child.process.wait()
         with contextlib.suppress(EngineError):
             while rank.hung_up_s is None:
-                self._watch.read(rank)  # what it still said
+                self._watch.read(rank)  # its last messages
         if rank.child.stderr in selector.get_map():
             self._pass_on(rank)
         self._watch.give_up(rank.number, ended_with(status))

@@ -1,9 +1,9 @@
-"""A rank's process: python -m quire.engine.ranks.rank_main, started by its core.
+"""Process of a rank: python -m quire.engine.ranks.rank_main, started by its core or node agent.
 
-It loads its part of the model and carries out what comes through the socket that it inherits, until
-that ends. On a CPU everything is done on one thread: a step that needs masks reads the socket for
-them. On a GPU one thread reads, one launches, one waits for results
-(engine/executors/launching.py). A further thread sends heartbeats, which say what the rank does.
+It loads its part of the model and handles messages from the inherited socket until the core closes
+it. On a CPU one thread does everything: a step that needs masks reads the socket for them. On a GPU
+one thread reads messages, one launches plans, and one waits for results
+(engine/executors/launching.py). Another thread sends heartbeats, which report the rank's progress.
 """
 
 import argparse
@@ -67,16 +67,16 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-BEAT_S = 0.5  # between two of them
+BEAT_S = 0.5  # between two heartbeats
 OURS = str(Path(quire.__file__).parent)
-MOST_THREADS = 4
-MOST_PARTS = 3  # of a path
+MOST_THREADS = 4  # threads that a heartbeat describes
+MOST_PARTS = 3  # path components in such a description
 
 
 class Beats:
-    """Sent until `send` raises that nobody listens (gone). number: of the step that the rank has
-    begun last, which its owner sets; -1 before the first. counts: how often it has met others, and
-    how often tokens were sent to its experts; asked on a thread of this object's."""
+    """Heartbeats of a rank, sent on a thread of their own until `send` raises `gone`. number: last
+    step that the rank began, set by the owner; -1 before the first. counts: returns the numbers of
+    exchanges and token-expert pairs; called on that thread."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Beats:
 
 
 def places() -> str:
-    """Say where the other threads of this process are, those first that were started first."""
+    """Describe the current code positions of this process's other threads, oldest thread first."""
     own, frames = threading.get_ident(), sys._current_frames()
     others = [thread for thread in threading.enumerate() if thread.ident not in (own, None)]
     found = [
@@ -115,7 +115,7 @@ def places() -> str:
 
 
 def place_of(frame: FrameType) -> str:
-    """Say where a frame is, and where in our own code, if it is not."""
+    """Describe a frame's code position; for foreign code, add the calling position in quire."""
     here, each = _line(frame), frame
     while not each.f_code.co_filename.startswith(OURS) and each.f_back is not None:
         each = each.f_back
@@ -131,15 +131,15 @@ def _line(frame: FrameType) -> str:
 
 logger = logging.getLogger("quire")
 
-PROGRESS_S = 0.1  # between two messages about loading
+PROGRESS_S = 0.1  # minimum time between two Loading messages
 
 
 class CoreGone(Exception):
-    """The core's end of the socket was closed: nobody asks for anything any more."""
+    """The core has closed its end of the socket."""
 
 
 class Link:
-    """The rank's end of its connection to the core. pending: messages that nobody took yet."""
+    """Rank's end of its connection to the core. pending: received messages, not yet handled."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.pending: deque[ToRank] = deque()
@@ -154,22 +154,22 @@ class Link:
             raise CoreGone from None
 
     def take_in(self) -> None:
-        """Wait for bytes, and make messages of those that are there. Raises CoreGone."""
+        """Wait for bytes, and append the complete messages to `pending`. Raises CoreGone."""
         messages = self._stream.receive()
         if messages is None:
             raise CoreGone
         self.pending.extend(messages)
 
     def receive(self) -> ToRank:
-        """Wait for a message. Raises CoreGone."""
+        """Wait for the next message and return it. Raises CoreGone."""
         while not self.pending:
             self.take_in()
         return self.pending.popleft()
 
 
 class FetchedMasks(MaskPromise):
-    """Masks that the thread that waits for them reads from the socket itself. fetch: reads some
-    messages."""
+    """Promise of masks whose waiting thread reads the socket itself. fetch: reads messages and
+    puts the masks among them into their promises."""
 
     def __init__(self, fetch: Callable[[], None]) -> None:
         super().__init__()
@@ -182,23 +182,23 @@ class FetchedMasks(MaskPromise):
 
 
 class RankLoop:
-    """Carries out what a core sends. beats: tell it where this rank is. answers: this rank tells
-    what steps gave."""
+    """Message loop of a rank. beats: heartbeats, which report the step that `run` begins. answers:
+    whether this rank sends the results of steps to the core."""
 
     def __init__(self, link: Link, local: LocalModel, beats: Beats, *, answers: bool) -> None:
         self._link, self._local, self._beats, self._answers = link, local, beats, answers
-        self._promises: dict[int, MaskPromise] = {}  # by the number of a step
-        self._numbers: deque[int] = deque()  # of steps that the executor has
-        self._has_failed = False  # later plans are not carried out, until all were answered
+        self._promises: dict[int, MaskPromise] = {}  # by step number
+        self._numbers: deque[int] = deque()  # numbers of the executor's outstanding steps
+        self._has_failed = False  # plans after a failed one are skipped until all are answered
         self._bell_in, self._bell_out = socket.socketpair()
         self._bell_in.setblocking(False)
         local.executor.start(self._ring)
 
     def run(self) -> None:
-        """Go on until CoreGone."""
+        """Handle messages and send results, until CoreGone is raised."""
         link = self._link
         while True:
-            if self._numbers:  # of a device that works beside the host
+            if self._numbers:  # an asynchronous device is computing
                 readable, _, _ = select.select([link.socket, self._bell_out], [], [])
                 if self._bell_out in readable:
                     self._bell_out.recv(64)
@@ -244,7 +244,7 @@ class RankLoop:
         self._local.executor.submit(step.plan, masks)
 
     def _fetch_masks(self) -> None:
-        """Read what has come, and put the masks among it into their promises."""
+        """Put pending masks into their promises; read the socket if there are none."""
         pending = self._link.pending
         found = [message for message in pending if isinstance(message, Masks)]
         if not found:
@@ -258,7 +258,7 @@ class RankLoop:
         self._promises.pop(message.number).put(message.masks)
 
     def _answer(self) -> None:
-        """Tell what steps gave that are over."""
+        """Send the results of steps that have ended."""
         executor = self._local.executor
         while self._numbers and executor.is_ready():
             result = executor.next_result()
@@ -286,7 +286,7 @@ def _useful(idle: Callable[[], bool]) -> bool:
 
 
 def main() -> int:
-    """Join, load, work."""
+    """Join the other ranks, load the model and handle messages; return the exit status."""
     options = _arguments()
     begin_child(options.log_level)
     own = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig | None)
@@ -311,7 +311,7 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
     begin = link.receive()
     assert isinstance(begin, Begin)
     config, source = begin.config, begin.source
-    if own is not None:  # of another machine
+    if own is not None:  # this machine has its own configuration
         config = own
         source = resolve_source(own.model, progress=False)
     link.send(Joined(facts_of(config, source)))
@@ -334,7 +334,7 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
 
 
 def _place(config: EngineConfig, rank: int, options: argparse.Namespace) -> RankPlace:
-    """Return which part of the model a rank has, and join those that share its layers."""
+    """Join the ranks that share a rank's layers; return the rank's part of the model."""
     parallel = config.parallel
     return RankPlace(
         _tensor_group(config, rank, options),
@@ -346,8 +346,8 @@ def _place(config: EngineConfig, rank: int, options: argparse.Namespace) -> Rank
 
 
 def _tensor_group(config: EngineConfig, rank: int, options: argparse.Namespace) -> RankGroup:
-    """Join the ranks that share each layer: over memory that processes of one machine share, or, if
-    they meet in the core's store, over the network."""
+    """Join the ranks that share each layer and return their group. On one machine they exchange
+    data over shared memory or NCCL; with a store in the core, over the network."""
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return ALONE
@@ -370,7 +370,7 @@ def _far_store(fd: int, stage: int) -> "Store":
 
 
 def _links(options: argparse.Namespace) -> StageLinks:
-    """Take the sockets that connect this stage with others."""
+    """Return the inherited sockets to the previous and the next stage."""
     before, behind = (
         None if fd < 0 else SocketLink(socket.socket(fileno=fd))
         for fd in (options.before, options.behind)
@@ -379,7 +379,7 @@ def _links(options: argparse.Namespace) -> StageLinks:
 
 
 def _least(link: Link, values: Sequence[int]) -> tuple[int, ...]:
-    """Tell the core what this rank has; returns the least of all."""
+    """Send this rank's limits to the core; return the minimum of each over all ranks."""
     link.send(Least(tuple(values)))
     answer = link.receive()
     assert isinstance(answer, Least)
@@ -387,8 +387,8 @@ def _least(link: Link, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _progress(link: Link) -> Callable[[int, int], None]:
-    """Tell the core how far loading is, not too often. What it is asked on a thread it sends from
-    there: nobody else sends meanwhile."""
+    """Return a function that reports loading progress to the core, at most once per PROGRESS_S. It
+    sends on the calling thread, which is safe: no other thread sends during loading."""
     told_s = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -417,4 +417,4 @@ if __name__ == "__main__":
     status = main()
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(status)  # threads and devices may be held by a collective that never ends
+    os._exit(status)  # a collective that never ends may hold threads and devices

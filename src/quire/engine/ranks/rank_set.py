@@ -1,10 +1,10 @@
-"""The ranks of a core, and the thread that watches them, wherever they run.
+"""Ranks of a core, and the thread that watches them, wherever they run.
 
     thread   begin ... | messages -> hear(rank, message) | lines of ranks -> our stderr | tick
              | one rank is lost: lose(error), and all others are ended
 
-A transport knows how ranks are started, reached and ended. `RankProcesses` (processes.py) has them
-as children, `RemoteRanks` (remote.py) on other machines. Any thread may send. A rank that does not
+A transport starts ranks, connects to them and ends them: `RankProcesses` (processes.py) as child
+processes, `RemoteRanks` (remote.py) on other machines. Any thread may send. A rank that does not
 read blocks its sender only until the rank is lost.
 """
 
@@ -25,15 +25,15 @@ from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec
 from quire.engine.wire.wire import Stream
 
 END_S = 5.0  # for a rank to end by itself
-LOOK_S = 0.3  # between two looks at what gives no event
-LAST_LINES = 12
+LOOK_S = 0.3  # between two checks of conditions that cause no event
+LAST_LINES = 12  # lines of a rank's stderr in an error
 
 
 class RankLink(Protocol):
-    """Sends to all ranks, from any thread."""
+    """Sender of messages to all ranks, from any thread."""
 
     def send(self, message: ToRank) -> None:
-        """Send all the same; what several threads send comes in one order everywhere."""
+        """Send a message to all ranks. Messages of several threads reach all in the same order."""
         ...
 
     def give_up(self, rank: int, why: str) -> None:
@@ -43,10 +43,10 @@ class RankLink(Protocol):
 
 
 class Listener(Protocol):
-    """What follows the ranks; called on their thread."""
+    """Listener to the ranks' messages, called on the thread that watches them."""
 
     def hear(self, rank: int, message: FromRank) -> None:
-        """Take a message of a rank."""
+        """Handle a message from a rank."""
         ...
 
     def lose(self, error: RankLost) -> None:
@@ -61,7 +61,7 @@ class Listener(Protocol):
 
 @dataclass(kw_only=True)
 class Rank:
-    """A rank as its core sees it."""
+    """Rank as its core sees it."""
 
     number: int
     stream: Stream[FromRank] | None = None  # for plans and results
@@ -79,8 +79,8 @@ class Rank:
 
 
 class Transport(Protocol):
-    """How ranks are started, reached and ended. The watch calls it on its own thread, `stop` and
-    `shares` excepted."""
+    """Interface to start ranks, connect to them and end them. The watch calls it on its own thread,
+    except for `stop` and `shares`."""
 
     @property
     def ranks(self) -> Sequence[Rank]:
@@ -88,7 +88,7 @@ class Transport(Protocol):
         ...
 
     def begin(self, watch: "RankWatch") -> None:
-        """Start the ranks, and register what the watch waits for. Raise QuireError."""
+        """Start the ranks and register their files with the watch's selector. Raises QuireError."""
         ...
 
     @property
@@ -97,11 +97,11 @@ class Transport(Protocol):
         ...
 
     def shares(self) -> list[tuple[int, int]]:
-        """Return for each rank how many share its machine, and the free bytes of its memory."""
+        """Return for each rank the number of ranks on its machine and the machine's free bytes."""
         ...
 
     def look(self, now_s: float) -> None:
-        """Find ranks that are absent, silent or stopped. Raise QuireError to end all."""
+        """Find absent, silent or stopped ranks. Raise QuireError to end all ranks."""
         ...
 
     def stop(self, error: RankLost) -> None:
@@ -114,8 +114,8 @@ class Transport(Protocol):
 
 
 class RankSet:
-    """The owner of a transport and its thread; both end with it. listener: may be replaced by
-    `link.tell`."""
+    """Owner of a transport and its thread, which end with it. listener: first listener;
+    `link.tell` replaces it."""
 
     def __init__(self, transport: Transport, listener: Listener) -> None:
         self.link = RankWatch(transport, listener)
@@ -125,7 +125,7 @@ class RankSet:
         self._end = weakref.finalize(self, _close, self.link, thread)
 
     def wait(self) -> None:
-        """Wait until all ranks are connected. Raise what kept one from it; then all are ended."""
+        """Wait until all ranks are connected. If one fails, end all ranks and raise its error."""
         try:
             self.link.wait()
         except BaseException:
@@ -149,17 +149,18 @@ def _close(watch: "RankWatch", thread: threading.Thread) -> None:
 
 
 class RankWatch:
-    """The thread's side of a RankSet, which it must not hold: its end is the set's."""
+    """State of the watching thread. It must not refer to its RankSet: the thread ends when the set
+    is garbage-collected."""
 
     def __init__(self, transport: Transport, listener: Listener) -> None:
-        self.selector = selectors.DefaultSelector()  # the data of each file is what to call
+        self.selector = selectors.DefaultSelector()  # each file's data is its handler
         self.loss: RankLost | None = None
         self._transport, self._listener = transport, listener
         self._codec = core_codec()
         self._wake_in, self._wake_out = socket.socketpair()
         self._sending, self._losing = threading.Lock(), threading.Lock()
-        self._complete = threading.Event()  # or there is an error
-        self._error: QuireError | None = None  # that kept a rank from connecting
+        self._complete = threading.Event()  # all ranks are connected, or `_error` is set
+        self._error: QuireError | None = None  # error that prevented a connection
         self._is_closing = False
 
     # ---- for other threads -------------------------------------------------------------------
@@ -172,7 +173,7 @@ class RankWatch:
                 _send(rank, data)
 
     def send_each(self, messages: Sequence[ToRank]) -> None:
-        """Send each rank its own message."""
+        """Send each rank a message of its own."""
         with self._sending:
             for rank, message in zip(self._transport.ranks, messages, strict=True):
                 _send(rank, self._codec.encode(message))
@@ -183,7 +184,7 @@ class RankWatch:
         self.lose(RankLost(f"{self.name(lost)} {why}{lost.last_words}"))
 
     def lose(self, error: RankLost) -> None:
-        """End all ranks and report the reason, the first time."""
+        """End all ranks and report the error to the listener; only the first call has effect."""
         with self._losing:
             if self.loss is not None or self._is_closing:
                 return
@@ -193,7 +194,7 @@ class RankWatch:
         self._listener.lose(error)
 
     def tell(self, listener: Listener) -> None:
-        """Report to another listener from now on; at once, if a rank is lost already."""
+        """Replace the listener, and report the loss to the new one if a rank is lost already."""
         with self._losing:
             self._listener = listener
             loss = self.loss
@@ -201,23 +202,23 @@ class RankWatch:
             listener.lose(loss)
 
     def wait(self) -> None:
-        """Wait until all ranks are connected. Raise what kept one from it."""
+        """Wait until all ranks are connected. Raises the error that prevented it."""
         self._complete.wait()
         if self._error is not None:
             raise self._error
 
     def wake(self) -> None:
-        """Let the thread look around now."""
+        """Wake the thread, so that it checks the transport now."""
         with contextlib.suppress(OSError):
             self._wake_in.send(b"x")
 
     def close(self) -> None:
-        """Let the thread end all ranks, and itself."""
+        """Request that the thread end all ranks and itself."""
         self._is_closing = True
         self.wake()
 
     def name(self, rank: Rank) -> str:
-        """Return what errors call a rank."""
+        """Return a rank's name for error messages."""
         where = [f"process {rank.pid}"] if rank.pid else []
         where += [f"on {rank.host}"] if rank.host else []
         more = f" ({' '.join(where)})" if where else ""
@@ -243,11 +244,11 @@ class RankWatch:
         self._wake_out.close()
 
     def _watch(self) -> None:
-        # Before the select: whatever came until then is read below, also if this thread has to wait
-        # for a CPU.
+        # Read the clock before the select. So all messages up to this time are read before `look`
+        # judges silence, even if this thread waits for a CPU.
         now_s = time.monotonic()
         for key, _ in self.selector.select(LOOK_S):
-            if key.fileobj in self.selector.get_map():  # no other call has ended it meanwhile
+            if key.fileobj in self.selector.get_map():  # no earlier handler has unregistered it
                 key.data()
         self._listener.tick()
         self._transport.look(now_s)
@@ -256,7 +257,7 @@ class RankWatch:
         self._wake_out.recv(64)
 
     def _set_complete(self, error: QuireError | None = None) -> None:
-        """Let `wait` return or raise, the first time."""
+        """Let `wait` return, or raise `error`; only the first call has effect."""
         if not self._complete.is_set():
             self._error = error
             self._complete.set()
@@ -268,7 +269,7 @@ class RankWatch:
     # ---- for the transport, on the thread ----------------------------------------------------
 
     def read(self, rank: Rank) -> None:
-        """Take what a rank sends, and note the end of its stream."""
+        """Pass a rank's messages to the listener, and note the end of its stream."""
         assert rank.stream is not None
         messages = rank.stream.receive()
         if messages is None:
@@ -283,7 +284,7 @@ class RankWatch:
                 self.give_up(rank.number, "cannot continue")
 
     def pass_on(self, rank: Rank, line: str) -> None:
-        """Write a line of a rank's stderr on ours, and remember it for errors."""
+        """Write a line of a rank's stderr to ours, and remember it for errors."""
         rank.last_lines.append(line)
         label = f"rank {rank.number}: " if len(self._transport.ranks) > 1 else ""
         with contextlib.suppress(OSError, ValueError):
@@ -291,7 +292,7 @@ class RankWatch:
 
 
 def _send(rank: Rank, data: bytes) -> None:
-    """Send, waiting for room. What a rank that is gone does not get, its end tells."""
+    """Send data to a rank, waiting for room. Ignore a closed connection; its end is read later."""
     assert rank.stream is not None
     with contextlib.suppress(OSError):
         rank.stream.socket.sendall(data)

@@ -1,10 +1,10 @@
-"""Ranks of a core whose keepers run on other machines, over TCP.
+"""Transport for ranks on other machines, whose node agents connect to the core over TCP.
 
-    starter   has keepers started, which then connect:
-    thread    Here ... StartRank | messages of ranks, lines, signs of life | store calls
-              | a rank or its keeper has ended, or is silent: all others are ended
+    starter   starts node agents, which then connect:
+    thread    Here ... StartRank | messages of ranks, lines, heartbeats | store calls
+              | a rank or its agent has ended, or is silent: end all others
 
-Each connection has proved itself before the thread sees it (engine/ranks/dial_in.py).
+Each connection is authenticated before the thread sees it (engine/ranks/dial_in.py).
 """
 
 import contextlib
@@ -44,17 +44,17 @@ from quire.engine.wire.wire import Codec, Stream
 
 logger = logging.getLogger("quire")
 
-SILENT_S = 2.0  # without a message of a keeper or its rank, and its machine is gone
-ORPHANED_S = 0.7  # for the keeper of a rank that has hung up to tell why
+SILENT_S = 2.0  # without a message of a node agent, its machine counts as lost
+ORPHANED_S = 0.7  # wait for the agent's reason after its rank has disconnected
 SECRET_BYTES = 32
-OWN_VARIABLES = ("QUIRE_MEMORY_BYTES", "QUIRE_RANK_TOKEN")  # of this machine
+OWN_VARIABLES = ("QUIRE_MEMORY_BYTES", "QUIRE_RANK_TOKEN")  # not sent to other machines
 
 
 class RankStarter(Protocol):
-    """Who has keepers of ranks started (engine/ranks/keeper.py). All is called on one thread.
+    """Starter of node agents (engine/ranks/keeper.py). One thread makes all calls.
 
-    keeper: what errors call one of them. wait_s: how long they may take to come. secret: what they
-    prove to know; None: one is made for this start. port: to wait at; 0: any.
+    keeper: name of an agent in error messages. wait_s: time limit for the agents' connections.
+    secret: agents must have it; None: the core generates one. port: port of the core; 0: any.
     """
 
     keeper: str
@@ -63,32 +63,31 @@ class RankStarter(Protocol):
     port: int
 
     def host(self) -> str:
-        """Return the address of this machine that they reach. Raises QuireError."""
+        """Return the address at which agents reach this machine. Raises QuireError."""
         ...
 
     def start(self, core: Address, secret: bytes) -> None:
-        """Have a keeper of each rank started, which connects there; does not wait for them."""
+        """Start an agent for each rank, or have it started, without waiting for connections."""
         ...
 
     def fileno(self) -> int:
-        """Return what can be read when there is news."""
+        """Return a file descriptor that is readable when there is news."""
         ...
 
     def take_news(self) -> None:
-        """Raise a QuireError that says why there will be no keepers, or no longer."""
+        """Read the news. Raise a QuireError if agents cannot start or have ended."""
         ...
 
     def close(self) -> None:
-        """End what was started, and give back what it had."""
+        """End the started processes and free their resources."""
         ...
 
 
 @dataclass(kw_only=True)
 class _FarRank(Rank):
-    """streams: connections, by what they are for. here: where its keeper is, once it has said
-    so."""
+    """Rank on another machine. streams: connections by role. here: the agent's first message."""
 
-    heard_s: float = 0.0  # when its keeper last sent something
+    heard_s: float = 0.0  # time of the agent's last message
     streams: dict[Role, Stream[Any]] = field(default_factory=dict)
     here: Here | None = None
     has_ended: bool = False
@@ -100,7 +99,7 @@ class _FarRank(Rank):
 
 
 class RemoteRanks:
-    """The transport for ranks that keepers start on other machines."""
+    """Transport for ranks that node agents start on other machines."""
 
     def __init__(self, config: EngineConfig, starter: RankStarter, log_level: str) -> None:
         self.ranks = [_FarRank(number=number) for number in range(config.parallel.num_ranks)]
@@ -111,7 +110,7 @@ class RemoteRanks:
         self._table = MeetingTable()
         self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
         self._door: Door | None = None
-        self._told: set[str] = set()  # why others were refused
+        self._told: set[str] = set()  # reasons for refusals, each logged once
 
     def begin(self, watch: RankWatch) -> None:
         """See Transport."""
@@ -152,7 +151,7 @@ class RemoteRanks:
             rank.hang_up()
 
     def _tell_keepers(self, message: Farewell) -> None:
-        """Tell those that are there; who does not read is not waited for."""
+        """Send a farewell to all connected agents, without waiting for agents that do not read."""
         data = self._codecs[Role.KEEPER].encode(message)
         for rank in self.ranks:
             if (stream := rank.streams.get(Role.KEEPER)) is not None:
@@ -191,7 +190,7 @@ class RemoteRanks:
         )
 
     def _admit(self, arrival: Arrival) -> None:
-        """Take a connection that has proved itself."""
+        """Register an authenticated connection with its rank, or refuse it."""
         role, number, sock = arrival.role, arrival.rank, arrival.socket
         if why := self._objection(arrival):
             if role is Role.KEEPER:
@@ -206,7 +205,7 @@ class RemoteRanks:
         self._watch.selector.register(sock, selectors.EVENT_READ, partial(see[role], rank))
 
     def _objection(self, arrival: Arrival) -> str:
-        """Say why a connection is not taken; empty if it is."""
+        """Return the reason for refusing a connection; empty if it is accepted."""
         role, number, num = arrival.role, arrival.rank, len(self.ranks)
         if (loss := self._watch.loss) is not None:
             return f"the engine ends: {loss}"
@@ -227,7 +226,7 @@ class RemoteRanks:
         return ""
 
     def _refuse(self, number: int, sock: socket.socket, why: str) -> None:
-        """Tell a keeper, and the operator here, once for all ranks of a machine."""
+        """Send a refusal to an agent, and log each reason once."""
         with contextlib.suppress(OSError):
             host = sock.getpeername()[0]
             sock.sendall(self._codecs[Role.KEEPER].encode(Refused(why)))
@@ -236,14 +235,14 @@ class RemoteRanks:
                 logger.warning("rank %d of the machine %s was refused: %s", number, host, why)
 
     def _turn_away(self, rank: _FarRank, why: str) -> None:
-        """Refuse a keeper that was taken, so that another one may come."""
+        """Refuse an agent that was accepted before, so that another agent can connect."""
         sock = rank.streams.pop(Role.KEEPER).socket
         self._watch.selector.unregister(sock)
         self._refuse(rank.number, sock, why)
         sock.close()
 
     def _hear(self, rank: _FarRank) -> None:
-        """Take what a keeper says, and note the end of its connection."""
+        """Handle an agent's messages. The end of its connection means that its rank is lost."""
         stream = rank.streams[Role.KEEPER]
         messages = stream.receive()
         if messages is None:
@@ -254,7 +253,7 @@ class RemoteRanks:
             return
         rank.heard_s = time.monotonic()
         for message in messages:
-            if Role.KEEPER in rank.streams:  # it was not turned away
+            if Role.KEEPER in rank.streams:  # the agent was not refused
                 self._take(rank, message)
 
     def _take(self, rank: _FarRank, message: FromKeeper) -> None:
@@ -272,17 +271,17 @@ class RemoteRanks:
         elif isinstance(message, RankEnded):
             rank.has_ended = True
             if rank.stream is not None and rank.hung_up_s is None:
-                self._watch.read(rank)  # what it still said
+                self._watch.read(rank)  # its last messages
             self._watch.give_up(rank.number, message.how)
 
     def _answer(self, rank: _FarRank) -> None:
-        """Answer what a rank asks of the store."""
+        """Answer a rank's calls to the store."""
         stream = rank.streams[Role.STORE]
         calls = stream.receive()
         if calls is None:
             self._watch.selector.unregister(stream.socket)
         for call in calls or ():
-            with contextlib.suppress(OSError):  # its end tells
+            with contextlib.suppress(OSError):  # the next read detects a closed connection
                 stream.send(self._table.answer(call))
 
     def _start_ranks(self) -> None:
@@ -304,7 +303,7 @@ class RemoteRanks:
                 rank.streams[Role.KEEPER].send(mine)
 
     def end(self, loss: RankLost | None) -> None:
-        """See Transport: a rank goes when its stream ends, and its keeper after it."""
+        """See Transport: a rank ends when its stream does, and its agent after it."""
         if self._door is not None:
             self._door.close()
         if loss is None:

@@ -1,1 +1,1 @@
-"""Recordings of the calls through the scheduler's doors: frames, files, redaction."""
+"""Recordings of the calls to the scheduler's four doors: frames, files, redaction."""

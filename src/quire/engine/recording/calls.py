@@ -1,13 +1,13 @@
-"""The calls through the four doors and what they gave, as plain data.
+"""Calls to the scheduler's four doors and their effects, as plain data.
 
     [ADD, now, request]  [CONTROL, now, message]  [SCHEDULE, now]  [UPDATE, now, result]    calls
-    [DIGESTS, [arrival, digest ...] ...]  [FOUND, event ...]  [PLAN, fields]             then these
-    [REFUSED]  [RAISED, what]
-    [ORDERS, fields ...]                                                 what stores are to do
-    [END, why]                                                   the last item, if there is no more
+    [DIGESTS, [arrival, digest ...] ...]  [FOUND, event ...]  [PLAN, fields]       effects of a call
+    [REFUSED]  [RAISED, message]
+    [ORDERS, fields ...]                                                 orders to stores
+    [END, why]                                                   last item of a complete segment
 
-Of a plan only what differs from what one would guess after the plan before it is written: in steady
-decoding little more than its number.
+A plan is written as its differences from a prediction, which is made from the plan before it. In
+steady decoding little more than the step number remains.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from quire.scheduler.snapshot import decode, encode
     ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END, FOUND, ORDERS,
 ) = range(11)  # fmt: skip
 CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
-GOES_ON = "goes on"  # why a segment ends, if another one begins where it does
+GOES_ON = "goes on"  # reason of an end, if the next segment continues this one
 STICKY = (
     "rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates", "masked_rows",
 )  # fmt: skip
@@ -41,11 +41,11 @@ Fields = dict[str, Any]
 
 @dataclass
 class Call:
-    """A call through a door, as it was recorded. value: a request, a message or a result.
+    """Recorded call to a door, with its effects. value: a request, a message or a result.
 
-    plan: its fields; None if none was made. digests: (arrival, new digests of that sequence).
-    found: what was told of prompts' prefixes, which only the scheduler of that time could tell.
-    orders: the fields of those that it gave to stores.
+    plan: fields of the plan; None if the call returned no plan. digests: (arrival number of a
+    sequence, its new digests). found: reports of prefix hits, which a replay cannot compute.
+    orders: fields of each order to a store.
     """
 
     kind: int
@@ -60,7 +60,7 @@ class Call:
 
 
 class CallEncoder:
-    """Items as they were handed over to plain data; one per segment. redaction: None keeps all."""
+    """Encoder of one segment's items as plain data. redaction: None records everything."""
 
     def __init__(self, redaction: Redaction | None) -> None:
         self._redaction = redaction
@@ -127,7 +127,8 @@ class CallEncoder:
 def _stops(
     redaction: Redaction, token_ids: Any, accepted: Any, flown: Sequence[Line]
 ) -> dict[int, int]:
-    """Place, counted row by row, and id of the sampled tokens that may end their sequence."""
+    """Return the sampled tokens that are stop tokens of their sequence, by their index in the
+    flattened token_ids [num_rows, width]."""
     num, width = token_ids.shape
     if width == 0 or num == 0:
         return {}
@@ -142,7 +143,7 @@ def _stops(
 def _of_beams(
     redaction: Redaction, candidates: dict[int, Candidates], flown: Sequence[Line], rows: Any
 ) -> dict[int, Candidates]:
-    """Keep what beams choose from; other sequences' candidates are only shown to clients."""
+    """Return redacted candidates of beam searches; only clients read other candidates."""
     if not candidates:
         return {}
     owners = dict(zip(rows.tolist(), flown, strict=True))
@@ -154,13 +155,12 @@ def _of_beams(
 
 
 def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
-    """Return what a plan says, without fields that are empty. Two plans are the same if these are
-    equal."""
+    """Return the non-empty fields of a plan. Two plans are the same if their fields are equal."""
     fields: Fields = {}
     for name in PLAN_FIELDS:
         value = getattr(plan, name)
         if isinstance(value, np.ndarray):
-            if len(value) and name != "last_ids":  # tokens that are told elsewhere
+            if len(value) and name != "last_ids":  # tokens that results record
                 fields[name] = value.astype(np.int32, copy=False).tobytes()
         elif isinstance(value, BlockWrites):
             if len(value.group):
@@ -174,8 +174,8 @@ def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
 
 
 def order_fields(order: Order, redaction: Redaction | None) -> Fields:
-    """Return what an order says; of its blocks' names only a digest, since they are recorded
-    elsewhere. Two orders are the same if these are equal."""
+    """Return the fields of an order. Its block names are reduced to one digest, since the recording
+    has them elsewhere. Two orders are the same if their fields are equal."""
     fields: Fields = {"order": type(order).__name__, "store": order.store, "ticket": order.ticket}
     if isinstance(order, LookUp | Remove):
         names = order.names
@@ -193,21 +193,21 @@ def order_fields(order: Order, redaction: Redaction | None) -> Fields:
 
 
 class PlanGuess:
-    """What the next plan would be if everybody went on as in the last one."""
+    """Prediction of the next plan: all rows continue as in the last plan."""
 
     def __init__(self) -> None:
         self._last: Fields = {}
 
     def shorten(self, fields: Fields) -> Fields:
-        """Leave out what equals the guess, and list the fields that the guess has and the plan
-        lacks."""
+        """Return the fields that differ from the prediction. `without` lists the predicted fields
+        that the plan lacks."""
         guess, self._last = self._next(), fields
         short = {n: value for n, value in fields.items() if n not in guess or guess[n] != value}
         missing = [name for name in guess if name not in fields]
         return short | ({"without": missing} if missing else {})
 
     def complete(self, short: Fields) -> Fields:
-        """Undo `shorten`."""
+        """Return all fields of a plan from the result of `shorten`."""
         fields = self._next() | short
         for name in fields.pop("without", ()):
             del fields[name]
@@ -219,7 +219,7 @@ class PlanGuess:
         if not last:
             return {}
         guess = {name: last[name] for name in STICKY if name in last}
-        if "computed_bound" in last:  # absent of a plan that only moves blocks, without rows
+        if "computed_bound" in last:  # absent in a plan without rows, which only moves blocks
             bound = np.frombuffer(last["computed_bound"], np.int32)
             num_tokens = np.frombuffer(last["num_tokens"], np.int32)
             guess["computed_bound"] = (bound + num_tokens).tobytes()
@@ -228,9 +228,10 @@ class PlanGuess:
 
 
 def calls_of(items: Sequence[Any]) -> Iterator[Call]:
-    """Yield the calls of a segment, each with what it gave. Raises RecordingDamaged.
+    """Yield the calls of a segment, each with its effects. Raises RecordingDamaged.
 
-    The last one of a segment without an end is left out: what it gave may be missing.
+    The last call of a segment without an end is omitted unless it raised, because its effects may
+    be missing.
     """
     call: Call | None = None
     is_whole = False
@@ -259,7 +260,7 @@ def calls_of(items: Sequence[Any]) -> Iterator[Call]:
 
 
 def end_of(items: Sequence[Any]) -> str | None:
-    """Tell why a segment ends; None if nobody was left to say so."""
+    """Return the reason of a segment's end; None if the segment was cut off."""
     return str(items[-1][1]) if items and items[-1][0] == END else None
 
 

@@ -1,12 +1,10 @@
 """Recordings on disk: a directory of segments, each of which can be replayed by itself.
 
 A segment is a file of frames (`engine/recording/frames.py`): a header, a snapshot, and calls. The
-header of a segment that goes on where another ends holds the sum of that one, so a segment that is
-missing between two shows. The newest segments are kept, so many that all together stay within a
-bound.
+header of a continuing segment holds the checksum of the previous segment, so a missing segment is
+detected. The newest segments are retained, up to a maximum size of all segments together.
 
-Recordings are read by `read_recording`, which tells whole segments from those that are cut off and
-those that are damaged.
+`read_recording` reads a recording and reports whether each segment is whole, cut off or damaged.
 """
 
 import contextlib
@@ -26,20 +24,21 @@ from quire.engine.recording.frames import FORMAT, MAGIC, FrameEncoder, State, re
 
 NAME = re.compile(r"segment-(\d{6})\.rec")
 OTHER_FORMAT = re.compile(rb"quire recording( \d{1,9})?\n")
-NUM_SEGMENTS = 8  # of which a full recording consists
+NUM_SEGMENTS = 8  # segments of a full recording
 
 
 class RecordingFiles:
-    """The segments of a directory, as they are written. Raises OSError.
+    """Writer of the segments of a directory. All methods may raise OSError.
 
-    max_bytes: of all segments together; those of earlier runs count, and go first.
+    max_bytes: maximum size of all segments together. Segments of earlier runs count, and are
+    deleted first.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory = directory
         self.max_bytes = max_bytes
-        self.num_bytes = 0  # of the segment that is open
-        self.last_crc: int | None = None  # of the segment before the open one
+        self.num_bytes = 0  # size of the open segment
+        self.last_crc: int | None = None  # checksum of the segment before the open one
         self._file = -1
         self._frames = FrameEncoder()
         self._path = directory
@@ -49,7 +48,7 @@ class RecordingFiles:
 
     @property
     def is_full(self) -> bool:
-        """Whether the open segment has reached its share."""
+        """Whether the open segment has reached its share of max_bytes."""
         return self.num_bytes >= self.max_bytes // NUM_SEGMENTS
 
     def begin(self) -> None:
@@ -63,20 +62,20 @@ class RecordingFiles:
         self._write(MAGIC)
 
     def append(self, body: bytes) -> None:
-        """Write msgpack as one frame."""
+        """Write a msgpack body as one frame, and delete the oldest segments if necessary."""
         self._write(self._frames.frame(body))
-        if self.num_bytes > self.max_bytes // (2 * NUM_SEGMENTS):  # not for a snapshot alone
+        if self.num_bytes > self.max_bytes // (2 * NUM_SEGMENTS):  # more than a snapshot
             self._remove_old()
 
     def end(self) -> None:
-        """Write that nothing more comes in the open segment, and close it."""
+        """Write the end frame of the open segment, and close it."""
         if self._file >= 0:
             self._write(self._frames.end())
             self.last_crc = self._frames.crc
         self.close()
 
     def close(self) -> None:
-        """Leave the open segment as it is: cut off."""
+        """Close the open segment without an end frame, so that it is cut off."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -89,8 +88,7 @@ class RecordingFiles:
             view = view[done:]
 
     def _remove_old(self) -> None:
-        """Delete the oldest segments, but never the open one, until the rest is within the
-        bound."""
+        """Delete the oldest segments, but never the open one, until all are within max_bytes."""
         paths = segment_paths(self.directory)
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
@@ -103,11 +101,11 @@ class RecordingFiles:
 
 @dataclass(frozen=True)
 class Segment:
-    """header: format, version, settings, whether tokens were kept; `new`: what the scheduler was
-    made of, if the segment begins with its start; `previous`: the sum of the segment that it goes
-    on from. snapshot: `scheduler.snapshot`'s data. items: of `engine/recording/calls.py`, up to
-    where it is cut off or damaged. problem: what is wrong with it, in words. crc: its sum. follows:
-    it goes on where the segment that was read before it ends."""
+    """Segment. header: format, version, settings, whether tokens are recorded. Its `new` has the
+    scheduler's parameters, if the segment begins with the scheduler's start. Its `previous` is the
+    checksum of the segment that this one continues. snapshot: data of `scheduler.snapshot`. items:
+    items of `engine/recording/calls.py`, up to a cut or damage. problem: description of the damage.
+    crc: checksum. follows: whether it continues the segment read before it."""
 
     path: Path
     header: dict[str, Any]
@@ -120,7 +118,7 @@ class Segment:
 
     @property
     def is_readable(self) -> bool:
-        """Whether header and snapshot are there."""
+        """Whether the segment has a header and a snapshot."""
         return bool(self.header)
 
     @property
@@ -129,20 +127,20 @@ class Segment:
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """List the segments of a directory, oldest first."""
+    """Return the paths of a directory's segments, oldest first."""
     return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
 
 
 def read_recording(path: Path) -> Iterator[Segment]:
-    """Yield the segments of a directory, or the one in a file, oldest first; also those that are
-    cut off or damaged, which say so. Raises ConfigError if there is none."""
+    """Yield the segments of a directory, oldest first, or the segment of a file. Segments that are
+    cut off or damaged are included; see `Segment.state`. Raises ConfigError without segments."""
     try:
         if not path.is_dir():
             yield read_segment(path)
             return
         before: Segment | None = None
         for each in segment_paths(path):
-            with contextlib.suppress(FileNotFoundError):  # the engine removes old ones meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a running engine deletes old segments
                 segment = read_segment(each)
                 if before is not None:
                     segment = _linked(before, segment)
@@ -159,8 +157,7 @@ def read_recording(path: Path) -> Iterator[Segment]:
 
 
 def read_segment(path: Path) -> Segment:
-    """Read one segment. Raises ConfigError if the file is no recording, or of another format;
-    OSError."""
+    """Read one segment. Raises ConfigError for a file of another kind or format, and OSError."""
     data = path.read_bytes()
     frames = read_frames(data)
     if frames is None:
@@ -182,11 +179,11 @@ def read_segment(path: Path) -> Segment:
 
 
 def _linked(before: Segment, segment: Segment) -> Segment:
-    """Check a segment against the one before it."""
+    """Return a segment after checking whether it continues the segment before it."""
     if not segment.is_readable or not segment.header["follows"]:
         return segment
     if before.state is not State.WHOLE:
-        return segment  # there is a gap, which was told of the other one
+        return segment  # the other segment reports the gap
     if segment.header["previous"] == before.crc:
         return dataclasses.replace(segment, follows=True)
     problem = f"it does not continue where {before.path.name} ends: one between them is missing"
@@ -196,7 +193,7 @@ def _linked(before: Segment, segment: Segment) -> Segment:
 
 
 def _followed(segment: Segment, after: Segment | None) -> Segment:
-    """Check a segment against the one behind it."""
+    """Return a segment after checking that its announced continuation, if any, exists."""
     goes_on = segment.state is State.WHOLE and end_of(segment.items) == GOES_ON
     if not goes_on or (after is not None and (not after.is_readable or after.header["follows"])):
         return segment

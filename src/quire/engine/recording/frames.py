@@ -1,4 +1,4 @@
-"""Frames: how a segment of a recording stands in its file, so that all damage to it shows.
+"""Frames: the file format of a recording's segment, which reveals all accidental damage.
 
     segment    MAGIC, frames (header, snapshot, calls ...), end frame
     frame      head, zlib of msgpack
@@ -6,10 +6,10 @@
                so far u32; all little endian
     end frame  a head alone: length END, the number of frames before it, the chained CRC-32
 
-The chained CRC-32 of a frame is that of the bodies of all frames up to it. So a frame that was
-changed, taken out, put in, put elsewhere or written twice does not fit what comes before it, and a
-length that was changed is not believed. A file without an end frame was cut off. The sums guard
-against accidents: a change is not found out if they are made to fit it.
+The chained CRC-32 of a frame covers the bodies of all frames up to it. So a frame that was changed,
+removed, inserted, moved or duplicated does not match the frames before it. The head's own CRC-32
+reveals a changed length. A file without an end frame was cut off. The checksums detect accidents
+only: a deliberate change with matching checksums stays undetected.
 """
 
 import enum
@@ -27,12 +27,12 @@ HEAD_BYTES = HEAD.size + SUM.size
 END = 0xFFFFFFFF
 MAX_FRAME_BYTES = 1 << 30
 MAX_BODY_BYTES = 1 << 32
-FIRST_BYTES = 64  # a first frame that begins in these tells that MAGIC is damaged
+FIRST_BYTES = 64  # without MAGIC, a first frame within these bytes means that MAGIC is damaged
 
 
 class State(enum.IntEnum):
-    """How whole a segment is, the worst last. CUT: its writer was killed, or still writes; or its
-    end was lost. DAMAGED: something in it was changed."""
+    """Condition of a segment, worst last. CUT: its writer was killed or still writes, or its end
+    was lost. DAMAGED: some of its bytes were changed."""
 
     WHOLE = 0
     CUT = 1
@@ -40,14 +40,14 @@ class State(enum.IntEnum):
 
 
 class FrameEncoder:
-    """Makes the frames of one segment. crc: of all bodies so far."""
+    """Encoder of the frames of one segment. crc: chained checksum of all bodies so far."""
 
     def __init__(self) -> None:
         self.crc = zlib.crc32(MAGIC)
         self._num_frames = 0
 
     def frame(self, body: bytes) -> bytes:
-        """Make the frame of some msgpack. Raises EngineError if it is too large."""
+        """Return the frame of a msgpack body. Raises EngineError if the body is too large."""
         packed = zlib.compress(body, 1)
         if max(len(packed), len(body) // 4) > MAX_FRAME_BYTES:
             raise EngineError(f"{len(body):,} bytes are too much for one frame of a recording.")
@@ -57,14 +57,14 @@ class FrameEncoder:
         return head + packed
 
     def end(self) -> bytes:
-        """Make the frame that says that nothing comes behind it."""
+        """Return the end frame."""
         return _head(END, self._num_frames, self.crc)
 
 
 @dataclass
 class Frames:
-    """What stands in a segment up to its end, or to where it is cut off or damaged. problem: what
-    is wrong there, in words; crc: of all bodies."""
+    """Bodies of a segment's frames, up to its end or to the first cut or damage. problem:
+    description of the cut or damage. crc: chained checksum of all bodies."""
 
     bodies: list[bytes] = field(default_factory=list)
     state: State = State.WHOLE
@@ -72,7 +72,7 @@ class Frames:
     crc: int = zlib.crc32(MAGIC)
 
     def take(self, data: bytes, at: int) -> int:
-        """Read the frame that begins there; where the next one begins, or -1 at the end."""
+        """Read the frame at a byte offset. Return the next frame's offset, or -1 at the end."""
         num, end = len(self.bodies), _head(END, len(self.bodies), self.crc)
         if at + HEAD_BYTES > len(data):
             return self._take_rest(data[at:], end)
@@ -107,8 +107,8 @@ class Frames:
         return after
 
     def _take_rest(self, rest: bytes, end: bytes) -> int:
-        """Judge a rest that is shorter than a head: the beginning of the end, or of one more
-        frame."""
+        """Classify trailing bytes shorter than a head: CUT if they can begin the end frame (`end`)
+        or a further frame, else DAMAGED."""
         number = end[SUM.size : 2 * SUM.size]
         is_head = number.startswith(rest[SUM.size : 2 * SUM.size])
         is_end = end.startswith(rest)
@@ -123,8 +123,8 @@ class Frames:
 
 
 def read_frames(data: bytes) -> Frames | None:
-    """Read all frames of a file that begins with MAGIC, or with what is left of it; None for
-    another file."""
+    """Return all frames of a recording's file, even if its MAGIC is cut off or damaged. Return None
+    for another file."""
     found = Frames()
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data):
@@ -147,7 +147,7 @@ def _head(length: int, number: int, crc: int) -> bytes:
 
 
 def _head_at(data: bytes, at: int) -> tuple[int, int, int] | None:
-    """Read length, number and crc; None if there is no head that can be believed."""
+    """Return length, number and crc of the head at an offset; None unless its checksum matches."""
     if at < 0 or at + HEAD_BYTES > len(data):
         return None
     head = data[at : at + HEAD.size]

@@ -1,13 +1,12 @@
-"""What a recording leaves out unless it is to keep tokens: the same run without anybody's text.
+"""Redaction of recordings that do not record tokens: the same run without the clients' text.
 
-    token ids            zeros, as many; a sampled one is NEUTRAL unless it ends its sequence
-    digests, salts, ...  keyed BLAKE2b; the key is random and is not written. Equal ones stay equal
-    images               their spans and digests, without pixels
-    texts, logit bias    nothing: the scheduler does not look at them
-    request ids, stop ids, numbers, times: as they are
+    token ids            as many zeros; a sampled token is NEUTRAL unless it ends its sequence
+    digests, salts, ...  keyed BLAKE2b with a random key, never written. Equal values stay equal
+    images               spans and keyed digests, without pixels
+    texts, logit bias    nothing: the scheduler does not read them
+    request ids, stop ids, numbers, times: unchanged
 
-A field that nobody knew when this was written is treated by its type: text is keyed, lists of token
-ids become zeros.
+A field without a rule is treated by its type: text is keyed, lists of token ids become zeros.
 """
 
 import dataclasses
@@ -29,10 +28,10 @@ from quire.base.settings.cache_config import CacheConfig
 from quire.base.settings.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.scheduler.scheduler import Scheduler
 
-NEUTRAL = -2  # stands for a token that does not end its sequence; -1 pads lists of stop ids
+NEUTRAL = -2  # replaces a token that does not end its sequence; -1 pads lists of stop ids
 DIGEST_BYTES = 16
 NUMBERS = frozenset({type(None), bool, int, float})
-BLANK = ("tokens", "saved_tokens", "token_ids", "prompt_token_ids")  # of the scheduler's state
+BLANK = ("tokens", "saved_tokens", "token_ids", "prompt_token_ids")  # in the scheduler's state
 PLAIN = {"request_id", "for_request_id", "near_id", "finish_reason", "kind", "miss"}
 KEPT_IDS = {"stop_token_ids", "eos_token_ids"}
 DROPPED = {
@@ -54,8 +53,9 @@ ERROR_TYPE = re.compile(r"^[a-z ]+: [A-Za-z_.]+(?=:|$)")
 
 @dataclass(frozen=True)
 class Context:
-    """What tells the values of a snapshot apart. request_ids: texts that are such, and stay;
-    requests: whose tokens may still be sampled; stops: by the id of beams' candidates."""
+    """Context for redacting a snapshot. request_ids: texts that are request ids and stay unchanged.
+    requests: requests that may still sample tokens. stops: stop token ids of beam searches, by the
+    Python id of their candidates."""
 
     request_ids: frozenset[str]
     requests: list[Request]
@@ -81,22 +81,22 @@ class Context:
 
 
 class Redaction:
-    """One recording's; the writer's thread has it. key: random if absent; empty for what was keyed
-    already (a replay)."""
+    """Redaction of one recording, used by the writer's thread only. key: random if None; empty for
+    values that are keyed already (a replay)."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key
-        self._may_stop = np.zeros(0, bool)  # [V] ids that end some sequence
+        self._may_stop = np.zeros(0, bool)  # [max stop id + 1] ids that end some sequence
         self._context = Context(frozenset(), [], {})
 
     def begin(self, context: "Context") -> None:
-        """Prepare for a snapshot that is to be written."""
+        """Prepare for redacting a snapshot."""
         self._context = context
         for request in context.requests:
             self.take_stops(request)
 
     def take_stops(self, request: Request) -> None:
-        """Note the stop ids of a request, which may be sampled from now on."""
+        """Note the stop token ids of a request, which may be sampled from now on."""
         ids = [token_id for token_id in request.stop_token_ids if token_id >= 0]
         if not ids:
             return
@@ -107,7 +107,7 @@ class Redaction:
         self._may_stop[ids] = True
 
     def may_stop(self, token_ids: Any) -> Any:
-        """Tell which of these ids end some sequence; [N]."""
+        """Return for token ids [num_tokens] whether each is a stop id of some request, as bool."""
         size = len(self._may_stop)
         if size == 0:
             return np.zeros(len(token_ids), bool)
@@ -115,7 +115,7 @@ class Redaction:
         return known & self._may_stop[np.where(known, token_ids, 0)]
 
     def data(self, value: bytes) -> bytes:
-        """Digest data with the key: equal values stay equal, and nobody can guess them."""
+        """Digest data with the key: equal values stay equal, and cannot be found by trying."""
         if not self._key:
             return value
         return hashlib.blake2b(value, key=self._key, digest_size=DIGEST_BYTES).digest()
@@ -126,19 +126,20 @@ class Redaction:
         return "~" + self.data(value.encode("utf-8", "surrogatepass")).hex()
 
     def error(self, message: str) -> str:
-        """Return what kind of error it was."""
+        """Return the type of an error message, without its details."""
         found = ERROR_TYPE.match(message)
         return found[0] if found else "failed"
 
     def candidates(self, value: Candidates, stops: Iterable[int]) -> Candidates:
-        """Keep of a beam's candidates their order and scores, and which of them end it."""
+        """Return a beam search's candidates with their order and scores, but only stop ids as
+        token ids."""
         keeps = np.isin(value.token_ids, list(stops))
         ids = np.where(keeps, value.token_ids, NEUTRAL).astype(np.int32)
         return Candidates(ids, value.logprobs, 0)
 
     def value(self, value: Any, name: str = "") -> Any:
-        """Return a value of the vocabulary without what must not be written; name: of its
-        attribute."""
+        """Return a redacted copy of a message, plan or other value. name: the attribute that has
+        the value."""
         if type(value) in NUMBERS:
             return value
         if isinstance(value, str):

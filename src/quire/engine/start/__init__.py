@@ -1,1 +1,1 @@
-"""From a configuration to an engine."""
+"""Start of an engine from its configuration."""

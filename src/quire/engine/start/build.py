@@ -1,4 +1,4 @@
-"""From a configuration to an engine: everything between a model's name and a client."""
+"""Build an in-process engine, or a server's core, from a configuration."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -89,9 +89,9 @@ def connect_stores(
     backend_name: str,
     clock: Clock,
 ) -> None:
-    """Open the stores and attach them. memory: from which they take blocks. Raises
-    ConfigError for one that cannot be opened, and for an attention backend whose blocks cannot be
-    read."""
+    """Open the configured stores and attach them to the core. memory: host memory of the blocks.
+    Raises ConfigError if a store cannot be opened, prefix caching is off, or the attention backend
+    does not share its blocks."""
     settings = cache.stores
     if not settings:
         return
@@ -125,10 +125,10 @@ def connect_stores(
 
 logger = logging.getLogger("quire")
 
-MOST_MASK_THREADS = 8  # beside a GPU
+MOST_MASK_THREADS = 8  # maximum number of mask threads alongside a GPU
 Draft = Callable[[DraftOrder], DraftAnswer]
 Progress = Callable[[int, int], None]
-# Where blocks are kept: the settings of an engine that asks no store.
+# Settings of an engine without stores.
 STORE_SETTINGS = {
     "kv_disk_dir": None,
     "kv_store": (),
@@ -139,7 +139,7 @@ STORE_SETTINGS = {
 
 @dataclass(frozen=True)
 class Engine:
-    """An in-process engine with its text side. config: with all derived values filled in."""
+    """In-process engine with its text side. config: configuration with all derived values."""
 
     client: InProcessClient
     renderer: Renderer
@@ -151,8 +151,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class DeviceSide:
-    """A loaded model, what carries out its plans and its drafter's orders, and the host memory of
-    its blocks, if it is this process's."""
+    """Loaded model with its executor. draft: runs a drafter's order. host_blocks: host memory of
+    the blocks, if it is in this process. progress: receiver of reports of progress in a step."""
 
     model: LoadedModel
     executor: Executor
@@ -164,9 +164,9 @@ class DeviceSide:
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """A core with its model loaded. config: with all derived values filled in. grammars: the core's
-    own. rank_times: of the processes that compute it, as they are at any time. progress: within its
-    steps."""
+    """Core with a loaded model. config: configuration with all derived values. grammars: grammars
+    of the core's requests. rank_times: live step times of its ranks. progress: receiver of reports
+    of progress within a step."""
 
     core: EngineCore
     config: EngineConfig
@@ -180,7 +180,7 @@ class BuiltCore:
 def build_engine(
     config: EngineConfig, progress: Progress | None = None, clock: Clock | None = None
 ) -> Engine:
-    """Resolve, load, plan memory, connect. Raises ModelError, ConfigError, OutOfMemory."""
+    """Load the model and connect a client. Raises ModelError, ConfigError or OutOfMemory."""
     num_cores = config.parallel.data_parallel_size
     if num_cores > 1:
         raise ConfigError(
@@ -207,10 +207,11 @@ def build_core(
     ranks: "Ranks | None" = None,
     server: str = "",
 ) -> BuiltCore:
-    """Load the model, plan memory, connect scheduler and executor. With more than one plan in
-    flight the model is loaded, and does all its work, on a thread of its own. ranks: that were
-    started for it, if it is not loaded here; they are this function's, also if it raises. server:
-    tells the servers apart that this core may be of."""
+    """Load the model, plan memory, and connect scheduler and executor. With more than one plan in
+    flight, one device thread loads the model and does all its work.
+
+    ranks: started ranks, if the model is not loaded here; this function ends them if it raises.
+    server: identity of the core's server, which separates its retained requests from others'."""
     with ended_if_raised(ranks):
         built = _build_core(config, source, clock, progress, ranks)
         _keep_held(built, server, clock)
@@ -218,7 +219,7 @@ def build_core(
 
 
 def _keep_held(built: BuiltCore, server: str, clock: Clock) -> None:
-    """Let what is held outlive the core, where a directory keeps blocks."""
+    """Save retained requests beyond the core's life, if a directory store has their blocks."""
     folders = [
         name.removeprefix("dir:") for name in built.config.cache.stores if name.startswith("dir:")
     ]
@@ -275,14 +276,14 @@ def _build_core(
     if speculation is not None:
         drafter = _make_drafting(core, built, speculation, grammars, side.draft)
         drafting = DraftingAttachment(drafter, core.scheduler, core.limits)
-        if speculation.method == FORCED:  # only grammars force tokens
+        if speculation.method == FORCED:  # draft tokens come from grammars only
             guiding.append(drafting)
         else:
             core.attach(drafting)
     core.attach(OnDemand(core, ("grammar",), guiding))
     if config.record is not None:
         settings = public_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
-        settings |= STORE_SETTINGS  # a replay asks no store
+        settings |= STORE_SETTINGS  # a replay uses no store
         path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
         core.attach(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
@@ -299,7 +300,7 @@ def _make_drafting(
     grammars: Grammars,
     draft: Draft,
 ) -> Drafting | ModelDrafting:
-    """Make what guesses. draft: carries out what a model is to guess."""
+    """Create the drafter that the settings name. draft: runs the orders of a draft model."""
     drafter, num_rows = built.spec.drafter, built.config.scheduler.max_num_seqs or 0
     if built.drafts_ahead is None or drafter is None:
         scheduler, is_ngram = core.scheduler, speculation.method == NGRAM
@@ -318,15 +319,16 @@ def _make_drafting(
 
 
 def _step_budget(built: LoadedModel) -> StepBudget | None:
-    """Make what follows the time of steps, on a CPU; a GPU's are short, and nobody decodes
-    beside prompts that are computed whole."""
+    """Create the adaptive token budget of steps, for a CPU only. Steps on a GPU are short, and an
+    encoder computes whole prompts without decoding rows."""
     if built.device_type != "cpu" or built.is_async or built.spec.is_encoder:
         return None
     return StepBudget(first_budget(built.config, built.spec, built.num_threads))
 
 
 def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) -> Grammars:
-    """Make what follows grammars. On a CPU the step needs the cores; it has the time."""
+    """Create the core's grammars. On a CPU they get a quarter of the cores: steps need the cores,
+    and are long enough to compute masks in the meantime."""
     model, vocab_size, num_cores = built.config.model, built.spec.vocab_size, num_threads()
     load = built.load if isinstance(built, WarmModel) else None
 
@@ -341,15 +343,15 @@ def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) ->
 
 
 def _check_record(config: EngineConfig) -> None:
-    """Raise ConfigError for an engine that cannot be recorded, but shall be."""
+    """Raise ConfigError if recording is set but impossible; create the recording's directory."""
     if config.record is not None:
         check_recordable(config)
         make_directory(Path(config.record))
 
 
 def _check_drafter(config: EngineConfig, source: ModelSource) -> None:
-    """Raise ModelError for a draft model or head whose files are none, and ConfigError for a draft
-    model of other tokens, before anything is loaded."""
+    """Check a configured draft model or head before loading. Raises ModelError if its files are not
+    a model, ConfigError if a draft model's tokens differ."""
     speculation = parse_speculation(config.speculative_config)
     if speculation is None or speculation.model is None:
         return
@@ -364,7 +366,7 @@ def _check_drafter(config: EngineConfig, source: ModelSource) -> None:
 def _load(
     config: EngineConfig, source: ModelSource, progress: Progress | None, ranks: "Ranks | None"
 ) -> DeviceSide:
-    """Let the model be loaded, by ranks or here."""
+    """Load the model, by ranks or in this process, and return its device side."""
     if ranks is not None:
         loaded = ranks.load(config, source, progress)
         executor = loaded.executor
@@ -378,10 +380,10 @@ def _load(
     if (warm := start_warm(config, source)) is not None:
         return DeviceSide(warm, InProcessExecutor(warm), warm.guess, progress=warm.progress)
     import_torch()
-    from quire.engine.executors.local import build_local  # torch, which the others do without
+    from quire.engine.executors.local import build_local  # imports torch, only needed here
     from quire.runner.build import build_runner
 
-    depth = config.scheduler.pipeline_depth or 1  # of a CPU
+    depth = config.scheduler.pipeline_depth or 1  # default of a CPU
     local = build_local(
         lambda: build_runner(config, source, progress), config.device, is_threaded=depth > 1
     )
@@ -390,7 +392,7 @@ def _load(
 
 
 def start_ranks(config: EngineConfig) -> "Ranks | None":
-    """Start the processes of a model that is not computed in this one; None if it is."""
+    """Start the ranks of a model; return None if this process computes it."""
     if not config.parallel.has_rank_processes:
         return None
     if config.cache.stores:
@@ -405,7 +407,7 @@ def start_ranks(config: EngineConfig) -> "Ranks | None":
 
 @contextmanager
 def ended_if_raised(ranks: "Ranks | None") -> Iterator[None]:
-    """End ranks that nobody will."""
+    """End the ranks if the block raises."""
     try:
         yield
     except BaseException:
@@ -415,7 +417,7 @@ def ended_if_raised(ranks: "Ranks | None") -> Iterator[None]:
 
 
 def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
-    """Make the scheduler of a runner, over pools of the size that its memory plan found."""
+    """Create the scheduler of a loaded model, with the pool sizes of its memory plan."""
     config = built.config
     kv = KVManager(
         built.spec.cache_groups,

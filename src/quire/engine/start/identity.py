@@ -1,8 +1,8 @@
-"""What tells the blocks of one cache from another's: everything that can change a key or a value.
+"""Fingerprint of a cache: a digest of everything that can change a key or a value.
 
 Blocks outlive an engine in a directory or a store, where another engine finds them by the digests
-of their tokens. These chains begin with the fingerprint made here, so what it leaves out comes back
-as another model's keys and values. It is better that it covers too much: then there is a miss.
+of their tokens. The fingerprint is the root of these digest chains. If it omits a property, an
+engine may load another model's keys and values. If it covers too much, there is only a miss.
 """
 
 from quire.base.settings.config import EngineConfig
@@ -17,8 +17,7 @@ from quire.ops.weights.formats import ATTENTION, FORMATS, chosen_variants
 
 
 def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
-    """Return the fingerprint of a runner's cache. Raises OSError for weights that cannot be
-    read."""
+    """Return the fingerprint of a model's cache. Raises OSError if weights cannot be read."""
     config, cache = built.config, built.config.cache
     return cache_fingerprint(
         source.name,
@@ -40,12 +39,12 @@ def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
 
 
 def _of_hash(name: str) -> tuple[str, ...]:
-    """Name the hash of blocks, unless it is the default: caches of earlier versions stay valid."""
+    """Name the block hash unless it is the default, so that older versions' caches stay valid."""
     return () if name == "sha256" else (f"blocks hashed with {name}",)
 
 
 def _of_drafter(built: LoadedModel) -> tuple[str, ...]:
-    """Name the model whose keys and values stand beside the served one's, if one guesses."""
+    """Identify the draft model, if any, whose keys and values are next to the served model's."""
     source, spec = built.draft_source, built.spec.drafter
     if source is None or spec is None:
         return ()
@@ -53,8 +52,8 @@ def _of_drafter(built: LoadedModel) -> tuple[str, ...]:
 
 
 def _kernels(built: LoadedModel) -> str:
-    """Name the layout of the core's blocks and the instruction sets whose rounding is in them.
-    Integers have the same bits in all."""
+    """Name the native core's block layout and the instruction sets that round its values. Kernels
+    of integers are omitted: they give the same bits with all instruction sets."""
     if built.device_type != "cpu":
         return ""
     dtype = str(built.dtype).removeprefix("torch.")
@@ -63,7 +62,7 @@ def _kernels(built: LoadedModel) -> str:
 
 
 def weights_identity(config: EngineConfig, source: ModelSource) -> str:
-    """Return what tells the weights from others of that name, where blocks outlive the engine."""
+    """Identify the weights by their files or seed; empty if no blocks outlive the engine."""
     if not config.cache.stores:
         return ""
     if load_format_of(config, source) == "dummy":

@@ -1,12 +1,12 @@
-"""`--pin-prefix FILE`: prefixes that an engine computes at its start and keeps.
+"""`--pin-prefix FILE`: prefixes that an engine computes and pins at its start.
 
 A file that ends in .json holds an object, or a list of objects, of these fields:
 
     prompt | messages        a text or token ids; or messages of a conversation, with tools if any
     tools, chat_template_kwargs
-    cache_salt, ttl_s        0 is for good
+    cache_salt, ttl_s        ttl_s 0: without expiry
 
-Any other file is a text; a line end at its end is not part of it.
+Any other file is one text; a line end at the end of the file is removed.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger("quire")
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One prefix of the file."""
+    """Prefix in a .json file."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -37,8 +37,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pin_configured(core: EngineCore, config: CacheConfig, text: TextSide) -> None:
-    """Compute and keep the prefixes of the file that is configured, if one is. Raises ConfigError,
-    which names the file."""
+    """Compute and pin the prefixes of the configured file, if any. Raises ConfigError, which names
+    the file and the prefix."""
     if config.pin_prefix is None:
         return
     path = Path(config.pin_prefix)
@@ -54,8 +54,7 @@ def pin_configured(core: EngineCore, config: CacheConfig, text: TextSide) -> Non
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Read the entries. Raises ConfigError for a file that cannot be read, or is not as it should
-    be."""
+    """Read the prefixes of a file. Raises ConfigError if it is unreadable, malformed or empty."""
     try:
         data = path.read_bytes()
         if path.suffix.lower() != ".json":
@@ -95,7 +94,7 @@ def _request(entry: Entry, text: TextSide, name: str) -> Request:
 
 
 def _compute(core: EngineCore) -> None:
-    """Compute until all is pinned; nothing else is there at the start."""
+    """Run steps until all prefixes are pinned; the core has no other requests at the start."""
     while core.has_work:
         for _, finish in core.step().finished:
             if finish.reason != "pinned":

@@ -1,7 +1,7 @@
-"""What can be known before anything is loaded: from the settings and a model's small files.
+"""Checks before loading, which need only the settings and a model's small files.
 
-Everything that starts an engine looks here first, so that a wrong path costs no time. No torch and
-no other package is imported: the supervisor looks before it starts its processes.
+Every way to start an engine runs them first, so that a wrong path fails at once. They do not import
+torch or other packages, because the supervisor runs them before it starts its processes.
 """
 
 from quire.base.settings.config import EngineConfig, ModelConfig
@@ -15,9 +15,9 @@ from quire.spec.model_spec import TRANSFORMERS, load_spec, read_config, text_par
 
 
 def check_before_loading(config: EngineConfig, source: ModelSource) -> None:
-    """Raise ModelError for a model whose files cannot be one, and ConfigError for settings that
-    cannot work with it. A model_type that is not one of quire's own is left to those who load it:
-    to ask transformers about it takes long."""
+    """Raise ModelError if the files are not a model, and ConfigError if the settings do not fit it.
+    A model type that quire does not implement is checked only when it is loaded, because asking
+    transformers takes long."""
     model = config.model
     check_names(model.tool_call_parser, model.reasoning_parser)
     if model.chat_template is not None:
@@ -31,8 +31,8 @@ def check_before_loading(config: EngineConfig, source: ModelSource) -> None:
 
 
 def check_conversations(config: ModelConfig, source: ModelSource) -> None:
-    """Raise RequestError if there is no template to render a conversation with, and ConfigError for
-    one that is configured and cannot be read."""
+    """Raise RequestError if there is no chat template, and ConfigError if the configured template
+    cannot be read."""
     if config.chat_template is not None:
         load_template(config.chat_template)
         return
@@ -42,7 +42,7 @@ def check_conversations(config: ModelConfig, source: ModelSource) -> None:
 
 
 def tokenizer_place(config: ModelConfig, source: ModelSource) -> ModelSource:
-    """Return where the tokenizer is: with the model, or where the settings say."""
+    """Return the source of the tokenizer: the model's own, or the one in the settings."""
     if config.tokenizer is None and config.tokenizer_revision is None:
         return source
     name, revision = config.tokenizer or config.model, config.tokenizer_revision

@@ -1,4 +1,4 @@
-"""The text side of an engine: what turns text into requests. It needs no torch."""
+"""Text side of an engine: tokenizer, renderer and request maker. It needs no torch."""
 
 import logging
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TextSide:
-    """tokenizer: None for a model without one, which takes token ids only."""
+    """Objects that turn text into requests. tokenizer: None if the model takes only token ids."""
 
     renderer: Renderer
     tokenizer: Tokenizer | None
@@ -36,9 +36,9 @@ class TextSide:
 
 
 def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0) -> TextSide:
-    """Read tokenizer, chat template and generation defaults. Raises ModelError, ConfigError.
+    """Build the text side from a model's files. Raises ModelError or ConfigError.
 
-    maker_id: tells the front ends of one engine apart, so that their seeds differ.
+    maker_id: number of the front end; it makes the seeds of an engine's front ends differ.
     """
     check_names(config.tool_call_parser, config.reasoning_parser)
     tokenizer = _read_tokenizer(config, source)
@@ -66,8 +66,8 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
 def _media_renderer(
     config: ModelConfig, source: ModelSource, tokenizer: Tokenizer
 ) -> "MediaRenderer | None":
-    """Return what prepares images; None for a model without a vision tower, or run without it. A
-    model whose files for images cannot be used answers texts only."""
+    """Return the renderer of images; None for a model without a vision tower, or run without it.
+    If the model's image files are unusable, log a warning and return None."""
     if config.model_impl == TRANSFORMERS or not takes_images(source.directory):
         return None
     from quire.render.media.media_renderer import MediaRenderer  # imports Pillow
@@ -80,8 +80,8 @@ def _media_renderer(
 
 
 def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -> Vocabulary:
-    """Read what grammars need of a model. vocab_size: of its logits. Raises ModelError,
-    ConfigError, MissingDependency."""
+    """Read the vocabulary for grammars. vocab_size: number of the model's logits. Raises
+    ModelError, ConfigError or MissingDependency."""
     tokenizer = _read_tokenizer(config, source)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     override = json_object("override_generation_config", config.override_generation_config)
@@ -90,8 +90,8 @@ def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -
 
 
 def check_same_tokens(config: ModelConfig, source: ModelSource, drafter: ModelSource) -> None:
-    """Raise ConfigError if a draft model has other tokens than the model that is served; one
-    without a tokenizer has the same."""
+    """Raise ConfigError if the draft model's tokens differ from the served model's. A draft model
+    without a tokenizer passes."""
     ours = _read_tokenizer(config, source)
     if ours is None or not has_tokenizer(drafter.directory):
         return

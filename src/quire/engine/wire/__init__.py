@@ -1,1 +1,1 @@
-"""A core and its clients in different processes: messages, the server, child processes."""
+"""Core and clients in different processes: wire format, core server, child processes, log."""

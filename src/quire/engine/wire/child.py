@@ -1,8 +1,7 @@
-"""What an engine's and a server's processes share: they die with their parent, and log to its
-terminal.
+"""Common start of all child processes: they die with their parent, and log to its terminal.
 
-python -m quire.engine.wire.child PARENT MODULE ...: runs a module as a child of the process PARENT.
-It is tied to it here, before the module's imports, which may take seconds.
+python -m quire.engine.wire.child PARENT MODULE ... runs a module as a child of the process PARENT.
+It ties the child to its parent before the module's imports, which may take seconds.
 """
 
 import ctypes
@@ -19,13 +18,13 @@ from contextlib import contextmanager
 from quire.engine.wire.logs import begin_logging
 
 PR_SET_PDEATHSIG = 1
-# Exit status of a process that could not start and has said why: starting it anew is no use.
+# Exit status of a process that could not start and has reported why: a restart would fail too.
 NO_START = 3
-YOUNG_OBJECTS = 50_000  # more than were freed since, before the collector looks for cycles
+YOUNG_OBJECTS = 50_000  # net new objects before the collector looks for cycles
 
 
 def main() -> None:
-    """Tie this process to its parent: no orphan stays behind. Then run the module."""
+    """Tie this process to its parent, so that it never becomes an orphan. Then run the module."""
     parent_pid = int(sys.argv.pop(1))
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -34,8 +33,8 @@ def main() -> None:
 
 
 def begin_child(log_level: str, name: str = "") -> None:
-    """Set up the process; called first by the module. Ctrl-C in the terminal is for the parent
-    alone. name: of the process, for its lines in the log."""
+    """Set up signals, crash traces and the log of a child; its module calls this first. Ctrl-C is
+    ignored, as only the parent handles it. name: process name in log lines."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # SIGABRT shows where a stuck process is
     begin_logging(log_level, name)
@@ -46,11 +45,11 @@ def begin_child(log_level: str, name: str = "") -> None:
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Keep Python's collector out of the way while requests are served.
+    """Make Python's garbage collections rare within the block, which serves requests.
 
-    What is loaded now stays, so no collection walks through it. The outputs of a step of 4,096 rows
-    are 20,000 objects, which their readers free again: with Python's threshold of 700 each step
-    would be searched for cycles some thirty times, a third of the time that its messages take.
+    Objects loaded before are frozen, so no collection visits them. The outputs of a step with 4,096
+    rows are 20,000 objects, which their readers free again. With Python's threshold of 700, each
+    step would cause about thirty collections: a third of the time that its messages take.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -60,7 +59,7 @@ def collecting_rarely() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()  # otherwise nothing of it is freed at the exit, where nanobind counts
+        gc.unfreeze()  # otherwise they are not freed at exit, where nanobind counts leaks
 
 
 if __name__ == "__main__":

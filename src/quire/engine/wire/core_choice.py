@@ -1,15 +1,14 @@
-"""Which of several cores a request goes to: the one that knows its first blocks, unless that one
-has much more to do than another.
+"""Choice of a core for a request: the core that has the prompt's prefix, unless it is overloaded.
 
-A core's load is counted in tokens of its open requests. With a request there it is
+A core's load is counted in tokens of its open requests. The cost of a request on a core is
 
-    load + weight - tokens of the prompt that were sent there before
+    load + weight - tokens of the prompt's prefix that were sent there before
 
-and of the cores that were sent most of the prompt, the least loaded gets it, unless this is more
-than MUCH_MORE times the least; then the least loaded of all. So unrelated prompts spread evenly, a
-conversation stays where it began, and what everybody begins with becomes known everywhere. Cores
-with as much to do have their turns, so that all of them fill their caches. Pure: it knows what it
-has been told.
+The candidate is the core that was sent the longest prefix, with the lowest cost among equals. If
+its cost is more than MUCH_MORE times the lowest cost of any core, that core gets the request.
+So unrelated prompts spread evenly, a conversation stays on its core, and common prefixes get cached
+on all cores. Cores with equal costs take turns, so that all of them fill their caches. The module
+is pure: it knows only the loads and requests that callers pass to it.
 """
 
 import hashlib
@@ -23,12 +22,12 @@ from quire.base.messages import Request
 from quire.engine.observability.heartbeat import LoadReport
 from quire.kv.digest import marks_between, root_digest
 
-ROW_TOKENS = 256  # a sequence that is decoded counts as much as so many tokens of a prompt
+ROW_TOKENS = 256  # prompt tokens that weigh as much as one decoding sequence
 MUCH_MORE = 1.5
-MOST_MARKS = 1 << 16  # that are remembered of all prompts; each takes about 200 bytes
-EVERY_BLOCK = 64  # of the first so many; twice as coarse from each doubling on
+MOST_MARKS = 1 << 16  # marks of all prompts that are remembered; each takes about 200 bytes
+EVERY_BLOCK = 64  # first blocks with a mark each; the spacing doubles with each doubling after them
 
-Mark = tuple[int, bytes]  # tokens of a prompt, digest of these and of what else names its blocks
+Mark = tuple[int, bytes]  # length of a prefix, digest of its tokens, salt, adapter and media
 
 
 def weight(request: Request) -> int:
@@ -37,7 +36,7 @@ def weight(request: Request) -> int:
 
 
 def check_core(core_id: int | None, num_cores: int) -> None:
-    """Raise RequestError for a core that there is none of. None is any."""
+    """Raise RequestError for a core number that does not exist. None means any core."""
     if core_id is not None and not 0 <= core_id < num_cores:
         there_are = (
             f"are {num_cores} cores, 0 to {num_cores - 1}" if num_cores > 1 else "is one engine, 0"
@@ -49,7 +48,7 @@ def check_core(core_id: int | None, num_cores: int) -> None:
 
 
 class OpenLoad:
-    """The load of open requests, by id."""
+    """Total load of open requests, in tokens."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -61,41 +60,42 @@ class OpenLoad:
         self.total += weight(request)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request; one that is unknown is ignored."""
+        """Forget a request; ignore an unknown one."""
         self.total -= self._weights.pop(request_id, 0)
 
 
 class SeenLoad:
-    """A core's load as one of its clients sees it: the core's last report, corrected by how much
-    the client's own open work has changed since then."""
+    """A core's load as one client sees it: the core's last report, plus the change of the client's
+    own open work since then."""
 
     def __init__(self) -> None:
         self._report, self._own_then = LoadReport(), 0
 
     def tokens(self, report: LoadReport, own: int) -> int:
-        """Return the core's load, at least own: the tokens that this client has open there."""
+        """Return the core's load in tokens, at least `own`: this client's open tokens there."""
         if report != self._report:
             self._report, self._own_then = report, own
         return max(own, report.tokens + own - self._own_then)
 
 
 class CoreChoice:
-    """Chooses, and remembers what it sent where. block_size: 0 if cores keep no prefixes."""
+    """Chooser of cores, with a memory of the prefixes sent to each. block_size: tokens of a block;
+    0 without prefix caching. most_marks: maximum number of marks."""
 
     def __init__(self, num_cores: int, block_size: int, most_marks: int = MOST_MARKS) -> None:
         self.num_cores = num_cores
         self._block_size = block_size
         self._most_marks = most_marks
-        self._known: OrderedDict[bytes, int] = OrderedDict()  # digest -> cores, a bit for each
-        self._turns = list(range(num_cores))  # first, who was chosen longest ago
+        self._known: OrderedDict[bytes, int] = OrderedDict()  # digest -> bit set of cores
+        self._turns = list(range(num_cores))  # least recently chosen core first
 
     def __len__(self) -> int:
-        """Return how many marks are remembered."""
+        """Return the number of remembered marks."""
         return len(self._known)
 
     def choose(self, request: Request, loads: Mapping[int, int]) -> int:
-        """Choose one of the cores whose loads are given, at least one, and remember that the
-        request is sent there."""
+        """Choose one of the cores in `loads` (at least one), and remember that it gets the
+        request."""
         marks = list(self._marks(request))
         known = self._known_tokens(marks)
         costs = {core: load + weight(request) - known[core] for core, load in loads.items()}
@@ -109,11 +109,11 @@ class CoreChoice:
         return core
 
     def sent(self, request: Request, cores: Collection[int]) -> None:
-        """Remember a request that was sent to these cores without a choice."""
+        """Remember that a request was sent to these cores without a choice."""
         self._remember(list(self._marks(request)), sum(1 << core for core in cores))
 
     def forget(self, core: int) -> None:
-        """Forget what was sent to a core: it has lost it."""
+        """Forget all prefixes sent to a core, which has lost its cache."""
         for digest, cores in self._known.items():
             self._known[digest] = cores & ~(1 << core)
 
@@ -121,8 +121,8 @@ class CoreChoice:
         self._known.clear()
 
     def _marks(self, request: Request) -> Iterator[Mark]:
-        """Yield digests of the prompt's beginnings, each of whole blocks. Names of blocks differ by
-        the same things (`scheduler/core/names.py`), tenants not among them."""
+        """Yield marks of the prompt's prefixes of whole blocks. A digest covers the same properties
+        as block names (`scheduler/core/names.py`), but not the tenant."""
         size = self._block_size
         if not size:
             return
@@ -137,7 +137,7 @@ class CoreChoice:
             start = end
 
     def _known_tokens(self, marks: list[Mark]) -> list[int]:
-        """Return how many of a prompt's first tokens each core was sent."""
+        """Return for each core the number of prompt tokens in the longest prefix it was sent."""
         known = [0] * self.num_cores
         for num_tokens, digest in marks:
             cores = self._known.get(digest, 0)
@@ -147,7 +147,7 @@ class CoreChoice:
         return known
 
     def _remember(self, marks: list[Mark], cores: int) -> None:
-        """Remember marks; the first of a prompt, which others share, are forgotten last."""
+        """Remember a prompt's marks for a bit set of cores; forget its first, shared marks last."""
         for _, digest in reversed(marks):
             self._known[digest] = self._known.get(digest, 0) | cores
             self._known.move_to_end(digest)
@@ -156,9 +156,9 @@ class CoreChoice:
 
 
 def _marked_blocks(num_blocks: int) -> Iterator[int]:
-    """Yield the ends, in blocks, of the beginnings that are compared: each of the first blocks,
-    then coarser, so that a prompt of 8,192 blocks has 288. The prompt's length does not move
-    them."""
+    """Yield the lengths, in blocks, of the prefixes that get marks: each of the first EVERY_BLOCK
+    lengths, then coarser. A prompt of 8,192 blocks has 288 marks. All prompts have the same lengths
+    up to their end."""
     at, step = 1, 1
     while at <= num_blocks:
         yield at

@@ -1,9 +1,9 @@
-"""A core that serves clients over a Unix socket: one thread, one plain loop.
+"""Server of a core's clients over a Unix socket, with one loop on one thread.
 
-It waits in one place, in `select`: for messages of clients, for the executor's bell, and for the
-time to plan the next step; never for long, so that its heartbeat shows at rest too that it lives. A
-request that comes while a step runs is in the next plan. It sends each client one message per step,
-with the outputs of that client's requests. When a client is gone, its requests end.
+The loop waits only in `select`: for client messages, for the executor's bell, and for the time to
+plan the next step. Each wait is bounded, so that an idle core renews its heartbeat too. A request
+that arrives during a step is in the next plan. Each client gets one message per step, with the
+outputs of its own requests. When a client disconnects, its requests end.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ NOBODY = -1
 
 
 class StepRouter:
-    """Splits the outputs of each step by client.
+    """Router of each step's outputs to clients.
 
-    owner_of: the client of a request id; None if nobody wants its tokens any more.
+    owner_of: returns the client of a request id; None if no client waits for its tokens.
     """
 
     def __init__(self, num_rows: int, owner_of: Callable[[str], int | None]) -> None:
@@ -64,7 +64,7 @@ class StepRouter:
         self._owner_of_row = np.full(num_rows, NOBODY, np.int64)
 
     def split(self, outputs: StepOutputs) -> dict[int, StepOutputs]:
-        """Return the outputs by client; clients that get nothing are left out."""
+        """Return the outputs by client, without clients that get no output."""
         named = [self._owner(name.request_id) for name in outputs.names]
         for name, owner in zip(outputs.names, named, strict=True):
             self._owner_of_row[name.row] = owner
@@ -96,7 +96,7 @@ def _distinct(owners: npt.NDArray[np.int64]) -> set[int]:
 
 logger = logging.getLogger("quire")
 
-ACCEPT_PAUSE_S = 1.0  # after `accept` found no resources
+ACCEPT_PAUSE_S = 1.0  # pause after `accept` lacked resources
 
 
 class StatusSource(Protocol):
@@ -105,8 +105,8 @@ class StatusSource(Protocol):
 
 @dataclass(frozen=True)
 class CoreReports:
-    """What the core tells of itself: to Prometheus, to the log (None: nothing) and to its watcher;
-    and of one request, by id and tenant, to a client that asks."""
+    """Reports of a core. metrics_text: metrics for Prometheus. status: lines for the log; None: no
+    lines. heartbeat: for the watcher. timeline_text: timeline of a request id for a tenant."""
 
     metrics_text: Callable[[], str]
     status: StatusSource | None = None
@@ -115,7 +115,7 @@ class CoreReports:
 
 
 class CoreServer:
-    """Serves an `EngineCore` to the clients that connect to `listener` (listening, Unix)."""
+    """Server of an `EngineCore` for clients that connect to `listener`, a listening Unix socket."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class CoreServer:
         self._codec = core_codec()
         self._clients: dict[int, CoreConnection] = {}
         self._owners: dict[str, int] = {}  # request id -> client
-        self._load = OpenLoad()  # of those
+        self._load = OpenLoad()  # of these requests
         self._router = StepRouter(ready.max_num_seqs, self._owners.get)
         self._num_clients = 0
         self._stopping = False
@@ -149,7 +149,7 @@ class CoreServer:
         core.bell.wake_up = self._wake
 
     def run(self) -> None:
-        """Serve until `stop`. Raises EngineError if the core cannot go on."""
+        """Serve until `stop`. Raises EngineError if the core cannot continue."""
         try:
             while not self._stopping:
                 self._poll(self._wait_s())
@@ -164,18 +164,18 @@ class CoreServer:
             self._selector.close()
 
     def stop(self) -> None:
-        """End `run` after the present step; from a signal handler or another thread."""
+        """End `run` after the current step. Signal handlers and other threads may call it."""
         self._stopping = True
         self._wake()
 
     def _wake(self) -> None:
-        """Let `select` return; from any thread."""
-        with contextlib.suppress(OSError):  # full: it will wake up; or closed
+        """Make `select` return; any thread may call it."""
+        with contextlib.suppress(OSError):  # a full socket wakes it too; or the socket is closed
             self._wake_in.send(b"x")
 
     def _wait_s(self) -> float:
-        """Return how long to wait for the next thing to happen. While a step is under way its
-        deadline stands."""
+        """Return how long to wait for the next event. With no step in flight, also set the
+        heartbeat's deadline; a step in flight keeps its own."""
         wait_s, heartbeat = bounded_wait_s(self.core.rest_s()), self._reports.heartbeat
         if heartbeat is not None and not self.core.num_in_flight:
             heartbeat.wait(self._clock.now(), wait_s)
@@ -183,7 +183,7 @@ class CoreServer:
 
     def _advance(self) -> None:
         heartbeat, status = self._reports.heartbeat, self._reports.status
-        has_plans = self.core.num_in_flight > 0  # while there are any, their deadline stands
+        has_plans = self.core.num_in_flight > 0  # plans in flight keep their deadline
         if heartbeat is not None and not has_plans:
             heartbeat.begin(self._clock.now())
         self._send(self.core.advance())
@@ -193,7 +193,7 @@ class CoreServer:
     # ---- messages out ------------------------------------------------------------------------
 
     def _send(self, outputs: StepOutputs) -> None:
-        """Send one message to each client that has something to get."""
+        """Send one message to each client with outputs."""
         messages = self._router.split(outputs)
         for update, _ in outputs.finished:  # all sequences of a request may have ended in this step
             self._forget(update.request_id)
@@ -204,7 +204,7 @@ class CoreServer:
                 self._watch(client)
 
     def _forget(self, request_id: str) -> None:
-        """Forget whose request it was, once the last of its sequences has ended."""
+        """Forget a request's client once the last of its sequences has ended."""
         if not self.core.has(request_id):
             self._disown(request_id)
 
@@ -218,7 +218,7 @@ class CoreServer:
             self._reports.heartbeat.tell_load(self._load.total)
 
     def _watch(self, client: CoreConnection) -> None:
-        """Wait for room in the socket only while something could not be sent."""
+        """Poll a client's socket for room only while it has unsent bytes."""
         wanted = selectors.EVENT_READ
         if client.has_unsent:
             wanted |= selectors.EVENT_WRITE
@@ -242,7 +242,7 @@ class CoreServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:  # or it has gone already
+        except OSError as error:  # no resources, or the client has disconnected already
             if error.errno in NO_RESOURCES:
                 self._rest_from_accepting(error)
             return
@@ -254,7 +254,7 @@ class CoreServer:
         self._watch(client)
 
     def _rest_from_accepting(self, error: OSError) -> None:
-        """Let new connections wait; otherwise `select` would return again and again."""
+        """Pause accepting for ACCEPT_PAUSE_S; otherwise `select` would return at once each time."""
         self._selector.unregister(self._listener)
         self._accept_again_s = self._clock.now() + ACCEPT_PAUSE_S
         logger.error(
@@ -321,7 +321,7 @@ class CoreServer:
             self.core.control(message)
 
     def _append(self, client: CoreConnection, message: Append) -> None:
-        """Pass a piece on, or end its request if one of the tokens does not exist."""
+        """Pass appended prompt tokens to the core; if they are invalid, abort the request."""
         try:
             self.core.limits.check_piece(message.token_ids, 0)
             self.core.control(message)
@@ -341,7 +341,7 @@ class CoreServer:
             self._tell_load()
 
     def _drop(self, client: CoreConnection) -> None:
-        """Drop a client that is gone, and end its requests, which nobody waits for."""
+        """Remove a disconnected client and abort its requests."""
         self._selector.unregister(client.socket)
         client.close()
         del self._clients[client.client_id]

@@ -1,12 +1,12 @@
-"""The log of quire's processes, on standard error, as text or JSON.
+"""Log of quire's processes on standard error, as text or JSON.
 
-On a terminal a line is the message alone. Elsewhere it begins with the time, the level, the name of
-the process, and the id of the request that it is about:
+On a terminal a line is only the message, after the process's name if it has one. Elsewhere it
+begins with time, level, process name and the id of the request that it concerns:
 
     2026-11-28T14:25:56.123Z ERROR core 0 [req-12]: hook filter.on_prompt failed
 
-With `--log-format json` a line is one object with time, level, logger, message and request_id; it
-also has the process, the error with its traceback, and the fields that `extra` gave.
+With `--log-format json` a line is one object with time, level, logger, message and request_id. If
+present, the process, the error's traceback and the fields of `extra` are included.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ from quire.base.settings.secrets import Secret
 
 FORMAT_VARIABLE = "QUIRE_LOG_FORMAT"  # child processes inherit it
 FORMATS = TEXT, JSON = "text", "json"
-# Attributes of every record, which are no fields of a line.
+# Attributes of every record, which are not given as `extra`.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id"}
 
 current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
 
 
 def begin_logging(level: str, process: str = "") -> None:
-    """Write the log of this process to standard error. process: the name that lines show."""
+    """Start the log of this process on standard error. process: name of the process in lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(make_formatter(log_format(), process, is_terminal=sys.stderr.isatty()))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def choose_format(given: str | None) -> None:
-    """Set the format for this process and its children; None leaves it to the environment.
+    """Set the log format of this process and its children; None: as the environment says.
 
     Raises ConfigError if the environment names an unknown format.
     """
@@ -52,12 +52,12 @@ def choose_format(given: str | None) -> None:
 
 
 def log_format() -> str:
-    """Return the format that the environment names."""
+    """Return the log format in the environment, or text."""
     return os.environ.get(FORMAT_VARIABLE) or TEXT
 
 
 def make_formatter(kind: str, process: str = "", *, is_terminal: bool) -> logging.Formatter:
-    """Return the formatter for a format, a process and a stream."""
+    """Return the formatter for a format, a process name and a kind of stream."""
     if kind == JSON:
         return JsonFormatter(process)
     if is_terminal:
@@ -66,7 +66,7 @@ def make_formatter(kind: str, process: str = "", *, is_terminal: bool) -> loggin
 
 
 def print_error(error: object) -> None:
-    """Print the error that ends a command or a process, in the format of the log."""
+    """Print the error that ends a command or process, in the log's format."""
     if log_format() != JSON:
         print(f"quire: {error}", file=sys.stderr)
         return
@@ -75,14 +75,14 @@ def print_error(error: object) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """Writes lines for files and collectors of text."""
+    """Formatter of text lines for files and log collectors."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows it."""
+        """Return the line without a traceback."""
         request_id = request_of(record)
         where = self._process or record.name
         if request_id and request_id not in record.message:
@@ -91,14 +91,14 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line."""
+    """Formatter of one JSON object per line."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line. Secrets in fields are masked, as they are in messages."""
+        """Return the line. Secrets in fields are masked, as in messages."""
         line: dict[str, Any] = {
             "time": time_of(record),
             "level": record.levelname.lower(),
@@ -115,13 +115,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def time_of(record: logging.LogRecord) -> str:
-    """Return the time of a record as RFC 3339 has it, in UTC."""
+    """Return the time of a record in RFC 3339 format, in UTC."""
     at = datetime.fromtimestamp(record.created, UTC)
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def request_of(record: logging.LogRecord) -> str | None:
-    """Return the request that a record is about: the one it names, or the current one."""
+    """Return the id of the request that a record concerns: its own, or the current request's."""
     named: str | None = getattr(record, "request_id", None)
     return named or current_request.get()
 

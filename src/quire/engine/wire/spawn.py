@@ -1,4 +1,4 @@
-"""Starting a Python module as a child that dies with this process."""
+"""Start of a Python module as a child process, which dies with its parent."""
 
 import contextlib
 import os
@@ -10,9 +10,9 @@ import msgspec
 
 from quire.base.settings.secrets import KEY_VARIABLES, reveal_secret
 
-KILL_S = 5.0  # for a killed child to end
-# How long OpenMP's threads spin before they sleep (GNU's default is thirty times as long): the core
-# shares its processors with the API process. Measured: no slower alone, and not starved in company.
+KILL_S = 5.0  # wait for a killed child to end
+# Spins of OpenMP's threads before they sleep; GNU's default is thirty times as many. The core
+# shares its processors with the API process. Measured: no slower alone, not starved in company.
 SPIN_COUNT = "10000"
 
 
@@ -25,12 +25,14 @@ def start_child(
     environment: dict[str, str] | None = None,
     stderr: int | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start a module as a child (engine/wire/child.py), tied to the calling thread.
+    """Start a module as a child (engine/wire/child.py) that dies with the calling thread. It has
+    its own process group, so that Ctrl-C reaches only this process.
 
-    config: sent as JSON on its standard input, the one place where secrets are in the clear. fds:
-    descriptors that it inherits. stderr: as `Popen` takes it.
-
-    It is in a process group of its own, so that Ctrl-C reaches only this process.
+    Args:
+        config: Sent as JSON to the child's standard input, the only place with unmasked secrets.
+        fds: File descriptors that the child inherits.
+        environment: The child's environment; None: this process's. API keys are removed.
+        stderr: As in `Popen`.
     """
     command = [sys.executable, "-P", "-m", "quire.engine.wire.child", str(os.getpid()), module]
     process = subprocess.Popen(
@@ -42,29 +44,29 @@ def start_child(
         env=_without_keys(environment),
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has died; its exit status says so
+    with contextlib.suppress(BrokenPipeError):  # the child has died; its exit status shows it
         process.stdin.write(msgspec.json.encode(config, enc_hook=reveal_secret))
         process.stdin.close()
     return process
 
 
 def spin_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a child that computes gets for OpenMP, unless the environment sets it."""
+    """Return the OpenMP variables of a computing child; none if the environment sets them."""
     is_set = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys()
     return {} if is_set else {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
 def end_child(process: "subprocess.Popen[bytes]", wait_s: float) -> None:
-    """Wait for a child to end by itself, then kill it."""
+    """Wait up to wait_s for a child to end by itself, then kill it."""
     try:
         process.wait(wait_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a device driver may block its end
             process.wait(KILL_S)
 
 
 def _without_keys(environment: dict[str, str] | None) -> dict[str, str]:
-    """Return a child's environment without the API keys, which it gets with its configuration."""
+    """Return a child's environment without API keys, which its configuration contains."""
     given = os.environ if environment is None else environment
     return {name: value for name, value in given.items() if name not in KEY_VARIABLES}

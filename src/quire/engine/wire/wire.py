@@ -1,9 +1,9 @@
-"""The wire between clients and a core: typed messages as msgpack, each behind its length.
+"""Wire format between clients and a core: typed messages as msgpack, each after its length.
 
     | length, 4 bytes, little endian | msgpack of one struct of base/messages.py |
 
-One Unix stream socket, so that the end of the stream says at once that the other side has died.
-Nothing is pickled, and what is not one of the structs is refused.
+Each client has one Unix stream socket; the end of the stream shows at once that the other side has
+died. Nothing is pickled. Messages of other types are rejected.
 """
 
 import errno
@@ -23,18 +23,18 @@ from quire.base.plan import Float64, Int32
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 READ_BYTES = 1 << 18
-# What `accept` raises where it would fail again at once.
+# Errors of `accept` after which an immediate retry would fail too.
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-MOST_READS = 16  # of one client at once; others have their turn, and a step is planned, in between
+MOST_READS = 16  # reads from one client before other clients and the next plan have their turn
 
 T = TypeVar("T")
 
 
 class Codec(Generic[T]):
-    """Encodes any message; decodes those of one direction.
+    """Codec that encodes any message, and decodes messages of the type `incoming`.
 
-    plain, typed: for values that msgpack has no form of, as `enc_hook` and `dec_hook` of msgspec;
-    without them such values are refused.
+    plain, typed: msgspec's `enc_hook` and `dec_hook` for values without a form in msgpack; without
+    them such values are rejected. most_bytes: maximum size of a message.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Codec(Generic[T]):
         self._most_bytes = most_bytes
 
     def encode(self, message: msgspec.Struct) -> bytes:
-        """Return the message behind its length. Raises EngineError if it is too long."""
+        """Return the length and the encoded message. Raises EngineError if it is too long."""
         body = self._encoder.encode(message)
         if len(body) > self._most_bytes:
             raise EngineError(f"a message of {len(body)} bytes is longer than the wire allows.")
         return LENGTH.pack(len(body)) + body
 
     def decode(self, body: bytes | memoryview) -> T:
-        """Return the message in a body without its length. Raises EngineError for anything else."""
+        """Decode a body without its length. Raises EngineError if it is not such a message."""
         try:
             message: T = self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ class Codec(Generic[T]):
         return message
 
     def frames(self) -> "Frames":
-        """Return a new cutter for a stream of this codec's messages."""
+        """Return a new splitter for a stream of this codec's messages."""
         return Frames(self._most_bytes)
 
 
@@ -79,7 +79,7 @@ def client_codec() -> Codec[FromCore]:
 
 
 def body_length(head: bytes, most_bytes: int = MAX_MESSAGE_BYTES) -> int:
-    """Return the length that a head of four bytes announces. Raises EngineError if it is absurd."""
+    """Return the length in a head of four bytes. Raises EngineError if it exceeds most_bytes."""
     length: int = LENGTH.unpack(head)[0]
     if length > most_bytes:
         raise EngineError(f"a message of {length} bytes is longer than the wire allows.")
@@ -87,14 +87,14 @@ def body_length(head: bytes, most_bytes: int = MAX_MESSAGE_BYTES) -> int:
 
 
 class Frames:
-    """Cuts a stream of bytes into the bodies of messages, wherever the reads were cut."""
+    """Splitter of a byte stream into message bodies. Reads may end anywhere within a message."""
 
     def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._buffer = bytearray()
         self._most_bytes = most_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the bodies that are complete with this data."""
+        """Add data, and yield the bodies that it completes."""
         self._buffer += data
         at = 0
         while len(self._buffer) - at >= LENGTH.size:
@@ -108,7 +108,7 @@ class Frames:
 
 
 class Stream(Generic[T]):
-    """A connection that blocks. Any thread may send; one thread receives."""
+    """Blocking connection. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket, codec: Codec[T]) -> None:
         self.socket = sock
@@ -117,13 +117,13 @@ class Stream(Generic[T]):
         self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, waiting for room. Raise OSError if the connection has ended."""
+        """Send a message, waiting for room. Raises OSError if the connection has ended."""
         data = self._codec.encode(message)
         with self._sending:
             self.socket.sendall(data)
 
     def receive(self) -> list[T] | None:
-        """Wait for bytes, and return the messages that they complete; None at the end."""
+        """Wait for bytes, and return the messages that they complete; None at the stream's end."""
         try:
             data = self.socket.recv(READ_BYTES)
         except OSError:
@@ -134,7 +134,7 @@ class Stream(Generic[T]):
 
 
 class CoreConnection:
-    """The core's end of one client's connection: never waits for the client."""
+    """Core's end of one client's connection, which never waits for the client."""
 
     def __init__(self, sock: socket.socket, client_id: int, codec: Codec[ToCore]) -> None:
         sock.setblocking(False)
@@ -149,9 +149,9 @@ class CoreConnection:
         return bool(self._unsent)
 
     def receive(self) -> list[ToCore] | None:
-        """Return the messages that have come in; None when the client is gone.
+        """Return the messages received so far; None if the client has disconnected.
 
-        One that cannot be read is EngineError: the stream is of no use any more.
+        Raises EngineError for a malformed message, after which the stream is unusable.
         """
         messages: list[ToCore] = []
         for _ in range(MOST_READS):
@@ -169,12 +169,12 @@ class CoreConnection:
         return messages
 
     def send(self, message: FromCore) -> None:
-        """Send what the socket takes now; the rest goes with `flush`."""
+        """Send as much as the socket accepts now; `flush` sends the rest."""
         self._unsent += self._codec.encode(message)
         self.flush()
 
     def flush(self) -> None:
-        """Send more of what has not been sent. A client that is gone is noticed by `receive`."""
+        """Send more of the unsent bytes, or drop them if the client has disconnected."""
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]

@@ -1,1 +1,1 @@
-"""Ranks that Ray starts."""
+"""Ranks on a Ray cluster."""

@@ -1,4 +1,4 @@
-"""What Ray runs for each rank of an engine, on the node that has room for it."""
+"""Actor that Ray runs for each rank of an engine, on a node with free resources."""
 
 import os
 
@@ -7,11 +7,11 @@ from quire.engine.ranks.keeper import Place, keep
 
 
 class RankActor:
-    """Keeps a rank, which is a child of the actor's process."""
+    """Actor that runs a rank as a child of its process."""
 
     def keep(self, core: tuple[str, int], secret: bytes, rank: int, has_before: bool) -> str:
-        """Keep it until it ends; returns how it did. has_before: there is a stage before its. The
-        process ends with its node's (raylet), which Ray itself takes its time for."""
+        """Run the rank until it ends; return how it ended. has_before: whether there is a previous
+        stage. If the node's raylet has ended, exit the process at once; Ray itself is slower."""
         node = os.getppid()
         how = keep(Address(*core), secret, Place(rank, has_before)).how
         if os.getppid() != node:

@@ -1,8 +1,8 @@
-"""The process that talks to Ray: python -m quire.engine.ranks.ray.driver, started by a core.
+"""Driver process, which talks to Ray: python -m quire.engine.ranks.ray.driver, started by a core.
 
-It holds a placement group with a bundle for each rank, and in each an actor that keeps the rank
-(engine/ranks/keeper.py): the rank is the actor's child. Ray ends the actors and the group when this
-process ends, however it does; it ends with the core.
+It holds a placement group with one bundle per rank. Each bundle has an actor that runs a node agent
+(engine/ranks/keeper.py); the rank is the actor's child process. When this process ends for whatever
+reason, Ray ends the actors and the group. This process ends with the core.
 """
 
 import argparse
@@ -31,25 +31,25 @@ from quire.engine.wire.wire import Stream
 
 logger = logging.getLogger("quire")
 
-LOOK_S = 0.2  # between two looks at the core's end and at Ray
-TELL_S = 10.0  # between two lines about what is waited for
-DIAL_S = 5.0
+LOOK_S = 0.2  # between two checks of the core's connection and of Ray
+TELL_S = 10.0  # between two log lines while waiting for resources
+DIAL_S = 5.0  # timeout of the connection test to a Ray cluster
 NO_CLUSTER = "start one with `ray start --head`, or name one by ray_address or RAY_ADDRESS"
 
 
 class CoreGone(Exception):
-    """The core has closed its end: all is to be ended."""
+    """The core has closed its connection, so the driver ends."""
 
 
 class Driver:
-    """core: the connection to it."""
+    """Driver of a core's Ray actors. order: resources to reserve. core: connection to the core."""
 
     def __init__(self, order: RayOrder, core: socket.socket) -> None:
         self._order, self._core = order, Stream(core, driver_side())
-        self._actors: list[Any] = []  # Ray ends those that nobody holds
+        self._actors: list[Any] = []  # references; without one, Ray ends an actor
 
     def run(self) -> None:
-        """Let actors keep the ranks until CoreGone. Raises QuireError if they do not any more."""
+        """Run the ranks in actors until CoreGone. Raises QuireError if an actor ends or fails."""
         connect(self._order.address)
         self.tell(Host(get_node_ip_address()))
         go = self._go()
@@ -61,7 +61,7 @@ class Driver:
                 remove_placement_group(group)  # ends its actors, too
 
     def tell(self, message: Host | Trouble) -> None:
-        with contextlib.suppress(OSError):  # its end tells
+        with contextlib.suppress(OSError):  # the next read detects a closed connection
             self._core.send(message)
 
     def _go(self) -> Go:
@@ -71,7 +71,8 @@ class Driver:
         raise CoreGone
 
     def _find_room(self) -> Any:
-        """Wait until all ranks have a place. Raises ConfigError that says what is too little."""
+        """Wait until Ray has reserved a bundle for each rank; return the placement group. Raises
+        ConfigError after wait_s, which names the lacking resources."""
         order, began_s = self._order, time.monotonic()
         room = room_for(
             _all_of_nodes(), order.num_ranks, order.num_cores, order.device, order.num_threads
@@ -98,7 +99,8 @@ class Driver:
         return group
 
     def _start(self, group: Any, go: Go) -> dict[Any, int]:
-        """Start the actors; returns what each will answer at its end."""
+        """Start an actor for each rank. Return each rank by the Ray reference to the result of its
+        actor's `keep`, which is ready when the rank ends."""
         actor: Any = ray.remote(RankActor)
         ends = {}
         for rank, bundle in enumerate(group.bundle_specs):
@@ -115,7 +117,7 @@ class Driver:
         return ends
 
     def _watch(self, ends: dict[Any, int]) -> None:
-        """Wait for the first that ends. Raises EngineError that says why."""
+        """Wait until the first actor ends. Raises EngineError with its reason."""
         while True:
             self._check_core()
             done, _ = ray.wait(list(ends), timeout=LOOK_S)
@@ -132,13 +134,13 @@ class Driver:
             raise EngineError(f"{where} has ended: {how}")
 
     def _check_core(self) -> None:
-        """Raise CoreGone when it is."""
+        """Raise CoreGone if the core has closed its connection."""
         if select.select([self._core.socket], [], [], 0.0)[0] and self._core.receive() is None:
             raise CoreGone
 
 
 def connect(address: str | None) -> None:
-    """Join a cluster that runs. Raises ConfigError if there is none."""
+    """Connect to a running Ray cluster. Raises ConfigError if there is none, or it is unusable."""
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     if "://" in address:
         raise ConfigError(
@@ -149,10 +151,10 @@ def connect(address: str | None) -> None:
         _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError:  # whose words are about Ray's own command line
+    except ConnectionError:  # its message is about Ray's own command line
         where = "on this machine" if address == "auto" else f"at {address}"
         raise ConfigError(f"no Ray cluster was found {where}; {NO_CLUSTER}.") from None
-    except (RuntimeError, ValueError) as error:  # such as another version of Ray or Python there
+    except (RuntimeError, ValueError) as error:  # such as another version of Ray or Python
         raise ConfigError(f"Ray at {address!r} cannot be used: {error}") from None
 
 
@@ -171,13 +173,13 @@ def _all_of_nodes() -> list[Resources]:
 
 
 def _lack(room: Room) -> str:
-    """Say what the cluster has now."""
+    """Describe the resources that are requested, present and free in the cluster."""
     free = ray.available_resources()
     return lack(room, _all_of_nodes(), [free])
 
 
 def main() -> int:
-    """Connect, find room, start, watch."""
+    """Connect to Ray, reserve resources, start the ranks and watch them; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the connection")
     parser.add_argument("--log-level", default="warning")
@@ -202,7 +204,7 @@ def main() -> int:
 
 
 def _silence_ray() -> None:
-    """Let only this package's own lines through: Ray tells of itself on both streams."""
+    """Discard Ray's output to both standard streams; log lines still reach standard error."""
     ours = os.fdopen(os.dup(2), "w", buffering=1)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):

@@ -1,4 +1,4 @@
-"""How much of a Ray cluster ranks need, and what to say where it has too little."""
+"""Resources of a Ray cluster that ranks need, and error texts for a cluster with too few."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Room:
-    """num_ranks bundles of a placement group, each with so many of a kind, CPU or GPU."""
+    """Bundles of a placement group, one per rank. kind: CPU or GPU. each: number per bundle."""
 
     kind: str
     each: int
@@ -25,9 +25,12 @@ class Room:
 def room_for(
     nodes: Sequence[Resources], num_ranks: int, num_cores: int, device: str, threads: int | None
 ) -> Room:
-    """Return what an engine needs of a cluster. nodes: all that each has. num_cores: engines of so
-    many ranks. A rank has a GPU, where there are any and device is not "cpu", or as many CPUs as it
-    computes with: threads, or an even part of the cluster."""
+    """Return the resources that an engine's ranks need.
+
+    A rank gets one GPU if the device is "cuda", or "auto" and the cluster has GPUs. Otherwise it
+    gets `threads` CPUs; None: an even share of the cluster's CPUs.
+
+    nodes: total resources of each node. num_cores: engine cores with num_ranks ranks each."""
     if device == "cuda" or (device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes)):
         return Room("GPU", 1, num_ranks)
     if threads is not None:
@@ -40,7 +43,7 @@ def room_for(
 
 
 def lack(room: Room, nodes: Sequence[Resources], free: Sequence[Resources]) -> str:
-    """Return what is asked for, what the cluster has, and what of it is free."""
+    """Describe the requested resources, the cluster's total resources and the free ones."""
 
     def told(all_of: Sequence[Resources]) -> str:
         numbers = [f"{node.get(room.kind, 0):g}" for node in all_of]
@@ -54,7 +57,7 @@ def lack(room: Room, nodes: Sequence[Resources], free: Sequence[Resources]) -> s
 
 
 def advice(room: Room) -> str:
-    """Return what to do about it."""
+    """Return a hint for the user of a cluster with too few resources."""
     fewer = "Use fewer ranks, add nodes or end other work on the cluster"
     if room.kind == "GPU":
         return f"{fewer}, or use device='cpu'."

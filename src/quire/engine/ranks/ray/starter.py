@@ -1,11 +1,11 @@
-"""Ranks on a Ray cluster, as the core sees them: a process of its own talks to Ray.
+"""Ranks on a Ray cluster, from the core's side: a separate driver process talks to Ray.
 
     core    RayOrder (standard input)          Go
     driver                            Host            Trouble (end of the stream: it has ended)
 
 The driver (engine/ranks/ray/driver.py) holds the placement group and an actor for each rank. When
-it ends, however it ends, Ray ends all of these; and the kernel ends it with the core. So nothing of
-Ray is in the core, nor in a step.
+it ends for whatever reason, Ray ends these, and the kernel ends the driver with the core. So the
+core does not import Ray, and no step uses it.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from quire.engine.wire.spawn import end_child, start_child
 from quire.engine.wire.wire import Codec, Stream
 from quire.ops.host.threads import wanted_threads
 
-MOST_BYTES = 1 << 20
-START_S = 60.0  # for actors to start and connect, once there is room for them
+MOST_BYTES = 1 << 20  # maximum size of a message
+START_S = 60.0  # time for actors to start and connect once resources are reserved
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 class RayOrder(msgspec.Struct, frozen=True):
-    """What is asked of Ray. address: of the cluster; None: as Ray finds it. device: auto, cpu or
-    cuda. num_cores: engines that the cluster is for. num_threads: of a rank on a CPU; None: an even
-    part of the cluster. wait_s: how long to wait for room."""
+    """Resources that the driver reserves. address: address of the cluster; None: Ray finds it.
+    in_stage: ranks of a stage. num_cores: cores that share the cluster. device: auto, cpu or cuda.
+    num_threads: threads of a rank on a CPU; None: an even share of the cluster. wait_s: timeout."""
 
     address: str | None
     num_ranks: int
@@ -45,13 +45,13 @@ class RayOrder(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True, tag=True):
-    """Driver to core: the address of this machine in the cluster."""
+    """Driver to core: address of this machine in the cluster."""
 
     host: str
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
-    """Core to driver: let actors keep ranks, which connect there."""
+    """Core to driver: start actors with ranks. host, port: address to which they connect."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
 
 
 class Trouble(msgspec.Struct, frozen=True, tag=True):
-    """Driver to core: last words. kind: an error of base/errors.py."""
+    """Driver to core: the error that ends the driver. kind: name of a class in base/errors.py."""
 
     kind: str
     message: str
@@ -69,7 +69,7 @@ FromDriver = Host | Trouble
 
 
 def driver_side() -> Codec[Go]:
-    """Return the codec of the driver."""
+    """Return the driver's codec for messages of the core."""
     return Codec(Go, most_bytes=MOST_BYTES)
 
 
@@ -78,10 +78,10 @@ def _core_side() -> Codec[FromDriver]:
 
 
 class RayStarter:
-    """A RankStarter. Raises MissingDependency where Ray is not installed."""
+    """Starter of ranks in Ray actors. Raises MissingDependency if Ray is not installed."""
 
     keeper = "Ray actor"
-    secret: bytes | None = None  # made for this start
+    secret: bytes | None = None  # the core generates one for each start
     port = 0
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
@@ -123,7 +123,7 @@ class RayStarter:
 
     def start(self, core: Address, secret: bytes) -> None:
         """See RankStarter."""
-        with contextlib.suppress(OSError):  # its end tells
+        with contextlib.suppress(OSError):  # the next read detects a closed connection
             self._stream.send(Go(core.host, core.port, secret))
 
     def fileno(self) -> int:
@@ -135,14 +135,15 @@ class RayStarter:
         self._read()
 
     def close(self) -> None:
-        """See RankStarter: the driver ends when its stream does."""
+        """See RankStarter: the driver ends when its connection closes."""
         self._stream.socket.close()
         self._theirs.close()
         if self._process is not None:
             end_child(self._process, END_S)
 
     def _read(self) -> list[Host]:
-        """Wait for what the driver says. Raises its trouble, and EngineError at its end."""
+        """Wait for the driver's messages. Raises the error that it reports, and EngineError if it
+        has ended."""
         messages = self._stream.receive()
         if messages is None:
             raise EngineError(f"the process that connects to Ray has ended{self._status()}.")
