@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since some fixed point; never goes backwards."""
+    """Clock in seconds since some fixed point; it never goes backwards."""
 
     def now(self) -> float: ...
 
@@ -21,7 +21,7 @@ class MonotonicClock:
 
 
 class FakeClock:
-    """A clock that moves only by `advance`, for tests and simulations."""
+    """Clock that moves only by `advance`, for tests and simulations."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self.now_s = start_s
@@ -43,12 +43,12 @@ def is_duration(seconds: float) -> bool:
 
 
 def duration_rule(otherwise: str) -> str:
-    """Return the rule for durations, for an error. otherwise: the meaning of 0."""
+    """Return the rule for durations, for an error message. otherwise: the meaning of 0."""
     return f"a number of seconds from 0 ({otherwise}) to {MAX_DURATION_S:.0f}, a year"
 
 
 def bounded_wait_s(seconds: float | None, limit_s: float = MAX_WAIT_S) -> float:
-    """Return the length of the next wait for an event `seconds` away; None is unknown.
+    """Return the duration of the next wait for an event `seconds` away (None: unknown).
 
     The result is from 0 to `limit_s`."""
     if seconds is None or math.isnan(seconds):

@@ -55,8 +55,8 @@ Order = LookUp | Fetch | Keep | Remove
 
 
 class LookedUp(msgspec.Struct, frozen=True, tag=True):
-    """Control: the result of a look-up, in the order of its names. A block that was found may be
-    gone when it is fetched."""
+    """Control: the result of a look-up, in the order of its names. The store may remove a block
+    between the look-up and the fetch."""
 
     store: int
     request_id: str

@@ -17,7 +17,7 @@ class BlockMap(msgspec.Struct, frozen=True):
     """The KV blocks of one cache group; B is the number of blocks."""
 
     kind: str
-    owners: Int32  # [B] number of the oldest request that holds the block, or NOBODY
+    owners: Int32  # [B] number of the oldest request that holds the block, or `NOBODY`
     sharers: Int32  # [B] number of requests that hold the block
     # [B] FREE; CACHED: only the prefix cache knows it; USED: a request holds it. PINNED: a pinned
     # prefix holds it, perhaps with requests. HELD: a retained request or a waiting fork holds it.

@@ -1,6 +1,7 @@
-"""Messages between client and core. Typed, bounded, encoded as msgpack; never pickled.
+"""Messages between client and core, as typed structs with bounds.
 
-Whose a message is follows from the connection that it comes over: one client's to one core.
+They are encoded as msgpack and never pickled. A connection belongs to one client and one core, so
+messages do not name their client.
 """
 
 import array
@@ -20,81 +21,59 @@ from quire.base.step_outputs import StepOutputs
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """That a prompt begins with the first num_tokens tokens of another request, whose KV blocks it
-    shares.
+    """Source of a prompt that begins with another request's tokens and shares their KV blocks."""
 
-    index: which of the other one's sequences. takes_over: once this one has ended and is held, the
-    other one is held no longer. num_items: media items among these tokens, which it must have.
-    """
-
-    request_id: str
-    index: int
-    num_tokens: int
-    takes_over: bool = False
-    num_items: int = 0
+    request_id: str  # source request
+    index: int  # number of the source sequence in its request
+    num_tokens: int  # leading tokens of the source that the prompt shares
+    takes_over: bool = False  # whether the source is released once the fork is retained
+    num_items: int = 0  # media items among these tokens, which the source must have
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """A prompt in tokens and how to continue it. The first of the four doors takes these.
+    """A tokenised prompt and its generation parameters, for the scheduler's door `add`.
 
-    The core makes `params.num_samples` sequences of it, told apart by their index.
-
-    is_open: more of the prompt comes by `Append`.
-    pin_s: compute the prompt, sample nothing, and keep it: the request ends with finish_reason
-    `pinned`, and the prompt stays for so many seconds, with 0.0 until `Unpin`; None is an ordinary
-    request. pin_share: of what may be pinned or held, how much its tenant's may be, in (0, 1].
-    keep_s: when it has come to its end, its tokens and blocks are held for so many seconds
-    (`scheduler/reuse/held.py`). fork: what it goes on from; the prompt holds those tokens too.
-    received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
-    stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
-    eos_token_ids: those of them that are end of sequence, which give no stop_reason.
-    cache_salt: only requests with an equal salt share cached blocks.
-    hides_logprobs: they are there for the order of best_of, the caller wants none.
-    tenant: whom it is for; tenants share the engine evenly. timeout_s: seconds after it was
-    received when it is of no use any more, and ends with finish_reason `timeout`; 0.0 is never.
-    core_id: of several cores, the one that it must go to; None: whichever suits it best.
-    grammar: what its answer must be, as llguidance reads it (`render/grammars/lark.py`); empty:
-    anything. pools: what is asked for is what the prompt comes to, of a model that pools; params
-    ask for one token, which stands for it. kv_transfer: its prompt is computed for another engine,
-    or was by another one. is_held_back: the core sets it: the request waits for `GrammarReady`, as
-    one with a grammar. media: the images and videos in the prompt, in its order; their spans do not
-    overlap. A fork inherits those of the tokens that it shares, and lists only those after them.
+    The core makes `params.num_samples` sequences, which differ by their index.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    stop_token_ids: tuple[int, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # all ids that end a sequence, including end tokens
+    eos_token_ids: tuple[int, ...] = ()  # end tokens among stop_token_ids; they give no stop_reason
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: str = ""  # requests share cached blocks only if their salts are equal
     adapter_id: str = ""
-    received_s: float = 0.0
-    hides_logprobs: bool = False
-    tenant: str = ""
-    timeout_s: float = 0.0
-    is_open: bool = False
+    received_s: float = 0.0  # arrival, on this machine's monotonic clock; 0.0: unknown
+    hides_logprobs: bool = False  # logprobs serve only to rank best_of and are not returned
+    tenant: str = ""  # user or API key; tenants share the engine evenly
+    timeout_s: float = 0.0  # time after received_s until finish_reason `timeout`; 0.0: none
+    is_open: bool = False  # whether more of the prompt arrives in `Append` messages
+    # Seconds to pin the prompt; 0.0 until `Unpin`, None for an ordinary request. The engine
+    # computes the prompt, samples no token, and ends the request with finish_reason `pinned`.
     pin_s: float | None = None
-    pin_share: float = 1.0
-    core_id: int | None = None
-    grammar: str = ""
-    pools: bool = False
-    keep_s: float = 0.0
-    fork: Fork | None = None
-    kv_transfer: KVTransfer | None = None
-    is_held_back: bool = False
+    pin_share: float = 1.0  # the tenant's share of pinnable and retainable memory, in (0, 1]
+    core_id: int | None = None  # core that must serve the request; None: any core
+    grammar: str = ""  # llguidance grammar of the answer (render/grammars/lark.py); empty: none
+    pools: bool = False  # whether to pool the prompt; params then ask for one placeholder token
+    keep_s: float = 0.0  # seconds to retain the ended request (scheduler/reuse/held.py)
+    fork: Fork | None = None  # source to continue; the prompt includes the shared tokens
+    kv_transfer: KVTransfer | None = None  # prefill for, or by, another engine
+    is_held_back: bool = False  # set by the core: wait for `GrammarReady`, as with a grammar
+    # Images and videos of the prompt in order, with disjoint spans. A fork inherits the items of
+    # its shared tokens and lists only later items.
     media: tuple[MediaItem, ...] = ()
 
     @property
     def marks(self) -> tuple[tuple[int, bytes], ...]:
-        """Where its media items start, and their digests."""
+        """Start index and digest of each media item."""
         return tuple((item.start, item.digest) for item in self.media)
 
     @property
     def spans(self) -> tuple[MediaItem, ...]:
-        """Its media items without pixels."""
+        """The media items without pixels."""
         return tuple(item.without_pixels for item in self.media)
 
     def sets(self, fields: Iterable[str]) -> bool:
@@ -102,7 +81,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         return any(getattr(self, name) != DEFAULTS_OF_REQUEST[name] for name in fields)
 
     def with_media(self, media: tuple[MediaItem, ...]) -> "Request":
-        """Return the request with these items."""
+        """Return the request with these media items."""
         return msgspec.structs.replace(self, media=media)
 
 
@@ -112,115 +91,105 @@ DEFAULTS_OF_REQUEST = {
 
 
 def without_prompt(request: Request) -> Request:
-    """Return a request as it is, without the tokens of its prompt."""
+    """Return a copy of a request without its prompt tokens."""
     return msgspec.structs.replace(request, prompt_token_ids=[])
 
 
 def with_priority(request: Request, priority: int) -> Request:
-    """Return a request with another priority."""
+    """Return a copy of a request with another priority."""
     return msgspec.structs.replace(request, priority=priority)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Control: end a request now. finish_reason is `abort`, `stop` for a stop string, or
-    `repetition`.
-
-    index: the sequence of the request that ends; -1 is all of them.
-    """
+    """Control: end a request now."""
 
     request_id: str
-    finish_reason: str = "abort"
-    index: int = -1
+    finish_reason: str = "abort"  # `abort`, `repetition`, or `stop` for a stop string
+    index: int = -1  # sequence to end; -1: all sequences
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Control: end a request now, for somebody else than its client, which is told: its
-    finish_reason is `abort`."""
+    """Control: end a request on behalf of an operator, with finish_reason `abort`. Its client is
+    notified."""
 
     request_id: str
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
-    """Control: the next piece of a prompt that is open; with is_last it is complete, and the answer
-    begins. A piece for a request that has ended is dropped."""
+    """Control: append tokens to an open prompt. Tokens for a request that has ended are dropped."""
 
     request_id: str
     token_ids: list[int]
-    is_last: bool = False
+    is_last: bool = False  # whether the prompt is now complete, so that generation may begin
 
 
 class Steer(msgspec.Struct, frozen=True, tag=True):
-    """Control: change the priority of a request, or pause it. A request that has ended is ignored.
-
-    priority: None leaves it. pause_s: seconds until the request resumes by itself; 0.0 resumes it
-    now, None changes nothing.
-    """
+    """Control: change a request's priority, pause it or resume it. Ended requests are ignored."""
 
     request_id: str
-    priority: int | None = None
-    pause_s: float | None = None
+    priority: int | None = None  # None: unchanged
+    pause_s: float | None = None  # seconds until it resumes by itself; 0.0: now; None: unchanged
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Control: nothing that was cached before is used any more, in stores neither. Running requests
-    keep their blocks. epoch: a word that nobody used before; it is part of all names to come."""
+    """Control: stop using all blocks cached so far, in memory and in stores. Running requests keep
+    their blocks.
+
+    epoch: a unique text, which becomes part of the names of all later blocks."""
 
     epoch: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):
-    """Control: a pinned prefix is not needed any more. request_id: of the request that pinned it;
-    tenant: whose it must be, None is anybody's."""
+    """Control: remove a pin."""
 
-    request_id: str
-    tenant: str | None = None
+    request_id: str  # request that pinned the prefix
+    tenant: str | None = None  # required tenant of the pin; None: any tenant
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Control: hold a request for so many seconds from now on, or if it has not ended, from its end
-    on; 0.0: let it go. tenant: whose it must be, None is anybody's."""
+    """Control: retain a request for a number of seconds."""
 
     request_id: str
-    keep_s: float
-    tenant: str | None = None
+    keep_s: float  # seconds from now, or from the request's end if it still runs; 0.0: release it
+    tenant: str | None = None  # required tenant of the request; None: any tenant
 
 
 class PutBack(msgspec.Struct, frozen=True, tag=True):
-    """Control: a sequence that an engine before this one held is held again, without blocks, for
-    left_s more seconds. From a file, never from a client."""
+    """Control: restore a sequence that an earlier engine retained, without its blocks.
+
+    The core reads these messages from a file. Clients cannot send them."""
 
     request_id: str
     index: int
     token_ids: list[int]
     num_prompt_tokens: int
     keep_s: float
-    left_s: float
+    left_s: float  # seconds until the release
     tenant: str
     cache_salt: str
     adapter_id: str = ""
 
 
 class Rewind(msgspec.Struct, frozen=True, tag=True):
-    """Control: of a held sequence only the first num_tokens tokens are left. tenant: whose it must
-    be, None is anybody's."""
+    """Control: cut a retained sequence back to its first num_tokens tokens."""
 
     request_id: str
     index: int
     num_tokens: int
-    tenant: str | None = None
+    tenant: str | None = None  # required tenant of the request; None: any tenant
 
 
 class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
-    """Control: what the device was measured to do. 0.0 is not known. step_tokens: what a step has
-    time for; 0 is as many as are configured."""
+    """Control: measured rates of the device; 0.0: unknown."""
 
     prefill_tokens_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
-    step_tokens: int = 0
+    step_tokens: int = 0  # token budget of a step that meets its time limit; 0: as configured
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
-    """Guesses at what follows the first `num_known` tokens of one of a request's sequences."""
+    """Draft tokens to follow the first `num_known` tokens of one sequence."""
 
     request_id: str
     index: int
@@ -229,11 +198,11 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
-    """Control: what sequences may try in the next plan that they are in. Guesses at what follows
-    other tokens than those that are known then are forgotten.
+    """Control: draft tokens to verify in each sequence's next plan. Drafts that follow other tokens
+    than the sequence's known ones are dropped.
 
-    on_device: the device makes them, as many as there are ids, in the next plan only and whatever
-    is known then.
+    on_device: the device proposes the draft tokens. Only the number of `token_ids` counts, in the
+        next plan only and for any known tokens.
     """
 
     drafts: list[Draft]
@@ -241,15 +210,15 @@ class Drafted(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepCached(msgspec.Struct, frozen=True, tag=True):
-    """Control: the engine ends; plans to come copy out what is cached, for stores to keep."""
+    """Control: copy cached blocks to stores in the next plans, because the engine shuts down."""
 
 
 class GrammarReady(msgspec.Struct, frozen=True, tag=True):
-    """Control: a request's grammar is compiled, or what it was held back for is there, so it may
-    run. error: why not; then the request ends with it."""
+    """Control: let a request run, because its grammar is compiled or another awaited part is
+    loaded."""
 
     request_id: str
-    error: str | None = None
+    error: str | None = None  # reason for a failure, which ends the request
 
 
 Control = (
@@ -271,51 +240,50 @@ Control = (
 
 
 class AskMetrics(msgspec.Struct, frozen=True, tag=True):
-    """Client to core: send the metrics, in Prometheus' text format. Answered by `Metrics`."""
+    """Client to core: request the metrics in Prometheus' text format. The reply is `Metrics`."""
 
     ask_id: int
 
 
 class AskTimeline(msgspec.Struct, frozen=True, tag=True):
-    """Client to core: what happened to this request? Answered by `TimelineText`. tenant: whose it
-    must be; None is anybody."""
+    """Client to core: request the timeline of a request. The reply is `TimelineText`."""
 
     ask_id: int
     request_id: str
-    tenant: str | None = None
+    tenant: str | None = None  # required tenant of the request; None: any tenant
 
 
 class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Client to core: what is pinned? Answered by `Prefixes`. tenant: whose; None is anybody's."""
+    """Client to core: list pinned prefixes. The reply is `Prefixes`."""
 
     ask_id: int
-    tenant: str | None = None
+    tenant: str | None = None  # tenant of the prefixes; None: all tenants
 
 
 class AskHeld(msgspec.Struct, frozen=True, tag=True):
-    """Client to core: what is held? Answered by `HeldList`. tenant: whose; None is anybody's.
+    """Client to core: list retained requests. The reply is `HeldList`.
 
-    request_id: only this one, held or not ended, with its tokens; also if it is called like this
-    with `-0` behind, as an answer's first prompt is. index: of its sequences.
+    With a request_id, the reply holds only that request with its tokens, and it may still run. An
+    id without the suffix `-0` also matches, since the suffix marks a response's first prompt.
     """
 
     ask_id: int
     request_id: str | None = None
-    index: int = 0
-    tenant: str | None = None
+    index: int = 0  # number of the sequence in the request
+    tenant: str | None = None  # tenant of the requests; None: all tenants
 
 
 class AskCancel(msgspec.Struct, frozen=True, tag=True):
-    """Client to core: end requests, whoever's they are. Answered by `Cancelled`. request_ids: also
-    those that are called like one of these with a number behind, as an answer's prompts are; None
-    is all. tenant: whose they must be; None is anybody's."""
+    """Client to core: cancel requests. The reply is `Cancelled`.
+
+    An id also matches with a number as suffix, since such ids belong to a response's prompts."""
 
     ask_id: int
-    request_ids: list[str] | None = None
-    tenant: str | None = None
+    request_ids: list[str] | None = None  # None: all requests
+    tenant: str | None = None  # tenant of the requests; None: all tenants
 
     def means(self, request: "Request") -> bool:
-        """Tell whether this request is to end; pins are no requests to who asks."""
+        """Return whether this request is to be cancelled. Pins never are."""
         if request.pin_s is not None or self.tenant not in (None, request.tenant):
             return False
         names, (head, _, number) = self.request_ids, request.request_id.rpartition("-")
@@ -325,7 +293,7 @@ class AskCancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskLive(msgspec.Struct, frozen=True, tag=True):
-    """Client to core: what is it doing? Answered by `Live`."""
+    """Client to core: request a snapshot of the engine. The reply is `Live`."""
 
     ask_id: int
 
@@ -349,37 +317,33 @@ ToCore = (
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True):
-    """A prefix that is kept. num_blocks: KV blocks that it holds, 0 until it is ready.
-    expires_in_s: None is never. num_hits: requests that began with it; a
-    tenant is told of its own ones."""
+    """A pinned prefix."""
 
     id: str
     num_tokens: int
     num_blocks: int
-    is_ready: bool
+    is_ready: bool  # KV blocks that the pin holds; 0 until it is ready
     age_s: float
-    expires_in_s: float | None
-    num_hits: int
+    expires_in_s: float | None  # None: the pin does not expire
+    num_hits: int  # prefix hits; tenants see only the hits of their own requests
 
 
 class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A sequence that may be forked. num_blocks: KV blocks of the device that it has. expires_in_s:
-    None while it has not ended. tokens: int32, prompt and output, if they were asked for. core_id:
-    of several cores, the one that has it. media: the items of its prompt, without pixels."""
+    """A sequence that can be forked."""
 
     id: str
     index: int
     num_prompt_tokens: int
     num_tokens: int
-    num_blocks: int
+    num_blocks: int  # KV blocks on the device
     keep_s: float
     tenant: str
     cache_salt: str
-    expires_in_s: float | None = None
-    tokens: bytes = b""
-    core_id: int | None = None
+    expires_in_s: float | None = None  # None: the sequence still runs
+    tokens: bytes = b""  # int32, prompt and output; empty unless requested
+    core_id: int | None = None  # core that holds the sequence, if there are several
     adapter_id: str = ""
-    media: tuple[MediaItem, ...] = ()
+    media: tuple[MediaItem, ...] = ()  # items of the prompt, without pixels
 
     @property
     def token_ids(self) -> list[int]:
@@ -387,71 +351,66 @@ class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Core to client, first on every connection: what this engine is and what it can serve.
-
-    max_num_seqs: sequences that can run at the same time, so also those of one request.
-    settings: the effective configuration, flat (`quire.base.settings.config`). memory: the memory
-    plan as one line. pooling: how the model pools; None: it generates.
-    """
+    """Core to client, first on every connection: description of the engine and its limits."""
 
     client_id: int
     vocab_size: int
     max_model_len: int
     max_logprobs: int
-    max_num_seqs: int
-    settings: dict[str, Any]
-    memory: str
-    pooling: PoolingSpec | None = None
+    max_num_seqs: int  # maximum number of running sequences, hence also per request
+    settings: dict[str, Any]  # effective configuration, flat (`quire.base.settings.config`)
+    memory: str  # memory plan as one line
+    pooling: PoolingSpec | None = None  # pooling of the model; None: the model generates
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: a request that was not queued, and why. is_busy: only because of others;
-    field, code: what of it is wrong (`RequestError`)."""
+    """Core to client: a rejected request with the reason."""
 
     request_id: str
     message: str
-    is_busy: bool = False
-    field: str | None = None
-    code: str | None = None
+    is_busy: bool = False  # whether the only reason is the load of other requests
+    field: str | None = None  # invalid field (`RequestError.field`)
+    code: str | None = None  # code for programs (`RequestError.code`)
 
 
 class Metrics(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the answer to `AskMetrics`."""
+    """Core to client: the reply to `AskMetrics`."""
 
     ask_id: int
     text: str
 
 
 class TimelineText(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the answer to `AskTimeline`, as JSON; empty for an unknown request."""
+    """Core to client: the reply to `AskTimeline`, as JSON; empty for an unknown request."""
 
     ask_id: int
     text: str
 
 
 class Prefixes(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the answer to `AskPrefixes`, oldest first."""
+    """Core to client: the reply to `AskPrefixes`, oldest first."""
 
     ask_id: int
     prefixes: list[PinnedPrefix]
 
 
 class HeldList(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the answer to `AskHeld`, oldest first."""
+    """Core to client: the reply to `AskHeld`, oldest first."""
 
     ask_id: int
     requests: list[HeldRequest]
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the answer to `AskCancel`: the requests that end."""
+    """Core to client: the reply to `AskCancel`, with the ids of the requests that end."""
 
     ask_id: int
     request_ids: list[str]
 
 
 class Live(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the answer to `AskLive`; the last frame again if it is too early for one."""
+    """Core to client: the reply to `AskLive`. The last frame is repeated if a new one is not due
+    yet."""
 
     ask_id: int
     frame: LiveFrame

@@ -1,4 +1,4 @@
-"""The prefix hit of a prompt, and the reason for its miss, for events and answers."""
+"""The prefix hit of a prompt, and the reason for its miss, for events and responses."""
 
 import msgspec
 
@@ -14,7 +14,7 @@ OFF = "off"  # the prefix cache is disabled
 
 
 class PrefixReport(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Cached tokens of a prompt by their place, and the reason for the miss after them."""
+    """Cached tokens of a prompt by their source, and the reason for the miss after them."""
 
     device: int = 0  # tokens of blocks on the device
     pinned: int = 0  # tokens of a pinned prefix
@@ -30,5 +30,5 @@ class PrefixReport(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def num_tokens(self) -> int:
-        """The cached tokens of all places together."""
+        """The cached tokens of all sources together."""
         return self.device + self.pinned + self.held + self.host + self.store

@@ -109,7 +109,7 @@ class StepOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
 
 class StepReader:
-    """Tracks which sequence holds each row, from all outputs of one core in order."""
+    """Tracker of the sequence that holds each row, fed with all outputs of one core in order."""
 
     def __init__(self) -> None:
         self._names: dict[int, RowName] = {}

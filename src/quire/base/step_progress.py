@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 
 class StepProgress:
-    """Receives signs of progress from long operations within a step, from any thread.
+    """Receiver of progress reports from long operations within a step, from any thread.
 
-    listener: receives the seconds that may pass until the next sign; 0.0 stands for the limit of a
-    step. The owner of the heartbeat sets it.
+    listener: receives the seconds that may pass until the next report; 0.0 means the limit of a
+        step. The owner of the heartbeat sets it.
     """
 
     def __init__(self) -> None:

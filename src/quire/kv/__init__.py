@@ -1,1 +1,1 @@
-"""KV memory as book-keeping: blocks, tables, prefix index, sizing. No torch, clock or I/O."""
+"""Bookkeeping of KV memory: blocks, tables, prefix index and sizing. No torch, clock or I/O."""

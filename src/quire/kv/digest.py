@@ -1,16 +1,16 @@
-"""Digests of blocks of tokens: chains of hashes that mean the same in every process.
+"""Digests of blocks of tokens: chains of hashes that are equal in every process.
 
     root  = SHA-256(cache fingerprint, cache salt, adapter)
     block = H(digest of the block before it or root, int32 token ids, marks; little endian)
 
-A mark is a token index and 32 bytes: what identifies the tokens from there on besides their ids,
-such as the digest of an image that placeholder tokens stand for. A block covers the marks at its
-tokens: for each, in order, the place in the block as int32, then the 32 bytes.
+A mark is a token index and 32 bytes. The bytes identify what token ids cannot, such as the image
+that placeholder tokens stand for. A mark holds from its index on. A block includes the marks at its
+own tokens, in order. Each is encoded as its index in the block (int32), followed by the 32 bytes.
 
-H is a `BlockHash`, SHA-256 by default. The fingerprint covers what determines a block's bytes
-besides its tokens, and the name of H (engine/start/identity.py). So processes with the same
-fingerprint agree, also after a restart. Tenants with different salts never share. Python's `hash`
-is not used: it differs between processes and can be made to collide.
+H is a `BlockHash`, SHA-256 by default. The fingerprint covers H's name and everything besides the
+tokens that determines a block's bytes (engine/start/identity.py). So processes with the same
+fingerprint compute the same digests, also after a restart. Tenants with different salts never share
+blocks. Python's `hash` is unsuitable: it differs between processes and can be made to collide.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ import numpy.typing as npt
 
 
 class HasDigest(Protocol):
-    """What a hash function of hashlib returns."""
+    """Result of a hash function of hashlib."""
 
     def digest(self) -> bytes: ...  # 32 bytes
 
 
 BlockHash = Callable[[bytes], HasDigest]
-Mark = tuple[int, bytes]  # a token index, and what else identifies the tokens from there on
+Mark = tuple[int, bytes]  # token index, and 32 bytes that identify the tokens from there on
 
 
 def cache_fingerprint(*parts: str) -> bytes:
-    """Digest the strings that identify a cache's contents, in order."""
+    """Return the digest of the strings that identify a cache's contents, in order."""
     return _digest_strings(b"quire-kv-2", parts)
 
 
@@ -43,7 +43,7 @@ def root_digest(fingerprint: bytes, salt: str = "", adapter_id: str = "") -> byt
 
 
 def marks_between(marks: Iterable[Mark], first: int, last: int) -> bytes:
-    """Return what a block of the tokens [first, last) covers of the marks at these tokens."""
+    """Return the encoded marks at the tokens [first, last) of a block."""
     return b"".join(
         (index - first).to_bytes(4, "little") + data
         for index, data in marks
@@ -60,8 +60,8 @@ def extend_digests(
     block_hash: BlockHash = hashlib.sha256,
     marks: Seq[Mark] = (),
 ) -> None:
-    """Append in place until there are `num_blocks`; token_ids: [>= num_blocks * block_size]. marks:
-    of all tokens, in order."""
+    """Append digests in place until there are `num_blocks`, for token_ids of shape [num_tokens].
+    num_tokens is at least num_blocks * block_size. marks: the marks of all tokens, in order."""
     parent = digests[-1] if digests else root
     for i in range(len(digests), num_blocks):
         first, last = i * block_size, (i + 1) * block_size
@@ -78,8 +78,8 @@ def extend_by_one(
     token_ids: npt.NDArray[np.int32],
     block_hash: BlockHash = hashlib.sha256,
 ) -> None:
-    """Append the digest of one more block, without marks, to each of N lists; token_ids:
-    [N, block_size]."""
+    """Append the digest of one more block, without marks, to each of N lists. token_ids: [N,
+    block_size]."""
     data, width = token_ids.astype("<i4", copy=False).tobytes(), 4 * token_ids.shape[1]
     for i, (digests, root) in enumerate(zip(all_digests, roots, strict=True)):
         parent = digests[-1] if digests else root
@@ -87,7 +87,7 @@ def extend_by_one(
 
 
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:
-    """Hash each part with its length, so that no two lists of parts look alike."""
+    """Hash each part with its length, so that different lists of parts have different digests."""
     state = hashlib.sha256(start)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")

@@ -1,16 +1,16 @@
-"""The host tier's book-keeping: blocks that the device evicted, kept in host memory (A16, C7).
+"""Bookkeeping of the host tier: blocks evicted from the device and cached in host memory (A16, C7).
 
-A plan copies evicted blocks to host memory before its forward pass. In the host pool a block has
-the same name, no references, and a place in the order of eviction. If a later request's hit goes on
-in host memory, its plan loads these blocks. The host's copy stays, so evicting the block again
-copies nothing.
+A plan copies evicted blocks to host memory before its forward pass. In the host pool such a block
+has the same name, no references, and a position in the order of eviction. If a later prefix hit
+includes blocks in host memory, the request's plan loads them. The host's copy stays, so evicting
+the block again needs no copy.
 
-Swapping (P 4.5) takes what it needs of host memory; the tier has the rest. A plan swaps out, loads
-and copies before its forward pass, one plan after the other. Stores write at any time. So a host
-block that a plan reads or writes is held until the plan's result (`hold`).
+Swapping (P 4.5) takes the host memory that it needs; the tier uses the rest. A plan swaps out,
+loads and copies before its forward pass, and plans run one after the other. But stores write at any
+time. So a host block that a plan reads or writes is held until the plan's result (`hold`).
 
-The copies of a plan in flight are unsettled until its result: if the step fails, their contents may
-never have been computed (`forget_unsettled`).
+The copies of a plan in flight are unsettled until its result. If the step fails, their contents may
+be invalid (`forget_unsettled`).
 """
 
 from collections import deque
@@ -24,17 +24,17 @@ HostBlock = tuple[int, int]  # cache group, block
 
 
 class HostTier:
-    """limits: most blocks of each cache group that the tier may fill."""
+    """Blocks of host memory that cache evicted blocks. limits: maximum number per cache group."""
 
     def __init__(
         self, device: Sequence[BlockPool], host: Sequence[BlockPool], limits: Sequence[int]
     ) -> None:
         self._device, self._host = tuple(device), tuple(host)
         self.limits = tuple(limits)
-        self._held: list[HostBlock] = []  # by the plan that is being made
-        self._in_flight: deque[tuple[int, list[HostBlock]]] = deque()  # step, what its plan holds
-        self._unsettled: deque[tuple[int, list[Name]]] = deque()  # step, what its plan copies out
-        self._fresh: list[Name] = []  # copied out by the plan that is being made
+        self._held: list[HostBlock] = []  # held by the plan being made
+        self._in_flight: deque[tuple[int, list[HostBlock]]] = deque()  # step, its plan's holds
+        self._unsettled: deque[tuple[int, list[Name]]] = deque()  # step, names that its plan copies
+        self._fresh: list[Name] = []  # names copied by the plan being made
         self.num_offloaded = 0
         self.num_loaded = 0
         for pool in device:
@@ -45,13 +45,13 @@ class HostTier:
         return self._host[group].lookup(digest)
 
     def hold(self, group: int, block_id: int) -> None:
-        """Hold a host block until the plan being made has its result."""
+        """Hold a host block until the result of the plan being made."""
         self._host[group].acquire(block_id)
         self._held.append((group, block_id))
 
     def evict_some(self) -> bool:
-        """Evict cached blocks of the device, as many as host memory has room for. Return whether
-        there were any."""
+        """Evict cached blocks of the device, up to the tier's limit per group. Return whether there
+        were any."""
         found = [
             pool.evict()
             for pool, n in zip(self._device, self.limits, strict=True)
@@ -81,20 +81,21 @@ class HostTier:
         copies: Copies,
         names_known: bool = True,
     ) -> bool:
-        """Let the plan being made copy a device block, unless host memory has it. Return False if
-        host memory has no room. The name is reported once the copy is settled; with names_known
-        also if host memory has the block already."""
+        """Copy a device block to host memory in the plan being made, unless host memory has it.
+
+        Return False if host memory is full. The name is reported once the copy is settled. With
+        names_known it is also reported if host memory has the block."""
         host = self._host[group]
         known = host.lookup(digest)
         if known is not None:
-            self.hold(group, known)  # used again
+            self.hold(group, known)  # most recently used now
         else:
             found = self.allocate(group)
             if found is None:
                 return False
             assert block_id is not None, "a block that is nowhere is copied"
             host.index(found, digest)
-            self._held.append((group, found))  # nothing else of this plan goes there
+            self._held.append((group, found))  # reserved for this copy during the plan
             copies[0].append(block_id)
             copies[1].append(found)
             self.num_offloaded += 1
@@ -120,7 +121,7 @@ class HostTier:
         return host.allocate() if host.num_free else None
 
     def keep_fetched(self, group: int, block_id: int, digest: bytes | None) -> None:
-        """Release a host block into which a store has fetched, and name it; None drops it."""
+        """Name a host block that a store has filled, and release it. digest None frees it."""
         if digest is not None:
             self._host[group].index(block_id, digest)
         self._host[group].release(block_id)
@@ -137,12 +138,12 @@ class HostTier:
         self._host[group].release(block_id)
 
     def held_blocks(self, group: int) -> list[int]:
-        """Return the blocks that plans hold, with repetition."""
+        """Return the blocks that plans hold, once per hold."""
         everything = [self._held, *(held for _, held in self._in_flight)]
         return [block_id for held in everything for g, block_id in held if g == group]
 
     def end_plan(self, step_id: int) -> None:
-        """Note that the plan is made. Without a call, its moves are part of the next plan."""
+        """Record that the plan is complete. Without a call, its moves count for the next plan."""
         if self._held:
             self._in_flight.append((step_id, self._held))
             self._held = []
@@ -170,7 +171,7 @@ class HostTier:
             self._host[group].forget(digest)
 
     def reset(self) -> None:
-        """Forget every name."""
+        """Remove all names."""
         for pool, host in zip(self._device, self._host, strict=True):
             host.reset_index()
             pool.evicted = []

@@ -1,4 +1,4 @@
-"""What pools and tables hold, for those who watch and for tests. Nothing is changed here."""
+"""Read-only views of pools and tables, for observers and tests."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,8 +7,8 @@ from quire.kv.table import NULL
 
 
 def host_occupancy(kv: KVManager) -> tuple[int, int, int]:
-    """Count the blocks of host memory, over all groups: all, those that are held, and those
-    that nobody holds and the tier's index knows."""
+    """Count the blocks of host memory over all groups, as (all, in use, cached). Cached blocks are
+    in the tier's index and have no references."""
     pools = kv.host_pools
     return (
         sum(pool.num_blocks for pool in pools),
@@ -18,12 +18,12 @@ def host_occupancy(kv: KVManager) -> tuple[int, int, int]:
 
 
 def occupancy(kv: KVManager, g: int) -> tuple[list[int], list[int]]:
-    """Return the reference counts of a group's blocks, and which of them the index names."""
+    """Return the reference counts of a group's blocks, and the blocks that the index names."""
     return kv.pools[g].all_refs(), kv.pools[g].indexed_blocks()
 
 
 def num_unindexed(kv: KVManager) -> int:
-    """How often a block of the device has lost its name."""
+    """Count how often blocks of the device have lost their names."""
     return sum(pool.num_unindexed for pool in kv.pools)
 
 
@@ -33,8 +33,9 @@ def check_invariants(
     swapped: Iterable[SequenceBlocks] = (),
     on_order: Callable[[int], list[int]] = lambda g: [],
 ) -> None:
-    """Assert that pools and tables agree; sequences: all that hold blocks; swapped: all that
-    hold host blocks; on_order: host blocks of a group that stores read or write."""
+    """Assert that pools and tables agree. sequences: all sequences that hold device blocks.
+    swapped: all sequences that hold host blocks. on_order: returns the host blocks of a group that
+    stores read or write."""
     alive, away = list(sequences), list(swapped)
     for g, pool in enumerate(kv.host_pools):
         held = [b for blocks in away for b in blocks.tables[g].live_blocks]

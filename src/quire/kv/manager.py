@@ -1,8 +1,8 @@
 """The KV manager: the blocks of all cache groups together (T 4.2.2, listing 4.2).
 
 A sequence has one block table per cache group. All groups grow together or not at all. A prefix hit
-is a number of leading blocks, equal for all groups. Each group has in its index those of them that
-the next token needs (spec/cache_group.py).
+is a number of leading blocks, equal for all groups. Of these blocks, a group's index needs only the
+ones for the next token (spec/cache_group.py).
 """
 
 from collections import OrderedDict
@@ -21,9 +21,10 @@ from quire.spec.cache_group import STATE, CacheGroup
 class KVBlocks:
     """A prefix hit: leading tokens that need not be computed, and their blocks by group.
 
-    LOAD stands for a block in host memory; host: by group, logical index -> host block. source: the
-    feature that holds the blocks, whose last one may be partly full; empty for the index.
-    is_in_use: tables hold all of the blocks, and none is loaded.
+    blocks: device blocks by group; LOAD stands for a block in host memory. host: by group, host
+    blocks to load by logical index. source: feature that holds the blocks, whose last one may be
+    partly full; empty for the index. is_in_use: whether tables hold all of the blocks, so that none
+    must be loaded.
     """
 
     num_tokens: int
@@ -34,7 +35,7 @@ class KVBlocks:
 
     @property
     def num_loads(self) -> int:
-        """Blocks to load, over all groups."""
+        """The number of blocks to load, over all groups."""
         return sum(len(found) for found in self.host)
 
 
@@ -44,7 +45,7 @@ Has = Callable[[int, bytes], bool]  # whether a cache group has the block of a d
 
 class SequenceBlocks:
     """The block tables of one sequence. num_indexed: leading blocks that are in the index.
-    is_evictable: the tables may be freed at any time (`KVManager.set_evictable`)."""
+    is_evictable: whether the tables may be freed at any time (`KVManager.set_evictable`)."""
 
     __slots__ = ("tables", "num_indexed", "is_evictable")
 
@@ -69,11 +70,12 @@ class SequenceBlocks:
 
 
 class KVManager:
-    """Book-keeping of all KV blocks of a model.
+    """Bookkeeping of all KV blocks of a model.
 
-    groups, num_blocks: parallel, one pool per cache group. free_orders: in which fresh blocks are
-    allocated, for tests. host_limits: most evicted blocks of each group in host memory; None for no
-    host tier. make_eviction: makes the eviction policy of each pool.
+    groups, num_blocks: cache groups, and the size of each group's pool. free_orders: order in which
+    each pool allocates fresh blocks, for tests. host_limits: maximum number of evicted blocks of
+    each group in host memory; None for no host tier. make_eviction: makes the eviction policy of
+    each pool.
     """
 
     def __init__(
@@ -98,30 +100,30 @@ class KVManager:
         sizes = [max(pair) for pair in zip(num_blocks, limits, strict=True)]
         self.host_pools = tuple(BlockPool(n, None, make_eviction) for n in sizes)
         self.tier = None if host_limits is None else HostTier(self.pools, self.host_pools, limits)
-        self.loads: list[Copies] = []  # of hits in host memory, by group, for the plan being made
+        self.loads: list[Copies] = []  # loads of the plan being made, by group
         self.block_bytes = tuple(block_bytes)
         self.states = States(groups, self.pools)
-        # Groups that drop blocks while a sequence grows.
+        # Groups that drop blocks while a sequence grows
         self._dropping = tuple(g for g, group in enumerate(groups) if not group.keeps_all)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the group that has the most."""
+        """The number of blocks of the largest pool."""
         return max(pool.num_blocks for pool in self.pools)
 
     @property
     def num_free_blocks(self) -> int:
-        """Free blocks of the group that has the fewest."""
+        """The number of free blocks of the pool with the least free blocks."""
         return min(pool.num_free for pool in self.pools)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that sequences hold, in the fullest group."""
+        """The share of blocks that sequences hold, in the fullest pool."""
         return max(pool.num_used / pool.num_blocks for pool in self.pools)
 
     @property
     def num_index_changes(self) -> int:
-        """Changes of the index so far; each may have changed the hits of waiting sequences."""
+        """The number of index changes; each may have changed the hits of waiting sequences."""
         pools = self.pools if self.tier is None else (*self.pools, *self.host_pools)
         return sum(pool.num_index_changes for pool in pools)
 
@@ -133,9 +135,9 @@ class KVManager:
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
     ) -> list[int]:
-        """Return the most blocks, by cache group, of sequences of this length that share num_shared
-        full blocks. chunk: most tokens that one step computes of all of them together, so a window
-        group needs the blocks of a chunk only once."""
+        """Return the maximum number of blocks, by cache group, that sequences of this length hold
+        together. num_shared: full blocks that all of them share. chunk: maximum number of tokens
+        per step over all of them, so a window group needs the blocks of a chunk only once."""
         blocks = -(-num_tokens // self.block_size)
         needs = [num_shared + num_sequences * (blocks - num_shared)] * len(self.groups)
         for g in self._dropping:
@@ -154,8 +156,8 @@ class KVManager:
     ) -> KVBlocks:
         """Return the longest usable prefix hit, without taking references.
 
-        digests: names of the sequence's full blocks. num_tokens: its length; at least one token is
-        left to compute. on_host: whether to look in host memory, too.
+        digests: names of the sequence's full blocks. num_tokens: length of the sequence; at least
+        one token remains to be computed. on_host: whether to include blocks in host memory.
         """
         has = None if on_host else self._is_on_device
         length = self.num_computed_blocks(digests, num_tokens, has)
@@ -166,8 +168,8 @@ class KVManager:
     def num_computed_blocks(
         self, digests: Sequence[bytes], num_tokens: int, has: Has | None = None
     ) -> int:
-        """Return the number of blocks of such a hit. has: which blocks count; by default those on
-        the device and in host memory."""
+        """Return the number of blocks of the longest usable hit. has: whether a block is available;
+        by default on the device or in host memory."""
         has = has or self.is_cached
         length = min(len(digests), (num_tokens - 1) // self.block_size)
         settled = length <= 0
@@ -179,16 +181,16 @@ class KVManager:
         return max(0, length)
 
     def fits(self, needs: Iterable[int], reserve: int = 0) -> bool:
-        """Return whether the pools have these blocks, by cache group, and `reserve` more each."""
+        """Return whether each pool has at least `reserve` more free blocks than its group needs."""
         return fit(needs, self.pools, reserve)
 
     def needs_with_hit(self, num_tokens: int, hit: KVBlocks, chunk: int) -> list[int]:
-        """Return the free blocks, by cache group, that a sequence of this length takes which begins
-        with a hit and is computed in chunks."""
+        """Return the number of free blocks, by cache group, that a sequence with a prefix hit
+        needs. num_tokens: length of the sequence, which is computed in chunks."""
         blocks = -(-num_tokens // self.block_size)
         needs = [blocks - len(hit.blocks[g]) + self._taken(g, hit) for g in range(len(self.groups))]
         for g in self._dropping:
-            # The blocks of the hit are among the most that the sequence ever holds.
+            # The hit's blocks are included in the maximum that the sequence ever holds.
             most = self.groups[g].most_blocks(num_tokens, self.block_size, chunk)
             needs[g] = min(needs[g], most)
         return needs
@@ -203,8 +205,8 @@ class KVManager:
         """Allocate blocks for the next tokens. Return the changes by group, or None if a pool has
         too few blocks.
 
-        computed: the hit that a sequence without blocks begins with. num_unsure: tokens that may be
-        taken back, so the blocks that the tokens before them need are kept.
+        computed: the prefix hit with which a sequence without blocks begins. num_unsure: last
+        tokens that may be rejected; blocks needed by the tokens before them are not dropped.
         """
         start = sequence.num_tokens if computed is None else computed.num_tokens
         for g in self._dropping:
@@ -228,8 +230,8 @@ class KVManager:
     def append_guesses(
         self, sequence: SequenceBlocks, num_tokens: int, num_guesses: int, reserve: int = 0
     ) -> tuple[Appended, ...] | None:
-        """Allocate blocks for draft tokens after num_tokens, as `allocate_slots` does, and leave
-        `reserve` blocks of each group free. Drop no blocks: drafts may be rejected."""
+        """Allocate blocks for draft tokens after num_tokens, like `allocate_slots`. Keeps `reserve`
+        blocks of each group free. Drops no blocks, since drafts may be rejected."""
         sequence.advance(num_tokens)
         needs = [table.num_blocks_of_guesses(num_guesses) for table in sequence.tables]
         if not self.fits(needs, reserve):
@@ -237,8 +239,8 @@ class KVManager:
         return tuple(table.append_guesses(num_guesses) for table in sequence.tables)
 
     def _taken(self, g: int, hit: KVBlocks) -> int:
-        """Return the free blocks that a hit takes in group g: cached blocks, blocks to load, and
-        the copy of a last block that is not full."""
+        """Return the number of free blocks of group g that a hit takes. These are cached blocks,
+        blocks to load, and the copy of a last block that is not full."""
         pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
         if hit.is_in_use:
             return int(copied)
@@ -246,18 +248,18 @@ class KVManager:
         return woken + copied
 
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
-        """Begin with the blocks of a hit. Blocks to load get device blocks, which enter the index
-        at once: a plan loads before its forward pass."""
+        """Begin with the blocks of a hit. Blocks to load get device blocks and enter the index at
+        once, because a plan loads before its forward pass."""
         for pool, blocks in zip(self.pools, hit.blocks, strict=True):
             pool.note_hits(blocks)
         for pool, away in zip(self.host_pools, hit.host, strict=False):
             pool.note_hits(away.values())
-        if hit.is_in_use:  # no load takes one of them
+        if hit.is_in_use:  # no block must be loaded
             for table, found in zip(sequence.tables, hit.blocks, strict=True):
                 table.adopt(found, hit.num_tokens)
         else:
             for pool, blocks in zip(self.pools, hit.blocks, strict=True):
-                pool.acquire_all([b for b in blocks if b >= 0])  # so that no load takes one of them
+                pool.acquire_all([b for b in blocks if b >= 0])  # so that loads cannot evict them
             for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
                 blocks = list(hit.blocks[g])
                 for i, host_block in hit.host[g].items() if hit.host else ():
@@ -290,17 +292,17 @@ class KVManager:
         return len(self.states.groups) > 0
 
     def take_loads(self) -> list[Copies]:
-        """Return the loads of the last hit, by cache group, and forget them."""
+        """Return the loads of the last hit, by cache group, and clear them."""
         found, self.loads = self.loads, []
         return found
 
     def append_blocks(
         self, sequences: Sequence[SequenceBlocks], num_tokens: Sequence[int]
     ) -> list[int] | None:
-        """Allocate one new block for each of these sequences, whose blocks are full.
+        """Allocate one new block for each of these sequences, whose blocks are full; return them.
 
-        num_tokens: their lengths with the next token. Return the blocks. If there are several cache
-        groups, a window or too few blocks, do nothing and return None.
+        num_tokens: lengths including the next token. Changes nothing and returns None if there are
+        several cache groups, a window or too few blocks.
         """
         pool = self.pools[0]
         if len(self.pools) > 1 or self._dropping or not self.fits((len(sequences),)):
@@ -324,8 +326,7 @@ class KVManager:
     def index_blocks(
         self, sequence: SequenceBlocks, digests: Sequence[bytes], num: int
     ) -> list[list[int]]:
-        """Name the full blocks of a sequence up to `num`. Return those from the first that was not
-        named, by group."""
+        """Name a sequence's full blocks up to `num`. Return the newly named blocks by group."""
         first, sequence.num_indexed = sequence.num_indexed, num
         if num == first + 1 and len(self.pools) == 1 and not self.states.groups:
             block_id = sequence.tables[0].blocks[first]
@@ -374,8 +375,8 @@ class KVManager:
                 mark(table.live_blocks)
 
     def num_evictable(self, but: Sequence[Sequence[int]] = ()) -> list[int]:
-        """Return the number of blocks, by cache group, that freeing all evictable tables would
-        free. but: blocks, by cache group, that do not count."""
+        """Return the number of blocks, by cache group, that become free if all evictable tables are
+        freed. but: blocks, by cache group, that do not count."""
         found = [pool.num_evictable for pool in self.pools]
         for g, blocks in enumerate(but):
             found[g] -= sum(map(self.pools[g].is_evictable, {b for b in blocks if b >= 0}))
@@ -416,7 +417,7 @@ class KVManager:
         return self.tier is not None and self.tier.lookup(g, digest) is not None
 
     def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
-        """Return the most leading blocks, up to `most`, that group g has for the token after."""
+        """Return the number of leading blocks, up to `most`, with which group g can continue."""
         if g not in self._dropping:
             for i in range(most):
                 if not has(g, digests[i]):
@@ -446,7 +447,7 @@ class KVManager:
     def _hit_blocks(
         self, g: int, digests: Sequence[bytes], length: int
     ) -> tuple[list[int], dict[int, int]]:
-        """Return the blocks of a hit, and by logical index the host blocks to load."""
+        """Return the device blocks of a hit, and the host blocks to load by logical index."""
         first = self.first_seen(g, length * self.block_size)
         blocks, host = [NULL] * first, {}
         for i in range(first, length):

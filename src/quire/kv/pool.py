@@ -1,6 +1,6 @@
 """The block pool: equal blocks of one cache group, reference counted, O(1) (P 4.2).
 
-A block is in exactly one of three places:
+A block is in exactly one of three states:
 
     free stack    no references, no name in the index; the last freed block is allocated first
     cached        no references, a name in the index; the eviction policy chooses one of these when
@@ -8,7 +8,7 @@ A block is in exactly one of three places:
     in use        held by as many tables as its reference count says; the index may name it
 
 The index maps the digest of a full block of known tokens to the block that holds its K and V.
-Invariant (`check_invariants`): the three places partition the blocks, and index and digests are
+Invariant (`check_invariants`): the three states partition the blocks, and index and digests are
 inverse to each other.
 """
 
@@ -21,13 +21,13 @@ TAKEN = b""  # no name
 
 
 class EvictionPolicy(Protocol):
-    """The cached blocks of a pool: a dictionary from block to number of hits that iterates in the
-    order of eviction. So an OrderedDict is LRU and costs no Python call. The order must follow from
-    the calls alone, or a replay would evict other blocks."""
+    """Cached blocks of a pool, mapped to their numbers of hits, iterated in eviction order. An
+    OrderedDict is thus LRU and costs no Python call. The order must depend only on the calls, or a
+    replay would evict other blocks."""
 
     def __setitem__(self, block_id: int, num_hits: int, /) -> None:
-        """Add a block that its last table has released. num_hits: sequences that began with it
-        under its name."""
+        """Add a block that its last table has released. num_hits: sequences that began with the
+        block under its present name."""
 
     def __delitem__(self, block_id: int, /) -> None:
         """Remove a block that a hit has taken or that has lost its name."""
@@ -41,23 +41,22 @@ class EvictionPolicy(Protocol):
         ...
 
     def move_to_end(self, block_id: int, /, last: bool = True) -> None:
-        """Let a block be evicted before all others; called with `last=False` only."""
+        """Make a block the next to evict; called with `last=False` only."""
 
 
 MakeEviction = Callable[[], EvictionPolicy]
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1. free_order: order in which fresh blocks are allocated. make_eviction:
-    makes the policy of the cached blocks.
+    """Blocks 0 to num_blocks - 1 of one cache group.
 
-    num_evictable: blocks in use that only evictable tables hold (`mark_evictable`). It is counted
-    with each reference: a count on demand would go through every retained table in each step.
-
-    evicted: evicted blocks with their digests, for the host tier; None without one. lost: the last
-    digests that were evicted, for miss reports. changes: names in the order of being given, and
-    removed names, each after TAKEN; None without a subscriber. (One flat list: the garbage
-    collector would look through a tuple for each name.)
+    free_order: order in which fresh blocks are allocated. make_eviction: makes the eviction policy
+    of cached blocks. num_evictable: blocks in use that only evictable tables hold
+    (`mark_evictable`). It is updated with each reference, since counting on demand would visit
+    every retained table in each step. evicted: evicted blocks with their digests, for the host
+    tier; None without one. lost: the last evicted digests, for miss reports. changes: new names in
+    order, and removed names, each after TAKEN; None without a subscriber. The list is flat, because
+    the garbage collector would traverse one tuple per name.
     """
 
     changes: list[bytes] | None = None
@@ -73,8 +72,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(reversed(order))
         self._unused = make_eviction()
-        self._num_hits = [0] * num_blocks  # of each block under its name
-        self._evictable_refs = [0] * num_blocks  # of tables that may be freed at any time
+        self._num_hits = [0] * num_blocks  # of each block under its present name
+        self._evictable_refs = [0] * num_blocks  # references of evictable tables
         self.num_evictable = 0
         self._num_refs = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
@@ -86,7 +85,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: free or cached."""
+        """The number of blocks that can be allocated now: free or cached."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -95,7 +94,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks without references that the index names."""
+        """The number of blocks without references that the index names."""
         return len(self._unused)
 
     @property
@@ -104,11 +103,11 @@ class BlockPool:
 
     @property
     def num_unindexed(self) -> int:
-        """Names that were removed so far."""
+        """The number of names removed so far."""
         return (self.num_index_changes - len(self._index)) // 2
 
     def allocate(self) -> int:
-        """Return a free block with one reference; evict a block if none is free."""
+        """Return a free block with one reference. Evicts a block if the free stack is empty."""
         if not self._free:
             self.evict()
         block_id = self._free.pop()
@@ -129,13 +128,13 @@ class BlockPool:
         return True
 
     def evict_soon(self, digest: bytes) -> None:
-        """Let the block of this name be evicted before all others, if it is cached."""
+        """Make the block of this name the next to evict, if it is cached."""
         block_id = self._index.get(digest)
         if block_id is not None and self._num_refs[block_id] == 0:
             self._unused.move_to_end(block_id, last=False)
 
     def note_hits(self, blocks: Iterable[int]) -> None:
-        """Count a hit for each of these blocks; negative entries are no blocks."""
+        """Count a hit for each of these blocks; negative entries are ignored."""
         for block_id in blocks:
             if block_id >= 0:
                 self._num_hits[block_id] += 1
@@ -177,13 +176,13 @@ class BlockPool:
                 self.release(block_id)
 
     def mark_evictable(self, blocks: Iterable[int]) -> None:
-        """Note that a table of these blocks may be freed at any time."""
+        """Record that a table of these blocks may be freed at any time."""
         for block_id in blocks:
             self._evictable_refs[block_id] += 1
             self.num_evictable += self.is_evictable(block_id)
 
     def unmark_evictable(self, blocks: Iterable[int]) -> None:
-        """Note that an evictable table of these blocks will stay, or is about to be freed."""
+        """Record that a table of these blocks is no longer evictable, or is about to be freed."""
         for block_id in blocks:
             self.num_evictable -= self.is_evictable(block_id)
             self._evictable_refs[block_id] -= 1
@@ -211,8 +210,8 @@ class BlockPool:
         return self._digests[block_id]
 
     def num_names_lost(self, block_id: int) -> int:
-        """Return how many names a block has lost; may be called from any thread. No plan writes
-        into a block while it has a name."""
+        """Return how many names a block has lost. May be called from any thread. Plans write into a
+        block only while it has no name."""
         return self._num_names_lost[block_id]
 
     def lookup(self, digest: bytes) -> int | None:
@@ -234,7 +233,7 @@ class BlockPool:
         digest = self._digests[block_id]
         if digest is None:
             return
-        self._num_names_lost[block_id] += 1  # first: other threads look (`num_names_lost`)
+        self._num_names_lost[block_id] += 1  # first, since other threads read it (`num_names_lost`)
         del self._index[digest]
         self._digests[block_id] = None
         self._num_hits[block_id] = 0
@@ -252,13 +251,13 @@ class BlockPool:
             self.unindex(block_id)
 
     def reset_index(self) -> None:
-        """Forget every name."""
+        """Remove all names."""
         for block_id in list(self._index.values()):
             self.unindex(block_id)
 
     def check_invariants(self, held: Iterable[int], evictable: Iterable[int] = ()) -> None:
-        """Assert that the book-keeping closes. held: block ids of all tables, with repetition;
-        evictable: block ids of the tables that may be freed at any time."""
+        """Assert the pool's invariants. held: block ids of all tables, with repetition. evictable:
+        block ids of the tables that may be freed at any time, with repetition."""
         counts = self._count(held)
         assert counts == self._num_refs, "reference counts differ from the tables"
         assert self._count(evictable) == self._evictable_refs, "tables are marked otherwise"

@@ -1,15 +1,15 @@
-"""How many blocks fit into how many bytes (text H, memory budget; P 4.2).
+"""Sizes of the pools for a memory budget (text H, memory budget; P 4.2).
 
-pool = memory - weights - workspace - reserve. All groups get the same number of token slots, except
-that a window group never gets more than its sequences can hold at once, and that a state is worth
-as much memory as hundreds of tokens. Of states there are
+pool = memory - weights - workspace - reserve. All groups get the same number of token slots, with
+two exceptions. A window group never gets more than its sequences can hold at once. And a state
+costs as much memory as hundreds of tokens, so the number of states is
 
-    two for each row     the one that is written, and one that it came from or has left behind
-    and one for each     SNAPSHOT_TOKENS of those slots: what conversations go on from
+    two for each row     the state being written, and one that the row read or left
+    and one for each     SNAPSHOT_TOKENS of those slots, for conversations to continue from
 
-in half of the memory at most (STATE_SHARE), never so many that the other groups lack the slots of
-one sequence of max_model_len tokens, and never fewer than LEAST_STATES. Where there are fewer than
-two for each row, fewer rows run at once.
+States get at most the share STATE_SHARE of the memory, and at least LEAST_STATES states. They
+always leave slots for one sequence of max_model_len tokens. If there are fewer than two states for
+each row, fewer rows run at once.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ MIB = 1 << 20
 NO_BOUND = 1 << 62
 STATE_SHARE = 0.5
 SNAPSHOT_TOKENS = 512
-LEAST_STATES = 6  # one sequence at work on its prompt, and two that are pinned
+LEAST_STATES = 6  # one sequence that computes its prompt, and two pinned ones
 
 
 def size_pools(
@@ -34,10 +34,8 @@ def size_pools(
     max_num_seqs: int,
     chunk: int,
 ) -> tuple[int, ...]:
-    """Size pools: as many blocks per group as fit, at most what max_num_seqs x max_model_len needs.
-
-    Raises OutOfMemory if not even one sequence of max_model_len tokens fits.
-    """
+    """Return as many blocks per group as fit, up to the need of max_num_seqs x max_model_len.
+    Raises OutOfMemory if not even one sequence of max_model_len tokens fits."""
     per_sequence = blocks_per_sequence(max_model_len, block_size)
     others = _caps(groups, block_size, max_num_seqs, chunk, 0)
     left = budget_bytes - _cost(others, block_bytes, per_sequence)
@@ -65,10 +63,10 @@ def longest_sequence(
     max_num_seqs: int,
     chunk: int,
 ) -> int:
-    """Find the max_model_len up to `limit` with which `size_pools` finds room for one sequence: the
-    limit, or the largest multiple of the block size that fits beside the states' share.
+    """Return the largest max_model_len, up to `limit`, for which `size_pools` can fit one sequence.
 
-    Raises OutOfMemory if not even a prompt of one token and its answer fit.
+    Unless it is the limit, the result is a multiple of the block size. It leaves room for the
+    states' share. Raises OutOfMemory if not even a prompt of one token and its answer fit.
     """
     states = _states_in(groups, block_bytes, int(STATE_SHARE * budget_bytes))
     caps = _caps(groups, block_size, max_num_seqs, chunk, states)
@@ -89,8 +87,8 @@ def host_tier_blocks(
     num_blocks: Sequence[int],
     num_bytes: int,
 ) -> tuple[int, ...]:
-    """Return how many blocks of each group so many bytes of host memory hold: as many of each, but
-    of states in proportion to those in the pools, which have num_blocks."""
+    """Return the number of blocks per group that num_bytes of host memory hold. All groups get the
+    same number, but states in proportion to num_blocks, the pools on the device."""
     largest = max(num_blocks)
     pairs = list(zip(groups, num_blocks, strict=True))
     parts = [num if group.kind == STATE else largest for group, num in pairs]
@@ -99,21 +97,20 @@ def host_tier_blocks(
 
 
 def blocks_per_sequence(max_model_len: int, block_size: int) -> int:
-    """Count the blocks that the longest sequence holds, with one to write into."""
+    """Return the number of blocks of the longest sequence, plus one block to write into."""
     return -(-max_model_len // block_size) + 1
 
 
 def sequences_that_fit(
     groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, length: int
 ) -> int:
-    """Return how many sequences of so many tokens have room in the pools at once, sharing
-    nothing."""
+    """Return how many sequences of `length` tokens fit into the pools at once, without sharing."""
     needs = [group.most_blocks(length, block_size) for group in groups]
     return min(have // need for have, need in zip(num_blocks, needs, strict=True))
 
 
 def num_states(groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> int:
-    """Count the states that layers can keep; 0 if none of them remembers one."""
+    """Return the number of states in the smallest state pool; 0 for models without states."""
     pairs = zip(groups, num_blocks, strict=True)
     return min((num for group, num in pairs if group.kind == STATE), default=0)
 
@@ -126,28 +123,27 @@ def least_pool_bytes(
     max_num_seqs: int,
     chunk: int,
 ) -> int:
-    """Find the smallest budget with which `size_pools` finds room for one sequence."""
+    """Return the smallest budget for which `size_pools` can fit one sequence."""
     caps = _caps(groups, block_size, max_num_seqs, chunk, LEAST_STATES)
     return _cost(caps, block_bytes, blocks_per_sequence(max_model_len, block_size))
 
 
 class _Cap(NamedTuple):
-    """A bound for a group's blocks. most: in any case; base: and one more for each `per` blocks of
-    the groups that keep all tokens, if that is less."""
+    """Bound on a group's blocks: min(n, most, base + n // per) if groups with all tokens get n."""
 
-    most: int = NO_BOUND
-    base: int = NO_BOUND
+    most: int = NO_BOUND  # bound for any n
+    base: int = NO_BOUND  # bound for n = 0, to which each `per` blocks add one
     per: int = 1
 
     def blocks(self, num: int) -> int:
-        """Return how many the group gets where those that keep all tokens get so many."""
+        """Return the group's number of blocks if groups that keep all tokens get `num`."""
         return min(num, self.most, self.base + num // self.per)
 
 
 def _caps(
     groups: Sequence[CacheGroup], block_size: int, max_num_seqs: int, chunk: int, most_states: int
 ) -> list[_Cap]:
-    """Return the bounds of all groups."""
+    """Return the bound of each group."""
     per = max(1, SNAPSHOT_TOKENS // block_size)
     states = _Cap(most_states, max(LEAST_STATES, 2 * max_num_seqs), per)
     return [
@@ -159,20 +155,19 @@ def _caps(
 
 
 def _states_in(groups: Sequence[CacheGroup], block_bytes: Sequence[int], num_bytes: int) -> int:
-    """Count the states that so many bytes hold, of each group that has them; LEAST_STATES at
-    least."""
+    """Return the number of states per state group that fit num_bytes, but at least LEAST_STATES."""
     each = sum(size for group, size in zip(groups, block_bytes, strict=True) if group.kind == STATE)
     return max(LEAST_STATES, num_bytes // max(1, each))
 
 
 def _of_states(groups: Sequence[CacheGroup], block_bytes: Sequence[int]) -> str:
-    """Say how much a state takes, if there are any."""
+    """Return an error's part on the size of states; empty for models without states."""
     each = sum(size for group, size in zip(groups, block_bytes, strict=True) if group.kind == STATE)
     return f" with {LEAST_STATES} states of {each / MIB:,.1f} MiB each" if each else ""
 
 
 def _most_blocks(caps: list[_Cap], block_bytes: Sequence[int], budget: int, limit: int) -> int:
-    """Find the most blocks per group, up to `limit` and its cap, that the budget has room for."""
+    """Return the largest number of blocks per group, up to `limit`, that fits the budget."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -184,13 +179,12 @@ def _most_blocks(caps: list[_Cap], block_bytes: Sequence[int], budget: int, limi
 
 
 def _cost(caps: list[_Cap], block_bytes: Sequence[int], num_blocks: int) -> int:
-    """Return the bytes of pools of so many blocks each, none above its cap."""
+    """Return the bytes of the pools if groups that keep all tokens get `num_blocks`."""
     return sum(cap.blocks(num_blocks) * b for cap, b in zip(caps, block_bytes, strict=True))
 
 
 def _most_of_all(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:
-    """Return the most blocks that all sequences together hold in a group; no bound for one that
-    keeps all tokens."""
+    """Return a group's maximum over all sequences; NO_BOUND for a group that keeps all tokens."""
     if group.keeps_all:
         return NO_BOUND
     held = group.most_blocks(NO_BOUND, block_size)

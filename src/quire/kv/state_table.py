@@ -1,12 +1,13 @@
-"""Block tables of `state` groups, whose blocks hold the layers' state behind a token.
+"""Block tables of `state` groups, whose blocks hold the layers' state after a token.
 
     logical block    0     1     2     3           the sequence has 14 tokens, blocks of 4
-    physical block   -     7     -     2           state behind token 7 (kept), and 13 (live)
+    physical block   -     7     -     2           state after token 7 (kept), and 13 (live)
 
-The forward pass of tokens n to m reads the state behind token n - 1, in the block of that token,
-and writes, for every logical block from n's to m's that the table has, the state behind the last of
-these tokens that is in it. So a block that was passed holds the state behind its end and can be
-named, as a full one of another group can; the last one is written in place until it is full.
+A forward pass over tokens n to m reads the state after token n - 1, from that token's block. It
+writes to each block that the table has for these tokens. The new state of a block is the one after
+the last of these tokens in it. So once the sequence has passed a block, the block holds the state
+at its end. It can then be named, like a full block of another group. The last block is overwritten
+in place until it is full.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,10 +20,12 @@ NO_BOUND = 1 << 62
 
 
 class StateTable(BlockTable):
-    """kept: logical blocks whose state is written when the sequence passes them; otherwise only the
-    block where a step ends is written. passing: the last named block that is not kept, and its
-    name. prompt_end, prompt_name: the kept block at the prompt's end. began: the name of the state
-    that the sequence began with."""
+    """Block table whose blocks hold states.
+
+    kept: logical blocks whose state is written when the sequence passes them; of other blocks, only
+    the block where a step ends is written. passing: the last named block that is not in `kept`, and
+    its name. prompt_end, prompt_name: the kept block at the prompt's end, and its name. began: name
+    of the state that the sequence began with."""
 
     __slots__ = ("began", "kept", "passing", "prompt_end", "prompt_name")
 
@@ -35,7 +38,8 @@ class StateTable(BlockTable):
         self.began: bytes | None = None
 
     def num_free_slots(self, num_blocks: int) -> int:
-        """Return the number of tokens that fit with num_blocks more: with one, any number."""
+        """Return how many tokens fit with num_blocks more; no limit if these exceed the `kept`
+        blocks."""
         room = self.capacity - self.num_tokens
         return NO_BOUND if num_blocks > len(self.kept) else room
 
@@ -44,7 +48,7 @@ class StateTable(BlockTable):
         return [block_id for block_id in self.blocks[self.num_dropped :] if block_id != NULL]
 
     def adopt(self, blocks: list[int], num_tokens: int) -> None:
-        """Begin with the last of these states; take a reference."""
+        """Begin with the last of these states and take a reference."""
         super().adopt([NULL] * (len(blocks) - 1) + blocks[-1:], num_tokens)
 
     def fork(self) -> Self:
@@ -67,7 +71,7 @@ class StateTable(BlockTable):
         return rest == 0 and num_tokens < self.num_tokens and self.blocks[index - 1] != NULL
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
-        """Return the number of logical blocks from `first` on that num_tokens take."""
+        """Return the number of blocks from logical block `first` on for num_tokens tokens."""
         return len(self._places(first, num_tokens))
 
     def _places(self, first: int, num_tokens: int) -> list[int]:
@@ -76,7 +80,7 @@ class StateTable(BlockTable):
         return [*(i for i in sorted(self.kept) if first <= i < last), last] if last >= first else []
 
     def append(self, num_tokens: int) -> Appended:
-        """Make room to write the states behind the next `num_tokens` tokens."""
+        """Make room to write the states after the next `num_tokens` tokens."""
         done = Appended()
         if num_tokens == 0:
             return done
@@ -92,8 +96,8 @@ class StateTable(BlockTable):
         return done
 
     def append_guesses(self, num_tokens: int) -> Appended:
-        """Make room for a state behind each block that these tokens pass: any of the tokens may be
-        the last that is accepted."""
+        """Make room for a state at the end of each block that these tokens pass. Any of the tokens
+        may be the last accepted one."""
         done, end = Appended(), self.num_tokens + num_tokens
         while self.num_tokens < end:
             behind = self.num_tokens + self.block_size - self.num_tokens % self.block_size
@@ -103,8 +107,8 @@ class StateTable(BlockTable):
         return done
 
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
-        """Name the states behind the blocks from `first` on, and return these blocks. Of the blocks
-        that are not kept only the last has a name: more would evict useful states."""
+        """Name the states of the blocks from `first` on, and return the named blocks. Only the last
+        block outside of `kept` has a name, because more names would evict useful states."""
         named = []
         for i, digest in enumerate(digests, first):
             block_id = self.blocks[i]

@@ -1,15 +1,16 @@
-"""The states that sequences leave behind: where they are left, and which are evicted first.
+"""States that sequences leave for later ones: positions, and the order of eviction.
 
-Each turn of a conversation begins with a state that the turn before left. It leaves two states: one
-behind its prompt and one behind its answer. The next turn begins with the state behind the answer,
-or behind the prompt if the template later leaves a part of the answer out. Which of the two it is
-shows in the past, so two kinds of states are evicted before all others:
+Each turn of a conversation begins with a state that the turn before left. A turn leaves two states:
+one at the end of its prompt and one at the end of its answer. The next turn begins with the state
+after the answer. If the template later omits a part of the answer, the next turn begins with the
+state after the prompt. Past hits show which of the two is used. So two kinds of states are evicted
+before all other blocks:
 
 - the state that a sequence began with, once the sequence has left a later one, unless a second
   sequence began with it;
-- a state of the kind that is hardly ever begun with.
+- a state of the kind, prompt or answer, that sequences hardly ever begin with.
 
-States where prefixes part stay as long as other blocks do.
+States where prompts diverge stay as long as other blocks do.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,16 +21,16 @@ from quire.kv.table import NULL, BlockTable
 from quire.spec.cache_group import STATE, CacheGroup
 
 AT_PROMPT, AT_ANSWER, WHERE_PARTED = range(3)
-MOST_LEFT = 1 << 14  # names that are remembered
-# A kind is of use once sequences began with it ENOUGH times, and FAR_MORE times the other kind.
+MOST_LEFT = 1 << 14  # maximum number of names in `StateWorth.left`
+# A kind is useful after ENOUGH hits, if these are FAR_MORE times the other kind's hits
 ENOUGH, FAR_MORE = 4, 4
 
 
 class StateWorth:
-    """Counts how often sequences begin with states.
+    """Statistics of how often sequences begin with states.
 
-    left: by name, where a state was left and how many sequences began with it, evicted ones
-    included. num_begun: sequences that began with a state, by where it was left.
+    left: by name, the kind of state (such as AT_PROMPT) and the number of sequences that began with
+    it; includes evicted states. num_begun: sequences that began with a state, by kind.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class StateWorth:
         self.num_begun = [0, 0, 0]
 
     def begin(self, table: StateTable, digest: bytes | None) -> None:
-        """Note the state that a sequence begins with, if it has a name."""
+        """Count the state that a sequence begins with, if it has a name."""
         table.began = digest
         if digest is not None and digest in self.left:
             place, num = self.left[digest]
@@ -45,7 +46,7 @@ class StateWorth:
             self.num_begun[place] += 1
 
     def leave(self, table: StateTable, first: int, digests: Sequence[bytes]) -> None:
-        """Note which states of a sequence got names, of the blocks from `first` on."""
+        """Record the states of a sequence that got names, among the blocks from `first` on."""
         for i in table.kept:
             if first <= i < first + len(digests) and table.blocks[i] != NULL:
                 digest = digests[i - first]
@@ -54,13 +55,13 @@ class StateWorth:
                 self._remember(digest, AT_PROMPT if i == table.prompt_end else WHERE_PARTED)
 
     def was_left(self, digests: Sequence[bytes]) -> bool:
-        """Return whether a sequence ended, or its prompt ended, at one of these."""
+        """Return whether a sequence, or its prompt, ended at one of these blocks."""
         return any(
             self.left.get(digest, (WHERE_PARTED, 0))[0] != WHERE_PARTED for digest in digests
         )
 
     def settle(self, table: StateTable, pool: BlockPool, has_ended: bool) -> None:
-        """Let the states of a sequence that are of little use be evicted first."""
+        """Make states of a sequence that are of little use the next to evict."""
         passing = None if table.passing is None else table.passing[1]
         if has_ended and passing is not None:
             self._remember(passing, AT_ANSWER)
@@ -87,10 +88,10 @@ class StateWorth:
 
 
 class States:
-    """The tables of all `state` groups together.
+    """The states of all `state` groups together.
 
-    groups: numbers of these groups. unwritten: states that the plan being made will write, by cache
-    group. No sequence may begin with them before the next plan.
+    groups: indices of these groups. unwritten: by cache group, states that the plan being made will
+    write. Sequences may begin with them only from the next plan on.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool]) -> None:
@@ -98,26 +99,26 @@ class States:
         self.worth = StateWorth()
         self.unwritten: list[set[int]] = [set() for _ in groups]
         self._all_groups, self._pools = tuple(groups), pools
-        # Tables of the plan being made, with their lengths: earlier states may go after it.
+        # Tables with lengths after the plan being made, which may then drop earlier states
         self._grown: list[tuple[Sequence[BlockTable], int]] = []
 
     def keep_states(
         self, tables: Sequence[BlockTable], kept: Collection[int], prompt_end: int = -1
     ) -> None:
-        """Set the logical blocks behind which a sequence leaves its state for others. prompt_end:
-        the last block of its prompt, if it is among them."""
+        """Set the logical blocks at whose end a sequence leaves its state for later sequences.
+        prompt_end: the last block of its prompt, if it is in `kept`."""
         for g in self.groups:
             table = _state_table(tables[g])
             table.kept, table.prompt_end = kept, prompt_end
 
     def begin(self, tables: Sequence[BlockTable]) -> None:
-        """Note that a sequence begins with its last states."""
+        """Record that a sequence begins with its last states."""
         for g in self.groups:
             digest = self._pools[g].digest_of(tables[g].blocks[-1])
             self.worth.begin(_state_table(tables[g]), digest)
 
     def grow(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
-        """Note the length of a sequence after the plan being made."""
+        """Record the length of a sequence after the plan being made."""
         self._grown.append((tables, num_tokens))
 
     def name(
@@ -127,31 +128,31 @@ class States:
         first: int,
         digests: Sequence[bytes],
     ) -> None:
-        """Note that the plan being made writes these blocks, which have just got their names."""
+        """Record that the plan being made writes these newly named blocks."""
         for g in self.groups:
             self.unwritten[g].update(named[g])
             self.worth.leave(_state_table(tables[g]), first, digests)
 
     def end_plan(self) -> None:
-        """Note that the plan is made. It writes all keys and values before it reads any, but not
-        its states: only the next plans may begin with them."""
+        """Record that the plan is complete. Its states become available to the next plans. A plan
+        writes all keys and values before it reads any, but not its states."""
         grown, self._grown = self._grown, []
         for g in self.groups:
             self.unwritten[g].clear()
             for tables, num_tokens in grown:
-                known = min(num_tokens, tables[g].num_tokens)  # any draft may be rejected
+                known = min(num_tokens, tables[g].num_tokens)  # any draft token may be rejected
                 self._drop_before(g, tables[g], known)
             for tables, _ in grown:
                 self._settle(g, tables[g], has_ended=False)
 
     def end_guesses(self, tables: Sequence[BlockTable]) -> None:
-        """Release the states that accepted drafts have passed."""
+        """Release the states that accepted draft tokens have passed."""
         for g in self.groups:
             self._drop_before(g, tables[g], tables[g].num_tokens)
             self._settle(g, tables[g], has_ended=False)
 
     def free(self, tables: Sequence[BlockTable]) -> None:
-        """Note that a sequence has freed its tables."""
+        """Record that a sequence has freed its tables."""
         for g in self.groups:
             self._settle(g, tables[g], has_ended=True)
 

@@ -1,4 +1,4 @@
-"""Swapping: whole sequences between the device's blocks and the host's (P 4.5)."""
+"""Swapping of whole sequences between blocks of the device and of the host (P 4.5)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,10 +14,8 @@ def undo_copies(
     copies: Iterable[tuple[int, int, int]],
     num_tokens: int,
 ) -> None:
-    """Take back what a plan in the making has done to a sequence that had this length.
-
-    copies: cache group, from, to; the last first. Their sources are still held by other sequences.
-    """
+    """Undo the changes of a plan being made to a sequence of num_tokens tokens. copies: (cache
+    group, source, destination), last first; other sequences still hold the sources."""
     for group, source, destination in copies:
         pool, table = kv.pools[group], sequence.tables[group]
         table.blocks[table.blocks.index(destination)] = source
@@ -31,10 +29,10 @@ def undo_copies(
 def swap_out(
     kv: KVManager, sequences: Sequence[SequenceBlocks]
 ) -> tuple[list[SequenceBlocks], list[Copies]] | None:
-    """Give up the device's blocks of these sequences for host blocks, as shared as they were.
+    """Exchange the device blocks of these sequences for host blocks, and preserve sharing.
 
-    Returns the sequences' tables over host blocks, and by cache group (from, to) of the copies
-    that this needs; None if the host has too few blocks.
+    Return the sequences' tables over host blocks and the copies by cache group, as (sources,
+    destinations). Return None if the host has too few blocks.
     """
     needs = kv.num_distinct(sequences)
     if not fit(needs, kv.host_pools):
@@ -50,8 +48,8 @@ def swap_out(
 def swap_in(
     kv: KVManager, sequences: Sequence[SequenceBlocks]
 ) -> tuple[list[SequenceBlocks], list[Copies]]:
-    """Bring them back, as `swap_out` took them; the device must have the blocks."""
-    if kv.tier is not None:  # nothing else goes there before it was read
+    """Move what `swap_out` returned back to the device, which must have enough blocks."""
+    if kv.tier is not None:  # other data must not replace the host blocks before they are read
         for g in range(len(kv.pools)):
             for block_id in {b for s in sequences for b in s.tables[g].live_blocks}:
                 kv.tier.hold(g, block_id)

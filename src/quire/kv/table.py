@@ -4,10 +4,10 @@
     physical block   7     1     3                 only the last one may be partly filled
     filled           P     P     num_tokens % P
 
-Every decoding method uses `fork`, `append` and `free` (P 5.2), and `truncate` for rewinding and
-rejected drafts. The writing rule: a block is written only by the one table that holds it, and only
-while the index does not name it. So `append` first copies a shared last block, or takes it out of
-the index. A window group's table drops blocks that left the window: their entries become NULL.
+Every decoding method uses `fork`, `append` and `free` (P 5.2). Rewinding and rejected drafts also
+use `truncate`. The writing rule: a table may write a block only if no other table holds the block
+and the index does not name it. So `append` first copies a shared last block, or removes it from the
+index. A window group's table drops blocks that left the window: their entries become NULL.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ NULL = -1
 
 @dataclass(slots=True)
 class Appended:
-    """What an append changed: (logical index, block id) set, and (source, destination) copied."""
+    """Changes of a table by an append."""
 
-    writes: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    writes: list[tuple[int, int]] = field(default_factory=list)  # (logical index, block id)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
 
 
 class BlockTable:
@@ -41,11 +41,11 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the blocks can hold, dropped ones included."""
+        """The number of tokens that the blocks can hold, including dropped blocks."""
         return len(self.blocks) * self.block_size
 
     def num_free_slots(self, num_blocks: int) -> int:
-        """Return the number of tokens that fit into the table with num_blocks more."""
+        """Return the number of tokens that fit into the table with num_blocks more blocks."""
         return self.capacity - self.num_tokens + num_blocks * self.block_size
 
     @property
@@ -53,7 +53,7 @@ class BlockTable:
         return self.blocks[self.num_dropped :]
 
     def adopt(self, blocks: list[int], num_tokens: int) -> None:
-        """Begin with the blocks of a prefix hit; takes references."""
+        """Begin with the blocks of a prefix hit, and take references."""
         assert not self.blocks, "a prefix hit is for an empty table"
         self.blocks = list(blocks)
         self.num_tokens = num_tokens
@@ -68,11 +68,11 @@ class BlockTable:
         return behind + self._must_copy()
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
-        """Return the number of logical blocks from `first` on that num_tokens take."""
+        """Return the number of logical blocks from `first` on that num_tokens tokens occupy."""
         return max(0, -(-num_tokens // self.block_size) - first)
 
     def append(self, num_tokens: int) -> Appended:
-        """Make room to write the next `num_tokens` tokens. The pool must have the blocks."""
+        """Make room to write the next `num_tokens` tokens. The pool must have enough blocks."""
         done = Appended()
         if num_tokens == 0:
             return done
@@ -92,12 +92,12 @@ class BlockTable:
         return max(0, blocks - len(self.blocks)) + self._must_copy()
 
     def append_guesses(self, num_tokens: int) -> Appended:
-        """Make room to write draft tokens, of which the last ones may be taken back."""
+        """Make room to write draft tokens, the last of which may be rejected."""
         return self.append(num_tokens)
 
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
-        """Enter the full blocks from logical block `first` on in the index. Return those that the
-        table still holds."""
+        """Index the full blocks from logical block `first` on. Return the blocks that the table
+        still holds."""
         named = []
         for block_id, digest in zip(self.blocks[first:], digests, strict=False):
             if block_id != NULL:
@@ -107,7 +107,7 @@ class BlockTable:
 
     def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:
         """Return whether another sequence could begin with the first num_tokens tokens.
-        first_needed: the first token that the next one needs."""
+        first_needed: the first token that the token after them needs."""
         return self.num_dropped <= first_needed // self.block_size
 
     def fork(self) -> Self:
@@ -120,8 +120,8 @@ class BlockTable:
         return child
 
     def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
-        """Return the same table over blocks of another pool. places: block of this pool -> block of
-        the other; shared by all tables that are moved together, and added to."""
+        """Return the same table over blocks of another pool. places: maps blocks of this pool to
+        blocks of the other. All tables that move together share and extend it."""
         table = type(self)(pool, self.block_size)
         table.blocks = [NULL] * self.num_dropped
         for block_id in self.blocks[self.num_dropped :]:
@@ -136,7 +136,7 @@ class BlockTable:
         return table
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens."""
+        """Drop all tokens after the first `num_tokens`."""
         assert num_tokens <= self.num_tokens, "truncate cannot lengthen"
         keep = -(-num_tokens // self.block_size)
         assert keep >= self.num_dropped, "the window has left these tokens behind"
@@ -152,7 +152,7 @@ class BlockTable:
             self.num_dropped = i + 1
 
     def free(self) -> None:
-        """Release all blocks, the last first, so that the beginning is evicted last."""
+        """Release all blocks, the last first, so that the prompt's beginning is evicted last."""
         self._pool.release_all(reversed(self.live_blocks))
         self.blocks = []
         self.num_tokens = 0
@@ -163,7 +163,7 @@ class BlockTable:
             self._pool.release(block_id)
 
     def _partial_index(self) -> int | None:
-        """Return the logical index of the block that the next token goes into, if there is one."""
+        """Return the logical index of the block for the next token, if the table has it."""
         index = self.num_tokens // self.block_size
         return index if index < len(self.blocks) else None
 

@@ -1,1 +1,1 @@
-"""Requests and what they return: parameters, media items, outputs and their validation."""
+"""Requests and their results: parameters, media items, outputs and validation."""

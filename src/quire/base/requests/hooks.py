@@ -1,9 +1,9 @@
-"""What hooks see and what they may do: safety filters and verifiers that an operator chooses.
+"""Interface of hooks: the safety filters and verifiers that an operator installs.
 
-A hook is an object with any of the methods of `METHODS`, each plain or async. A method passes its
-argument on (return None), changes it (return a copy made by `dataclasses.replace`), or ends the
-request (raise EndRequest). By `context.actions` it also acts on the request while it runs.
-docs/extend/hooks.md has examples (T 5.2.3).
+A hook is an object with any of the methods of `METHODS`, each plain or async. A method may pass its
+argument on by returning None. It may change the argument by returning a copy made with
+`dataclasses.replace`. Or it ends the request by raising EndRequest. `context.actions` lets a hook
+act on the request while it runs. docs/extend/hooks.md has examples (T 5.2.3).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,18 +32,19 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class HookActions(Protocol):
-    """What a hook may do to its request. Safe to call from any thread."""
+    """Actions of a hook on its request, callable from any thread."""
 
-    priority: int | None  # the last one that was set
+    priority: int | None  # last priority that was set
 
     def set_priority(self, priority: int) -> None:
         """Change the priority; a lower number is served first. Raises ValueError beyond 32 bits."""
         ...
 
     def pause(self, seconds: float) -> None:
-        """Stop computing the request until `resume`, or for `seconds` (at most MAX_PAUSE_S). Its KV
-        blocks may be evicted meanwhile. Without effect before the request runs. Raises ValueError
-        for a time out of range."""
+        """Stop computing the request until `resume`, or for `seconds` (at most MAX_PAUSE_S).
+
+        The engine may evict its KV blocks meanwhile. Has no effect before the request runs. Raises
+        ValueError for a duration out of range."""
         ...
 
     def resume(self) -> None:
@@ -54,7 +55,8 @@ class HookActions(Protocol):
         """Return the response of a model of the same server to a text or a conversation.
 
         params: fields of /v1/completions or /v1/chat/completions. The request counts as the
-        tenant's, and no hook sees it. Raises RequestError for a request that cannot be served.
+            tenant's, and bypasses all hooks. Raises RequestError for a request that cannot be
+            served.
         """
         ...
 
@@ -83,21 +85,21 @@ class HookContext:
     """The request that a hook is called for."""
 
     request_id: str
-    tenant: str  # as the engine knows it, such as `key 2`; empty without tenants
+    tenant: str  # name of the tenant in the engine, such as `key 2`; empty without tenants
     model: str
-    state: dict[str, Any] = field(default_factory=dict)  # the hook's own, for this request
+    state: dict[str, Any] = field(default_factory=dict)  # the hook's own data for the request
     actions: HookActions = field(default_factory=NoActions, compare=False, repr=False)
 
 
 def checked_priority(priority: object) -> int:
-    """Return a priority. Raises ValueError for one that the engine does not have."""
+    """Return a valid priority. Raises ValueError if it is not an integer of 32 bits."""
     if type(priority) is not int or abs(priority) > MAX_PRIORITY:
         raise ValueError(f"priority must be an integer of 32 bits, got {priority!r}")
     return priority
 
 
 def checked_pause(seconds: object) -> float:
-    """Return the length of a pause in seconds. Raises ValueError for one out of range."""
+    """Return the duration of a pause in seconds. Raises ValueError if it is out of range."""
     if not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PAUSE_S:
         raise ValueError(
             f"a pause must be above 0 s and at most {MAX_PAUSE_S:g} s, got {seconds!r}"
@@ -107,24 +109,22 @@ def checked_pause(seconds: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HookRequest:
-    """A request before it is rendered and queued. What it is given is only to be read.
+    """A request before it is rendered and queued. Hooks must not change its contents in place.
 
-    A hook may change `messages` of a conversation, and `prompt`, a text, of others. A prompt that
-    came as ids is shown as text, too, with its special tokens, if the model has a tokenizer.
-    template: what a chat template gets beside the messages, such as tools and documents. params:
-    what the client asks of sampling.
+    A hook may replace `messages` of a conversation, or `prompt` of other requests. A prompt of
+    token ids also appears as text with special tokens, if the model has a tokenizer.
     """
 
     context: HookContext
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
-    template: Mapping[str, Any] = field(default_factory=dict)
-    params: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)  # other template input, such as tools
+    params: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters of the client
 
     @property
     def texts(self) -> list[str]:
-        """Return all texts that may reach the model, at any nesting, names of fields included."""
+        """Return all texts that may reach the model, at any nesting, including names of fields."""
         found: list[str] = []
         rest: list[Any] = [self.prompt, self.messages, self.template]
         while rest:
@@ -140,28 +140,25 @@ class HookRequest:
 
 @dataclass(frozen=True, slots=True)
 class HookPiece:
-    """A piece of an answer that its client is about to get; a hook may change `text`.
+    """A chunk of an answer on its way to the client; a hook may change `text`.
 
-    choice: which of the answer's. is_last: nothing follows for this choice and kind, and the text
-    may be empty: a hook that held text back can give it now. An answer that is not streamed is one
-    piece.
+    An answer that is not streamed is one chunk. In a last chunk the text may be empty, so that a
+    hook can release the text that it held back.
     """
 
     context: HookContext
-    choice: int
+    choice: int  # number of the choice in the response
     kind: Kind
     text: str
-    is_last: bool
+    is_last: bool  # whether this is the last chunk of this choice and kind
 
 
 @dataclass(frozen=True, slots=True)
 class HookCall:
-    """A call of a tool, whole, before its client sees any of it; a hook may change `name` and
-    `arguments`. arguments: JSON as the model wrote it, which may be cut short where the answer
-    was."""
+    """A complete tool call on its way to the client; a hook may change `name` and `arguments`."""
 
     context: HookContext
     choice: int
     call_id: str
     name: str
-    arguments: str
+    arguments: str  # JSON from the model; truncated if the answer is

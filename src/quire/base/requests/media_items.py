@@ -2,8 +2,8 @@
 
 A media item occupies one span of placeholder tokens in the prompt. The vision tower turns its
 pixels into encoder outputs, one feature vector per token. They replace the embeddings of the
-placeholder tokens (T 4.1.2, 4.3.2). The outputs are kept in the slots of an encoder cache. A plan
-lists the items that a step encodes, their slots, and the rows that read the slots.
+placeholder tokens (T 4.1.2, 4.3.2). The outputs stay in the slots of an encoder cache. A plan lists
+the items that a step encodes, their slots, and the rows that read the slots.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""How a pooling model turns hidden states into a result, instead of generating.
+"""Pooling: a model's conversion of hidden states into a result, instead of generation.
 
     hidden states -> pooled (last token's, first token's, or the mean) -> dense layers -> result
 

@@ -1,4 +1,4 @@
-"""Validation of requests: the same code in the client, who shows the error, and in the core."""
+"""Validation of requests, shared by the client, which reports errors early, and the core."""
 
 import array
 import math
@@ -13,7 +13,7 @@ from quire.base.requests.media_items import items_before
 from quire.base.requests.pooling import plain_id
 from quire.base.requests.sampling_params import SamplingParams, processor_name
 
-PROMPT = "prompt"  # the field that an error names, whatever a door calls it
+PROMPT = "prompt"  # field that errors name, whatever its name in the API
 MAX_LENGTHS = {"cache_salt": 1024, "stop_token_ids": 1024, "tenant": 256}
 MAX_KEEP_S = 86400
 INT32 = 2**31
@@ -21,26 +21,20 @@ INT32 = 2**31
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What an engine can serve. max_logprobs -1 is no limit.
-
-    max_num_seqs: its rows, so a request of more sequences could never run as a whole.
-    logits_processors: names that requests may ask for. takes_functions: they may bring their own.
-    pools: it serves requests that pool, and no others. tells_texts: see PoolingSpec.
-    takes_grammars: requests may constrain their output.
-    """
+    """Limits and features of an engine that requests must respect."""
 
     vocab_size: int
     max_model_len: int
-    max_logprobs: int
-    max_num_seqs: int
-    logits_processors: tuple[str, ...] = ()
-    takes_functions: bool = True
-    pools: bool = False
-    tells_texts: bool = False
-    takes_grammars: bool = False
+    max_logprobs: int  # -1: no limit
+    max_num_seqs: int  # rows; a request with more sequences could never run as a whole
+    logits_processors: tuple[str, ...] = ()  # names of processors that requests may use
+    takes_functions: bool = True  # whether requests may contain Python functions as processors
+    pools: bool = False  # whether all requests must pool; else none may
+    tells_texts: bool = False  # see `PoolingSpec`
+    takes_grammars: bool = False  # whether requests may have a constraint
 
     def known_part(self, draft: Draft) -> Draft:
-        """Return a draft up to the first guess that is no token of the vocabulary."""
+        """Return a draft up to its first token id outside of the vocabulary."""
         guesses, size = draft.token_ids, self.vocab_size
         if min(guesses, default=0) >= 0 and max(guesses, default=0) < size:
             return draft
@@ -48,8 +42,9 @@ class RequestLimits:
         return msgspec.structs.replace(draft, token_ids=guesses[:num])
 
     def check(self, request: Request, num_known: int = 0) -> None:
-        """Raise RequestError for what this engine can never serve. num_known: tokens that the
-        prompt begins with and that are in the vocabulary for sure."""
+        """Raise RequestError if this engine can never serve the request.
+
+        num_known: leading prompt tokens that are already known to be in the vocabulary."""
         params = request.params
         params.check_samples()
         self._check_kind(request)
@@ -109,7 +104,8 @@ class RequestLimits:
             raise gives_no_text()
 
     def check_piece(self, token_ids: list[int], num_before: int) -> None:
-        """Raise RequestError for a piece that a prompt of num_before tokens cannot take in."""
+        """Raise RequestError if these tokens cannot be appended to a prompt of num_before
+        tokens."""
         if token_ids:
             check_vocabulary(token_ids, self.vocab_size)
         if num_before + len(token_ids) >= self.max_model_len:
@@ -137,8 +133,8 @@ class RequestLimits:
                 )  # fmt: skip
 
     def _check_beams(self, request: Request) -> None:
-        """Every beam must be able to go on as another text than all others, also if each token that
-        may stop it comes first."""
+        """Check that the vocabulary has enough tokens to continue all beams with different tokens,
+        even if no stop token counts."""
         stops = {token for token in request.stop_token_ids if token < self.vocab_size}
         num_others, num_beams = self.vocab_size - len(stops), request.params.num_samples
         if num_beams > num_others:
@@ -172,7 +168,7 @@ class RequestLimits:
 
 
 def gives_no_text() -> RequestError:
-    """Return the error of a request for text to an engine that pools."""
+    """Return the error for a generation request to a pooling engine."""
     return RequestError(
         "this engine returns embeddings, scores or classes, and generates no text. Start an engine"
         " with runner='generate' (--runner generate) if the model can generate.",
@@ -181,7 +177,7 @@ def gives_no_text() -> RequestError:
 
 
 def check_open(params: SamplingParams) -> None:
-    """Raise RequestError if a prompt with these parameters cannot come in pieces."""
+    """Raise RequestError if a prompt with these parameters cannot arrive in pieces."""
     if params.num_samples > 1 or params.use_beam_search:
         raise RequestError(
             "a prompt sent in pieces has one output; remove n, best_of and beam search.",
@@ -196,7 +192,7 @@ def check_open(params: SamplingParams) -> None:
 
 
 def check_pin(request: Request) -> None:
-    """Raise RequestError if a request cannot be one to pin a prefix."""
+    """Raise RequestError if a request is not suitable for pinning a prefix."""
     params, pin_s = request.params, request.pin_s
     if pin_s is None or not is_duration(pin_s):
         rule = duration_rule("to keep the prefix")
@@ -213,7 +209,7 @@ def check_pin(request: Request) -> None:
 
 
 def check_kept(request: Request, keep_s: float) -> None:
-    """Raise RequestError if a request cannot be held when it has ended, or cannot be a fork."""
+    """Raise RequestError if a request cannot be retained, or is not a valid fork."""
     params, fork = request.params, request.fork
     if not 0 <= keep_s <= MAX_KEEP_S:
         raise RequestError(
@@ -241,9 +237,11 @@ def check_kept(request: Request, keep_s: float) -> None:
 
 
 def check_fork(request: Request, sources: list[HeldRequest]) -> int:
-    """Raise RequestError unless a fork begins with the tokens of its source. sources: the source,
-    or none, and then the fork is computed like any other prompt, unless it needs the source's media
-    items. Return the number of shared tokens, which are known to be in the vocabulary."""
+    """Check that a fork begins with its source's tokens, and return the number of shared tokens.
+
+    sources: the source, or an empty list. A fork without its source is computed like any other
+        prompt, and 0 is returned. Raises RequestError if tokens, salt or adapter differ, or if
+        media items of a missing source are needed."""
     fork, num_items = request.fork, 0
     if fork is None:
         return 0
@@ -268,7 +266,7 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
 
 
 def _begins(request: Request, tokens: bytes) -> bool:
-    """Tell whether the tokens that a fork shares are the first of these (int32)."""
+    """Return whether the tokens that a fork shares are the first of these (int32)."""
     assert request.fork is not None, "it is not a fork"
     try:
         begins = array.array("i", request.prompt_token_ids[: request.fork.num_tokens])
@@ -278,7 +276,8 @@ def _begins(request: Request, tokens: bytes) -> bool:
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
-    """Raise RequestError if one of these prompt tokens does not exist. At least one."""
+    """Raise RequestError if one of these prompt tokens does not exist; token_ids must not be
+    empty."""
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
@@ -289,7 +288,8 @@ def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
 
 
 def _check_named_in_prompt(request: Request) -> None:
-    """Raise RequestError unless there is a row for each token of the prompt that has one."""
+    """Check that prompt_logprob_token_ids, if set, has one list for each prompt token after the
+    first."""
     rows, num = request.params.named_in_prompt, len(request.prompt_token_ids) - 1
     if rows and len(rows) != num:
         start = request.params.prompt_logprob_start or 0
@@ -302,6 +302,6 @@ def _check_named_in_prompt(request: Request) -> None:
 
 
 def width_field(params: SamplingParams) -> str:
-    """Return the field that says how many sequences there are."""
+    """Return the name of the field that sets the number of sequences."""
     name = "beam_width" if params.use_beam_search else "best_of"
     return "n" if getattr(params, name) is None else name

@@ -1,4 +1,4 @@
-"""The settings of the KV cache: its memory, and its stores."""
+"""Settings of the KV cache: its memory and its stores."""
 
 from dataclasses import dataclass
 

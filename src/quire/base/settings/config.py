@@ -51,12 +51,12 @@ DTYPE_ALIASES = {
 JSON_OF_MODEL = (
     "override_generation_config", "default_chat_template_kwargs", "hf_overrides", "pooler_config",
 )  # fmt: skip
-# Which Python may give as dictionaries
+# Settings that Python callers may give as dictionaries
 JSON_SETTINGS = (
     "speculative_config", "kv_events_config", "kv_transfer_config", "limit_mm_per_prompt",
     *JSON_OF_MODEL,
 )  # fmt: skip
-AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
+AUTO_LENGTH = -1  # max_model_len that fits the memory
 AT_LEAST_ONE = (  # settings of the scheduler
     "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "pipeline_depth",
     "encoder_cache_tokens",
@@ -64,14 +64,14 @@ AT_LEAST_ONE = (  # settings of the scheduler
 
 
 def most_tokens(max_model_len: int, runner: str) -> int:
-    """Return the most tokens that a row holds: one that pools has room for a prompt of the whole
-    length, behind which nothing is sampled, and for what stands for that."""
+    """Return the row capacity in tokens. A pooling row may hold a prompt of the full length, and
+    needs one extra slot for its placeholder output token."""
     return max_model_len + (runner == "pooling")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, in which precision, with which tokenizer."""
+    """The model, its precision and its tokenizer."""
 
     model: str = setting(
         "demo",
@@ -200,20 +200,20 @@ class ModelConfig:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         impl = MODEL_IMPL_ALIASES.get(self.model_impl, self.model_impl)
         object.__setattr__(self, "model_impl", impl)
-        if self.quantization in CHECKPOINT_FORMATS:  # the files say it
+        if self.quantization in CHECKPOINT_FORMATS:  # the checkpoint's files contain the method
             object.__setattr__(self, "quantization", None)
         for name in JSON_OF_MODEL:
             json_object(name, getattr(self, name))
 
     @property
     def most_tokens(self) -> int:
-        """Return the most tokens that a row holds, once the length is derived."""
+        """Return the number of tokens that a row can hold, once max_model_len is derived."""
         return most_tokens(self.max_model_len or 0, self.runner)
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """How much runs at once."""
+    """Limits and policies of the scheduler."""
 
     max_num_seqs: int | None = setting(
         None, "maximum number of running sequences; by default 64 on a CPU, 256 on a GPU"
@@ -267,7 +267,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an engine is made from."""
+    """Configuration of an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -466,7 +466,7 @@ class ServerConfig(ServerMedia, SeveralModels):
 
     @property
     def max_bytes_with_images(self) -> int:
-        """Return how many bytes a body with images, in base64, may have."""
+        """Return the maximum size of a request body with base64 images, in bytes."""
         return self.max_body_bytes + self.max_media_bytes * 4 // 3
 
     def __post_init__(self) -> None:
@@ -492,7 +492,7 @@ class ServerConfig(ServerMedia, SeveralModels):
         check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")
         for name in ("urgent_api_key", "admin_api_key"):
             keys = set(getattr(self, name))
-            if unknown := keys - set(self.api_key):  # never shown: they are secrets
+            if unknown := keys - set(self.api_key):  # not shown, because keys are secrets
                 raise ConfigError(
                     f"{name} has {len(unknown)} of {len(keys)} keys that are not in api_key; add"
                     " them to api_key."
@@ -517,8 +517,8 @@ class ServerConfig(ServerMedia, SeveralModels):
 
     @property
     def rate_limits(self) -> list[tuple[int, int]]:
-        """Return for each key how many requests and tokens it may have in a minute, 0: any number;
-        of a server without keys one pair for all together. Empty if nothing is limited."""
+        """Return (requests, tokens) per minute for each key; 0 is no limit. A server without keys
+        has one pair. The list is empty if no limit is set."""
         given = (self.requests_per_minute, self.tokens_per_minute)
         num = len(self.api_key) or 1
         pairs = [values if len(values) > 1 else (values or (0,)) * num for values in given]
@@ -526,14 +526,14 @@ class ServerConfig(ServerMedia, SeveralModels):
 
     @cached_property
     def pin_share_of_key(self) -> float:
-        """Return the share of what may be pinned or held; all of it on a server without keys."""
+        """Return a key's share of the memory for pinned and retained requests; 1.0 without keys."""
         if not self.api_key:
             return 1.0
         return self.pin_share or 1 / len(set(self.api_key))
 
 
 def _list_of(text: str) -> list[str]:
-    """Return the texts of a JSON list, which vLLM's flags take, or the text itself."""
+    """Return the items of a JSON list, which vLLM's flags accept, or the text itself."""
     if not text.startswith("["):
         return [text]
     try:
@@ -556,9 +556,9 @@ SECTIONS: Mapping[str, Any] = {
 
 
 def config_from_flat(**settings: Any) -> EngineConfig:
-    """Build an EngineConfig from flat names, as `LLM(model, max_model_len=...)` gives them.
+    """Build an EngineConfig from flat names, as in `LLM(model, max_model_len=...)`.
 
-    Raises ConfigError for a name that no dataclass has.
+    Raises ConfigError for an unknown name.
     """
     parts: dict[str, dict[str, Any]] = {part: {} for part in (*SECTIONS, "")}
     owners = {
@@ -587,7 +587,7 @@ def config_from_flat(**settings: Any) -> EngineConfig:
 
 
 def flat_settings(config: EngineConfig) -> dict[str, Any]:
-    """Return all settings by name, without the groups."""
+    """Return all settings by name, without their sections."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(config).items():
         flat |= value if isinstance(value, dict) else {name: value}
@@ -595,5 +595,5 @@ def flat_settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def public_settings(config: EngineConfig) -> dict[str, Any]:
-    """Return all settings by name as they may be shown: secrets are masked, and plain data."""
+    """Return all settings by name for display: plain data with secrets masked."""
     return {name: public_value(value) for name, value in flat_settings(config).items()}

@@ -58,7 +58,7 @@ class KVTransfer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HandedOver(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The blocks that the first leg handed over, for its answer."""
+    """The blocks that the first leg handed over, for its response."""
 
     num_blocks: int  # full blocks of the prompt
     digest: bytes  # name of the last block
@@ -95,7 +95,7 @@ def transfer_of(params: Any) -> KVTransfer | None:
 
 
 def answer_params(told: HandedOver, engine_id: str = "") -> dict[str, Any]:
-    """Return the `kv_transfer_params` of the first leg's answer, for the second leg's request."""
+    """Return the `kv_transfer_params` of the first leg's response, for the second leg's request."""
     host, _, port = told.address.rpartition(":")
     return {
         "do_remote_prefill": True,

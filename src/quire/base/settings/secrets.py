@@ -28,7 +28,7 @@ MIN_SCRUBBED = 3  # minimum characters to scrub, because shorter texts are parts
 
 
 class Secret(str):
-    """A key; it is masked as a whole."""
+    """A key that is masked as a whole."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class Secret(str):
 
 
 class SecretUrl(Secret):
-    """An address: NAME:ADDRESS or a URL.
+    """An address, NAME:ADDRESS or a URL.
 
     Masks the password, a token before the @, and the values of the query. If the scheme is another
     package's, masks all but the scheme."""

@@ -1,1 +1,1 @@
-"""The processes of a server, and of programs that start cores."""
+"""Processes of a server, and cores for programs that embed the engine."""

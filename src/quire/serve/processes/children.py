@@ -1,7 +1,5 @@
-"""Child processes of the supervisor, each of which may be started several times under one name.
-
-`CoreChild` is a core: its process, and whether it makes progress.
-"""
+"""Child processes of the supervisor, each of which may be restarted under the same name.
+`CoreChild` is a core: its process, with a check of its progress."""
 
 import contextlib
 import logging
@@ -16,22 +14,22 @@ from quire.engine.observability.heartbeat import HeartbeatReader, StuckWatch
 from quire.engine.observability.starvation import read_threads
 from quire.serve.processes.launch import END_S
 
-READY = struct.Struct("<I")  # what an API process writes when it answers: its index
+READY = struct.Struct("<I")  # written by an API process that answers requests: its index
 Process = subprocess.Popen[bytes]
 
-MAX_RESTARTS, RESTART_WINDOW_S = 3, 120.0  # what dies more often is given up
-FIRST_PAUSE_S = 1.0  # before the second restart of a window; then twice as long each time
+MAX_RESTARTS, RESTART_WINDOW_S = 3, 120.0  # limit of restarts within the window
+FIRST_PAUSE_S = 1.0  # before the second restart of a window; doubles for each further one
 
 
 class Restarts:
-    """How often a process that died is started anew, and after which pause."""
+    """Limit on the restarts of a process that died, and the pauses before them."""
 
     def __init__(self) -> None:
         self._deaths_s: list[float] = []
 
     def pause_s(self, now_s: float) -> float | None:
-        """Note a death; return the seconds until it may be started; None if it has died too often
-        of late."""
+        """Record a death. Return the seconds until the restart; None if the process died too often
+        recently."""
         recent = [at_s for at_s in self._deaths_s if now_s - at_s < RESTART_WINDOW_S]
         self._deaths_s = [*recent, now_s]
         if len(recent) >= MAX_RESTARTS:
@@ -40,10 +38,10 @@ class Restarts:
 
 
 class Child:
-    """A process of the supervisor, and when it is started again.
+    """A process of the supervisor and the time of its next start.
 
-    pidfd: becomes readable when the process has ended; -1 while none runs. due_s: when the next one
-    is to be started; None if not. was_told: that it is to end. was_killed: and is about to go.
+    pidfd: becomes readable when the process ends; -1 if none runs. due_s: time of the next start;
+    None if none is planned. was_told: whether it must end. was_killed: whether it was killed.
     """
 
     def __init__(self, name: str, start: Callable[[], Process], may_restart: bool) -> None:
@@ -61,30 +59,30 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The id of the process; there must be one."""
+        """The process id; the process must have been started."""
         assert self._process is not None
         return self._process.pid
 
     def start(self) -> None:
-        """Start it. Raise OSError if that is not possible; it is as if it had died."""
+        """Start the process. Raise OSError if that fails; the caller handles this like a death."""
         self.due_s = None
         self.was_told = self.was_killed = False
         self._process = self._start()
         try:
             self.pidfd = os.pidfd_open(self._process.pid)
-        except OSError:  # nobody would see to it
+        except OSError:  # without a pidfd the supervisor could not watch the process
             self._process.kill()
             self._process.wait()
             raise
 
     def plan_restart(self, now_s: float) -> float | None:
-        """Have it started again after its death. Return the pause, None if it is given up."""
+        """Plan the restart after a death. Return the pause, None if there is no restart."""
         pause_s = None if self._restarts is None else self._restarts.pause_s(now_s)
         self.due_s = None if pause_s is None else now_s + pause_s
         return pause_s
 
     def end(self) -> None:
-        """Tell it to end, and start it no more."""
+        """Ask the process to end, and plan no restart."""
         self.due_s = None
         self.was_told = True
         self.signal(signal.SIGTERM)
@@ -94,39 +92,40 @@ class Child:
             self._process.send_signal(number)
 
     def bury(self) -> int:
-        """Return the exit status of what has ended."""
+        """Return the exit status of a process that has ended, and stop watching it."""
         assert self._process is not None
         status = self._process.wait()
         self.leave()
         return status
 
     def kill(self) -> None:
-        """Kill it, and start it no more."""
+        """Kill the process, and plan no restart."""
         self.due_s = None
         self.was_killed = True
         self.signal(signal.SIGKILL)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a killed process has gone; a device driver may hold it for longer."""
+        """Wait for the end of a killed process; a device driver may delay it beyond `seconds`."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
 
     def leave(self) -> None:
-        """Watch it no longer."""
+        """Stop watching the process."""
         os.close(self.pidfd)
         self.pidfd = -1
 
 
 logger = logging.getLogger("quire")
 
-DUMP_S = 2.0  # for a stuck core to show where it is
+DUMP_S = 2.0  # for a stuck core to log its stack traces
 NEVER = float("inf")
 
 
 class CoreChild:
-    """path: of its socket. until_s: when a stuck one is to be looked at again: first it shows where
-    it is, then it is to be gone. is_lost: it cannot be killed."""
+    """A core as a child process. path: path of its socket. until_s: time of the next action on a
+    stuck core: it logs its stack traces, is killed, and must then end. is_lost: whether it cannot
+    be killed."""
 
     def __init__(self, child: Child, path: Path, heartbeat: Path) -> None:
         self.child = child
@@ -136,7 +135,7 @@ class CoreChild:
         self._watch = StuckWatch(HeartbeatReader(heartbeat), lambda: read_threads(child.pid))
 
     def look(self, now: float, is_ending: bool) -> None:
-        """See to it if it is stuck. is_ending: the server is."""
+        """Handle the core if it is stuck. is_ending: whether the server is ending."""
         child = self.child
         if child.is_running and not child.was_told and self._watch.is_stuck(now):
             self._let_show(now)
@@ -144,19 +143,19 @@ class CoreChild:
             self._kill(now, is_ending)
 
     def forget(self) -> None:
-        """Forget a process that has ended."""
+        """Reset the watch after the end of a process."""
         self._watch.forget()
         self.until_s = NEVER
 
     def _let_show(self, now: float) -> None:
-        """Let it show where it is stuck (faulthandler); then it is killed, if it is still there."""
+        """Make a stuck core log its stack traces (faulthandler). It is killed if it survives."""
         logger.error("%s makes no progress; this is where it is stuck:", self.child.name)
         self._watch.forget()
         self.until_s = now + DUMP_S
         self.child.signal(signal.SIGABRT)
 
     def _kill(self, now: float, is_ending: bool) -> None:
-        """The supervisor buries it, unless even that is of no use: a device driver may hold it."""
+        """Kill a stuck core, or give it up if a device driver holds it even after the kill."""
         self.until_s = NEVER
         if not self.child.was_killed:
             self.until_s = now + END_S

@@ -1,7 +1,8 @@
 """The core's process: python -m quire.serve.processes.core_main, started by the supervisor.
 
-Its configuration comes as JSON on standard input; clients come through the listening Unix socket
-that it inherits. Exit status: 0 asked to stop, 3 could not start, 1 the core cannot go on.
+Its configuration arrives as JSON on standard input. Clients connect through a listening Unix socket
+that the process inherits. Exit status: 0 after a request to stop, 3 if it could not start, 1 if the
+core cannot continue.
 """
 
 import argparse
@@ -37,11 +38,9 @@ from quire.serve.processes.progress import LoadBar
 
 logger = logging.getLogger("quire")
 
-# A careful guess at what any machine reaches, for the time of a step as long as none was measured.
-
 
 def main() -> int:
-    """Load, serve, end."""
+    """Load the model, serve clients until SIGTERM, and return the exit status."""
     options = _arguments()
     tell_own_process()
     begin_child(options.log_level, _log_name(options))
@@ -75,7 +74,7 @@ def main() -> int:
 
 
 def _log_name(options: argparse.Namespace) -> str:
-    """Return what the lines of this process in the log begin with."""
+    """Return the prefix of this process's log lines."""
     if options.is_one_model_of_several:
         return f"model {options.name}"
     return f"core {options.core}" if options.num_cores > 1 else ""

@@ -1,5 +1,5 @@
-"""Several cores for a program without an event loop: their processes, and a thread that speaks to
-them."""
+"""Several cores for a program without an event loop: their processes, and a thread that
+communicates with them."""
 
 import asyncio
 import contextlib
@@ -27,18 +27,19 @@ from quire.spec.model_spec import ModelSpec
 from quire.spec.pooling_spec import with_pooling
 
 T = TypeVar("T")
-News = tuple[str, RequestOutput | BaseException]  # of the request of that id
+News = tuple[str, RequestOutput | BaseException]  # request id; its output or error
 
 
 class CoreProcesses:
-    """Has what `LLM` needs of an `InProcessClient`: requests are added, and each `step` waits until
-    outputs are due. cores: loaded; they end with `close`."""
+    """Client of several cores with the interface of `InProcessClient` that `LLM` uses. Requests
+    are added, and each `step` waits until outputs are due. cores: loaded cores, which end with
+    `close`."""
 
     def __init__(self, cores: ManagedCores, tokenizer: Tokenizer | None) -> None:
         self._cores = cores
-        self._open: set[str] = set()  # requests whose outputs somebody waits for
+        self._open: set[str] = set()  # requests that still need outputs
         self._news: SimpleQueue[News] = SimpleQueue()
-        self._readers: dict[str, asyncio.Task[None]] = {}  # of the thread
+        self._readers: dict[str, asyncio.Task[None]] = {}  # tasks of the thread, by request id
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="quire-cores", daemon=True)
         thread.start()
@@ -60,8 +61,8 @@ class CoreProcesses:
         self._do(lambda: self._begin(request, prompt_text))
 
     def step(self) -> list[RequestOutput]:
-        """Wait for outputs. Raise what ended a request other than by itself, EngineDead if a core
-        has ended or makes no progress."""
+        """Wait for outputs and return them. Raise the error of a failed request. Raise EngineDead
+        if a core has ended or makes no progress."""
         news = [self._next()]
         with contextlib.suppress(Empty):
             while True:
@@ -78,7 +79,7 @@ class CoreProcesses:
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests now; nothing more comes of them."""
+        """End requests now; they produce no more outputs."""
         names = [name for name in request_ids if name in self._open]
         self._open -= set(names)
         self._do(lambda: self._cancel(names))
@@ -96,21 +97,21 @@ class CoreProcesses:
         return self._call(self._client.prefixes())
 
     def unpin(self, prefix_id: str) -> bool:
-        """Pin a prefix no longer; False if there is none of that id."""
+        """Remove a pin; return False if the id is unknown."""
         return self._call(self._client.unpin(prefix_id))
 
     def held(self, request_id: str | None = None, index: int = 0) -> list[HeldRequest]:
-        """List what is held; or one sequence, held or not ended, with its tokens."""
+        """List retained requests; or one sequence, retained or still running, with its tokens."""
         return self._call(self._client.held(request_id, index))
 
     def keep(self, request_id: str, keep_s: float, core_id: int | None = None) -> None:
-        """Hold a request for so many seconds from now on; 0.0: let it go."""
+        """Retain a request for `keep_s` seconds from now on; 0.0 releases it."""
         self._call(self._client.keep(request_id, keep_s, None, core_id))
 
     def rewind(
         self, request_id: str, index: int, num_tokens: int, core_id: int | None = None
     ) -> None:
-        """Leave of a held sequence the first num_tokens tokens."""
+        """Cut a retained sequence back to its first num_tokens tokens."""
         self._call(self._client.rewind(request_id, index, num_tokens, None, core_id))
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class CoreProcesses:
 
 @dataclass(frozen=True)
 class ProcessEngine:
-    """An engine of several cores with its text side; as `Engine`, whose core is in this process."""
+    """An engine of several cores with its text side. `Engine` has its core in this process."""
 
     client: CoreProcesses
     renderer: Renderer
@@ -156,10 +157,10 @@ class ProcessEngine:
 
 
 def start_engine(config: EngineConfig) -> ProcessEngine:
-    """Start the cores, and wait until they are loaded. Raises ModelError, ConfigError,
+    """Start the cores and wait until they are loaded. Raises ModelError, ConfigError and
     OutOfMemory."""
     from quire.models.registry import (
-        model_spec,  # torch: an engine in this process may start without
+        model_spec,  # imported late: engines in this process may not need torch
     )
 
     source = resolve_source(config.model)
@@ -187,7 +188,7 @@ async def _connect(cores: ManagedCores, tokenizer: Tokenizer | None) -> CoreClie
 
 
 async def _read(name: str, outputs: Any, news: SimpleQueue[News]) -> None:
-    """Hand over the outputs of a request, and what ended it otherwise."""
+    """Forward the outputs of a request, or the error that ended it."""
     reading = cast(AsyncGenerator[RequestOutput, None], outputs)
     try:
         async with contextlib.aclosing(reading):

@@ -1,8 +1,8 @@
-"""What each of several cores (`data_parallel_size`) gets of a machine: its settings, CPUs, memory
-and GPUs. All are dealt out once, so that a core that is started anew gets what it had.
+"""Division of a machine among several cores (`data_parallel_size`): settings, CPUs, memory and
+GPUs. It happens once, so a restarted core gets the same share as before.
 
-Some things are shared as they are: a directory or store of KV blocks, which engines of one model
-may share; packed weights, which all map from one file. `kv_host_gb` is each core's own.
+Engines of one model may share a directory or store of KV blocks. All cores map packed weights from
+one file. Each core has its own `kv_host_gb`.
 """
 
 import contextlib
@@ -21,32 +21,31 @@ DEVICES = Path("/dev")
 
 @dataclass(frozen=True)
 class CorePlace:
-    """One of num_cores. cpus: that it may run on, all if empty; environment: of its process; model:
-    its name where a server has several."""
+    """One core's share of the machine."""
 
     number: int = 0
     num_cores: int = 1
-    cpus: frozenset[int] = frozenset()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    model: str = ""
+    cpus: frozenset[int] = frozenset()  # CPUs that it may run on; all if empty
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of its process
+    model: str = ""  # name of its model on a server with several models
 
     @property
     def name(self) -> str:
-        """What logs and errors call it."""
+        """The core's name in logs and errors."""
         if self.model:
             return f"the engine of model {self.model}"
         return "the engine" if self.num_cores == 1 else f"core {self.number}"
 
     def config(self, engine: EngineConfig) -> EngineConfig:
-        """Return the settings of this core: each keeps a record of its own."""
+        """Return the settings of this core, with a directory of its own for its recording."""
         if self.num_cores == 1 or engine.record is None:
             return engine
         return dataclasses.replace(engine, record=str(Path(engine.record) / f"core-{self.number}"))
 
     def bind(self, pid: int) -> None:
-        """Bind a process that has just been started, before it has threads."""
+        """Bind a process to the core's CPUs, before the process starts threads."""
         if self.cpus:
-            with contextlib.suppress(OSError):  # it has ended; or a container forbids it
+            with contextlib.suppress(OSError):  # the process has ended, or a container forbids it
                 os.sched_setaffinity(pid, self.cpus)
 
 
@@ -54,7 +53,7 @@ ALONE = CorePlace()
 
 
 def core_places(engine: EngineConfig) -> list[CorePlace]:
-    """Deal out this machine among the cores. Raise ConfigError if there are too few GPUs."""
+    """Divide this machine among the cores. Raise ConfigError if there are too few GPUs."""
     num = engine.parallel.data_parallel_size
     if num == 1:
         return [ALONE]
@@ -75,9 +74,9 @@ def core_places(engine: EngineConfig) -> list[CorePlace]:
 def gpu_shares(
     engine: EngineConfig, environment: Mapping[str, str], devices: Path
 ) -> list[dict[str, str]]:
-    """Return the variables that show each core its own GPUs, one for each of its ranks on this
-    machine; none on a machine without GPUs, or where Ray deals them out. Raise ConfigError if there
-    are too few."""
+    """Return for each core the variables that select its GPUs, one per rank on this machine. There
+    are none on a machine without GPUs, or with Ray, which assigns GPUs itself. Raise ConfigError if
+    there are too few GPUs."""
     parallel = engine.parallel
     num = parallel.data_parallel_size
     given = environment.get(CUDA_VARIABLE)

@@ -1,4 +1,4 @@
-"""Starting a core in a process of its own, for the supervisor and for front ends of one's own.
+"""Start of a core in a process of its own, for the supervisor and for custom front ends.
 
 with CoreProcess(config_from_flat(model="demo")) as core:
     client = await RemoteClient.connect(core.path, tokenizer)
@@ -23,27 +23,27 @@ from quire.base.settings.config import EngineConfig
 from quire.engine.wire.spawn import spin_settings, start_child
 from quire.serve.processes.cores import ALONE, CorePlace
 
-END_S = 10.0  # for a process to end by itself; on a machine with too much to do it takes seconds
+END_S = 10.0  # for a process to end by itself; takes seconds on a busy machine
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
-ABANDONED_S = 60.0  # a directory younger than this may belong to a server that is just starting
+ABANDONED_S = 60.0  # a younger directory may belong to a server that is starting
 
 
 def core_end_s(engine: EngineConfig) -> float:
-    """Return how long a core may take to end: after its present step it keeps in stores what is
-    cached."""
+    """Return how long a core may take to end. After its present step it writes cached blocks to
+    stores."""
     return END_S + (KEEP_AT_END_S if engine.cache.stores else 0.0)
 
 
 class StartFailure(msgspec.Struct, frozen=True):
-    """What a core leaves behind that could not start. kind: an error of `base/errors.py`."""
+    """Report of a core that could not start. kind: name of an error class in `base/errors.py`."""
 
     kind: str
     message: str
 
 
 class CoreSocket:
-    """The Unix socket of a core, in a private directory. It stays when the core is started anew:
-    whoever connects meanwhile waits."""
+    """The Unix socket of a core, in a private directory. It survives restarts of the core, and
+    clients that connect meanwhile wait."""
 
     def __init__(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
@@ -64,8 +64,8 @@ class CoreSocket:
         place: CorePlace = ALONE,
         metrics_prefix: str = "quire",
     ) -> "subprocess.Popen[bytes]":
-        """Start a core that serves this socket. name: what its metrics call the model; place: which
-        of several it is; metrics_prefix: how their names begin."""
+        """Start a core that serves this socket. name: the model's name in metrics. place: the
+        core's share of the machine. metrics_prefix: prefix of the metrics' names."""
         fd = self._listener.fileno()
         arguments = ["--listener", str(fd), "--home", str(self.home)]
         arguments += ["--core", str(place.number), "--num-cores", str(place.num_cores)]
@@ -85,7 +85,7 @@ class CoreSocket:
 
 
 def remove_abandoned_sockets() -> None:
-    """Remove private directories of servers that were killed (kill -9): nobody listens there."""
+    """Remove private directories of killed servers (kill -9): their sockets refuse connections."""
     for home in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         path = home / SOCKET
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
@@ -99,8 +99,8 @@ def remove_abandoned_sockets() -> None:
 
 
 class CoreProcess:
-    """A core that runs as long as the `with` block, or until `close`. path: what
-    `RemoteClient.connect` takes. failure: the file in which it says why it could not start."""
+    """A core that runs until the end of the `with` block, or until `close`. path: socket for
+    `RemoteClient.connect`. failure: file with the reason if the core cannot start."""
 
     def __init__(
         self, engine: EngineConfig, log_level: str = "warning", place: CorePlace = ALONE
@@ -119,11 +119,11 @@ class CoreProcess:
         self.close()
 
     def ask_to_end(self) -> None:
-        """Ask the core to end after its present step."""
+        """Request the core's end after its present step."""
         self.process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End the core after its present step, or at the latest after `core_end_s`."""
+        """End the core after its present step, and kill it if it still runs after `core_end_s`."""
         self.ask_to_end()
         try:
             self.process.wait(self._end_s)

@@ -1,7 +1,8 @@
-"""Core processes that belong to an object of this program, and go with it.
+"""Core processes that are owned by an object of this program and end with it.
 
-The kernel kills a child when the thread that started it ends (`engine/wire/child.py`), and whoever
-makes an engine may do so in a thread of a pool. So a thread of its own starts the core and stays.
+The kernel kills a child when the thread that started it ends (`engine/wire/child.py`). An engine
+may be created in a pool's thread, which can end early. So a dedicated thread starts the core and
+stays.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ READ_BYTES = 1 << 16
 
 
 class ManagedCore:
-    """Started by `start`, ended by `stop`, each from any thread."""
+    """A core process. `start` and `stop` may be called from any thread."""
 
     def __init__(self, config: EngineConfig, log_level: str, place: CorePlace = ALONE) -> None:
         self._config = config
@@ -44,7 +45,7 @@ class ManagedCore:
         self._error: BaseException | None = None
         self._watch: StuckWatch | None = None
         self._watching = threading.Lock()  # checks come from any thread
-        self._owner_pid = os.getpid()  # a fork of this program must leave the core alone
+        self._owner_pid = os.getpid()  # a fork of this program must not affect the core
 
     @property
     def is_stopped(self) -> bool:
@@ -52,7 +53,7 @@ class ManagedCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process was started and has not ended."""
+        """Whether the process was started and still runs."""
         return self._process is not None and self._process.process.poll() is None
 
     @property
@@ -78,8 +79,8 @@ class ManagedCore:
             self._watch = StuckWatch(reader, lambda: read_threads(pid))
 
     def wait_until_ready(self) -> Ready:
-        """Return what the engine is once it has loaded, however long that takes. Raise what kept it
-        from starting, EngineDead if it ended otherwise."""
+        """Wait without a time limit until the model is loaded; return the engine's description.
+        Raise the error of a failed start, EngineDead if the process ended otherwise."""
         core = self._process
         if core is None:
             raise self.dead()
@@ -103,12 +104,12 @@ class ManagedCore:
             os.close(pidfd)
 
     def ask_to_stop(self) -> None:
-        """Ask the process to end, without waiting for it; `stop` follows."""
+        """Request the end of the process without waiting for it; `stop` must follow."""
         if os.getpid() == self._owner_pid and self._process is not None:
             self._process.ask_to_end()
 
     def stop(self) -> None:
-        """End the process, and wait until it has. A second call does nothing."""
+        """End the process and wait for its end. A second call does nothing."""
         if os.getpid() != self._owner_pid:
             return
         self._is_stopped = True
@@ -125,8 +126,7 @@ class ManagedCore:
         self.check_progress()
 
     def check_progress(self) -> None:
-        """Raise EngineDead if the process runs, but makes no progress: at this check, and at those
-        of the last second."""
+        """Raise EngineDead if the process runs, but made no progress during the last second."""
         if not self.is_alive or self._watch is None:
             return
         with self._watching:
@@ -135,7 +135,7 @@ class ManagedCore:
             raise EngineDead(f"{self._name} makes no progress; shut it down.")
 
     def dead(self) -> EngineDead:
-        """Return the error for those who wait for what will not come."""
+        """Return the error for callers that wait for an ended or stopped process."""
         if self._is_stopped:
             return EngineDead("this engine was shut down; create a new one.")
         status = None if self._process is None else self._process.process.poll()
@@ -145,7 +145,7 @@ class ManagedCore:
         return EngineDead(f"{self._name} has ended{how}; create a new one.")
 
     def _keep(self) -> None:
-        """Run the thread to which the process is tied."""
+        """Start the process in this thread, and keep the thread alive until `stop`."""
         try:
             remove_abandoned_sockets()
             self._process = CoreProcess(self._config, self._log_level, self._place)
@@ -156,7 +156,7 @@ class ManagedCore:
         self._end.wait()
 
     def _no_start(self, core: CoreProcess) -> QuireError:
-        """Return what the process has left behind about its end, as the error that it was there."""
+        """Return the error of a core that ended before it was ready."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             core.process.wait(END_S)
         if self._is_stopped:
@@ -171,8 +171,8 @@ class ManagedCore:
 
 
 class ManagedCores:
-    """As many as the configuration's data_parallel_size; a call is for all of them. Raises
-    ConfigError if there are too few GPUs."""
+    """The cores of one engine, `data_parallel_size` in number. Each call applies to all of them.
+    Raises ConfigError if there are too few GPUs."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         self._cores = [ManagedCore(config, log_level, place) for place in core_places(config)]
@@ -183,12 +183,12 @@ class ManagedCores:
 
     @property
     def is_alive(self) -> bool:
-        """Whether some process was started and has not ended."""
+        """Whether at least one process was started and still runs."""
         return any(core.is_alive for core in self._cores)
 
     @property
     def paths(self) -> list[Path]:
-        """The sockets for clients. Raises EngineDead if there is none."""
+        """The sockets for clients. Raises EngineDead if a core has none."""
         return [core.path for core in self._cores]
 
     def start(self) -> None:
@@ -197,12 +197,12 @@ class ManagedCores:
             core.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until all have loaded. Raise what kept one from starting."""
+        """Wait until all cores are loaded. Raise the error of a core that failed to start."""
         for core in self._cores:
             core.wait_until_ready()
 
     def stop(self) -> None:
-        """End the processes, and wait until they have. A second call does nothing."""
+        """End the processes and wait for their end. A second call does nothing."""
         for core in self._cores:
             core.ask_to_stop()
         for core in self._cores:
@@ -221,13 +221,13 @@ class ManagedCores:
             raise self.dead()
 
     def check_some(self) -> None:
-        """Raise EngineDead if all of them have ended or make no progress."""
+        """Raise EngineDead if all processes have ended or make no progress."""
         for core in self._cores:
             with contextlib.suppress(EngineDead):
                 return core.check()
         raise self.dead()
 
     def dead(self) -> EngineDead:
-        """Return the error for those who wait for what will not come."""
+        """Return the error of the first core that has ended."""
         gone = (core for core in self._cores if not core.is_alive)
         return next(gone, self._cores[0]).dead()

@@ -1,4 +1,4 @@
-"""Progress bars on standard error, shown only on a terminal. rich is imported when one is."""
+"""Progress bars on standard error, only on a terminal. rich is imported for the first bar."""
 
 import logging
 import sys
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-LOG_S = 10.0  # between two lines where nobody sees a bar
+LOG_S = 10.0  # interval of log lines without a terminal
 
 
 class _Bar:
-    """A bar that is there between `with` and its end, if `enabled` and somebody can see it."""
+    """A bar for the time of its `with` block, if `enabled` and standard error is a terminal."""
 
     def __init__(self, enabled: bool) -> None:
         self._shown: Progress | None = None
@@ -44,7 +44,7 @@ class _Bar:
 
 
 class LoadBar(_Bar):
-    """Bytes of weights loaded."""
+    """Progress of loading weights, in bytes."""
 
     def update(self, done: int, total: int) -> None:
         if not self._enabled:
@@ -53,13 +53,13 @@ class LoadBar(_Bar):
             self._open("Loading weights", total, "{task.percentage:.0f} %")
         assert self._shown is not None
         self._shown.update(self._task, completed=done, total=total)
-        if done >= total:  # lines that are logged from here on must not run into it
+        if done >= total:  # later log lines must not run into the bar
             self._shown.stop()
             self._shown, self._enabled = None, False
 
 
 class RequestBar(_Bar):
-    """Continuations finished, and tokens per second so far; those that best_of dropped as well."""
+    """Finished continuations, and tokens per second including what best_of dropped."""
 
     def __init__(self, num_outputs: int, enabled: bool) -> None:
         super().__init__(enabled)
@@ -83,9 +83,9 @@ class RequestBar(_Bar):
 
 
 class BatchBar(_Bar):
-    """Lines of a batch that are done, at what rate, and until when; a line in the log now and then
-    where nobody sees a bar. tally: of earlier runs. The tokens per second are those of answers;
-    `cached` is the share of prompt tokens that were."""
+    """Finished lines of a batch, their rate and the remaining time. Without a terminal, logs a line
+    every LOG_S seconds. tally: counts of earlier runs. tok/s counts output tokens; `cached` is the
+    share of cached prompt tokens."""
 
     def __init__(self, total: int, tally: "Tally") -> None:
         super().__init__(enabled=True)
@@ -94,7 +94,7 @@ class BatchBar(_Bar):
         self._tokens_before = tally.num_output_tokens
         if self._enabled:
             unit = "{task.completed}/{task.total} {task.fields[speed]}"
-            self._open("Lines", total, unit, width=8)  # the rest needs the place
+            self._open("Lines", total, unit, width=8)  # the rest needs the width
 
     def update(self, tally: "Tally") -> None:
         text = self._describe(tally)

@@ -1,7 +1,7 @@
-"""`AsyncLLM`: an engine for asyncio programs, in a process of its own; vLLM's interface for them.
+"""`AsyncLLM`: an engine in a process of its own for asyncio programs, with vLLM's interface.
 
-Text is made in this process, on the event loop; the core's process, or those of several cores, do
-the rest.
+Tokenization and detokenization run in this process, on the event loop. The rest runs in the core's
+process, or in the processes of several cores.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ from quire.serve.python.pooling import numbers_of, parts_of, salt_of
 from quire.serve.python.session_tokens import KEEP_S
 from quire.serve.vllm_compat import drop_vllm_settings
 
-CONNECT_S = 1.0  # between two looks at whether the core is still there
+CONNECT_S = 1.0  # interval of checks that the core still runs
 
-# Of a prompt, its cache_salt, and whether it is a conversation.
+# Makes a request from a prompt, its cache_salt, and whether it is a conversation
 MakeRequest = Callable[[RenderedPrompt, str, bool], Awaitable[Request]]
 
 
 class AsyncEngineArgs(SimpleNamespace):
-    """vLLM's way to give settings: the arguments of `AsyncLLM`, as attributes."""
+    """Arguments of `AsyncLLM` as attributes, which is vLLM's way to pass settings."""
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         super().__init__(model=model, **settings)
@@ -61,9 +61,9 @@ class AsyncLLM:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
 
-    model, settings: as `LLM` takes them. The constructor returns when the model is loaded;
-    `create` does the same without holding up the event loop. It serves one event loop at a time,
-    and ends with `shutdown`, with its block, or with the program.
+    model, settings: as for `LLM`. The constructor returns when the model is loaded; `create` does
+    the same without blocking the event loop. An object serves one event loop at a time. It ends
+    with `shutdown`, with its `async with` block, or with the program.
     """
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
@@ -76,7 +76,7 @@ class AsyncLLM:
 
     @classmethod
     async def create(cls, model: str = "demo", **settings: Any) -> "AsyncLLM":
-        """Do the same as the constructor, while the event loop goes on."""
+        """Create an engine like the constructor does, without blocking the event loop."""
         engine = cls.__new__(cls)
         engine._prepare(model, settings)
         try:
@@ -94,8 +94,8 @@ class AsyncLLM:
         usage_context: Any = None,
         stat_loggers: None = None,
     ) -> "AsyncLLM":
-        """Make one of vLLM's arguments. The last three are vLLM's; stat_loggers are refused, the
-        others mean nothing here."""
+        """Create an engine from vLLM's arguments. The last three parameters exist for
+        compatibility: stat_loggers are rejected, the others are ignored."""
         if stat_loggers is not None:
             raise ConfigError("stat_loggers are not supported; remove them.")
         return cls(**vars(engine_args))
@@ -106,19 +106,19 @@ class AsyncLLM:
             settings.pop("allowed_media_domains", ()),
         )
         drop_vllm_settings(settings)
-        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
+        settings.pop("limit_mm_per_prompt", None)  # the program controls this itself
         self._config: EngineConfig = config_from_flat(model=model, **settings)
         self._cores = ManagedCores(self._config, "warning")
-        # Also when the program ends.
+        # Also stops the cores when the program ends
         self._end = weakref.finalize(self, ManagedCores.stop, self._cores)
         self._loaded: TextSide | None = None
-        self._lanes = Lanes(inf, inf)  # prompts are the program's own: they wait
+        self._lanes = Lanes(inf, inf)  # no limits, because all prompts are the program's own
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._link: CoreClient | None = None  # of that loop
+        self._link: CoreClient | None = None  # client on that event loop
         self._closing: asyncio.Task[None] | None = None
 
     def _load(self) -> None:
-        """Load the model; the text side is read while the core does."""
+        """Load the model. The text side is built while the core loads."""
         source = resolve_source(self._config.model)
         check_before_loading(self._config, source)
         self._cores.start()
@@ -143,27 +143,32 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt, or answer one conversation.
 
-        A prompt may come in pieces, from an asynchronous iterator of texts, lists of token ids,
-        {"prompt": text} or {"prompt_token_ids": ids}: each is computed while the next one is
-        awaited, and the answer begins when the iterator ends. The last word of a text waits for
-        more of it, so that the tokens are those of the whole text. The request is open from the
-        first token on; `timeout_s` and `abort` count from then. While it waits for a piece it gives
-        way to requests that need its room. What the iterator raises ends the request, and is raised
+        A prompt may arrive in pieces, from an asynchronous iterator of texts, lists of token ids,
+        {"prompt": text} or {"prompt_token_ids": ids}. Each piece is computed while the next one is
+        awaited, and generation begins when the iterator ends. The last word of a text is held until
+        more text arrives, so the result equals the tokens of the whole text. The request starts
+        with its first token; `timeout_s` and `abort` apply from then on. While it waits for a
+        piece, it may be preempted. An exception of the iterator ends the request and is raised
         here.
 
-        What an output holds says `sampling_params.output_kind`: everything so far (CUMULATIVE),
-        what is new (DELTA), or everything at the end (FINAL_ONLY). A reader that is slower than the
-        engine gets several steps in one output. Leaving early, or cancelling the task that reads,
-        ends the request.
+        `sampling_params.output_kind` sets the contents of an output: everything so far
+        (CUMULATIVE), only new tokens (DELTA), or everything at the end (FINAL_ONLY). A reader that
+        is slower than the engine gets several steps in one output. The request ends if the
+        iteration stops early or the reading task is cancelled.
 
-        prompt: as `LLM.generate` and `LLM.chat` take one. sampling_params: the model's defaults if
-        absent. request_id: unique among open ones; a running number if absent. timeout_s: seconds
-        after which the request ends with finish_reason `timeout`. tenant: tenants share the engine
-        evenly. data_parallel_rank: of several cores, the one that it must
-        go to; the one that suits it best if absent. trace_headers are ignored.
+        Args:
+            prompt: as for `LLM.generate` and `LLM.chat`, or in pieces
+            sampling_params: the model's defaults if absent
+            request_id: unique among open requests; a running number if absent
+            data_parallel_rank: core that must serve the request; the best suited one if absent
+            timeout_s: seconds until the request ends with finish_reason `timeout`
+            tenant: owner of the request; tenants share the engine evenly
+            trace_headers: ignored
 
-        Raises RequestError for a request that cannot be served, EngineBusy beyond
-        max_num_queued_reqs, EngineDead if the core has ended or ends.
+        Raises:
+            RequestError: the request cannot be served
+            EngineBusy: there are more than max_num_queued_reqs requests
+            EngineDead: the core has ended or ends
         """
         if lora_request is not None:
             message = "lora_request: adapters are not supported yet; remove it."
@@ -227,7 +232,7 @@ class AsyncLLM:
                         output.prompt = reader.text
                         yield output
             except EngineDead as error:
-                if error is reader.error:  # of an engine that the iterator asks
+                if error is reader.error:  # raised by another engine that the iterator uses
                     raise
                 raise self._cores.dead() from error
 
@@ -241,8 +246,8 @@ class AsyncLLM:
         timeout_s: float = 0.0,
         tenant: str = "",
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Yield what a prompt comes to, once, of a model that pools; as `LLM.encode`. The other
-        parameters are those of `generate`, and so is what is raised."""
+        """Yield the pooled output of a prompt once, as `LLM.encode` does. The other parameters and
+        the errors are the same as for `generate`."""
         refuse_media(prompt, "a model that pools")
         client = await self._connected()
         params = pooling_params or PoolingParams()
@@ -263,8 +268,8 @@ class AsyncLLM:
             raise self._cores.dead() from error
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End one request or several: who reads them gets what there is, with finish_reason
-        `abort`. Ids that are not open are ignored."""
+        """End one or several requests. Their readers get the output so far, with finish_reason
+        `abort`. Unknown ids are ignored."""
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         if self._link is not None and self._loop is asyncio.get_running_loop():
             for name in names:
@@ -273,7 +278,7 @@ class AsyncLLM:
     async def _render(
         self, prompt: Prompt | Messages, options: ChatOptions | None = None
     ) -> RenderedPrompt:
-        """Token ids and text; what takes long goes beside the event loop."""
+        """Return token ids and text. Long prompts are tokenized outside of the event loop."""
         renderer = AsyncRenderer(self._text.renderer, self._lanes)
         prompt, media = await self._media.take_async(prompt)
         return await renderer.render(prompt, options, media=media)
@@ -288,7 +293,7 @@ class AsyncLLM:
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what requests get that bring no parameters: from the model's
+        """Return the sampling parameters for requests without any, from the model's
         generation_config.json."""
         return self._text.requests.defaults.default_sampling_params()
 
@@ -300,8 +305,8 @@ class AsyncLLM:
         tenant: str = "",
         share: float = 1.0,
     ) -> PinnedPrefix:
-        """Compute a prefix and keep it, as `LLM.pin_prefix` does. share: of what pinned prefixes
-        may hold, how much the tenant's may. Cancelling the task ends the computation."""
+        """Compute and pin a prefix, as `LLM.pin_prefix` does. Cancelling the task stops the
+        computation. share: the tenant's share of the memory for pinned prefixes."""
         rendered = await self._render(prompt, ChatOptions(add_generation_prompt=False))
         salt = cache_salt or salt_of(prompt)
         made = self._text.requests.make_pin(rendered, ttl_s, None, salt, tenant, share)
@@ -309,7 +314,7 @@ class AsyncLLM:
         request = admit(client, made)
         try:
             return await pin(client, request)
-        except asyncio.CancelledError:  # perhaps when it was there already
+        except asyncio.CancelledError:  # the prefix may already be pinned
             with contextlib.suppress(EngineDead):
                 await client.unpin(request.request_id)
             raise
@@ -317,11 +322,11 @@ class AsyncLLM:
             raise self._cores.dead() from error
 
     async def unpin_prefix(self, prefix_id: str) -> bool:
-        """Keep a prefix no longer; False if there is none of that id."""
+        """Remove a pin; return False if the id is unknown."""
         return await (await self._connected()).unpin(prefix_id)
 
     async def pinned_prefixes(self) -> list[PinnedPrefix]:
-        """Oldest first."""
+        """Return the pinned prefixes, oldest first."""
         return await (await self._connected()).prefixes()
 
     def session(self, keep_s: float = KEEP_S, cache_salt: str = "") -> AsyncSession:
@@ -333,8 +338,8 @@ class AsyncLLM:
         )
 
     async def reset_prefix_cache(self) -> bool:
-        """Use nothing any more that was cached before, in memory, directory or store. What runs
-        keeps its blocks; pinned prefixes are computed again."""
+        """Stop using all blocks cached so far, in memory, directories and stores. Running requests
+        keep their blocks. Pinned prefixes are computed again."""
         await (await self._connected()).reset_prefix_cache()
         return True
 
@@ -352,18 +357,18 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether the core has ended without being told to."""
+        """Whether the core has ended unexpectedly."""
         return self.is_stopped and not self._cores.is_stopped
 
     @property
     def dead_error(self) -> EngineDead:
-        """What requests get when the core has gone."""
+        """The error that requests get after the core has ended."""
         return self._cores.dead()
 
     def shutdown(self) -> None:
-        """End the core and free its memory; open requests end with EngineDead. It waits until the
-        process has ended, which takes as long as its present step, and as keeping what is cached
-        if there is a directory or store for it. A second call does nothing."""
+        """End the core and free its memory; open requests end with EngineDead. Waits for the end of
+        the process, including its present step and the writing of cached blocks to a directory or
+        store. A second call does nothing."""
         loop = self._loop
         self._end()
         if loop is None or loop.is_closed():
@@ -391,7 +396,7 @@ class AsyncLLM:
         return self._loaded
 
     async def _connected(self) -> CoreClient:
-        """Return the client of the running event loop, once it has heard of the core."""
+        """Return the client of the running event loop, connected to the core."""
         client = self._client()
         while not client.is_alive:
             self._cores.check_some()
@@ -418,7 +423,7 @@ class AsyncLLM:
         return self._link
 
     def _let_go(self) -> None:
-        """Let nobody wait any longer; on the event loop."""
+        """Fail all requests and close the connection; runs on the event loop."""
         link, self._link = self._link, None
         if link is not None:
             link.fail_all(self._cores.dead())
@@ -426,13 +431,13 @@ class AsyncLLM:
 
 
 class AsyncLLMEngine(AsyncLLM):
-    """vLLM's older name of it."""
+    """vLLM's older name of `AsyncLLM`."""
 
 
 def _sent(
     client: CoreClient, request: Request, text: str | None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Return the outputs of a request, which is sent when the first of them is asked for."""
+    """Return the outputs of a request. The request is sent when the first output is awaited."""
     return cast(AsyncGenerator[RequestOutput, None], client.generate(request, text))
 
 

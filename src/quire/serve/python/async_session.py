@@ -1,13 +1,13 @@
-"""`AsyncLLM.session()`: what `LLM.session()` is, for asyncio programs.
+"""`AsyncLLM.session()`: the equivalent of `LLM.session()` for asyncio programs.
 
     async with llm.session() as story:
         await story.append("Once upon a time")
         async for output in story.generate(SamplingParams(max_tokens=20)):
             print(output.outputs[0].text)
-        other = story.fork().rewind(5)                       # both go on, over the same blocks
+        other = story.fork().rewind(5)                       # both continue, over the same blocks
 
-The tokens change with an answer's last output. Whoever changes them before, or leaves before it,
-goes on without that answer.
+An answer becomes part of the session's tokens with its last output. If the caller changes the
+tokens or stops reading before that output, the session continues without the answer.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ Outputs = AsyncGenerator[RequestOutput, None]
 
 
 class AsyncSession(SessionTokens):
-    """A session of an `AsyncLLM`. run: carries a request out. connected: the client of the running
-    event loop. num_cores: of the engine."""
+    """A session of an `AsyncLLM`. run: executes a request. connected: returns the client of the
+    running event loop. num_cores: number of the engine's cores."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class AsyncSession(SessionTokens):
         self._num_cores = num_cores
 
     async def append(self, prompt: Prompt | Messages) -> "AsyncSession":
-        """Put a text, token ids or messages behind the tokens. Nothing is computed yet. Messages
-        behind an answer are written as the chat template writes them there."""
+        """Append a text, token ids or messages to the tokens, without computing them. After an
+        answer, messages are formatted as the chat template does at that position."""
         before, added = self.token_ids, await self._tokens_of(prompt)
         self._replace(before + added)
         return self
 
     async def generate(self, sampling_params: SamplingParams | None = None) -> Outputs:
-        """Go on with the tokens; yields outputs as `AsyncLLM.generate` does, and with the last one
-        what came becomes part of the tokens. Raises RequestError, EngineDead, and StepFailed if a
-        step failed on it; then, and if it is left early, they are as they were."""
+        """Continue the tokens, and yield outputs as `AsyncLLM.generate` does. With the last output,
+        the new tokens become part of the session. After an error or an early stop, the tokens are
+        unchanged. Raises RequestError, EngineDead, and StepFailed if a step failed."""
         params = self._params(sampling_params)
         before = self.token_ids
         grammar = await checked_grammar_async(self._renderer, params, RenderedPrompt(before))
@@ -75,7 +75,7 @@ class AsyncSession(SessionTokens):
                 yield output
 
     async def close(self) -> None:
-        """Hold nothing for it any more. A second call does nothing."""
+        """Release the retained request. A second call does nothing."""
         self._replace([])
         await self._let_go(self._leave())
 
@@ -88,7 +88,7 @@ class AsyncSession(SessionTokens):
     # ------------------------------------------------------------------------------------------
 
     async def _take(self, request_id: str, before: list[int], token_ids: list[int]) -> None:
-        """Let an answer that has ended become part of the tokens, unless they are others now."""
+        """Add a finished answer to the tokens, unless they were changed meanwhile."""
         source = Source(request_id, await self._core_of(request_id))
         if self.token_ids is not before:
             await self._let_go(source)
@@ -99,7 +99,7 @@ class AsyncSession(SessionTokens):
         await self._let_go(former)
 
     async def _core_of(self, request_id: str) -> int | None:
-        """Return which of several cores holds a request."""
+        """Return the number of the core that holds a request; None with a single core."""
         if self._num_cores == 1:
             return None
         found = await (await self._connected()).held(request_id)
@@ -119,6 +119,6 @@ class AsyncSession(SessionTokens):
     async def _let_go(self, source: Source | None) -> None:
         if source is None:
             return
-        with contextlib.suppress(EngineDead):  # then it holds nothing
+        with contextlib.suppress(EngineDead):  # an ended engine retains no requests
             client = await self._connected()
             await client.keep(source.request_id, 0.0, None, source.core_id)

@@ -9,17 +9,16 @@ from quire.base.requests.structured_outputs import StructuredOutputsParams
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """beam_width: beams, all of which are returned. early_stopping: True, False or "never".
-    structured_outputs: the form that each of them must have."""
+    """Parameters of a beam search."""
 
-    beam_width: int
+    beam_width: int  # number of beams, all of which are returned
     max_tokens: int
     ignore_eos: bool = False
     length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    early_stopping: bool | str = False  # True, False or "never"
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None  # constraint on each beam
 
     def sampling_params(self) -> SamplingParams:
         """Return the same search as parameters of `generate`."""
@@ -38,11 +37,11 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """tokens: prompt and output; text: of the output. cum_logprob: before the length penalty."""
+    """One beam."""
 
-    tokens: list[int]
-    cum_logprob: float
-    text: str
+    tokens: list[int]  # prompt and output
+    cum_logprob: float  # before the length penalty
+    text: str  # of the output
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -1,4 +1,4 @@
-"""`LLM`: a model's name and prompts are enough (T 4.2.1). vLLM's offline interface."""
+"""`LLM`: generation from a model's name and prompts (T 4.2.1), with vLLM's offline interface."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,10 +45,10 @@ class LLM:
 
     model: directory, Hugging Face id, `demo`, or a named shape with random weights
     (`shape:qwen3-0.6b`). settings: the fields of the dataclasses in `quire.base.settings.config`.
-    hooks: names or objects, which prompts and outputs pass through in this order
-    (base/requests/hooks.py). hook_timeout: seconds for one call of them. allowed_local_media_path:
-    images below this folder may be named by their paths. allowed_media_domains: hosts that images
-    may be downloaded from. Not thread-safe.
+    hooks: names or objects that process prompts and outputs in this order (base/requests/hooks.py).
+    hook_timeout: seconds for one call of a hook. allowed_local_media_path: folder of images that
+    prompts may name by path. allowed_media_domains: hosts that images may be downloaded from. Not
+    thread-safe.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class LLM:
     ) -> None:
         made = Hooks(hooks, hook_timeout) if hooks else None
         drop_vllm_settings(settings)
-        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
+        settings.pop("limit_mm_per_prompt", None)  # the program controls this itself
         config = config_from_flat(model=model, **settings)
-        self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
+        self._streams: dict[str, deque[RequestOutput]] = {}  # unread outputs by request id
         with LoadBar(enabled=not config.disable_log_stats) as bar:
             self._engine: Engine | ProcessEngine | None = None
             if config.parallel.data_parallel_size > 1:
@@ -84,13 +84,16 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; outputs in the order of the prompts.
+        """Continue each prompt; return outputs in the order of the prompts.
 
-        prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, token ids, or a list of these;
-        dictionaries may hold a "cache_salt", and images or videos as "multi_modal_data", for each
-        of which the prompt has the model's placeholder once. sampling_params: one for all, or one
-        each; the model's defaults if absent. With n above 1 each output holds n continuations.
-        Raises RequestError before anything runs if one cannot be served.
+        Args:
+            prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, token ids, or a list of
+                these. Dictionaries may contain a "cache_salt", and images or videos as
+                "multi_modal_data", for each of which the prompt has the model's placeholder once.
+            sampling_params: one for all prompts, or one each; the model's defaults if absent
+
+        With n above 1 each output has n continuations. Raises RequestError before any request runs
+        if one of them cannot be served.
         """
         renderer = self._alive.renderer
         listed, media = self._media.take_all(_as_list(prompts))
@@ -157,7 +160,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt; of a model that gives them."""
+        """Return the embedding of each prompt. Needs an embedding model."""
         return self._pooling(use_tqdm).embed(self._seen(prompts), pooling_params or PoolingParams())
 
     def classify(
@@ -166,7 +169,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of each prompt's classes; of a model that gives them."""
+        """Return the probabilities of each prompt's classes. Needs a classification model."""
         params = pooling_params or PoolingParams()
         return self._pooling(use_tqdm).classify(self._seen(prompts), params)
 
@@ -177,8 +180,8 @@ class LLM:
         use_tqdm: bool = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Return what each prompt comes to, as numpy arrays. pooling_task: embed or classify, to be
-        sure of it."""
+        """Return the pooled output of each prompt as a numpy array. pooling_task: embed or
+        classify, checked against the model."""
         params = pooling_params or PoolingParams()
         return self._pooling(use_tqdm).encode(self._seen(prompts), params, pooling_task)
 
@@ -189,8 +192,8 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Return how well texts go together, one with each of data_2 or as many with as many: the
-        cosine of their embeddings, or what a model with one class says of the pair."""
+        """Return scores for one text with each of data_2, or for pairs of texts. A score is the
+        cosine of their embeddings, or the output of a model with one class."""
         params = pooling_params or PoolingParams()
         return self._pooling(use_tqdm).score(self._seen(data_1), self._seen(data_2), params)
 
@@ -200,10 +203,10 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         options: ChatOptions | None = None,
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, or answer one conversation, piece by piece.
+        """Continue one prompt, or answer one conversation, and yield the output as it is generated.
 
-        Each output holds what is new; with n above 1, of those continuations that have news, told
-        apart by their index. Leaving the iterator early ends the request.
+        Each output contains new tokens only. With n above 1 it covers the continuations with new
+        tokens, each with its index. Leaving the iterator early ends the request.
         """
         engine = self._alive
         params = (sampling_params or self.get_default_sampling_params()).clone()
@@ -247,22 +250,22 @@ class LLM:
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what requests get that bring no parameters: from the model's
+        """Return the sampling parameters for requests without any, from the model's
         generation_config.json."""
         return self._alive.requests.defaults.default_sampling_params()
 
     def reset_prefix_cache(self) -> None:
-        """Use nothing any more that was cached before, in memory, directory or store. What runs
-        keeps its blocks; pinned prefixes are computed again."""
+        """Stop using all blocks cached so far, in memory, directories and stores. Running requests
+        keep their blocks. Pinned prefixes are computed again."""
         self._alive.client.reset_prefix_cache()
 
     def pin_prefix(
         self, prompt: Prompt | Messages, ttl_s: float = 0.0, cache_salt: str = ""
     ) -> PinnedPrefix:
-        """Compute a prefix and keep its KV blocks for ttl_s seconds, or with 0 until
-        `unpin_prefix`: prompts that begin with its tokens, and have its salt, compute only the
-        rest. Messages are rendered without the beginning of an answer. Raises RequestError, and
-        StepFailed if a step failed on it."""
+        """Compute a prefix and pin its KV blocks for ttl_s seconds; 0 pins them until
+        `unpin_prefix`. Prompts that begin with its tokens and have its salt compute only the rest.
+        Messages are rendered without a generation prompt. Raises RequestError, and StepFailed if a
+        step failed."""
         engine = self._alive
         prompt, media = self._media.take(prompt)
         options = ChatOptions(add_generation_prompt=False)
@@ -283,17 +286,17 @@ class LLM:
         raise RequestError("the prefix was pinned, but its ttl_s has passed already; raise ttl_s.")
 
     def unpin_prefix(self, prefix_id: str) -> bool:
-        """Keep a prefix no longer; False if there is none of that id. Requests that run keep their
-        blocks."""
+        """Remove a pin; return False if the id is unknown. Running requests keep their blocks."""
         return self._alive.client.unpin(prefix_id)
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
-        """Oldest first."""
+        """Return the pinned prefixes, oldest first."""
         return self._alive.client.prefixes()
 
     def session(self, keep_s: float = KEEP_S, cache_salt: str = "") -> Session:
-        """Begin a session: tokens that grow, fork and go back, over KV blocks that are held for
-        keep_s seconds after each answer. Hooks are not for sessions: what passes is in tokens."""
+        """Begin a session: tokens that can be extended, forked and rewound. KV blocks are
+        retained for keep_s seconds after each answer. Hooks do not support sessions, which
+        exchange tokens."""
         if self._hooks is not None:
             raise ConfigError("sessions do not support hooks; create an LLM without hooks.")
 
@@ -305,8 +308,8 @@ class LLM:
         return Session(self._alive, run, keep_s, cache_salt)
 
     def close(self) -> None:
-        """Free the model and its KV memory; with a directory or store of KV blocks, first keep
-        there what is cached, for KEEP_AT_END_S at most. A second call does nothing."""
+        """Free the model and its KV memory. Cached blocks are first written to a configured
+        directory or store, for at most KEEP_AT_END_S. A second call does nothing."""
         if self._engine is not None:
             self._engine.client.close()
             self._engine = None
@@ -321,7 +324,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The parts, for tools and tests. Raises ConfigError if cores are processes."""
+        """The engine's parts, for tools and tests. Raises ConfigError if cores are processes."""
         if not isinstance(self._alive, Engine):
             num = self._alive.config.parallel.data_parallel_size
             raise ConfigError(
@@ -342,7 +345,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: ChatOptions | None = None,
     ) -> tuple[list[Any], list[LocalRequest]]:
-        """Return prompts as hooks leave them, and what they are to hooks; nothing without hooks."""
+        """Return prompts as changed by hooks, with their requests; unchanged without hooks."""
         if self._hooks is None:
             return prompts, []
         return self._hooks.admit(prompts, self._params(sampling_params, len(prompts)), options)
@@ -357,7 +360,7 @@ class LLM:
         hooked: list[LocalRequest],
         form: AnswerFormat | None = None,
     ) -> list[RequestOutput]:
-        """Check all requests, then add all, then step until they are done. form: of answers in a
+        """Check all requests, add them, and step until all are done. form: answer format of a
         conversation."""
         engine = self._alive
         priorities = _each(priority if priority is not None else 0, len(prompts), "priority")
@@ -390,7 +393,7 @@ class LLM:
         return Pooling(self._alive, finish)
 
     def _seen(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-        """Return prompts to pool as hooks leave them."""
+        """Return prompts for pooling, as changed by hooks."""
         listed = _as_list(prompts)
         for prompt in listed:
             refuse_media(prompt, "a model that pools")
@@ -399,7 +402,7 @@ class LLM:
     def _finished(
         self, requests: list[Request], prompts: list[RenderedPrompt], bar: RequestBar
     ) -> dict[str, RequestOutput]:
-        """Add requests that were checked, and step until they are done."""
+        """Add checked requests, and step until they are done."""
         client, done = self._alive.client, dict[str, RequestOutput]()
         try:
             with bar:
@@ -413,7 +416,7 @@ class LLM:
         return done
 
     def _step(self) -> list[RequestOutput]:
-        """Take one step of the engine; what belongs to an open stream is kept for it."""
+        """Run one step, return its outputs, and store outputs of open streams for them."""
         outputs: list[RequestOutput] = []
         for output in self._alive.client.step():
             stream = self._streams.get(output.request_id)
@@ -423,7 +426,7 @@ class LLM:
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """Return one copy per request, asking for the final output only."""
+        """Return one copy per request that requests only the final output."""
         listed = []
         wanted = self.get_default_sampling_params() if given is None else given
         for params in _each(wanted, count, "sampling_params"):
@@ -441,7 +444,7 @@ def _collect(outputs: list[RequestOutput], done: dict[str, RequestOutput], bar: 
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """Return one prompt, or several: token ids on their own are one prompt."""
+    """Return a list of prompts from one prompt or several; a list of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
@@ -449,7 +452,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:
-    """Return the same value for all, or a sequence with one for each."""
+    """Return a list that repeats one value, or a sequence with one value per prompt."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:

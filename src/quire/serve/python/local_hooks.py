@@ -1,4 +1,4 @@
-"""The hooks of an `LLM`: around prompts and outputs of a program that has no event loop."""
+"""Hooks of an `LLM`, which process prompts and outputs of a program without an event loop."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ NOBODY = HookContext("", "", "")
 
 
 class LocalHooks:
-    """hooks: asked on an event loop of their own. engine: whose prompts they see."""
+    """Hooks that run on an event loop of their own. engine: the engine whose prompts they see."""
 
     def __init__(self, hooks: Hooks, engine: Engine | ProcessEngine) -> None:
         self._hooks = hooks
@@ -42,8 +42,8 @@ class LocalHooks:
     def admit(
         self, prompts: list[Any], params: list[SamplingParams], options: ChatOptions | None = None
     ) -> "tuple[list[Any], list[LocalRequest]]":
-        """Return prompts as hooks leave them, and the requests that they are to be. Raises
-        RequestError for one that a hook ends, and HookFailed."""
+        """Return prompts as changed by hooks, and their requests. Raises RequestError for a request
+        that a hook ends, and HookFailed."""
         found, requests = [], []
         for prompt, own in zip(prompts, params, strict=True):
             name = f"hooked-{next(self._numbers)}"
@@ -60,7 +60,7 @@ class LocalHooks:
         self._loop.stop()
 
     def _asked(self, prompt: Any, params: SamplingParams, options: ChatOptions) -> HookRequest:
-        """Return what hooks see of a prompt in any of its forms."""
+        """Return a prompt of any form as hooks see it."""
         asked = asked_of(params)
         if is_conversation(prompt):
             given = {
@@ -85,7 +85,7 @@ class LocalHooks:
         return None if tokenizer is None else tokenizer.decode(token_ids or ())
 
     def _changed(self, prompt: Any, asked: HookRequest, changed: HookRequest) -> Any:
-        """Return a prompt in the form that it had, with what hooks made of it."""
+        """Return a prompt in its original form, with the changes of hooks."""
         if asked.messages is not None:
             return changed.messages
         if changed.prompt is None or changed.prompt == asked.prompt:
@@ -99,7 +99,7 @@ class LocalHooks:
 
 
 class LocalActions(NoActions):
-    """The actions of one request of an `LLM`, which carries them out between two steps."""
+    """Actions of hooks on one request of an `LLM`, which executes them between steps."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int | None, float | None]] = deque()  # arguments of `steer`
@@ -120,7 +120,7 @@ class LocalActions(NoActions):
 
 @dataclass
 class _Choice:
-    """What is known of one continuation; token ids and log-probabilities until it ends."""
+    """State of one continuation. Token ids and log-probabilities are collected until its end."""
 
     has_ended: bool = False
     is_changed: bool = False
@@ -129,37 +129,37 @@ class _Choice:
 
 
 class LocalRequest:
-    """One request of an `LLM`."""
+    """One request of an `LLM` as hooks see it."""
 
     def __init__(
         self, request_id: str, hooks: RequestHooks, actions: LocalActions, n: int, loop: OwnLoop
     ) -> None:
         self.request_id = request_id
-        self.has_ended = False  # a hook has ended it
+        self.has_ended = False  # whether a hook has ended it
         self._actions = actions
         self._hooks = hooks
         self._loop = loop
         self._choices = {index: _Choice() for index in range(n)}
 
     def priority(self, own: int) -> int:
-        """Return the priority of the new request. own: the program's, unless a hook set one."""
-        self._actions.waiting.clear()  # nothing to steer before it runs
+        """Return the priority of a new request. own: used unless a hook set a priority."""
+        self._actions.waiting.clear()  # the request does not run yet
         return own if self._actions.priority is None else self._actions.priority
 
     def act(self, client: InProcessClient | CoreProcesses) -> None:
-        """Carry out the actions of hooks since the last call."""
+        """Execute the hooks' actions since the last call."""
         while self._actions.waiting:
             client.steer(self.request_id, *self._actions.waiting.popleft())
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Return what the program gets in place of an output: what is new, or all in one piece.
-        Raises HookFailed."""
+        """Return an output as changed by hooks: only new tokens, or all in one piece. Raises
+        HookFailed."""
         if self._hooks.see("on_output"):
             self._loop.run(self._pass(output))
         return output
 
     def finish(self, output: RequestOutput) -> RequestOutput:
-        """Do the same with the only output of a request, which has an error where a hook failed."""
+        """Return a request's only output as changed by hooks, or an error if a hook failed."""
         try:
             return self.take(output)
         except HookFailed as error:

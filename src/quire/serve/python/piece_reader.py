@@ -1,7 +1,7 @@
-"""A prompt that its owner gives in pieces, on its way into the engine (T 4.4.4).
+"""Reader of a prompt that arrives in pieces (T 4.4.4).
 
-Pieces become tokens as they come. The first tokens begin the request; what follows is appended to
-it, and computed while the next piece is awaited. The end of the iterator completes the prompt.
+Pieces become tokens as they arrive. The first tokens begin the request. Later tokens are appended
+to it, and computed while the next piece is awaited. The end of the iterator completes the prompt.
 """
 
 import asyncio
@@ -15,16 +15,17 @@ from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.tokens.open_text import OpenText
 from quire.serve.async_renderer import Lanes
 
-# A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 Piece = str | Sequence[int] | Mapping[str, Any]
 
 
 class PieceReader:
-    """Reads between the beginning and the end of its block, in a task of its own: an iterator of
-    the user's may hold what belongs to one task.
+    """Reader with a task of its own for its `async with` block. The user's iterator may need this,
+    since its resources may be bound to one task.
 
-    error: why reading ended early, whoever raised it. is_complete: whether the iterator has ended.
-    cache_salt: of the first tokens; no later piece may bring another.
+    error: the exception that ended reading early, from any source. is_complete: whether the
+    iterator has ended. cache_salt: salt that arrived with the first tokens; later pieces cannot set
+    another.
     """
 
     def __init__(self, pieces: AsyncIterable[Piece], renderer: Renderer, lanes: Lanes) -> None:
@@ -36,8 +37,8 @@ class PieceReader:
         self._renderer = renderer
         self._lanes = lanes
         self._open_text = None if tokenizer is None else OpenText(tokenizer)
-        self._texts: list[str] | None = []  # None: of some piece only token ids are known
-        self._token_ids: list[int] = []  # until the request is made of them
+        self._texts: list[str] | None = []  # None if only the token ids of some piece are known
+        self._token_ids: list[int] = []  # tokens before the request was made
         self._changed = asyncio.Event()
         self._client: CoreClient | None = None
         self._request_id = ""
@@ -51,21 +52,21 @@ class PieceReader:
         await asyncio.wait([self._task])
 
     async def first(self) -> RenderedPrompt:
-        """Return what there is of the prompt as soon as it has a token. Raises what the iterator
-        raised, RequestError for a piece that is none, or if there is no token in any of them."""
+        """Return the prompt so far, as soon as it has a token. Raises the iterator's exception, or
+        RequestError for an invalid piece or if all pieces are empty."""
         await self._changed.wait()
         if self.error is not None:
             raise self.error
         return RenderedPrompt(self._token_ids, self.text)
 
     def follow(self, client: CoreClient, request_id: str) -> None:
-        """Append from now on to this request, which is sent before the reader's task runs again. An
-        error ends it."""
+        """Append all further tokens to this request. The caller must send it before the reader's
+        task runs again. An error ends the request."""
         self._client, self._request_id = client, request_id
 
     @property
     def text(self) -> str | None:
-        """What has been read, as text."""
+        """The prompt so far as text; None if unknown."""
         if self._texts is None:
             return None
         self._texts = ["".join(self._texts)]
@@ -76,18 +77,18 @@ class PieceReader:
             try:
                 async for piece in self._pieces:
                     self._put(await self._encode(piece))
-                    await asyncio.sleep(0)  # an iterator that never waits must not hold up others
+                    await asyncio.sleep(0)  # let others run even if the iterator never waits
                 self._put([] if self._open_text is None else self._open_text.close(), is_last=True)
             finally:
                 if isinstance(self._pieces, AsyncGenerator):
                     await self._pieces.aclose()
-        except BaseException as error:  # whatever it is, somebody waits for it
+        except BaseException as error:  # any exception, because the prompt's consumer waits
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
 
     async def _encode(self, piece: object) -> list[int]:
-        """Return the tokens that a piece makes certain."""
+        """Return the tokens that are certain after this piece."""
         text, token_ids = self._parts(piece)
         if isinstance(token_ids, Sequence) and not token_ids:
             return []
@@ -99,13 +100,13 @@ class PieceReader:
             ids = self._renderer.render_prompt({"prompt_token_ids": token_ids})
             return ids if self._open_text is None else self._open_text.add_ids(ids)
         if self._open_text is None:
-            return self._renderer.render_prompt(text)  # raises: there is no tokenizer
+            return self._renderer.render_prompt(text)  # raises, since there is no tokenizer
         assert text is not None
         num_chars = len(text) + self._open_text.num_held_chars
         return await self._lanes.run(num_chars, self._open_text.add, text)
 
     def _parts(self, piece: object) -> tuple[str | None, object | None]:
-        """Text and token ids of a piece; the ids count where it has both."""
+        """Return text and token ids of a piece; if it has both, the ids count."""
         if isinstance(piece, str):
             return piece, None
         if isinstance(piece, Mapping):
@@ -122,7 +123,7 @@ class PieceReader:
         )
 
     def _check_salt(self, salt: str | None) -> None:
-        """Refuse a late salt: the engine needs it with the first tokens, before anything is
+        """Reject a late salt. The engine needs it with the first tokens, before any block is
         cached."""
         if not salt or salt == self.cache_salt:
             return

@@ -1,7 +1,5 @@
-"""`LLM.embed` and its kin: vLLM's offline interface of pooling models.
-
-The endpoints of pooling models share the steps from outputs to numbers, and the pairs of texts.
-"""
+"""`LLM.embed`, `classify`, `encode` and `score`: vLLM's offline interface of pooling models. The
+HTTP endpoints of pooling models share the conversion of outputs and the pairing of texts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,7 +35,7 @@ from quire.serve.processes.core_processes import ProcessEngine
 
 
 def numbers_of(output: RequestOutput, spec: PoolingSpec, params: PoolingParams) -> Float64:
-    """Return an embedding or probabilities. Raises RequestError for a request that failed."""
+    """Return the embedding or the probabilities, [K]. Raises RequestError for a failed request."""
     if output.pooled is None:
         raise RequestError(f"the prompt was not pooled: {_why(output)}")
     if spec.task == EMBED:
@@ -46,7 +44,7 @@ def numbers_of(output: RequestOutput, spec: PoolingSpec, params: PoolingParams) 
 
 
 def paired(first: Sequence[Any], second: Sequence[Any], names: tuple[str, str]) -> list[Any]:
-    """Pair texts: one with each, or as many with as many. Raises RequestError."""
+    """Return pairs of texts: one text with each, or the texts pair by pair. Raises RequestError."""
     if not first or not second or len(first) not in (1, len(second)):
         raise RequestError(
             f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}; give one text for"
@@ -57,7 +55,7 @@ def paired(first: Sequence[Any], second: Sequence[Any], names: tuple[str, str]) 
 
 
 def check_scorer(spec: PoolingSpec) -> None:
-    """Raise RequestError for a model of classes that is no cross-encoder."""
+    """Raise RequestError for a classification model that is not a cross-encoder."""
     if not spec.is_scorer:
         raise RequestError(
             f"this model has {len(spec.labels)} classes; scores are for embeddings, and for"
@@ -72,12 +70,12 @@ def _why(output: RequestOutput) -> str:
 
 
 def salt_of(prompt: object) -> str:
-    """Return the cache_salt of a prompt of a program's."""
+    """Return the cache_salt of a program's prompt."""
     return prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
 
 
 def parts_of(output: RequestOutput, made: Any) -> tuple[str, Any, list[int], int]:
-    """Return what makes an output of a pooled prompt, which came to `made`."""
+    """Return the arguments of a pooled prompt's output. made: the pooled result."""
     ids, cached = output.prompt_token_ids or [], output.num_cached_tokens or 0
     return output.request_id, made, list(map(plain_id, ids)), cached
 
@@ -86,7 +84,7 @@ Finish = Callable[[list[Request], list[RenderedPrompt]], list[RequestOutput]]
 
 
 class Pooling:
-    """engine: whose prompts are pooled. finish: runs requests that were checked."""
+    """Pooling requests of an engine. finish: runs checked requests."""
 
     def __init__(self, engine: Engine | ProcessEngine, finish: Finish) -> None:
         self._engine, self._finish = engine, finish
@@ -153,7 +151,7 @@ class Pooling:
     def _pooled(
         self, inputs: list[list[Prompt]], spec: PoolingSpec, params: PoolingParams
     ) -> list[tuple[RequestOutput, Float64]]:
-        """Run prompts, or pairs of texts; each output with its numbers."""
+        """Run prompts, or pairs of texts; return each output with its numbers, [K]."""
         engine = self._engine
         longest = engine.client.max_model_len
         rendered = [to_pool(engine.renderer, each, params, longest) for each in inputs]

@@ -1,9 +1,9 @@
-"""`llm.session()`: tokens that grow, branch and go back, whose KV blocks are held in the engine.
+"""`llm.session()`: tokens to extend, fork and rewind, with KV blocks retained in the engine.
 
 with llm.session() as story:
     story.append("Once upon a time")
     story.generate(SamplingParams(max_tokens=20))
-    other = story.fork()                                 # both go on, over the same blocks
+    other = story.fork()                                 # both continue, over the same blocks
     other.rewind(5)
     other.append(" a bear")
     other.generate(SamplingParams(max_tokens=20))
@@ -27,7 +27,7 @@ Run = Callable[[Request], RequestOutput]
 
 
 class Session(SessionTokens):
-    """A session of an `LLM`. run: carries a request out."""
+    """A session of an `LLM`. run: executes a request."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class Session(SessionTokens):
         self._engine, self._run = engine, run
 
     def append(self, prompt: Prompt | Messages) -> "Session":
-        """Put a text, token ids or messages behind the tokens. Nothing is computed yet. Messages
-        behind an answer are written as the chat template writes them there."""
+        """Append a text, token ids or messages to the tokens, without computing them. After an
+        answer, messages are formatted as the chat template does at that position."""
         self._replace(self.token_ids + self._tokens_of(prompt))
         return self
 
     def generate(self, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Go on with the tokens; what comes becomes part of them. Raises RequestError, and
-        StepFailed if a step failed on it; then they are as they were."""
+        """Continue the tokens; the new tokens become part of the session. Raises RequestError, and
+        StepFailed if a step failed on the request. After an error the tokens are unchanged."""
         params = self._params(sampling_params)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         grammar = checked_grammar(self._renderer, params, RenderedPrompt(self.token_ids))
@@ -65,7 +65,7 @@ class Session(SessionTokens):
         return output
 
     def close(self) -> None:
-        """Hold nothing for it any more. A second call does nothing."""
+        """Release the retained request. A second call does nothing."""
         self._let_go()
         self._replace([])
 

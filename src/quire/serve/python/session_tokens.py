@@ -1,8 +1,5 @@
-"""What sessions are, whoever waits for their answers: tokens, and who has the first of them.
-
-A session knows its tokens, and which held request has the first of them computed. If that is gone,
-the engine computes them again.
-"""
+"""Base of sessions: their tokens, and the retained request that has computed the first of them. If
+the retained request has been dropped, the engine computes its tokens again."""
 
 import copy
 from collections.abc import Mapping
@@ -24,18 +21,16 @@ KEEP_S = 600.0
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """A held request, for as many sessions as begin with its tokens."""
+    """A retained request, shared by all sessions that begin with its tokens."""
 
     request_id: str
     core_id: int | None
-    num_users: int = 0
+    num_users: int = 0  # number of these sessions
 
 
 class SessionTokens:
-    """token_ids: all of its tokens, those that were given and those that were generated.
-
-    keep_s: how long blocks are held after each answer.
-    """
+    """Tokens of a session, both given and generated. keep_s: seconds for which blocks are retained
+    after each answer."""
 
     def __init__(
         self, requests: RequestMaker, renderer: Renderer, keep_s: float, cache_salt: str
@@ -44,10 +39,10 @@ class SessionTokens:
         self._requests, self._renderer = requests, renderer
         self._keep_s, self._salt = keep_s, cache_salt
         self._source: Source | None = None
-        self._num_shared = 0  # of its tokens, from the first on, that the source has
+        self._num_shared = 0  # leading tokens that the source has
 
     def fork(self, at_token: int | None = None) -> Self:
-        """Return another session with the first at_token tokens, all if absent."""
+        """Return another session with the first at_token tokens; with all tokens if absent."""
         num_tokens = len(self.token_ids)
         at_token = num_tokens if at_token is None else at_token
         if not 0 <= at_token <= num_tokens:
@@ -60,7 +55,7 @@ class SessionTokens:
         return child
 
     def rewind(self, num_tokens: int) -> Self:
-        """Drop the last tokens."""
+        """Drop the last num_tokens tokens."""
         if not 0 <= num_tokens <= len(self.token_ids):
             raise RequestError(
                 f"num_tokens must be from 0 to {len(self.token_ids)}, the number of tokens; got"
@@ -70,14 +65,14 @@ class SessionTokens:
         self._num_shared = min(self._num_shared, len(self.token_ids))
         return self
 
-    # ---- for those who wait for answers --------------------------------------------------------
+    # ---- for subclasses ----------------------------------------------------------------------
 
     def _replace(self, token_ids: list[int]) -> None:
-        """Let these be its tokens."""
+        """Replace the session's tokens."""
         self.token_ids = token_ids
 
     def _params(self, given: SamplingParams | None) -> SamplingParams:
-        """Return parameters of its own. Raises RequestError if nothing can be gone on with."""
+        """Return a copy of the parameters. Raises RequestError if the session is empty."""
         params = (given or self._requests.defaults.default_sampling_params()).clone()
         if params.num_samples > 1:
             name = width_field(params)
@@ -87,7 +82,7 @@ class SessionTokens:
         return params
 
     def _request(self, client: Checks, params: SamplingParams, grammar: str) -> Request:
-        """Make the request that goes on with the tokens. Raise RequestError."""
+        """Return the request that continues the tokens. Raises RequestError."""
         made = self._requests.make(
             RenderedPrompt(self.token_ids), params, cache_salt=self._salt, grammar=grammar
         )
@@ -105,7 +100,7 @@ class SessionTokens:
             )
 
     def _tail_of(self, told: str, mark: str) -> str:
-        """Return what is new of a conversation that was told with a mark for the answer before."""
+        """Return what follows the mark for the last answer in a rendered conversation."""
         tokenizer = self._renderer.tokenizer
         assert tokenizer is not None, "a conversation was rendered before"
         has_ended = self.token_ids[-1] in self._requests.defaults.eos_token_ids
@@ -113,7 +108,7 @@ class SessionTokens:
         return text_behind(told, mark, end)
 
     def _begin_with(self, source: Source | None, num_shared: int) -> None:
-        """Begin with a source's tokens, or with nobody's. What it began with is not let go."""
+        """Share the first tokens of a source, or of none. The previous source is not released."""
         num_shared = min(num_shared, len(self.token_ids))
         self._source, self._num_shared = None, 0
         if source is not None and num_shared:
@@ -121,7 +116,7 @@ class SessionTokens:
             self._source, self._num_shared = source, num_shared
 
     def _leave(self) -> Source | None:
-        """Begin with no source any more. Returns it if nobody else does: it is to be let go."""
+        """Detach from the source. Return it if it has no other users, to be released."""
         source, self._source, self._num_shared = self._source, None, 0
         if source is None:
             return None
@@ -130,7 +125,7 @@ class SessionTokens:
 
 
 def check_answer(completion: CompletionOutput) -> None:
-    """Raise what an answer has failed with: RequestError, or StepFailed if a step failed on it."""
+    """Raise the error of a failed answer: RequestError, or StepFailed if a step failed on it."""
     failed = completion.error
     if failed is not None:
         raise (StepFailed if failed.code == STEP_FAILED else RequestError)(failed.message)

@@ -1,1 +1,1 @@
-"""The Responses API of OpenAI: conversations that the server stores."""
+"""OpenAI's Responses API: conversations that the server stores."""

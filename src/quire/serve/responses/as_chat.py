@@ -1,5 +1,5 @@
-"""A response's body as that of a chat, which everything behind it is made for; and errors of that
-chat in the words of this API."""
+"""Translation of a response's body into a chat body, which the pipeline serves, and of the chat's
+errors into the names of this API."""
 
 import json
 import re
@@ -16,15 +16,15 @@ from quire.serve.responses.custom_tools import custom_function
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
-# What a body may ask to be included. All but the first are about tools and inputs that there are
-# none of here, or (encrypted reasoning) about what is shown in the open.
+# Values allowed in `include`. Only the first has an effect. The others concern tools and inputs
+# that this server lacks, or encrypted reasoning, which it shows unencrypted.
 INCLUDES = (
     LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url",
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 )  # fmt: skip
 FORMATS = ("text", "json_object", "json_schema")
-# An answer that is shown whole is fetched from the engine in pieces of so many tokens.
+# Tokens per chunk for an answer that is not streamed
 WHOLE_INTERVAL = 1 << 20
 OWN = {"stream", "stream_options", "tools", "metadata", "store"}
 SAME = (ResponsesRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys()) - OWN
@@ -41,7 +41,7 @@ WORD = re.compile("|".join(map(re.escape, WORDS)))
 
 
 def chat_body(body: ResponsesRequest, messages: list[Json]) -> ChatCompletionRequest:
-    """Return the chat that a response is made by; always a stream. Raises ApiError."""
+    """Return the chat body of a response; always a stream. Raises ApiError."""
     includes = _checked_includes(body)
     fields: Json = {
         name: getattr(body, name) for name in SAME if getattr(body, name, None) is not None
@@ -62,7 +62,7 @@ def chat_body(body: ResponsesRequest, messages: list[Json]) -> ChatCompletionReq
 
 
 def chat_tools(tools: list[Json] | None) -> list[Json] | None:
-    """Return functions as chats describe them, and those that stand for custom tools. Raises
+    """Return a response's tools as functions of a chat; custom tools become functions, too. Raises
     ApiError for tools of other kinds."""
     if not tools:
         return None
@@ -70,7 +70,7 @@ def chat_tools(tools: list[Json] | None) -> list[Json] | None:
 
 
 def in_own_words(error: RequestError | ApiError) -> ApiError | RequestError:
-    """Return an error of the chat with the names that this API has for its fields."""
+    """Return an error of the chat with this API's names of fields."""
     if isinstance(error, EngineBusy):
         return error
     told = as_api_error(error)

@@ -1,4 +1,4 @@
-"""Responses that are made while nobody waits for them: read, followed and ended from outside."""
+"""Responses that run in the background: clients can read, follow and cancel them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -10,31 +10,31 @@ from quire.serve.http.sse import encode
 
 Json = dict[str, Any]
 Pieces = AsyncGenerator[list[Json], None]
-Stop = Callable[[str, Json | None], list[Json]]  # of a status and an error: the last event
+Stop = Callable[[str, Json | None], list[Json]]  # from a status and an error to the last events
 
 
 def event(told: Json) -> bytes:
-    """Return an event as it is sent."""
+    """Return the bytes of a server-sent event."""
     return b"event: " + str(told["type"]).encode() + b"\ndata: " + encode(told) + b"\n\n"
 
 
 def error_json(error: BaseException, request_id: str) -> Json:
-    """Return why a response failed, with the codes that this API has."""
+    """Return the error of a failed response, with a code of this API."""
     told = as_api_error(error, request_id)
     code = "invalid_prompt" if told.status == 400 else "server_error"
     return {"code": code, "message": told.message}
 
 
 def error_event(error: BaseException, request_id: str = "") -> bytes:
-    """Return the end of a stream that has broken off, without a response to tell of."""
+    """Return the error event of a stream that failed before its response began."""
     told = as_api_error(error, request_id)
     fields = {"message": told.message, "code": str(told.code), "param": told.param}
     return event({"type": "error", "sequence_number": 0, **fields})
 
 
 class RunningResponse:
-    """response: returns it as it is now. stop: ends it early. keep: called with all events, once it
-    is over."""
+    """A response that runs in the background. response: returns its present state. stop: returns
+    the last events of an early end. keep: called with all events at the end."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class RunningResponse:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, pieces: Pieces) -> None:
-        """Begin to make it, in a task of its own."""
+        """Begin to generate the response, in a task of its own."""
         self._task = asyncio.create_task(self._make(pieces))
 
     async def cancel(self) -> None:
-        """End it; returns when it is over, which it may have been."""
+        """Cancel the response, and wait for its end. Has no effect on a response that has ended."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait((self._task,))
@@ -66,7 +66,7 @@ class RunningResponse:
             self._end()
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
-        """Yield events from a number on, to the last."""
+        """Yield the events from number `first` on, until the last one."""
         place = first
         while True:
             while place < len(self._events):
@@ -95,6 +95,6 @@ class RunningResponse:
         self._tell()
 
     def _tell(self) -> None:
-        """Wake all that follow."""
+        """Wake all followers."""
         self._news.set()
         self._news = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Fields of /v1/responses: OpenAI's, and vLLM's fields of sampling."""
+"""Fields of /v1/responses: OpenAI's fields, and vLLM's sampling fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -82,14 +82,14 @@ Metadata = Annotated[
 
 
 class TextConfig(BaseModel):
-    """The form of a response's text."""
+    """The format of a response's text."""
 
     format: Annotated[Format, WithJsonSchema(_FORMAT_SCHEMA)] | None = None
     verbosity: Label | None = None
 
 
 class ReasoningConfig(BaseModel):
-    """How much to reason. There are no summaries: the reasoning itself is shown."""
+    """How much to reason. There are no summaries, because the reasoning itself is shown."""
 
     effort: Effort | None = None
     summary: Label | None = None
@@ -97,7 +97,7 @@ class ReasoningConfig(BaseModel):
 
 
 class ResponsesRequest(SampledBody, ScheduledBody, ChatFields):
-    """A body of /v1/responses. Input items are checked where they are read."""
+    """A body of /v1/responses. Input items are validated when they are read (`read_items`)."""
 
     input: Input = becomes(PROMPT)
     instructions: str | None = becomes(PROMPT)
@@ -111,12 +111,12 @@ class ResponsesRequest(SampledBody, ScheduledBody, ChatFields):
     metadata: Metadata | None = becomes(RESPONSE)
     truncation: Literal["auto", "disabled"] | None = becomes(PROMPT)
 
-    # How tokens are chosen, and when the response ends
+    # Sampling, and the end of the response
     max_output_tokens: Int32 | None = becomes("SamplingParams.max_tokens")
     max_tool_calls: Int32 | None = becomes(RESPONSE)
     top_logprobs: Natural | None = becomes("SamplingParams.logprobs")
 
-    # The form of the response
+    # The format of the response
     tool_choice: Annotated[Any, at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_CHOICE_SCHEMA)] = (
         becomes(GRAMMAR)
     )

@@ -1,7 +1,5 @@
-"""Items to the messages that chat templates know.
-
-An assistant's turn is several items (reasoning, message, calls) and one message.
-"""
+"""Conversion of items to the messages of chat templates. An assistant's turn is several items
+(reasoning, message, calls) but a single message."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +15,9 @@ INSTRUCTING = ("system", "developer")
 def messages_of(
     instructions: str | None, items: Iterable[Json], num_earlier: int = 0
 ) -> list[Json]:
-    """Return the messages of items, which hold no references. Instructions come first; with those
-    that a conversation begins with they are one message, because many templates take one.
-    num_earlier: so many items are not of this request."""
+    """Return the messages of items, which contain no references. Instructions come first, merged
+    with system messages at the start, because many templates accept only one. num_earlier: number
+    of leading items from earlier responses."""
     found: list[Json] = []
     if instructions:
         found.append({"role": "system", "content": instructions})
@@ -62,7 +60,7 @@ def _content(parts: list[Part]) -> list[Any]:
 
 
 def _parts(parts: Iterable[Json], where: str) -> list[Part]:
-    """Return texts and images."""
+    """Return the parts as texts and images."""
     return [
         ImagePart(part["image_url"], f"{where}[{index}].image_url")
         if part["type"] == "input_image"
@@ -72,8 +70,8 @@ def _parts(parts: Iterable[Json], where: str) -> list[Part]:
 
 
 def _turn(found: list[Json], item: Json) -> Json:
-    """Return the message of the assistant's turn that goes on, or a new one: reasoning begins one
-    where something else was written, and so does a text behind calls."""
+    """Return the message of the assistant's present turn, or a new one. A reasoning item begins a
+    new turn after text or calls, and so does a text after text or calls."""
     last = found[-1] if found else {}
     is_new = last.get("role") != "assistant"
     if item["type"] == "reasoning":

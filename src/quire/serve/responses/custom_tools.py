@@ -1,10 +1,9 @@
-"""Custom tools, which take a text of any form instead of arguments.
+"""Custom tools, which accept free text instead of arguments.
 
     {"type": "custom", "name": "apply_patch"}     for clients
     apply_patch({"input": "*** Begin Patch ..."})  for the model: a function with one parameter
 
-A grammar that a tool has for its text is told to the model in the description; the answer is not
-bound to it.
+If a tool has a grammar, the description shows it to the model, but decoding is not constrained.
 """
 
 import json
@@ -25,11 +24,11 @@ PARAMETERS: Json = {
     "required": [INPUT],
     "additionalProperties": False,
 }
-MAX_HEAD_PIECES = 64  # in which the text of a call's input must begin, to be told as it comes
-MAX_ESCAPE_CHARS = 12  # two halves of a pair
+MAX_HEAD_PIECES = 64  # limit of deltas before an input's text begins; later ones are not streamed
+MAX_ESCAPE_CHARS = 12  # both halves of a surrogate pair
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _SURROGATE = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
-# Characters of a JSON string that are whole: the first half of a pair is only with what follows.
+# Complete characters of a JSON string; the first half of a pair is complete only with its second
 _WHOLE = re.compile(
     rf'(?:[^"\\]|\\["\\/bfnrt]|{_SURROGATE}(?=[^\\]|\\[^u]|\\u[0-9a-fA-F]{{4}})'
     rf"|(?!{_SURROGATE})\\u[0-9a-fA-F]{{4}})*"
@@ -38,12 +37,12 @@ _CUT_OFF = re.compile(rf"(?:{_SURROGATE})?(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?")
 
 
 def custom_names(tools: Iterable[Json] | None) -> frozenset[str]:
-    """Return the names of those tools that are custom ones."""
+    """Return the names of the custom tools."""
     return frozenset(tool["name"] for tool in tools or () if tool.get("type") == "custom")
 
 
 def custom_function(tool: Json, where: str) -> Json:
-    """Return the function that stands for a custom tool, whose name is checked. Raises ApiError."""
+    """Return the function that represents a custom tool, whose name is valid. Raises ApiError."""
     description = tool.get("description")
     if not isinstance(description, str | None):
         text = f"{where}.description must be a text, got {shown(description)}."
@@ -55,22 +54,22 @@ def custom_function(tool: Json, where: str) -> Json:
 
 
 def arguments_of(text: str) -> str:
-    """Return the arguments of the call of a function that stands for a custom tool."""
+    """Return the JSON arguments of a call to a custom tool's function."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 class InputText:
-    """The text of a call's input, out of arguments that come in pieces."""
+    """Extractor of the input text of a custom tool's call from arguments that arrive in deltas."""
 
     def __init__(self) -> None:
-        self._arguments: list[str] = []  # all of them, until the text begins
+        self._arguments: list[str] = []  # all arguments until the text begins
         self._held = ""
         self._is_begun = False
         self._is_over = False
-        self._is_raw = False  # it has an escape that is none, and goes on as it is
+        self._is_raw = False  # whether an invalid escape was met, after which text passes unchanged
 
     def add(self, piece: str) -> str:
-        """Return what is certain of the text by now, and was not before."""
+        """Add a delta of the arguments; return the text that becomes certain with it."""
         if self._is_over:
             return ""
         if not self._is_begun:
@@ -87,7 +86,7 @@ class InputText:
         return text
 
     def end(self) -> str:
-        """Return the rest. Arguments of another form are the text as they are."""
+        """Return the rest of the text. Arguments without an input field are returned unchanged."""
         if self._is_over:
             return ""
         if self._is_begun:
@@ -100,7 +99,7 @@ class InputText:
         return arguments if found else ""
 
     def _begin(self, piece: str) -> str:
-        """Take a piece that may hold where the text begins; returns what there is of the text."""
+        """Add a delta before or at the text's beginning; return the text in it."""
         self._arguments.append(piece)
         if len(self._arguments) > MAX_HEAD_PIECES:
             return ""
@@ -116,7 +115,7 @@ class InputText:
 
 
 def _rule_of(given: object, where: str) -> str:
-    """Describe the form of a tool's text for the model. Raises ApiError."""
+    """Return a description of the tool's grammar for the model. Raises ApiError."""
     form: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if given is None or form.get("type") == "text":
         return ""
@@ -131,10 +130,10 @@ def _rule_of(given: object, where: str) -> str:
 
 
 def _decoded(escaped: str) -> str:
-    """Return what characters say that stand in a JSON string; those of control may be bare."""
+    """Return the decoded contents of a JSON string, which may contain raw control characters."""
     return _sendable(json.loads(f'"{escaped}"', strict=False))
 
 
 def _sendable(text: str) -> str:
-    """Return a text that UTF-8 can hold: a half of a surrogate pair is a question mark."""
+    """Return the text with question marks for lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""What a response goes on from: the conversation before it, and stored items that it names."""
+"""Context of a response: the earlier conversation, and stored items that references name."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ PREVIOUS = "previous_response_id"
 
 
 async def earlier_items(api: ApiContext, owner: str, response_id: str | None) -> list[Json]:
-    """Return the items of a stored response and of those before it, the oldest first. Raises
-    ApiError if one of them is not stored."""
+    """Return the items of a stored response and its predecessors, oldest first. Raises ApiError if
+    one of them is not stored."""
     if response_id is None:
         return []
     if api.responses.running(owner, response_id) is not None:
@@ -42,9 +42,10 @@ async def earlier_items(api: ApiContext, owner: str, response_id: str | None) ->
 async def continued_turn(
     api: ApiContext, body: ResponsesRequest, owner: str, scope: Scope, items: list[Json]
 ) -> Continued | None:
-    """Return what a response goes on from, if its tokens are held, and the messages that follow it:
-    the same as the conversation rendered once more, but for what a template leaves out of earlier
-    turns. None where what comes before the items is not what was before."""
+    """Return the retained request that a response continues, with the messages to append. The
+    result is the conversation rendered again, without the template's omissions in earlier turns.
+    Return None if no ended request is retained, or if instructions, tools, salt or roles do not
+    fit."""
     previous = body.previous_response_id
     stored = None if previous is None else api.responses.store.get(owner, previous)
     if previous is None or stored is None:
@@ -77,9 +78,9 @@ def output_of(stored: Stored) -> list[Json]:
 
 
 def without_references(api: ApiContext, owner: str, items: list[Json]) -> list[Json]:
-    """Return items with those that references name in their place. Raises ApiError for one that is
-    not stored."""
-    outputs: dict[int, dict[str, Json]] = {}  # of each response, decoded once
+    """Return the items with references replaced by the items that they name. Raises ApiError for an
+    item that is not stored."""
+    outputs: dict[int, dict[str, Json]] = {}  # by response, to decode each once
 
     def resolved(index: int, item: Json) -> Json:
         if item["type"] != "item_reference":

@@ -1,7 +1,7 @@
-"""The input of a response as items: checked, each with an id, in the form in which they are shown.
+"""Reader of a response's input: validates items, completes their ids and normalises their form.
 
-What an item may have beside (`status`, `phase`, annotations, ...) says nothing to the model, and is
-left out. Errors name the item.
+Further fields of an item (`status`, `phase`, annotations, ...) do not reach the model and are
+dropped. Errors name the item.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from quire.serve.errors import ApiError, bad_request
 from quire.serve.media.parts import read_part
 
 Json = dict[str, Any]
-NewId = Callable[[str], str]  # of a kind such as msg
+NewId = Callable[[str], str]  # from a kind such as msg
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -24,7 +24,7 @@ KINDS = (
 
 
 def read_items(given: object, new_id: NewId) -> list[Json]:
-    """Return the items of `input`; those of type item_reference as they are. Raises ApiError."""
+    """Return the items of `input`; references stay unresolved. Raises ApiError."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -69,7 +69,7 @@ def _output_text(text: str) -> Json:
 
 
 def _function_call(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
-    """Return a call, whose arguments may be cut off or no JSON: a model wrote them."""
+    """Return a call. Its arguments may be truncated or invalid JSON, since a model wrote them."""
     if given.get("arguments", "") is None:
         given = {**given, "arguments": "{}"}
     return {
@@ -140,7 +140,7 @@ READERS: dict[str, Callable[[Mapping[str, Any], str, NewId], Json]] = {
 
 
 def _input_parts(parts: object, where: str) -> list[Json]:
-    """Return parts of a content, which may be texts and images."""
+    """Return the parts of a content that may contain texts and images."""
     found: list[Json] = []
     for part, place in _parts(parts, where):
         if read_part(part, place) is None:
@@ -154,12 +154,12 @@ def _input_parts(parts: object, where: str) -> list[Json]:
 
 
 def _texts(parts: object, where: str) -> list[str]:
-    """Return the texts of parts of a content, which may hold nothing else."""
+    """Return the texts of a content that may contain only text parts."""
     return [_part_text(part, place, "output_text") for part, place in _parts(parts, where)]
 
 
 def _parts(parts: object, where: str) -> list[tuple[Mapping[str, Any], str]]:
-    """Return parts with their places."""
+    """Return the parts, each with its path for error messages."""
     if not isinstance(parts, list):
         raise _wrong(where, f"must be a text or a list of parts, got {shown(parts)}")
     for index, part in enumerate(parts):
@@ -169,7 +169,7 @@ def _parts(parts: object, where: str) -> list[tuple[Mapping[str, Any], str]]:
 
 
 def _part_text(part: Mapping[str, Any], where: str, other: str) -> str:
-    """Return the text of a part. other: the type that it may have besides input_text."""
+    """Return the text of a part. other: a further allowed type, for the error message."""
     kind = part.get("type")
     if kind != "refusal" and kind not in TEXTS:
         raise _wrong(f"{where}.type", f"must be input_text or {other}, got {shown(kind)}")

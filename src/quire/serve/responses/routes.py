@@ -1,4 +1,4 @@
-"""/v1/responses: a response is made, and what is stored of those of a key is shown and ended."""
+"""/v1/responses: create responses; show, cancel and delete the stored responses of a key."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ MAX_ITEMS = 100
 
 
 class KeptRoute(BoundedRoute):
-    """A route that is about a response, which may be kept by another API process."""
+    """A route for a stored response, which another API process may hold."""
 
     def get_route_handler(self) -> Any:
         handle = super().get_route_handler()
@@ -48,7 +48,7 @@ kept = APIRouter(route_class=KeptRoute)
 
 @router.post("/v1/responses", dependencies=[Depends(generating)])
 async def create_response(body: ResponsesRequest, request: fastapi.Request, api: Api) -> Response:
-    """The next turn of a conversation: reasoning, text and calls of functions."""
+    """Return the next turn of a conversation: reasoning, text and function calls."""
     if (other := _other_of(api, body)) is not None:
         return await api.peers.pass_on(request, other, error_event)
     turn = await make_turn(api, body, request.scope)
@@ -73,8 +73,8 @@ async def show_response(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Response:
-    """A stored response, or one that runs in the background; with `stream` its events, from behind
-    number `starting_after` on."""
+    """Return a stored response or one that runs in the background. With `stream`, return its events
+    after number `starting_after`."""
     running, stored = _found(api, request, response_id)
     if stream:
         events = _events(running, stored, starting_after + 1)
@@ -87,7 +87,7 @@ async def show_response(
 
 @kept.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
-    """Keep it no longer. One that runs in the background ends."""
+    """Delete a response. A response that runs in the background is cancelled."""
     running, _ = _found(api, request, response_id)
     if running is not None:
         await running.cancel()
@@ -97,7 +97,7 @@ async def delete_response(response_id: str, request: fastapi.Request, api: Api) 
 
 @kept.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, request: fastapi.Request, api: Api) -> Response:
-    """End a response that runs in the background; one that is over is shown as it is."""
+    """Cancel a response that runs in the background, and return it. An ended one is unchanged."""
     running, stored = _found(api, request, response_id)
     if running is not None:
         await running.cancel()
@@ -118,7 +118,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> dict[str, Any]:
-    """The items of a stored response's own input, newest first unless `order` is asc."""
+    """Return the items of a stored response's own input, newest first unless `order` is asc."""
     _, stored = _found(api, request, response_id)
     if stored is None:
         text = f"{shown(response_id)} is still in progress; list its items when it has ended."
@@ -142,7 +142,7 @@ async def list_input_items(
 
 
 def _other_of(api: ApiContext, body: ResponsesRequest) -> int | None:
-    """Return the process that has what a body goes on from; None if it is this one, or nobody."""
+    """Return the other process that holds a body's context; None for this one or none."""
     items = body.input if isinstance(body.input, list) else []
     named = [body.previous_response_id]
     named += [item.get("id") for item in items if _is_reference(item)]
@@ -159,7 +159,7 @@ def _is_reference(item: object) -> bool:
 def _found(
     api: ApiContext, request: fastapi.Request, response_id: str
 ) -> tuple[RunningResponse | None, Stored | None]:
-    """Return a response of the caller, one way or the other. Raises ApiError 404."""
+    """Return the caller's response as either running or stored. Raises ApiError 404."""
     owner = owner_of(request.scope, api)
     running = api.responses.running(owner, response_id)
     stored = None if running is not None else api.responses.store.get(owner, response_id)
@@ -173,7 +173,7 @@ def _found(
 
 
 def _events(running: RunningResponse | None, stored: Stored | None, first: int) -> Events:
-    """Return the events of a response from a number on. Raises ApiError where none are kept."""
+    """Return a response's events from number `first` on. Raises ApiError if not stored."""
     if running is not None:
         return running.follow(first)
     assert stored is not None

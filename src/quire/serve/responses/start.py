@@ -1,4 +1,4 @@
-"""From the body of a response to a turn that is ready for the engine."""
+"""Preparation of a response's body into a turn that is ready for the engine."""
 
 import time
 from typing import Any
@@ -28,13 +28,13 @@ Json = dict[str, Any]
 
 
 def owner_of(scope: Scope, api: ApiContext) -> str:
-    """Return who may see what a request makes: its key; on a server without keys everybody."""
+    """Return the owner of a request's responses: its key; empty without keys, for all clients."""
     return reader_of(scope, api.config.api_key) or ""
 
 
 async def make_turn(api: ApiContext, body: ResponsesRequest, scope: Scope) -> Turn:
-    """Make a response ready for the engine. Raises ApiError, RequestError or HookFailed for what
-    cannot be served."""
+    """Return a response that is ready for the engine. Raises ApiError, RequestError or HookFailed
+    for a request that cannot be served."""
     check_neutral(body)
     if body.background and body.store is False:
         text = (
@@ -79,7 +79,7 @@ def _writer(
 
 
 def _described(body: ResponsesRequest, chat: Chat, response_id: str) -> Json:
-    """Return a response without its answer: what was asked for, and what counts in its place."""
+    """Return a response without its output: the requested parameters, with defaults applied."""
     params, text, reasoning = chat.job.request.params, body.text, body.reasoning
     asked_format = text.format if text is not None else None
     return {

@@ -1,8 +1,9 @@
-"""Stored responses by id, separated by key, in a bounded number of bytes; and those that run.
+"""Stored responses by owner and id, in a bounded number of bytes, and running responses.
 
-A response holds its own input and output, and the id of the one before it, so a conversation takes
-the bytes of its items once. To make room, the key that holds most loses its least recently used
-response. Using a conversation uses its oldest response last, so the beginning is not lost first.
+A response holds its own input and output, and the id of its predecessor, so a conversation stores
+each item once. To make room, the owner with the largest total loses its least recently used
+response. Reading a conversation touches its oldest response last, so the beginning is not evicted
+first.
 """
 
 import uuid
@@ -17,27 +18,25 @@ from quire.serve.errors import ApiError
 from quire.serve.responses.background import RunningResponse
 
 Json = dict[str, Any]
-OVERHEAD_BYTES = 1024  # what Python takes beside the texts
+OVERHEAD_BYTES = 1024  # of Python objects, besides the texts
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
 class Stored:
-    """response, items: JSON; items are those of its own input. previous: the id of the response
-    that it goes on from. item_ids: those of its output. events: what its stream sends, where it may
-    be read again."""
+    """A stored response."""
 
-    response: bytes
-    items: bytes
-    previous: str | None
-    item_ids: tuple[str, ...]
-    events: tuple[bytes, ...] | None = None
+    response: bytes  # JSON
+    items: bytes  # JSON of its own input
+    previous: str | None  # id of the response that it continues
+    item_ids: tuple[str, ...]  # ids of its output's items
+    events: tuple[bytes, ...] | None = None  # events of its stream, if they can be streamed again
 
     @classmethod
     def of(
         cls, response: Json, items: list[Json], events: Iterable[bytes] | None = None
     ) -> "Stored":
-        """Make it of objects."""
+        """Return a stored response from its objects."""
         return cls(
             _encode(response),
             _encode(items),
@@ -54,7 +53,7 @@ class Stored:
 
 @dataclass
 class _Shelf:
-    """What one owner has stored, the least recently used first."""
+    """The responses of one owner, least recently used first."""
 
     responses: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     by_item: dict[str, str] = field(default_factory=dict)
@@ -62,8 +61,8 @@ class _Shelf:
 
 
 class ResponseStore:
-    """most_bytes: of all responses together; 0 keeps none. An owner is a key's tenant, and finds
-    nothing of others."""
+    """Stored responses, which only their owner (a key's tenant) can find. most_bytes: maximum size
+    of all responses together; 0 stores none."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -74,7 +73,7 @@ class ResponseStore:
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
-        """Keep a response, unless it is larger than the store."""
+        """Store a response, unless it is larger than the whole store."""
         if stored.num_bytes > self._most_bytes:
             return
         shelf = self._shelves.setdefault(owner, _Shelf())
@@ -87,7 +86,7 @@ class ResponseStore:
             self.remove(largest, next(iter(self._shelves[largest].responses)))
 
     def get(self, owner: str, response_id: str) -> Stored | None:
-        """Return a response, which is the most recently used one then."""
+        """Return a response and mark it as the most recently used."""
         shelf = self._shelves.get(owner)
         if shelf is None or response_id not in shelf.responses:
             return None
@@ -95,7 +94,7 @@ class ResponseStore:
         return shelf.responses[response_id]
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """Drop a response; return whether there was one."""
+        """Remove a response; return whether it existed."""
         shelf = self._shelves.get(owner)
         stored = shelf.responses.pop(response_id, None) if shelf is not None else None
         if shelf is None or stored is None:
@@ -109,8 +108,7 @@ class ResponseStore:
         return True
 
     def conversation(self, owner: str, response_id: str) -> list[Stored] | str:
-        """Return a response and those before it, the oldest first; or the id of the one that is
-        not there."""
+        """Return a response and its predecessors, oldest first; or the id of a missing one."""
         found: list[Stored] = []
         wanted: str | None = response_id
         while wanted is not None:
@@ -134,7 +132,7 @@ _DIGITS = 4
 
 
 def new_id(kind: str, process: int) -> str:
-    """Return an id such as resp_00003f2a...: kind, number of the process, and chance."""
+    """Return an id such as resp_00003f2a...: kind, number of the process, random digits."""
     return f"{kind}_{process:0{_DIGITS}x}{uuid.uuid4().hex}"
 
 
@@ -150,7 +148,7 @@ def process_of(given: str) -> int | None:
 
 
 class Responses:
-    """The responses of one API process: stored ones, and those that run in the background."""
+    """The responses of one API process: stored ones, and those in the background."""
 
     def __init__(self, store_bytes: int, process: int = 0) -> None:
         self.store = ResponseStore(store_bytes)
@@ -162,11 +160,11 @@ class Responses:
         return new_id(kind, self.process)
 
     def running(self, owner: str, response_id: str) -> RunningResponse | None:
-        """Return a response of an owner that is being made in the background."""
+        """Return a response of an owner that runs in the background."""
         return self._running.get((owner, response_id))
 
     def check_room(self) -> None:
-        """Raise ApiError if no more responses may be made in the background."""
+        """Raise ApiError if no more responses may run in the background."""
         if len(self._running) >= MAX_RUNNING:
             text = (
                 f"{MAX_RUNNING} responses are running in the background already; try again later."

@@ -1,4 +1,4 @@
-"""One response while it is made: from the chunks of its chat to events and to the store."""
+"""One response in progress: from the chunks of its chat to events and to the store."""
 
 import asyncio
 import time
@@ -20,22 +20,22 @@ from quire.serve.responses.writer import ResponseWriter
 Json = dict[str, Any]
 Chunks = AsyncGenerator[list[Json], None]
 
-# What the engine refuses it refuses sooner; later a stream begins without a token. Below what
-# `start_stream` waits for the first event.
+# Wait for the first chunk before a stream begins without it. The engine rejects requests sooner. It
+# is shorter than the wait of `start_stream` for the first event.
 BEGIN_S = 0.2
 
 
 @dataclass(frozen=True)
 class Turn:
-    """items: of its own input. chat: what answers it. writer: makes events of the answer."""
+    """One response in progress."""
 
     api: ApiContext
     body: ResponsesRequest
     owner: str
-    items: list[Json]
-    chat: Chat
+    items: list[Json]  # items of its own input
+    chat: Chat  # chat that generates it
     choice: ChatChoice
-    writer: ResponseWriter
+    writer: ResponseWriter  # converter of chunks to events
 
     @property
     def id(self) -> str:
@@ -43,7 +43,7 @@ class Turn:
         return found
 
     async def whole(self) -> Json:
-        """Return the response when it is over. Raises what makes it fail."""
+        """Return the response when it has ended. Raises the error of a failed response."""
         async with aclosing(self.events()) as pieces:
             async for _ in pieces:
                 pass
@@ -51,8 +51,8 @@ class Turn:
         return self.writer.response
 
     async def stream(self, request_id: str) -> AsyncGenerator[bytes, None]:
-        """Yield the events as they are sent. What fails before the first is raised, what fails
-        later is the last event."""
+        """Yield the bytes of the events. An error before the first event is raised; a later one
+        becomes the last event."""
         has_begun = False
         try:
             async with aclosing(self.events()) as pieces:
@@ -60,7 +60,7 @@ class Turn:
                     has_begun = True
                     data = b"".join(map(event, events))
                     if self.writer.is_over:
-                        self.keep()  # before a client can name it
+                        self.keep()  # before a client can refer to it
                     yield data
         except Exception as error:
             if not has_begun or self.writer.is_over:
@@ -70,7 +70,7 @@ class Turn:
             yield b"".join(map(event, last))
 
     def start(self) -> RunningResponse:
-        """Begin to make the response in the background. Raises ApiError if too much is there."""
+        """Begin to generate the response in the background. Raises ApiError if too many run."""
         responses, keeps_events = self.api.responses, bool(self.body.stream)
         responses.check_room()
 
@@ -84,19 +84,19 @@ class Turn:
         return running
 
     def keep(self, events: Sequence[bytes] | None = None) -> None:
-        """Put the response, which is over, into the store, if it is to be there."""
+        """Store the ended response, unless the request disabled that."""
         if self.body.store is not False:
             stored = Stored.of(self.writer.response, self.items, events)
             self.api.responses.store.put(self.owner, self.id, stored)
 
     async def _open_events(self) -> Chunks:
-        """Do what `events` does, as a request of its own."""
+        """Yield the events like `events`, as an open request of its own."""
         async with open_request(self.api), aclosing(self.events()) as pieces:
             async for events in pieces:
                 yield events
 
     async def events(self) -> Chunks:
-        """Yield the events of the response. Raises what makes it fail."""
+        """Yield the events of the response in lists. Raises the error of a failed response."""
         api, chat = self.api, self.chat
         answer = Answer(api.client, chat.plan, {}, [chat.job], [[self.choice]], chat.hooks)
         async with aclosing(answer.chunks()) as pieces:
@@ -134,5 +134,5 @@ class Turn:
 
 
 async def _next(pieces: Chunks) -> list[Json]:
-    """Return the next chunks; none at the end."""
+    """Return the next chunks; an empty list at the end."""
     return await anext(pieces, [])

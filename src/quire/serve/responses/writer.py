@@ -1,8 +1,9 @@
-"""`ResponseWriter`: chunks of a chat go in, events of the Responses API come out, and in the end
-there is the whole response.
+"""`ResponseWriter`: converts chunks of a chat to events of the Responses API, and builds the
+response.
 
-An item ends where the next one begins, so there is one open at most, with events from `added` to
-`done`. Events are numbered from 0; each is encoded before the next one is requested.
+An item ends where the next one begins. So at most one is open, with events from `added` to `done`.
+Events are numbered from 0. The caller must encode each before it requests the next, because events
+share the response.
 """
 
 from collections.abc import Callable, Collection
@@ -23,20 +24,19 @@ EVENTS: dict[Kind, str] = {
     "function_call": "response.function_call_arguments",
     "custom_tool_call": "response.custom_tool_call_input",
 }
-# Items that are calls, and the field that has their text.
+# Items that are calls, and the field with their text
 CALLS: dict[Kind, str] = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 @dataclass
 class OutputItem:
-    """index: its place in the output. call: name and id of a call; empty for other items.
-    logprobs: of a message's tokens so far."""
+    """An item of the output."""
 
     kind: Kind
     id: str
-    index: int
-    call: Json = field(default_factory=dict)
-    logprobs: list[Json] = field(default_factory=list)
+    index: int  # position in the output
+    call: Json = field(default_factory=dict)  # name and id of a call; empty for other items
+    logprobs: list[Json] = field(default_factory=list)  # of a message's tokens so far
     _texts: list[str] = field(default_factory=list)
 
     @property
@@ -44,7 +44,7 @@ class OutputItem:
         return "".join(self._texts)
 
     def begin(self) -> list[Json]:
-        """Return the events before its first text."""
+        """Return the events before the item's first text."""
         item = self._item("in_progress", [])
         found = [self._event("response.output_item.added", item=item)]
         if self.kind not in CALLS:
@@ -53,14 +53,14 @@ class OutputItem:
         return found
 
     def add(self, text: str, logprobs: list[Json]) -> list[Json]:
-        """Return the event of more text."""
+        """Return the event of a text delta."""
         self._texts.append(text)
         self.logprobs += logprobs
         beside: Json = {"logprobs": logprobs} if self.kind == "message" else {}
         return [self._about(f"{EVENTS[self.kind]}.delta", delta=text, **beside)]
 
     def end(self, status: str) -> tuple[Json, list[Json]]:
-        """Return the whole item, and the events behind its last text."""
+        """Return the complete item, and the events after its last text."""
         part, done = self._part(self.text, self.logprobs), f"{EVENTS[self.kind]}.done"
         item = self._item(status, [part])
         found = []
@@ -88,7 +88,7 @@ class OutputItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _about(self, kind: str, **fields: Any) -> Json:
-        """Return an event about the item's text."""
+        """Return an event on the item's text."""
         place: Json = {} if self.kind in CALLS else {"content_index": 0}
         return self._event(kind, item_id=self.id, **place, **fields)
 
@@ -100,16 +100,17 @@ LAST = {
     "completed": "response.completed",
     "failed": "response.failed",
     "incomplete": "response.incomplete",
-    "cancelled": "response.incomplete",  # there is no event of its own
+    "cancelled": "response.incomplete",  # the API lacks an event for this
 }
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 CANCELLED = "abort"
 
 
 class ResponseWriter:
-    """response: what is known of it before there is an answer. new_id: of a kind of items.
-    num_reasoning: how many of the tokens so far are reasoning. is_queued: nobody waits for the
-    response, which says when it is begun with. custom: the names of custom tools."""
+    """Converter of one response's chunks. response: the response without output. new_id: returns an
+    id for a kind of items. num_reasoning: returns the number of reasoning tokens so far. is_queued:
+    whether the response runs in the background, so its start is an event. custom: names of custom
+    tools."""
 
     def __init__(
         self,
@@ -125,11 +126,11 @@ class ResponseWriter:
         self._num_reasoning = num_reasoning
         self._custom = custom
         self._item: OutputItem | None = None
-        self._input: InputText | None = None  # of the open item, if that calls a custom tool
+        self._input: InputText | None = None  # of the open item, if it calls a custom tool
         self._reason = "stop"
         self._num_events = 0
         self._num_seen = 0  # tokens with logprobs
-        self._logprobs: list[Json] = []  # of the message's tokens whose text is not there yet
+        self._logprobs: list[Json] = []  # of message tokens whose text is still held back
 
     @property
     def is_over(self) -> bool:
@@ -157,10 +158,10 @@ class ResponseWriter:
         return self._numbered(found)
 
     def end(self, usage: Json, completed_s: int) -> list[Json]:
-        """Return the last events of an answer that has come to its end."""
+        """Return the last events of an answer that has ended."""
         found: list[Json] = []
         if self._item is None and not self.response["output"]:
-            found += self._open("message")  # an empty answer is one
+            found += self._open("message")  # an empty answer is an empty message
         status = "completed"
         if self._reason in INCOMPLETE:
             status = "incomplete"
@@ -220,7 +221,7 @@ class ResponseWriter:
         return found + ended
 
     def _take_logprobs(self, choice: Json) -> None:
-        """Keep the log-probabilities of tokens behind the reasoning and before calls."""
+        """Store the log-probabilities of tokens after the reasoning and before calls."""
         entries = (choice.get("logprobs") or {}).get("content") or []
         skip = max(0, self._num_reasoning() - self._num_seen)
         self._num_seen += len(entries)

@@ -1,1 +1,1 @@
-"""Several models in one server."""
+"""A server with several models."""

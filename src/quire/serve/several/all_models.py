@@ -1,5 +1,5 @@
-"""What is asked of all models of a server at once: metrics, what became of a request, what is
-pinned."""
+"""Requests to all models of a server at once, such as metrics, request timelines and pinned
+prefixes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +15,8 @@ NO_ANSWER = "its process does not answer."
 
 
 class AllModels:
-    """clients: of the models, by their first names; those that are not loaded answer with
-    nothing. metrics_prefix: how names of metrics begin."""
+    """Client of all models of a server. clients: client of each model, by its first name; clients
+    of unloaded models return empty results. metrics_prefix: prefix of the metrics' names."""
 
     def __init__(
         self, clients: Mapping[str, AsyncClient], link: ModelLink, metrics_prefix: str = "quire"
@@ -30,7 +30,7 @@ class AllModels:
         return [self._state(name) for name in self._clients]
 
     def _state(self, name: str) -> ModelState:
-        """Return a model's state as the supervisor reports it, with what it has not noticed yet."""
+        """Return the supervisor's view of a model, with NO_ANSWER if its core does not answer."""
         told = self._link.states[name]
         if told.state == LOADED and not self._clients[name].is_alive:
             return msgspec.structs.replace(told, why=NO_ANSWER)
@@ -38,11 +38,11 @@ class AllModels:
 
     @property
     def is_alive(self) -> bool:
-        """Whether some model answers, or a request has it loaded."""
+        """Whether any model answers, or can be loaded by a request."""
         return any(client.is_alive for client in self._clients.values())
 
     async def metrics(self) -> str:
-        """Return the metrics of all that are loaded, and what all are."""
+        """Return the metrics of all loaded models, and the state of every model."""
         names = list(self._clients)
         texts = {names.index(name): await each.metrics() for name, each in self._clients.items()}
         texts[len(names)] = _states_text(self.states, self._metrics_prefix)
@@ -81,7 +81,7 @@ class AllModels:
 
 
 def _states_text(states: Sequence[ModelState], prefix: str) -> str:
-    """Return what models are in Prometheus' format."""
+    """Return the states of models as metrics in Prometheus' text format."""
     lines = [
         f"# HELP {prefix}:model_state State of each model: 1 for the current state.",
         f"# TYPE {prefix}:model_state gauge",

@@ -1,4 +1,4 @@
-"""What an API process has of one model: its text side, and the way to its core."""
+"""One model in an API process: its text side and the client of its core."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,13 @@ from quire.serve.several.served import ApiModel
 
 @dataclass(frozen=True)
 class ModelFront:
-    """core: the client of the core. leased: around it, where models come and go. observers: around
-    that; what the API asks is theirs."""
+    """The parts of one model in an API process."""
 
     names: tuple[str, ...]
     text: TextSide
-    core: CoreClient
-    leased: LeasedClient | None
-    observers: Observers
+    core: CoreClient  # client of the core
+    leased: LeasedClient | None  # wrapper of `core` that loads the model on demand
+    observers: Observers  # wrapper of `leased` or `core`, which the API calls
 
     @classmethod
     def make(
@@ -39,8 +38,8 @@ class ModelFront:
         rates: RateLimits | None,
         link: ModelLink | None,
     ) -> "ModelFront":
-        """Read a model's text side, and begin to connect. index: of this API process. Raises
-        ModelError, ConfigError."""
+        """Read a model's text side, and begin to connect to its core. index: number of this API
+        process. Raises ModelError and ConfigError."""
         text = build_text_side(model.model, source, index)
         text.renderer.prepare()
         core = client_of([Path(path) for path in model.cores], text.tokenizer)
@@ -53,7 +52,7 @@ class ModelFront:
 
 
 def share_context(context: ApiContext, fronts: Sequence[ModelFront], link: ModelLink) -> None:
-    """Make contexts of all models, of which the first is there, known to each other."""
+    """Create the contexts of all models and link them to each other. context: the first model's."""
     others = [
         context.beside(
             front.observers.client, front.text.renderer, front.text.requests, front.names

@@ -1,7 +1,7 @@
-"""The supervisor's part in several models: it carries out what `Residency` decides.
+"""The supervisor's side of several models: it carries out the decisions of `Residency`.
 
-API processes are connected to its Unix socket; cores are children of the supervisor. That a model
-is loaded it learns as every client does: the core answers a connection with `Ready`.
+API processes connect to its Unix socket. Cores are children of the supervisor, which learns like
+every client that a model is loaded: the core answers a connection with `Ready`.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ from quire.serve.several.residency import (
 
 logger = logging.getLogger("quire")
 
-READY_BYTES = 1  # of the message: any of it says that the model is loaded
+READY_BYTES = 1  # bytes to read of `Ready`; any byte means that the model is loaded
 
 
 class Keeper:
-    """cores: by the names of their models. listener: where API processes connect. end_s: how long a
-    core may take to end."""
+    """Loader of models for API processes. cores: by the names of their models. listener: socket to
+    which API processes connect. end_s: seconds in which a core must end after SIGTERM."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Keeper:
         self._codec = keeper_codec()
         self._links: dict[int, _Link] = {}
         self._num_links = 0
-        self._probes: dict[str, socket.socket] = {}  # of models that load
-        self._kill_s: dict[str, float] = {}  # of models that are told to end
+        self._probes: dict[str, socket.socket] = {}  # connections to models that are loading
+        self._kill_s: dict[str, float] = {}  # deadlines of models that are being stopped
         self._told: list[ModelState] = []
         self.is_open = True
 
     def begin(self) -> None:
-        """Load the first models, as many as may be loaded at once."""
+        """Start to load the first models, as many as may be loaded at once."""
         for core in self._cores.values():
             core.child.due_s = None
         for name in list(self._cores)[: self._residency.max_loaded]:
@@ -89,7 +89,7 @@ class Keeper:
 
     @property
     def end_status(self) -> int | None:
-        """Return the exit status of a server none of whose models will come; None of others."""
+        """Return the exit status if no model can be loaded any more, else None."""
         models = self._residency.models.values()
         if all(each.state == DEAD for each in models):
             return 1
@@ -99,7 +99,7 @@ class Keeper:
     # ---- for the supervisor's loop -----------------------------------------------------------
 
     def fds(self) -> list[int]:
-        """Return what to wait for."""
+        """Return the descriptors to wait for."""
         if not self.is_open:
             return []
         links = (link.sock for link in self._links.values())
@@ -109,7 +109,7 @@ class Keeper:
         return min([self._residency.due_s(), *self._kill_s.values()])
 
     def look(self, readable: Collection[int]) -> None:
-        """Take what has come, and do what is to be done."""
+        """Read readable descriptors, kill overdue cores and carry out due decisions."""
         now = time.monotonic()
         if self._listener.fileno() in readable:
             self._accept()
@@ -128,7 +128,7 @@ class Keeper:
         self._tell_states()
 
     def bury(self, child: Child, status: int) -> bool:
-        """See to a core that has ended; False if it is none of these."""
+        """Handle the end of a child process. Return False if it is not one of the cores."""
         for name, core in self._cores.items():
             if core.child is child:
                 self._bury(name, child, status, time.monotonic())
@@ -136,7 +136,7 @@ class Keeper:
         return False
 
     def close(self) -> None:
-        """Start and stop nothing more."""
+        """Start and stop no more models."""
         self.is_open = False
         for name in list(self._probes):
             self._close_probe(name)
@@ -158,8 +158,8 @@ class Keeper:
         core.child.due_s = 0.0
 
     def _open_probe(self, name: str) -> None:
-        """Connect, unless a connection still waits that no core has taken: the listener stays, and
-        has room for few. Raises OSError."""
+        """Connect to a core, unless an earlier connection still waits to be accepted. The listener
+        survives restarts of the core, and has room for few connections. Raises OSError."""
         if name in self._probes and _read(self._probes[name]) is None:
             return
         self._close_probe(name)
@@ -172,9 +172,9 @@ class Keeper:
             raise
 
     def _see(self, name: str, probe: socket.socket, now: float) -> None:
-        """Take what a core says that loads. One that has ended is buried, too."""
+        """Read the first byte from a loading core. `bury` handles a core that has ended."""
         data = _read(probe)
-        if data is None:  # it has the number of one that was closed meanwhile
+        if data is None:  # the descriptor's number belonged to a socket that was closed meanwhile
             return
         self._close_probe(name)
         resident = self._residency.models[name]
@@ -182,7 +182,7 @@ class Keeper:
             self._residency.loaded(name, now)
             logger.info("model %s is loaded (%.1f s)", name, resident.load_s)
         elif resident.state == LOADING:
-            with contextlib.suppress(OSError):  # it was the connection of the core before
+            with contextlib.suppress(OSError):  # the old connection was to the previous core
                 self._open_probe(name)
 
     def _close_probe(self, name: str) -> None:
@@ -225,7 +225,7 @@ class Keeper:
         child.due_s = due_s
 
     def start_failed(self, child: Child, error: OSError) -> None:
-        """See to a process that could not even be started."""
+        """Handle a process that could not be started."""
         for name, core in self._cores.items():
             if core.child is child:
                 self._residency.failed(name, f"no process: {error}.", time.monotonic())
@@ -280,8 +280,8 @@ class Keeper:
 
 
 class _Link:
-    """The connection of one API process. Messages are small and few; one that does not take them in
-    has gone wrong, and is cut off."""
+    """Connection of one API process. Messages are small and few, so a process that does not read
+    them is faulty and is disconnected."""
 
     def __init__(self, sock: socket.socket, codec: Codec[ToKeeper]) -> None:
         sock.setblocking(False)
@@ -290,7 +290,7 @@ class _Link:
         self._frames = Frames()
 
     def receive(self) -> list[ToKeeper] | None:
-        """Return what has come; None when the other side has gone."""
+        """Return the received messages; None if the connection has ended."""
         try:
             data = self.sock.recv(READ_BYTES)
             return [self._codec.decode(body) for body in self._frames.feed(data)] if data else None
@@ -307,11 +307,11 @@ class _Link:
             sent = 0
         if sent < len(data):
             with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)  # `receive` finds out
+                self.sock.shutdown(socket.SHUT_RDWR)  # `receive` then reports the end
 
 
 def _read(probe: socket.socket) -> bytes | None:
-    """Return what a core has said, nothing if it has gone; None if there is nothing yet."""
+    """Return the first byte from a core, b"" after a lost connection, None without data."""
     try:
         return probe.recv(READY_BYTES)
     except BlockingIOError:
@@ -321,7 +321,7 @@ def _read(probe: socket.socket) -> bytes | None:
 
 
 def _last_words(home: Path) -> str:
-    """Return what a core has left behind that could not start; empty if nothing."""
+    """Return the error of a core that failed to start; empty if it reported none."""
     try:
         return msgspec.json.decode((home / FAILURE).read_bytes(), type=StartFailure).message
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""A client of one of several models: each request has its model loaded, and keeps it there."""
+"""Client of one model of several: each request loads the model and keeps it loaded."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ from quire.engine.client.output import ABORTED, OpenRequest
 from quire.serve.several.link import ModelLink
 from quire.serve.several.messages import DEAD, FAILED, LOADING, UNLOADED, UNLOADING
 
-READY_S = 60.0  # for a core that is loaded to answer this process, too
+READY_S = 60.0  # time for a loaded core to answer this process, too
 
 
 @dataclass
 class _Waiting:
-    """A request that waits for its model. scope: what ends the wait."""
+    """A request that waits for its model. scope: time limit that `end` uses to end the wait."""
 
     request: Request
     scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
@@ -38,8 +38,8 @@ class _Waiting:
 
 
 class LeasedClient(ForwardingClient):
-    """Only `generate` and `be_known` load the model; `model` is its first name. While it is not
-    loaded, questions about the engine get empty answers."""
+    """Client that holds a lease on its model during each request. Only `generate` and `be_known`
+    load the model. Queries about an unloaded model get empty results. model: its first name."""
 
     def __init__(
         self, client: CoreClient, link: ModelLink, model: str, clock: Clock | None = None
@@ -57,15 +57,15 @@ class LeasedClient(ForwardingClient):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model answers, or nothing is wrong and a request has it loaded. A model whose
-        process has died or could not be loaded is not alive before it is loaded again."""
+        """Whether the model answers, or a request can load it. A model whose process died or that
+        failed to load is not alive until it is loaded again."""
         told = self._link.states[self._model]
         can_come = told.state in (UNLOADED, LOADING, UNLOADING) and not told.why
         return self._client.is_alive or can_come
 
     async def be_known(self) -> None:
-        """Have the model loaded if it never was: what it takes is known from then on. Raise
-        EngineDead, or EngineBusy."""
+        """Load the model if it was never loaded, so that its limits become known. Raise EngineDead
+        or EngineBusy."""
         try:
             self.ready  # noqa: B018
         except EngineDead:
@@ -104,7 +104,7 @@ class LeasedClient(ForwardingClient):
                     yield output
 
     def _ended(self, request: Request, prompt_text: str | None) -> RequestOutput:
-        """Make the answer of a request that was ended before its model was there."""
+        """Return the output of a request that was ended before its model was loaded."""
         ended = OpenRequest(request, prompt_text, None, request.received_s)
         ended.finish(ABORTED, self._clock.now())
         return ended.output()
@@ -143,10 +143,10 @@ class LeasedClient(ForwardingClient):
     def steer(
         self, request_id: str, priority: int | None = None, pause_s: float | None = None
     ) -> None:
-        if request_id not in self._waiting:  # one that waits for its model does not run yet
+        if request_id not in self._waiting:  # a request that waits for its model does not run yet
             super().steer(request_id, priority, pause_s)
 
-    # ---- what does not load it -----------------------------------------------------------------
+    # ---- queries, which do not load the model --------------------------------------------------
 
     async def metrics(self) -> str:
         return await super().metrics() if self.is_loaded else ""
@@ -175,7 +175,7 @@ class LeasedClient(ForwardingClient):
             await super().reset_prefix_cache()
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        """Also end what waits for the model in this process."""
+        """Cancel requests, including requests that wait for the model in this process."""
         asked = AskCancel(0, request_ids, tenant)
         ended = [name for name, each in self._waiting.items() if asked.means(each.request)]
         for name in ended:

@@ -1,5 +1,5 @@
-"""The way from an API process to the supervisor, which loads models and unloads them: leases, and
-the states of all models (`serve/several/messages.py`)."""
+"""Connection of an API process to the supervisor: leases on models, and the states of all models
+(`serve/several/messages.py`)."""
 
 import asyncio
 import contextlib
@@ -29,30 +29,30 @@ from quire.serve.several.messages import (
 
 logger = logging.getLogger("quire")
 
-MAX_WAITING = 1024  # requests of one model that wait for it, in one API process
+MAX_WAITING = 1024  # maximum number of requests per model that wait for it, in one API process
 
 _GONE = "the process that loads models does not answer; the server is ending."
 
 
 @dataclass(eq=False)
 class Lease:
-    """num_open: requests under it. is_open: whether more may begin under it."""
+    """A granted lease on a model."""
 
     number: int
-    num_open: int = 0
-    is_open: bool = True
+    num_open: int = 0  # number of requests that use it
+    is_open: bool = True  # whether more requests may use it
 
 
 @dataclass
 class _Wanted:
-    """A lease that was asked for, and who waits for it."""
+    """A requested lease, and the requests that wait for it."""
 
     number: int
     waiting: set["asyncio.Future[Lease]"] = field(default_factory=set)
 
 
 class ModelLink:
-    """Leases on models by their first names. wait_s: how long somebody may wait for one."""
+    """Leases on models by their first names. wait_s: maximum wait for a lease, in seconds."""
 
     def __init__(self, path: Path, wait_s: float) -> None:
         self._path = path
@@ -60,14 +60,14 @@ class ModelLink:
         self._codec = link_codec()
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
-        self._leases: dict[str, Lease] = {}  # under which requests may begin
+        self._leases: dict[str, Lease] = {}  # leases that new requests may use, if open
         self._wanted: dict[str, _Wanted] = {}
         self._num_leases = 0
         self._changed = asyncio.Event()
         self.states: dict[str, ModelState] = {}
 
     async def start(self) -> None:
-        """Connect, and learn the states of all models. Raise EngineDead if nobody answers."""
+        """Connect and receive the states of all models. Raise EngineDead without an answer."""
         try:
             reader, self._writer = await asyncio.open_unix_connection(str(self._path))
         except OSError as error:
@@ -87,8 +87,9 @@ class ModelLink:
 
     @contextlib.asynccontextmanager
     async def lease(self, model: str, wait_s: float | None = None) -> AsyncIterator[None]:
-        """Have a model loaded as long as the block runs. wait_s: if the caller has less time than
-        others. Raise EngineDead if it cannot be loaded, EngineBusy if that takes too long."""
+        """Load a model, if necessary, and keep it loaded while the block runs. wait_s: the
+        caller's own limit, if shorter. Raise EngineDead if loading fails, EngineBusy if it takes
+        too long."""
         held = self._leases.get(model)
         if held is not None and held.is_open:
             held.num_open += 1
@@ -100,7 +101,7 @@ class ModelLink:
             self._leave(model, held)
 
     def deny_all(self, why: str) -> None:
-        """Let nobody wait any longer."""
+        """Fail all waiting requests."""
         for wanted in self._wanted.values():
             _deny(wanted, why)
 
@@ -114,7 +115,7 @@ class ModelLink:
     # ---- leases ------------------------------------------------------------------------------
 
     async def _wait(self, model: str, wait_s: float | None) -> Lease:
-        """Wait for a lease, which counts its waiters when it is granted."""
+        """Wait for a lease. A granted lease already counts its waiters."""
         wanted = self._ask(model)
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         wanted.waiting.add(granted)
@@ -138,8 +139,8 @@ class ModelLink:
                 self._send(GiveBack(model, wanted.number))
 
     def _ask(self, model: str) -> _Wanted:
-        """Return the lease that is asked for. Raise EngineDead if there is nobody to ask,
-        EngineBusy if too many wait for it."""
+        """Return the requested lease on a model; request one if there is none. Raise EngineDead if
+        the supervisor does not answer, EngineBusy if too many requests wait."""
         if self._task is None or self._task.done():
             raise EngineDead(_GONE)
         wanted = self._wanted.get(model)
@@ -154,7 +155,7 @@ class ModelLink:
         return wanted
 
     def _leave(self, model: str, held: Lease) -> None:
-        """End one use of a lease; with the last one it goes back."""
+        """End one use of a lease; return the lease after its last use."""
         held.num_open -= 1
         if held.num_open:
             return
@@ -163,7 +164,7 @@ class ModelLink:
         self._send(GiveBack(model, held.number))
 
     def _why_not(self, model: str) -> str:
-        """Say what a model is instead of being there."""
+        """Return why a model is not loaded, for an error message."""
         state = self.states[model].state
         others = [each.name for each in self.states.values() if each.state == LOADED]
         if state == UNLOADED and others:
@@ -184,7 +185,7 @@ class ModelLink:
             self._writer.write(self._codec.encode(message))
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
-        """Take messages until the supervisor has gone; then nobody gets a lease any more."""
+        """Handle messages until the connection ends; then deny all waiting and new leases."""
         try:
             while True:
                 head = await reader.readexactly(LENGTH.size)
@@ -209,7 +210,7 @@ class ModelLink:
         else:
             wanted = self._wanted.get(message.model)
             if wanted is None or wanted.number != message.lease:
-                return  # nobody waits for it any more, and it was given back
+                return  # all waiting requests have ended, and the lease was returned
             del self._wanted[message.model]
             if isinstance(message, Deny):
                 why = f"model {message.model} is not available: {message.why}"

@@ -1,15 +1,15 @@
-"""What API processes and the supervisor tell each other about several models.
+"""Messages between API processes and the supervisor about several models.
 
-An API process asks for a lease on a model before it sends a request to its core, and gives it back
-when the last of these requests is over, so that no model is unloaded under a request. Leases have
-numbers, which the API process counts. All that wait for the same one share it.
+An API process requests a lease on a model before it sends a request to the model's core. It returns
+the lease when the last of these requests ends, so no model is unloaded under a request. The API
+process numbers its leases. All requests that wait for the same lease share it.
 
-    Ask      -->            a lease is wanted; the model is loaded if it is not
-    GiveBack -->            a lease is not needed any more, or not wanted any more
+    Ask      -->            request a lease; the model is loaded if necessary
+    GiveBack -->            return a lease, or withdraw the request
              <--  Grant     the model is loaded
-             <--  GiveWay   begin nothing more under these leases: another model waits for the place
+             <--  GiveWay   begin no more requests under this lease: another model needs its memory
              <--  Deny      the model cannot be loaded; why
-             <--  States    of all models, whenever one has changed
+             <--  States    of all models, after each change
 """
 
 import msgspec
@@ -24,15 +24,13 @@ UNLOADED, LOADING, LOADED, UNLOADING, FAILED, DEAD = (
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """state: see docs/operate/several-models.md. why: the last words of a model that has failed or
-    died, until it is loaded again. since_s: unix time of the last change. num_loads: how often it
-    was loaded."""
+    """The state of one model."""
 
     name: str
-    state: str
-    why: str = ""
-    since_s: float = 0.0
-    num_loads: int = 0
+    state: str  # see docs/operate/several-models.md
+    why: str = ""  # error of a failed or dead model, until it is loaded again
+    since_s: float = 0.0  # unix time of the last change
+    num_loads: int = 0  # number of times that the model was loaded
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

@@ -1,16 +1,18 @@
-"""Which of several models are loaded: who comes, who stays, who has to make room.
+"""Residency: which of several models are loaded, and which are unloaded to make room.
 
-Pure: no process, no clock of its own. It is told what happened, and `decide` says what to do.
+Pure: starts no process and has no clock of its own. Its methods record events, and `decide` returns
+orders.
 
-- A model is loaded when a lease on it is asked for, and stays while there are leases on it.
-- At most `max_loaded` are loaded at once, those that come or go included. Where there is no place,
-  the one that nobody uses and that was used longest ago makes room; if all are used, the one that
-  was used longest ago gives way: it gets no new leases, and goes when the last one is back.
-- Those that wait are served in the order in which they asked. Who was loaded keeps its place for as
-  long as that took, TURN_S at most, so that two models that take turns do some work in between.
-- A model that nobody has used for `idle_s` is unloaded (0: never).
-- One that cannot be loaded is tried again when it is asked for RETRY_S later; one that is dead is
-  not. What went wrong is told until the model is loaded.
+- A model is loaded when a lease on it is requested, and stays loaded while leases on it exist.
+- At most `max_loaded` models are loaded at once, including models that load or unload. To make
+  room, the least recently used model without leases is unloaded. If all models have leases, the
+  least recently used one gets no new leases, and is unloaded when its last lease is returned.
+- Waiting models are loaded in the order of their requests. A loaded model stays for at least as
+  long as loading it took, but for at most TURN_S. So two models that alternate do some work in
+  between.
+- A model that was unused for `idle_s` is unloaded (0: never).
+- A model that failed to load is loaded again when it is requested at least RETRY_S later. A dead
+  model is not. The error is shown until the model is loaded.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ TURN_S = 5.0
 RETRY_S = 10.0
 NEVER = float("inf")
 
-Lease = tuple[int, int]  # whose, and its number
+Lease = tuple[int, int]  # holder, number of the lease
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Denied:
 
 @dataclass(frozen=True)
 class MakeWay:
-    """Told to holder, who has leases on the model."""
+    """Order to notify a holder of leases that the model will be unloaded."""
 
     model: str
     holder: int
@@ -60,17 +62,16 @@ Order = Start | Stop | Granted | Denied | MakeWay
 
 @dataclass
 class Resident:
-    """One model. leases: that are out; asked: that wait, oldest first. told: holders who know that
-    it gives way. used_s: when it was last in use; since_s: when its state changed."""
+    """The state of one model."""
 
     name: str
     state: str = UNLOADED
     why: str = ""
-    leases: set[Lease] = field(default_factory=set)
-    asked: dict[Lease, float] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
-    since_s: float = 0.0
-    used_s: float = 0.0
+    leases: set[Lease] = field(default_factory=set)  # granted leases
+    asked: dict[Lease, float] = field(default_factory=dict)  # waiting leases and their times
+    told: set[int] = field(default_factory=set)  # holders that know that the model will be unloaded
+    since_s: float = 0.0  # time of the last change of state
+    used_s: float = 0.0  # time of the last use
     load_s: float = 0.0
     num_loads: int = 0
 
@@ -86,7 +87,7 @@ class Resident:
 
 
 class Residency:
-    """names: of the models. max_loaded: None is all of them."""
+    """Decisions on which models are loaded. max_loaded: None for all models."""
 
     def __init__(
         self,
@@ -99,14 +100,14 @@ class Residency:
         self.max_loaded = max_loaded or len(names)
         self._idle_s = idle_s
 
-    # ---- what happened -----------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------
 
     def ask(self, model: str, lease: Lease, now_s: float) -> None:
-        """Note that a lease is asked for."""
+        """Record a request for a lease."""
         self.models[model].asked[lease] = now_s
 
     def give_back(self, model: str, lease: Lease, now_s: float) -> None:
-        """Note that a lease is back, or is asked for no more. One that is unknown is ignored."""
+        """Record that a lease was returned or withdrawn. Unknown leases are ignored."""
         resident = self.models[model]
         resident.asked.pop(lease, None)
         if lease in resident.leases:
@@ -114,15 +115,15 @@ class Residency:
             resident.used_s = now_s
 
     def forget(self, holder: int, now_s: float) -> None:
-        """Take back all that somebody had who is no more."""
+        """Take back all leases and requests of a holder that has ended."""
         for model, resident in self.models.items():
             for lease in [*resident.leases, *resident.asked]:
                 if lease[0] == holder:
                     self.give_back(model, lease, now_s)
 
     def begin(self, model: str, now_s: float, why: str = "") -> None:
-        """Note that a model is being loaded without anybody who asks: at the start, or after its
-        process has died. why: how it died."""
+        """Record that a model is being loaded without a request: at the start, or after its process
+        died. why: reason of the death."""
         self.models[model].enter(LOADING, now_s, why)
 
     def loaded(self, model: str, now_s: float) -> None:
@@ -136,17 +137,17 @@ class Residency:
         self.models[model].enter(UNLOADED, now_s)
 
     def failed(self, model: str, why: str, now_s: float) -> None:
-        """Note that a model could not be loaded."""
+        """Record that a model failed to load."""
         self.models[model].enter(FAILED, now_s, why)
 
     def died(self, model: str, why: str, now_s: float) -> None:
-        """Note that a model's process has ended by itself, and comes no more."""
+        """Record that a model's process has ended unexpectedly and is not restarted."""
         self.models[model].enter(DEAD, now_s, why)
 
-    # ---- what to do --------------------------------------------------------------------------
+    # ---- decisions ---------------------------------------------------------------------------
 
     def decide(self, now_s: float) -> list[Order]:
-        """Return what is to be done now, and take it as done."""
+        """Return the orders that are due, and record them as carried out."""
         orders: list[Order] = []
         for resident in self.models.values():
             orders += self._denied(resident, now_s)
@@ -169,7 +170,7 @@ class Residency:
         return orders
 
     def due_s(self) -> float:
-        """Return when `decide` may have something new to say though nothing happens."""
+        """Return the time at which `decide` may have new orders even without an event."""
         dues = [NEVER]
         loaded = [each for each in self.models.values() if each.state == LOADED]
         if self._waiting():
@@ -179,7 +180,7 @@ class Residency:
         return min(dues)
 
     def _denied(self, resident: Resident, now_s: float) -> list[Order]:
-        """Answer those who asked for what will not come."""
+        """Reject the waiting leases of a model that cannot be loaded."""
         again_s = resident.since_s + RETRY_S
         if resident.state == FAILED and any(at >= again_s for at in resident.asked.values()):
             resident.enter(UNLOADED, now_s, resident.why)
@@ -190,15 +191,15 @@ class Residency:
         return denied
 
     def _waiting(self) -> list[Resident]:
-        """Return the models that are to be loaded, in the order in which they were asked for."""
+        """Return the models to load, in the order of their oldest requests."""
         found = [each for each in self.models.values() if each.asked and each.state == UNLOADED]
         return sorted(found, key=lambda each: min(each.asked.values()))
 
     def _make_room(
         self, waiting: list[Resident], now_s: float, orders: list[Order]
     ) -> list[Resident]:
-        """Start those that have a place, and stop others for those that have none; return those
-        that give way as soon as their leases are back."""
+        """Start models for which there is room, and stop unused ones if others wait. Return the
+        models to unload when their leases are returned."""
         num_free = self.max_loaded - sum(each.has_place for each in self.models.values())
         for resident in waiting[: max(0, num_free)]:
             resident.enter(LOADING, now_s, resident.why)
@@ -207,14 +208,15 @@ class Residency:
         num_lacking = len(waiting) - max(0, num_free) - num_going
         loaded = (each for each in self.models.values() if each.state == LOADED)
         may_go = [each for each in loaded if now_s >= each.turn_ends_s()]
-        # Whoever gives way already goes on doing so: its leases are fewer with each that ends.
+        # Prefer models that were chosen before, because their leases become fewer with each that
+        # ends.
         may_go.sort(key=lambda each: (bool(each.leases), not each.told, each.used_s))
         victims = may_go[: max(0, num_lacking)]
         orders += [self._stop(each, now_s) for each in victims if not each.leases]
         return [each for each in victims if each.leases]
 
     def _told(self, resident: Resident) -> list[Order]:
-        """Tell those who hold leases that they begin nothing more under them."""
+        """Return orders to notify holders of leases, who then begin no more requests."""
         new = {holder for holder, _ in resident.leases} - resident.told
         resident.told |= new
         return [MakeWay(resident.name, holder) for holder in sorted(new)]

@@ -1,4 +1,4 @@
-"""The models of one server, their settings for its processes, and the first lines of its log."""
+"""Models of one server: settings for its processes, and the first lines of the server's log."""
 
 import contextlib
 import json
@@ -21,35 +21,33 @@ from quire.spec.pooling_spec import pooling_of
 
 
 class ApiModel(msgspec.Struct, frozen=True):
-    """What API processes are told of a model. names: what requests may call it, the source's name
-    if empty; cores: paths of their sockets."""
+    """One model, as configured for API processes."""
 
-    model: ModelConfig
-    names: tuple[str, ...]
-    cores: tuple[str, ...]
+    model: ModelConfig  # the model's settings
+    names: tuple[str, ...]  # names that requests may use; if empty, the source's name
+    cores: tuple[str, ...]  # paths of the cores' sockets
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """names: what requests may call it; empty is the name of its source. own_pool_bytes: of a KV
-    pool that was given to this model alone."""
+    """One model with the settings of its engine."""
 
     engine: EngineConfig
-    names: tuple[str, ...] = ()
-    own_pool_bytes: int | None = None
+    names: tuple[str, ...] = ()  # names that requests may use; if empty, the source's name
+    own_pool_bytes: int | None = None  # size of a KV pool that was set for this model alone
 
     @property
     def name(self) -> str:
-        """The first name, which is shown."""
+        """The first name, which is displayed."""
         return self.names[0]
 
 
 def named(models: Sequence[ServedModel]) -> list[ServedModel]:
-    """Find all models, and name those that have no name. Raise ConfigError for two of one name, and
-    what `resolve_source` raises."""
+    """Find all models, and give default names to models without names. Raise ConfigError for two
+    models of one name, and the errors of `resolve_source`."""
     found = []
     for model in models:
-        source = resolve_source(model.engine.model)  # downloads, and fails, only once
+        source = resolve_source(model.engine.model)  # downloads, or fails, only once
         _check(model.engine, source)
         found.append(replace(model, names=model.names or (source.name,)))
     owners: dict[str, str] = {}
@@ -102,7 +100,7 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
 
 
 def own_record(model: ServedModel) -> ServedModel:
-    """Return a model that keeps a recording of its own."""
+    """Return the model with a directory of its own for its recording."""
     engine = model.engine
     if engine.record is None:
         return model
@@ -112,14 +110,14 @@ def own_record(model: ServedModel) -> ServedModel:
 
 @dataclass(frozen=True)
 class FirstRequest:
-    """A request that a model can answer: its path and JSON body."""
+    """A request that a model can answer: path and JSON body."""
 
     path: str
     body: dict[str, object]
 
 
 def first_request(model: ServedModel, source: ModelSource) -> FirstRequest:
-    """Return a request to try a model with: a chat, or what the model can do instead."""
+    """Return an example request for a model: a chat, or another request that the model supports."""
     name, settings = (model.names or (source.name,))[0], model.engine.model
     with contextlib.suppress(QuireError, OSError):  # loading the model reports the error
         pooling = pooling_of(source.directory, settings)
@@ -136,8 +134,8 @@ def first_request(model: ServedModel, source: ModelSource) -> FirstRequest:
 
 
 def start_lines(server: ServerConfig, address: object, first: FirstRequest) -> Iterator[str]:
-    """Yield the lines of the log when the server answers: where the API and the page are, and a
-    command to paste. address: of the listening socket, as `getsockname` returns it."""
+    """Yield log lines for a server that is ready: the URLs of API and page, and a command to paste.
+    address: address of the listening socket, as `getsockname` returns it."""
     curl, base = "curl", f"http://localhost{server.root_path}"
     if server.uds is None:
         assert isinstance(address, tuple)

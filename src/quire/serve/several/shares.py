@@ -1,11 +1,11 @@
-"""The memory of a machine, shared out among several models at the start.
+"""Division of a machine's memory among several models at the start.
 
-    free = weights and workspace of those that are loaded at once, the largest ones + KV pools
+    free = weights and workspace of the largest models that are loaded at once + KV pools
     each pool = one longest sequence + a part of the rest, in proportion to the model's weights,
                 and no more than the model can use
 
-so that any models that may be loaded together fit. `kv_cache_memory_bytes`, if given, is what all
-pools that are there at once take together; one that a model has of its own is that model's.
+So any models that may be loaded together fit. `kv_cache_memory_bytes`, if set, is the total of all
+pools that exist at once. A pool size set for one model applies to that model alone.
 """
 
 import dataclasses
@@ -34,30 +34,28 @@ TOGETHER = "at most"
 
 
 class ModelNeeds(msgspec.Struct, frozen=True):
-    """Bytes. one_sequence: of a KV pool that holds the longest sequence, 0 if whatever fits will
-    do. most: of the pool that the model would take alone, 0 of an encoder; None if that is not
-    known before."""
+    """Memory needs of one model, in bytes."""
 
     weights: int
     workspace: int
-    one_sequence: int
-    most: int | None
+    one_sequence: int  # KV pool for the longest sequence; 0 if any size will do
+    most: int | None  # KV pool if the model ran alone; 0 for an encoder; None if unknown
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """models: in their order. device: its type, cpu or cuda. free, total: bytes of its memory."""
+    """Memory needs of all models, and the device's memory."""
 
-    models: list[ModelNeeds]
-    device: str
-    free: int
-    total: int
+    models: list[ModelNeeds]  # needs in the models' order
+    device: str  # cpu or cuda
+    free: int  # free bytes of the device's memory
+    total: int  # all bytes of the device's memory
 
 
 def shared_out(
     models: Sequence[ServedModel], most_loaded: int | None, log_level: str
 ) -> list[ServedModel]:
-    """Give each model its KV pool, and tell how the memory is shared. Raises OutOfMemory if it is
-    too small, ConfigError for what keeps a model from being loaded at all."""
+    """Return the models with the sizes of their KV pools, and log the division. Raises OutOfMemory
+    if the memory is too small, ConfigError if a model cannot be loaded at all."""
     needs = _ask([model.engine for model in models], log_level)
     num_loaded = min(most_loaded or len(models), len(models))
     own = [model.own_pool_bytes for model in models]
@@ -73,8 +71,8 @@ def shared_out(
 
 
 def pool_budget(needs: Needs, num_loaded: int, engine: EngineConfig) -> int:
-    """Return what the pools that are there at once may take together. engine: of any model that has
-    no pool of its own; what is given for all of them is in each. Raises OutOfMemory."""
+    """Return the maximum bytes of all pools that exist at once. engine: settings of any model
+    without a pool size of its own; common settings are the same in each. Raises OutOfMemory."""
     weights = _largest((each.weights for each in needs.models), num_loaded)
     workspace = _largest((each.workspace for each in needs.models), num_loaded)
     if needs.device == "cuda":
@@ -96,8 +94,8 @@ def pool_budget(needs: Needs, num_loaded: int, engine: EngineConfig) -> int:
 
 
 def split(needs: Needs, num_loaded: int, budget: int, own: Sequence[int | None]) -> list[int]:
-    """Return the bytes of each pool. own: those of models that were given theirs. Raises
-    OutOfMemory if they do not hold one sequence of each."""
+    """Return the bytes of each pool. own: pool sizes set for single models. Raises OutOfMemory if
+    the pools cannot hold one sequence of each model."""
     least = [
         each.one_sequence if given is None else given
         for each, given in zip(needs.models, own, strict=True)
@@ -120,8 +118,8 @@ def split(needs: Needs, num_loaded: int, budget: int, own: Sequence[int | None])
 def _pools(
     needs: Needs, least: Sequence[int], own: Sequence[int | None], factor: float
 ) -> list[int]:
-    """Return pools that have beside the least so many bytes for each byte of weights, and none more
-    than its model can use."""
+    """Return pools of the minimum size plus `factor` bytes per byte of weights, up to each model's
+    maximum."""
     pools = []
     for each, first, given in zip(needs.models, least, own, strict=True):
         pool = first + int(factor * max(1, each.weights))
@@ -133,7 +131,7 @@ def _pools(
 def described(
     names: Sequence[str], needs: Needs, pools: Sequence[int], num_loaded: int
 ) -> list[str]:
-    """Describe how the memory is shared, in a line for each model."""
+    """Return log lines on the division of the memory, with one line for each model."""
     width = max(map(len, (*names, TOGETHER)))
     at_once = "all at once" if num_loaded == len(names) else f"{num_loaded} of them at once"
     lines = [f"memory for {len(names)} models, {at_once}: {needs.free / MIB:,.0f} MiB are free"]
@@ -157,7 +155,7 @@ def described(
 
 
 def _largest(values: Iterable[int], num: int) -> int:
-    """Return the sum of the largest ones: no choice of so many takes more."""
+    """Return the sum of the `num` largest values, which bounds the sum of any `num` values."""
     return sum(sorted(values, reverse=True)[:num])
 
 
@@ -167,8 +165,8 @@ def _with_pool(model: ServedModel, pool: int) -> ServedModel:
 
 
 def _ask(engines: list[EngineConfig], log_level: str) -> Needs:
-    """Have a process find out what the models need. Raises ConfigError if it cannot: it has said
-    itself why."""
+    """Return the models' needs, computed in a child process. Raises ConfigError if that fails; the
+    child has then printed the error."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as answer:
         arguments = ["--out", str(writing)]

@@ -1,8 +1,8 @@
-"""How much memory models need, found out without loading them: python -m quire.serve.several.sizes.
+"""Memory needs of models, computed without loading them: python -m quire.serve.several.sizes.
 
-Their configurations come as JSON on standard input; what they need goes as JSON to the descriptor
-`--out`. A process of its own: layers are made for it, without memory, which takes torch, and the
-supervisor does without that.
+The engines' configurations arrive as JSON on standard input. The needs are written as JSON to the
+descriptor `--out`. This is a process of its own because it creates layers without memory. That
+requires torch, which the supervisor does not import.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from quire.serve.several.shares import ModelNeeds, Needs
 from quire.spec.model_spec import ModelSpec
 from quire.spec.pooling_spec import with_pooling
 
-PRECISION = 1.05  # of one_sequence
+PRECISION = 1.05  # maximum ratio of one_sequence to the true minimum
 
 
 def main() -> int:
-    """Answer, and end."""
+    """Compute the needs, write them and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=int, required=True, help="descriptor for the answer")
     parser.add_argument("--log-level", default="info")
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def needs_of(configs: list[EngineConfig]) -> Needs:
-    """Find out what models need. Raises what would keep one of them from being loaded alone."""
+    """Return the needs of models. Raises the error of a model that cannot be loaded alone."""
     models, device = [], ""
     for config in configs:
         try:
@@ -68,7 +68,7 @@ def _needs(config: EngineConfig) -> tuple[ModelNeeds, str]:
     own = spec.of_ranks(found.config.parallel.tensor_parallel_size)
     own = replace(own, encoder=found.encoder)
     workspace = workspace_of(found.config, own)
-    if own.is_encoder:  # it computes a prompt in one step
+    if own.is_encoder:  # an encoder computes a prompt in one step
         return ModelNeeds(found.weights_bytes, workspace, 0, 0), found.config.device
     most = found.memory.pool_bytes if found.memory else None
     needs = ModelNeeds(found.weights_bytes, workspace, _one_sequence(found.config, own), most)
@@ -76,7 +76,7 @@ def _needs(config: EngineConfig) -> tuple[ModelNeeds, str]:
 
 
 def _one_sequence(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return about how large a pool must be for the longest sequence."""
+    """Return the approximate size of a pool that holds the longest sequence."""
     length, scheduler = config.model.max_model_len, config.scheduler
     assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     if length == AUTO_LENGTH:
@@ -97,7 +97,7 @@ def _one_sequence(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def least(fits: Callable[[int], bool]) -> int:
-    """Return the smallest number of bytes that fits, or somewhat more."""
+    """Return approximately the smallest number of bytes that fits, rounded up."""
     high = MIB // 16
     while not fits(high):
         high *= 2
