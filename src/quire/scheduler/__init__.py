@@ -1,1 +1,1 @@
-"""The scheduler: two counters per sequence, four doors. Pure: no torch, no clock, no I/O."""
+"""Scheduler: two counters per sequence, four doors. Pure: no torch, no clock, no I/O."""

@@ -1,18 +1,18 @@
-"""Beam search: which candidates live on, which are finished, and when it is over (P 4.4).
+"""Beam search: chooses the surviving candidates, the finished ones, and the end (P 4.4).
 
-Pure selection, on scores and tokens; rows and blocks are the scheduler's. The rules, orders and
-stopping conditions are those of transformers' `generate(num_beams=...)`:
+It selects by scores and tokens only; the scheduler handles rows and blocks. Rules, orders and
+stopping conditions are equal to transformers' `generate(num_beams=...)`:
 
-- All beams' candidates are looked at by accumulated log-probability, best first. Those that end (a
-  stop token, or the last possible length) are finished if they are among the first `width`; their
-  score is the accumulated log-probability over length ** length_penalty. The first `width` of the
-  others live on. There are always as many: `RequestLimits` refuses a search that is wider than the
-  tokens that do not stop, so after its first step it has `width` beams until it is over.
-- A candidate of log-probability -inf is none: a grammar does not allow it. Beams that cannot be
-  filled go on as copies of the best one with the score -inf, which never comes before another.
+- The candidates of all beams are ranked by accumulated log-probability. A candidate that ends (a
+  stop token, or the maximum length) is finished if it is among the first `width`. Its score is the
+  accumulated log-probability over length ** length_penalty. The first `width` of the others
+  survive. There are always as many: `RequestLimits` refuses a search wider than the number of
+  tokens that do not stop. So after its first step, a search has `width` beams until it is over.
+- A candidate with log-probability -inf is ignored: a grammar forbids it. Missing beams become
+  copies of the best one with score -inf, which ranks after all others.
 - `early_stopping` True: over as soon as `width` sequences are finished. False: over when the best
-  living beam, at its present length, would be worse than all finished ones. "never": the same with
-  the length that would favour it most.
+  living beam, at its present length, would score worse than all finished ones. "never": the same,
+  at the length that would favour it most.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ NEVER_CHOSEN = np.float32(-np.inf)
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A candidate that lives on: the beam that it comes from, its token, its accumulated score."""
+    """Surviving candidate: its parent's index, its token, its accumulated score."""
 
     parent: int
     token_id: int
@@ -36,9 +36,9 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished sequence: its output tokens, the last one that of its ending.
+    """Finished sequence: its output tokens, including the last one.
 
-    score: what hypotheses are ordered by; cumulative_logprob: before the length penalty.
+    score: rank among hypotheses; cumulative_logprob: sum before the length penalty.
     """
 
     token_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """The state of one search. scores: of the living beams, in order; best first."""
+    """State of one search. scores: of the living beams, best first."""
 
     width: int
     max_output: int
@@ -66,16 +66,16 @@ class BeamSearch:
 
     @property
     def num_kept(self) -> int:
-        """Candidates per beam that a step needs: its own best `width` that go on, and all that may
-        stop before them."""
+        """Number of candidates per beam that a step needs: `width` survivors, and all stop tokens
+        that may rank before them."""
         return self.width + len(self.stop_token_ids)
 
     def advance(
         self, candidates: Sequence[Candidates], outputs: Sequence[Sequence[int]]
     ) -> list[Beam]:
-        """Take one step. candidates: of each living beam, its best num_kept tokens in order (after
-        the chosen one); outputs: the tokens that each has so far. Returns the beams that live
-        on."""
+        """Advance the search by one step. Return the surviving beams; none if it is over.
+        candidates: num_kept best tokens of each living beam, in order, after the chosen token.
+        outputs: its tokens so far."""
         length = len(outputs[0]) + 1
         is_last = length >= self.max_output
         ended: list[Beam] = []
@@ -102,7 +102,8 @@ class BeamSearch:
         return self.finished[:num]
 
     def _ranked(self, candidates: Sequence[Candidates]) -> Iterator[Beam]:
-        """Yield all candidates, best first; of equal ones, those of the better beam first."""
+        """Yield all candidates, best first. Among equal scores, candidates of the better beam come
+        first."""
         own = slice(1, self.num_kept + 1)
         totals = [c.logprobs[own] + s for c, s in zip(candidates, self.scores, strict=True)]
         scores = np.concatenate(totals)
@@ -112,7 +113,7 @@ class BeamSearch:
             yield Beam(int(parents[i]), int(token_ids[i]), np.float32(scores[i]))
 
     def _finish(self, ended: list[Beam], outputs: Sequence[Sequence[int]], length: int) -> None:
-        """Keep the best `width` of all that have ended."""
+        """Add ended beams to the finished sequences, and keep the best `width` of these."""
         for beam in ended:
             tokens = (*outputs[beam.parent], beam.token_id)
             is_stop = beam.token_id in self.stop_token_ids
@@ -128,7 +129,7 @@ class BeamSearch:
     def _look_for_the_end(self, length: int) -> None:
         if not self.scores:
             self.is_over = True
-        elif len(self.finished) == self.width:  # with fewer, each beam may be among the best
+        elif len(self.finished) == self.width:  # with fewer, each beam may still be among the best
             favoured = self.early_stopping == "never" and self.length_penalty > 0
             possible = self._score(self.scores[0], self.max_output if favoured else length)
             self.is_over = self.early_stopping is True or possible <= self.finished[-1].score

@@ -1,4 +1,4 @@
-"""What a door of the scheduler returns."""
+"""Return values of the scheduler's doors."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +20,13 @@ NO_OUTPUTS = StepOutputs()
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """All that a call through a door has decided.
+    """All decisions of one call of a door.
 
-    plan: of `schedule`; None if nothing can be planned before a result comes. sampling: the
-    sequences of its sample_rows, in order. outputs: for clients. left_out: of `update`; of each
-    plan still in flight, oldest first, the rows whose results will be void. refusal: of `add`.
-    orders: for stores. notes: for subscribers (`Scheduler.subscribe`). next_s: when something
-    becomes due, on the clock of `now`; None is never.
+    plan: from `schedule`; None if nothing can be planned before another result. sampling: sequences
+    of its sample_rows, object [num_sampled]. outputs: for clients. left_out: from `update`; for
+    each plan still in flight, oldest first, the rows whose results will be void. refusal: from
+    `add`. orders: for stores. notes: for subscribers (`Scheduler.subscribe`). next_s: time when
+    something becomes due, on the clock of `now`; None for never.
     """
 
     plan: Plan | None = None
@@ -41,8 +41,8 @@ class Decisions:
 
 
 class OutputsBuilder:
-    """Gathers tokens in columns, and an update for each sequence that reports more. ended:
-    sequences that have ended, with their updates."""
+    """Builder of outputs: tokens in columns, and an update for each sequence with more than one
+    token to report. ended: sequences that have ended, with their updates."""
 
     def __init__(self) -> None:
         self._rows = self._token_ids = np.empty(0, np.int32)
@@ -53,7 +53,7 @@ class OutputsBuilder:
         self._candidates: dict[int, tuple[Sequence, list[Candidates]]] = {}  # by arrival
 
     def update_of(self, sequence: Sequence) -> SequenceUpdate:
-        """Return the update of a sequence that reports more than a token."""
+        """Return the update of a sequence, for reports other than one token."""
         found = self._updates.get(sequence.arrival)
         if found is None:
             found = self._updates[sequence.arrival] = SequenceUpdate(
@@ -65,16 +65,16 @@ class OutputsBuilder:
         return found
 
     def set_tokens(self, rows: Int32, arrivals: Int64, token_ids: Int32) -> None:
-        """Give one token each to the sequences that hold these rows."""
+        """Set one sampled token for the sequence of each row. All arguments: [N]."""
         self._rows, self._arrivals, self._token_ids = rows, arrivals, token_ids
 
     def name_row(self, row: int, sequence: Sequence) -> None:
-        """Report the sequence that has taken a row with this step."""
+        """Report the sequence that was given a row with this step."""
         num_cached = max(0, sequence.num_cached_tokens)
         self._names.append(RowName(row, sequence.request.request_id, sequence.index, num_cached))
 
     def set_candidates(self, sequence: Sequence, candidates: list[Candidates]) -> None:
-        """Add the log-probabilities of the tokens that the sequence gets."""
+        """Add the log-probabilities of the tokens that a sequence gets in this step."""
         self._candidates[sequence.arrival] = sequence, candidates
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:

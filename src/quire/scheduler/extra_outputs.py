@@ -1,4 +1,4 @@
-"""What a step gives besides tokens: log-probabilities, and the vectors of pooling models."""
+"""Results of a step other than tokens: log-probabilities, and the vectors of pooling models."""
 
 from quire.base.plan import StepResult
 from quire.scheduler.core.plans import InFlightStep
@@ -9,7 +9,7 @@ from quire.scheduler.decisions import OutputsBuilder
 def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
     """Add the log-probabilities of prompt positions, and the vectors of pooled prompts.
 
-    Each position is reported once, even if it is computed again. A sequence that has lost its row
+    Each position is reported once, even if it is recomputed. A sequence that has lost its row
     meanwhile still gets both: it resumes after these positions, or ends with the vector.
     """
     for i, row in enumerate(step.plan.rows.tolist() if result.prompt_candidates else ()):
@@ -20,7 +20,7 @@ def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsB
         start = int(step.plan.computed_bound[i])
         fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
         sequence.num_prompt_logprobs += len(fresh)
-        sequence.found_at = -1  # it may find more now
+        sequence.found_at = -1  # a longer prefix hit may be allowed now
         sequence.found_elsewhere = {}
         outputs.update_of(sequence).prompt_candidates = fresh
     sampling = step.sampling
@@ -31,7 +31,8 @@ def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsB
 
 
 def take_candidates(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
-    """Add the log-probabilities of sampled tokens. Beams get none: their search chooses tokens."""
+    """Add the log-probabilities of sampled tokens. Beams report none: their search chooses
+    tokens."""
     sampling = step.sampling
     for row, candidates in result.candidates.items():
         if row not in step.left_out and not sampling[row].is_beam:

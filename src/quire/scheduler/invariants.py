@@ -1,4 +1,4 @@
-"""What must hold of a scheduler's owners between two calls; for tests."""
+"""Invariants of a scheduler's owners between two calls, asserted by tests."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,8 +20,9 @@ def check_memory(
     others: list[SequenceBlocks],
     on_order: Sequence[Callable[[int], list[int]]],
 ) -> None:
-    """Assert that every block is held by exactly those whose tables name it. others: tables that
-    features hold; on_order: host blocks of a group that orders name."""
+    """Assert that the reference counts of all blocks equal the tables that list them. others:
+    tables held by features. on_order: functions that return the host blocks of a group named by
+    orders."""
     alive = [m for s in lifecycle.sequences.values() for m in s.members]
     away = [member.host_blocks for member in alive if member.host_blocks is not None]
     held = [sequence.blocks for sequence in rows.sequences()] + others
@@ -29,7 +30,7 @@ def check_memory(
     check_invariants(kv, held, away, *on_order)
     for sequence in rows.sequences():
         for table, group in zip(sequence.blocks.tables, kv.groups, strict=True):
-            if group.kind == STATE:  # those that are kept have an order of their own
+            if group.kind == STATE:  # retained states have an order of their own
                 continue
             needed = group.first_needed(max(0, sequence.num_kept_tokens))
             assert table.num_dropped <= needed // kv.block_size, (
@@ -38,7 +39,7 @@ def check_memory(
 
 
 def check_rows(rows: Rows, lifecycle: Lifecycle, num_in_flight: int) -> None:
-    """Assert that every row is free, reserved or taken, and that its numbers agree."""
+    """Assert that every row is free, reserved or taken, and that its numbers are consistent."""
     table, running, order = rows.table, rows.sequences(), rows.running
     groups = {id(s.group): s.group for s in running if s.group is not None}.values()
     unforked = {group for group in groups if group.reserved_rows}

@@ -1,7 +1,8 @@
-"""The scheduler's state for those who watch it: whose each block is, who runs, who waits and why.
+"""Live view of the scheduler: owner of each block, running rows, and waiting sequences with
+reasons.
 
-Made of arrays and block tables on demand alone; nothing is kept here, and nothing is changed, so
-that a run that is watched is the run that it would be.
+It is computed on demand from arrays and block tables. It stores and changes no state, so a watched
+run is identical to an unwatched one.
 """
 
 import itertools
@@ -34,11 +35,11 @@ from quire.scheduler.core.sequence import Blocker, Int64, Sequence, State
 from quire.scheduler.reuse.held import Held, Holds
 from quire.scheduler.reuse.pinned import PinnedPrefixes
 
-MOST_TOLD = 100  # of a kind, one by one
+MOST_TOLD = 100  # maximum number of rows listed per kind
 
 
 def live_state(core: SchedulerCore, retained: Holds, pinned: PinnedPrefixes) -> LiveState:
-    """Return what is now."""
+    """Return the current state of blocks, rows and queue."""
     rows, memory, lifecycle, admission = core.rows, core.memory, core.lifecycle, core.admission
     running = rows.sequences()
     oldest_last = sorted(running, key=lambda sequence: -sequence.arrival)
@@ -67,7 +68,7 @@ def live_state(core: SchedulerCore, retained: Holds, pinned: PinnedPrefixes) -> 
 
 
 def number_of(sequence: Sequence) -> int:
-    """Return the number of its request."""
+    """Return the number that identifies the request of a sequence: its first member's arrival."""
     return sequence.members[0].arrival
 
 
@@ -166,7 +167,8 @@ def _reason(
     lifecycle: Lifecycle,
     admission: Admission,
 ) -> str:
-    """Say why it waits, a key of REASONS; of one in the queue as if nothing of it were cached."""
+    """Return the reason why a sequence waits, a key of REASONS. A queued sequence is judged as if
+    none of its tokens were cached."""
     if sequence.state is State.PARKED:
         if Blocker.READY in sequence.blockers:
             return "grammar" if sequence.request.grammar else "loading"
@@ -183,8 +185,8 @@ def _reason(
 
 
 def _fits(sequence: Sequence, memory: Memory, admission: Admission) -> bool:
-    """Tell whether the blocks are free that it takes at most. Prefixes are not looked up: that
-    would name blocks before their time."""
+    """Return whether the maximum need of a sequence fits now. Prefix hits are not looked up, since
+    that would name blocks early."""
     reserve = admission.reserve(sequence)
     if sequence.host_blocks is not None:
         away = [m for m in sequence.members if m.host_blocks is not None]

@@ -1,14 +1,14 @@
-"""The scheduler with all of its features: the core's four doors, and questions about them.
+"""Scheduler with all features: the core's four doors, and questions about its state.
 
-    prefix index      hits by name, on the device and in host memory     core/names.py
-    pinned prefixes   prompts that are kept                              pins.py, pinned.py
-    held requests     what has ended, and may be continued or forked     held.py
-    media inputs      images in prompts, and their encoder outputs       media_inputs.py
-    stores            blocks outside of this process                     stores.py, offers.py
-    miss reports      why a prompt was not found                         miss_report.py
-    steering          priorities that change, and pauses                 steering.py
+    prefix index        hits by name, on the device and in host memory    core/names.py
+    pinned prefixes     prompts whose blocks stay until they are unpinned pins.py, pinned.py
+    retained requests   ended requests to continue or fork                held.py
+    media inputs        images in prompts, and their encoder outputs      media_inputs.py
+    stores              blocks outside of this process                    stores.py, offers.py
+    miss reports        reasons for prefix misses                         miss_report.py
+    steering            changes of priority, and pauses                   steering.py
 
-A feature that is added here attaches as these do (extension.py); the core stays as it is.
+A new feature attaches in the same way (extension.py). The core does not change.
 """
 
 import enum
@@ -39,18 +39,20 @@ from quire.scheduler.views import PinsView, RequestView, SchedulerView, TierView
 
 
 class Topic(enum.Enum):
-    """What subscribers may hear of beside what every call decides."""
+    """Topics of changes that a subscriber can request, in addition to the decisions of each
+    call."""
 
     HELD = "held"  # HeldChanges
     INDEX = "index"  # IndexDelta
 
 
 class Scheduler(SchedulerCore):
-    """See SchedulerCore. num_stores: stores that are asked for blocks; kept: what they get
-    (base/settings/kv_transfer.py). takes_media: the model takes images or videos."""
+    """See SchedulerCore. num_stores: number of stores that are looked up. kept: the blocks that
+    stores receive (base/settings/kv_transfer.py). takes_media: whether the model takes images or
+    videos."""
 
     drafts: Drafts
-    media: MediaInputs | None = None  # a snapshot of an earlier version has none
+    media: MediaInputs | None = None  # None in a snapshot of an earlier version
 
     def __init__(
         self,
@@ -83,18 +85,18 @@ class Scheduler(SchedulerCore):
     # ---- questions ---------------------------------------------------------------------------
 
     def has(self, request_id: str) -> bool:
-        """Tell whether a request has not ended."""
+        """Return whether a request is unfinished."""
         return request_id in self.lifecycle.sequences
 
     def prefixes(self, now: float, tenant: str | None = None) -> list[PinnedPrefix]:
-        """List what is pinned, oldest first; tenant: whose, None is everybody's."""
+        """Return the pinned prefixes of a tenant, oldest first; of all tenants if None."""
         return self.pinned.listing(now, tenant)
 
     def held(
         self, now: float, request_id: str | None = None, index: int = 0, tenant: str | None = None
     ) -> list[HeldRequest]:
-        """List what is held, oldest first; or report one sequence, held or not ended, with its
-        tokens. tenant: whose, None is everybody's."""
+        """Return the retained sequences of a tenant, oldest first; of all tenants if None. With
+        request_id, return only one sequence with its tokens, retained or unfinished."""
         if request_id is None:
             return self.retained.listing(tenant, now)
         names = (request_id, f"{request_id}-0")
@@ -102,11 +104,12 @@ class Scheduler(SchedulerCore):
         return [found for found in asked if found is not None][:1]
 
     def requests(self) -> tuple[RequestView, ...]:
-        """List the requests that have not ended, oldest first."""
+        """Return the unfinished requests, oldest first."""
         return tuple(_view_of(sequence) for sequence in self.lifecycle.sequences.values())
 
     def view(self) -> SchedulerView:
-        """Return the state as it is now. No open request is looked at: the core waits meanwhile."""
+        """Return the current state as counters. Open requests are not visited, since the core waits
+        meanwhile."""
         kv, pinned, stores = self.memory.kv, self.pinned, self.stores
         return SchedulerView(
             num_rows=self.rows.table.num_rows,
@@ -127,14 +130,15 @@ class Scheduler(SchedulerCore):
         )
 
     def live_state(self) -> LiveState:
-        """Return whose each block is, who runs, and who waits why: for those who watch."""
+        """Return the owner of each block, the running rows, and the waiting sequences with their
+        reasons, for observers."""
         return live_state(self, self.retained, self.pinned)
 
     # ---- subscribers, snapshots and tests ----------------------------------------------------
 
     def subscribe(self, topic: Topic, keeps_tokens: bool = False) -> None:
-        """Put what changes in a topic into the notes of all decisions from now on. keeps_tokens: of
-        the index: with the tokens of blocks."""
+        """Add the changes of a topic to the notes of all decisions from now on. keeps_tokens: for
+        the index, include the tokens of blocks."""
         if topic is Topic.HELD:
             self.retained.changes = {}
             self._collectors.append(self.retained.take_changes)
@@ -144,13 +148,13 @@ class Scheduler(SchedulerCore):
         self._collectors.append(watch.take)
 
     def note_names(self, into: list[NewNames] | None) -> None:
-        """Append to this list every name that a block is given from now on, also by a door that
-        raises; None: to none."""
+        """Append every new block name to this list from now on, even from a door that raises. None
+        turns it off."""
         self.memory.names.new = into
 
     def continue_with(self, digester: Digester) -> None:
-        """Continue from a snapshot, which lacks what tells no plan from another (snapshot.OMITTED).
-        digester: what names blocks."""
+        """Restore the parts that a snapshot omits, which do not influence plans (snapshot.OMITTED).
+        digester: computes the names of blocks."""
         memory = self.memory
         memory.listeners = of_kind(self.features, CacheListener)
         memory.continue_with(digester)
@@ -161,7 +165,7 @@ class Scheduler(SchedulerCore):
         self._handlers = self._own_handlers()
 
     def check_invariants(self) -> None:
-        """Assert that counters, rows and blocks agree."""
+        """Assert that counters, rows and blocks are consistent."""
         assert not self.memory.spent, "what a plan has begun with is still held"
         tables = self.retained.tables()
         assert all(table.is_evictable for table in tables), "room that it makes is not counted"

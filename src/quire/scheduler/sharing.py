@@ -1,6 +1,6 @@
-"""Sharing a step's tokens when the running rows want more than the budget.
+"""Division of a step's tokens when the running rows need more than the budget.
 
-Decoding rows get their token first. Prompts share the rest by class, tenant and policy. Prompts
+Each decoding row gets one token first. Prompts share the rest by class, tenant and policy. Prompts
 that rank after the head of the queue are deferred until the head is admitted.
 """
 
@@ -21,10 +21,10 @@ def share_budget(
     budget: int,
     fits: Callable[[Sequence], bool],
 ) -> tuple[Int64, list[Sequence]]:
-    """Return the tokens of each running row ([N], like rows and need), and the deferred prompts.
+    """Divide the budget among running rows. Return the tokens of each row and the deferred prompts.
 
-    budget: tokens of the step. fits: whether a new request could be admitted now. Deferred prompts
-    are ordered by rank.
+    rows, need and the returned tokens: int64 [N]. budget: tokens of the step. fits: whether a new
+    request could be admitted now. Deferred prompts are ordered by rank.
     """
     is_prompt = need > 1
     granted = np.where(is_prompt, 0, need)
@@ -54,14 +54,14 @@ def share_budget(
 
 
 def competing_head(queue: WaitingQueue, prompt: Sequence) -> Sequence | None:
-    """Return the head of the queue if it comes before this running prompt."""
+    """Return the head of the queue if it ranks before this running prompt, else None."""
     head = queue.peek()
     return head if head is not None and is_before(queue, head, prompt) else None
 
 
 def pass_over_heads(queue: WaitingQueue, prompt: Sequence) -> None:
-    """Pass over new sequences at the head while a running prompt comes before them. This may bring
-    other sequences to the head."""
+    """Pass over new sequences at the head while a running prompt ranks before them. A policy may
+    then bring other sequences to the head."""
     head = queue.peek()
     while head is not None and not is_before(queue, head, prompt):
         if head.priority > prompt.priority or queue.is_preempted(head):
@@ -73,8 +73,8 @@ def pass_over_heads(queue: WaitingQueue, prompt: Sequence) -> None:
 
 
 def is_before(queue: WaitingQueue, head: Sequence, sequence: Sequence) -> bool:
-    """Return whether the head of the queue comes before a running prompt. A preempted head does not
-    within its class: it would soon be preempted again."""
+    """Return whether the head of the queue ranks before a running prompt. Within its class, a
+    preempted head does not, since it would soon be preempted again."""
     if head.priority != sequence.priority:
         return head.priority < sequence.priority
     if queue.is_preempted(head):

@@ -1,20 +1,19 @@
-"""The scheduler's whole state as plain data, and back: a continued run cannot tell the difference.
+"""Snapshots: the scheduler's whole state as plain data, and back. A continued run is identical.
 
-`dump` walks the graph of objects from the scheduler on. What can be shared or part of a cycle
-(instances, lists, dictionaries, arrays, ...) becomes an entry of one flat list, the heap, in which
-entries name each other by number; so identity is kept and nothing recurses. All other values stand
-where they are used.
+`dump` walks the graph of objects from the scheduler on. Objects that can be shared or part of a
+cycle (instances, lists, dictionaries, arrays, ...) become entries of one flat list, the heap.
+Entries refer to each other by number, so identity is preserved without recursion. All other values
+are stored where they are used.
 
     {"root": [REF, 0], "heap": [[INSTANCE, "Scheduler", {...}], [ARRAY, "<i8", [64], ...], ...]}
 
-Frozen vocabulary (`quire.base`: requests, plans, parameters) never changes after it was made, and
-what holds nothing but numbers and text is copied quickly; both are left as `Deferred`, for another
-thread to encode. Who encodes may replace them: `Deferred.name` is the attribute that holds a value.
+Frozen vocabulary (`quire.base`: requests, plans, parameters) never changes. Containers of numbers
+and text are copied quickly. Both are returned as `Deferred`, for another thread to encode. The
+encoder may replace them: `Deferred.name` is the attribute that holds a value.
 
-Integers have at most 64 bits. A class is known by its name alone (`KINDS`), not by where it is
-defined. `restore` makes instances of these without calling anything of theirs, so that a file
-cannot make it run code of its own. Other versions keep other state: `STATE_VERSION` tells them
-apart.
+Integers have at most 64 bits. A class is identified by its name alone (`KINDS`), not by its module.
+`restore` creates instances of these classes without calling their code, so a file cannot run code
+of its own. The state differs between versions, identified by `STATE_VERSION`.
 """
 
 import dataclasses
@@ -57,8 +56,8 @@ from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 from quire.spec import cache_group
 
-STATE_VERSION = 16  # of what is kept of the state
-OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
+STATE_VERSION = 16  # of the state's format
+OMITTED = types.MappingProxyType(  # the continuing run supplies these
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
         "Arrivals": ("_concerns",),
@@ -92,7 +91,7 @@ def _classes(modules: Iterable[types.ModuleType]) -> dict[str, type]:
 LEAVES = _classes(VOCABULARY)  # frozen vocabulary
 KINDS = LEAVES | _classes(OWNERS)
 
-# Recordings hold these numbers, so that of a kind that is gone stays free.
+# Recordings contain these numbers, so the number of a removed kind (_) stays unused.
 (
     REF, TUPLE, FROZENSET, ENUM, ARRAY, ZEROS, OBJECTS, SCALAR, LEAF, CLASS, _, LIST, DICT,
     SET, DEQUE, ORDERED, INSTANCE, NARROW,
@@ -100,14 +99,14 @@ KINDS = LEAVES | _classes(OWNERS)
 
 PRIMITIVES = frozenset({type(None), bool, int, float, str, bytes})
 TEXTS = frozenset({str, bytes})
-MAX_CELLS = 1 << 33  # of an array; more than that is a damaged file
+MAX_CELLS = 1 << 33  # maximum size of an array; a larger one means a damaged file
 
 Data = dict[str, Any]
 NOTHING: Mapping[str, Collection[str]] = types.MappingProxyType({})
 
 
 class Deferred:
-    """A value that is encoded later: frozen vocabulary, text or bytes, or a list or dictionary of
+    """Value to encode later: frozen vocabulary, text or bytes, or a list or dictionary of
     primitives. name: the attribute that led to it."""
 
     __slots__ = ("name", "value")
@@ -120,17 +119,22 @@ class Deferred:
 def dump(
     root: object, omit: Mapping[str, Collection[str]] = NOTHING, blank: Iterable[str] = ()
 ) -> Data:
-    """Return the state of an object and of all that it refers to. omit: attributes to leave out, by
-    the name of the class; blank: attributes of any object whose numbers become zeros.
+    """Return the state of an object and of all objects that it refers to.
 
-    Raises EngineError that names the place of a value that cannot be kept, such as a lambda.
+    Args:
+        root: the object.
+        omit: attributes to omit, by class name.
+        blank: names of attributes whose numbers become zeros.
+
+    Raises:
+        EngineError: a value cannot be saved, such as a lambda; the error names its attribute.
     """
     return _Dump(root, omit, frozenset(blank)).data()
 
 
 def restore(data: Any) -> Any:
-    """Make again what was dumped, once all `Deferred` in it are encoded. Raises EngineError for
-    other data."""
+    """Return the object that was dumped, once all `Deferred` values in it are encoded. Raise
+    EngineError for other data."""
     try:
         return _Restore(data["heap"]).value(data["root"])
     except EngineError:
@@ -140,8 +144,8 @@ def restore(data: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """Turn a value of the frozen vocabulary, or of primitives, into plain data. Identity is
-    lost."""
+    """Return a value of the frozen vocabulary, or of primitives, as plain data. Identity is lost.
+    Raise EngineError for other values."""
     kind = type(value)
     if kind in PRIMITIVES:
         return value
@@ -163,18 +167,18 @@ def encode(value: Any) -> Any:
         return [SCALAR, value.dtype.str, value.tobytes()]
     if LEAVES.get(kind.__qualname__) is kind:
         return [LEAF, _name(kind), {name: encode(item) for name, item in _contents(value, kind)}]
-    if callable(value):  # a logits processor of a request: only its name is kept
+    if callable(value):  # a request's logits processor: only its name is saved
         return f"function {getattr(value, '__qualname__', kind.__qualname__)}"
     raise EngineError(f"a {kind.__qualname__} cannot be saved in a snapshot.")
 
 
 def decode(data: Any) -> Any:
-    """Return the value that `encode` was given. Raises EngineError."""
+    """Return the value that was encoded by `encode`. Raise EngineError for other data."""
     return restore({"root": data, "heap": []})
 
 
 def without_modules(data: Any) -> Any:
-    """Bring encoded values up to date: earlier recordings named the modules of classes, too."""
+    """Remove module names from encoded values. Earlier recordings stored them with class names."""
     if isinstance(data, dict):
         return {key: without_modules(value) for key, value in data.items()}
     if not isinstance(data, list):
@@ -185,26 +189,26 @@ def without_modules(data: Any) -> Any:
 
 
 class _Dump:
-    """Walks the objects, and numbers those of the heap as it finds them."""
+    """Walk over the objects, which numbers heap objects as it finds them."""
 
     def __init__(
         self, root: object, omit: Mapping[str, Collection[str]], blank: frozenset[str]
     ) -> None:
         self.root, self.omit, self.blank = root, omit, blank
         self.numbers: dict[int, int] = {}  # id of an object -> its number in the heap
-        self.found: list[tuple[Any, str]] = []  # the objects, with the attribute that led there
+        self.found: list[tuple[Any, str]] = []  # heap objects, with the attribute that led there
         self.names: dict[type, str] = {}
 
     def data(self) -> Data:
         top = self.refer(self.root, "root")
         heap: list[Any] = []
-        while len(heap) < len(self.found):  # entries refer to others, which are appended
+        while len(heap) < len(self.found):  # entries append the objects that they refer to
             value, name = self.found[len(heap)]
             heap.append(self.entry(value, name))
         return {"root": top, "heap": heap}
 
     def refer(self, value: Any, name: str) -> Any:
-        """Return what stands for a value in the entry of another."""
+        """Return the reference to a value, or the value itself, for use in another entry."""
         kind = type(value)
         if kind in TEXTS:
             return Deferred(value, name)
@@ -225,7 +229,7 @@ class _Dump:
         return [REF, number]
 
     def entry(self, value: Any, name: str) -> Any:
-        """Return the contents of an object of the heap."""
+        """Return the contents of a heap object."""
         kind = type(value)
         if kind is list or kind is dict or kind is OrderedDict:
             return self.container(value, kind, name)
@@ -263,8 +267,7 @@ class _Dump:
         return [tag, *(self.refer(item, name) for pair in value.items() for item in pair)]
 
     def name(self, what: type, found_at: str) -> str:
-        """Return the name by which a class is known. Raises EngineError for one that cannot be
-        kept."""
+        """Return the saved name of a class. Raise EngineError if it cannot be saved."""
         if what not in self.names:
             try:
                 self.names[what] = _name(what)
@@ -274,7 +277,8 @@ class _Dump:
 
 
 class _Restore:
-    """Makes all objects empty, then fills them: instances first, because others may hash them."""
+    """Creation of all objects, empty at first. Instances are filled first, since sets and
+    dictionaries may hash them."""
 
     def __init__(self, heap: list[Any]) -> None:
         self.heap = heap
@@ -294,7 +298,7 @@ class _Restore:
             return deque(maxlen=entry[1])
         if tag == OBJECTS:
             return np.full(_shape(entry[1]), None, object)
-        return self.value(entry)  # a number array, or frozen vocabulary: it refers to nothing
+        return self.value(entry)  # a number array or frozen vocabulary, without references
 
     def fill(self, entry: Any, shell: Any) -> None:
         tag, value = entry[0], self.value
@@ -317,7 +321,7 @@ class _Restore:
                 shell[value(key)] = value(item)
 
     def value(self, data: Any) -> Any:
-        """Return a value that stands where it is used."""
+        """Return a value that is stored where it is used."""
         if type(data) in PRIMITIVES:
             return data
         tag, *rest = data
@@ -344,7 +348,7 @@ FILLED_WITH = {
 
 
 def _plain(tag: int, rest: list[Any]) -> Any:
-    """Make a value that refers to nothing."""
+    """Return a value without references."""
     if tag == ARRAY:
         return np.frombuffer(rest[2], _dtype(rest[0])).reshape(_shape(rest[1])).copy()
     if tag == ZEROS:
@@ -363,7 +367,7 @@ def _plain(tag: int, rest: list[Any]) -> Any:
 
 
 def _array(array: np.ndarray[Any, Any]) -> list[Any]:
-    """Encode an array; of a table, without the columns at its end that are zero."""
+    """Encode an array. Of a two-dimensional one, omit the zero columns at its end."""
     head = array.dtype.str, array.shape
     if array.size > 64 and not array.any():
         return [ZEROS, *head]
@@ -388,8 +392,8 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _contents(value: Any, kind: type) -> list[tuple[str, Any]]:
-    """List the fields of a dataclass, or those of a msgspec struct that differ from their
-    defaults. A dataclass may mark fields that are omitted where they have their default."""
+    """Return the fields of a dataclass, or the fields of a msgspec struct that differ from their
+    defaults. Dataclass fields marked `is_omitted` are skipped at their default."""
     if isinstance(value, MediaItem):
         value = value.without_pixels
     if dataclasses.is_dataclass(kind):
@@ -408,7 +412,7 @@ def _contents(value: Any, kind: type) -> list[tuple[str, Any]]:
 
 
 def _attributes(value: object) -> list[str]:
-    """List the attributes that are set, whether in slots or in a dictionary."""
+    """Return the names of the attributes that are set, in slots or in a dictionary."""
     found = [
         name
         for kind in type(value).__mro__
@@ -424,7 +428,7 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
 
 
 def _name(kind: type) -> str:
-    """Return the name by which a class is known. Raises EngineError for one that cannot be kept."""
+    """Return the saved name of a class. Raise EngineError if it cannot be saved."""
     name = kind.__qualname__
     if KINDS.get(name) is not kind:
         raise EngineError(f"{kind.__module__}.{name} cannot be saved in a snapshot.")
@@ -432,7 +436,7 @@ def _name(kind: type) -> str:
 
 
 def _class(name: str, kinds: Mapping[str, type] = KINDS) -> Any:
-    """Return the class of this name; earlier recordings named the module, too."""
+    """Return the class of this name. Earlier recordings stored the module with it."""
     found = kinds.get(name.rpartition(":")[2])
     if found is None:
         raise EngineError(f"a snapshot names {name!r}, which is not a class of the scheduler.")

@@ -1,8 +1,8 @@
 """Steering: clients change the priority of their requests, and pause and resume them.
 
-A paused request keeps its known tokens and gives up its rows and blocks. Its computed blocks stay
-in the prefix cache while there is room. It resumes as a preempted request does. Every pause ends,
-at a `Steer` message or when its time is over.
+A paused request keeps its known tokens and loses its rows and blocks. Its computed blocks stay in
+the prefix cache while there is room. It resumes as a preempted request does. Every pause ends, by a
+`Steer` message or when its time is over.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from quire.scheduler.core.sequence import Blocker, Sequence, State
 
 
 class Steering(Extension, StepExtension):
-    """Carries out `Steer` messages."""
+    """Handler of `Steer` messages."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._paused: dict[str, float] = {}  # when each pause ends, by request id
+        self._paused: dict[str, float] = {}  # end of each pause, by request id
 
     def handlers(self) -> Mapping[type, Handler]:
         """See Extension."""
@@ -34,7 +34,7 @@ class Steering(Extension, StepExtension):
         request_id = message.request_id
         sequence = self._lifecycle.sequences.get(request_id)
         if sequence is None:
-            return  # it has ended
+            return  # the request has ended
         if message.priority is not None:
             self._lifecycle.set_priority(sequence, message.priority)
         if message.pause_s is not None and message.pause_s > 0:
@@ -45,7 +45,7 @@ class Steering(Extension, StepExtension):
             self._resume(request_id)
 
     def _pause(self, sequence: Sequence, now: float) -> None:
-        """Park all sequences of a request."""
+        """Park all unfinished sequences of a request, and preempt those with a row."""
         if any(member.row >= 0 for member in sequence.members):
             self._lifecycle.preempt(sequence, sequence.request.request_id, now)
         for member in sequence.members:
@@ -56,7 +56,7 @@ class Steering(Extension, StepExtension):
             member.blockers |= {Blocker.PAUSED}
 
     def _resume(self, request_id: str) -> None:
-        """Queue the sequences of a request, unless something else blocks them."""
+        """Queue the sequences of a paused request, unless something else blocks them."""
         self._paused.pop(request_id, None)
         self._note_next()
         sequence = self._lifecycle.sequences.get(request_id)
@@ -68,5 +68,5 @@ class Steering(Extension, StepExtension):
                 self._lifecycle.unpark(member)
 
     def _note_next(self) -> None:
-        """Note when the next pause ends."""
+        """Set `next_s` to the end of the next pause."""
         self.next_s = min(self._paused.values(), default=None)

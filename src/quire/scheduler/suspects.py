@@ -1,12 +1,12 @@
 """Suspects: sequences of a failed step that could not be repeated.
 
-Usually a failed step is repeated in parts, which finds the row to blame
-(`engine/loop/recovery.py`). Layers with a state cannot repeat a step: they write the state in
-place, so a second run would begin with another state. All rows of such a step return to their last
-states in the index and become suspects.
+Usually a failed step is repeated in parts, which finds the guilty row (`engine/loop/recovery.py`).
+A model with states cannot repeat a step: layers overwrite the state in place, so a second run would
+begin with another state. All rows of such a step return to their last states in the index and
+become suspects.
 
-Each suspect is planned alone. A suspect that fails alone is guilty. A suspect that gets as far as
-it was in the failed step is planned with the others again.
+Each suspect is planned alone. A suspect that fails alone is guilty. A suspect that reaches its
+length in the failed step is cleared, and planned with the others again.
 """
 
 from quire.scheduler.core.plans import InFlightStep
@@ -14,7 +14,8 @@ from quire.scheduler.core.sequence import Sequence, State
 
 
 class Suspects:
-    """until: length at which each sequence is no suspect any more; the longest suspected first."""
+    """Suspected sequences. until: the computed length at which each is cleared, in order of
+    suspicion."""
 
     def __init__(self) -> None:
         self.until: dict[Sequence, int] = {}
@@ -37,7 +38,7 @@ class Suspects:
         return is_one and all(sequence in self.until for sequence in found)
 
     def acquit(self, step: InFlightStep) -> None:
-        """Release the suspects that a successful step has taken far enough."""
+        """Clear the suspects that a successful step has computed far enough."""
         for sequence, length in _lengths(step).items():
             if length >= self.until.get(sequence, length + 1):
                 del self.until[sequence]

@@ -1,12 +1,12 @@
-"""What a failed row taints: blocks that it was to compute, and the rows that hold them.
+"""Data tainted by a failed row: the blocks that it was to compute, and the rows that use them.
 
 A full block of known tokens enters the index when the plan that computes it is made. So a later
-sequence may hold the block before it is computed. If its row fails, the block and all that was
+sequence may share the block before it is computed. If the first row fails, the block and everything
 computed from it are wrong. Blocks that earlier plans entered are complete and taint nothing.
 
-The dependants follow from what plans in flight found in the index and entered there, in the order
-of planning. Tables do not show them: a sequence may have lost its blocks since. A block with a new
-owner counts for the former one, so a sequence may be sent back without need.
+The dependants follow from the blocks that plans in flight found in the index and entered there, in
+the order of planning. Tables do not show them: a sequence may have lost its blocks since. A block
+that has a new owner still counts for the former one, so a sequence may be preempted without need.
 """
 
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ from quire.scheduler.core.sequence import Sequence
 
 @dataclass(slots=True)
 class Tainted:
-    """blocks, host: by cache group, blocks of the device and of host memory that must not be used.
-    failed: rows that failed, with their errors. dependants: rows that hold blocks which a failed
-    row or another dependant was to compute."""
+    """Tainted blocks and rows. blocks, host: by cache group, blocks of the device and of host
+    memory that must not be used. failed: rows that failed, with their errors. dependants: rows with
+    blocks that a failed row or another dependant was to compute."""
 
     blocks: list[set[int]]
     host: list[set[int]]
@@ -44,7 +44,7 @@ def find_tainted(
     has_lost_swaps: bool = False,
     num_void: int = 0,
 ) -> Tainted:
-    """Return what the failed rows of the first plan break in all of these plans.
+    """Return the blocks and rows that the failed rows of the first plan taint in all these plans.
 
     has_lost_swaps: the swaps to host memory of the first plan, and of void ones, are lost.
     num_void: number of plans whose computed tokens are all lost. A failed row that is also a
@@ -71,7 +71,7 @@ def find_tainted(
             if lease in tainted or tainted.fails(owners[lease]):
                 for mine, bad in zip(shared.named, tainted.blocks, strict=True):
                     bad.update(mine)
-        for fork in step.plan.new_forks:  # which does not come about without its parent
+        for fork in step.plan.new_forks:  # a fork fails with its parent
             if (fork.parent, epochs[fork.parent]) in tainted.dependants:
                 child = fork.child, epochs[fork.child]
                 tainted.dependants[child] = owners[child]
@@ -79,7 +79,7 @@ def find_tainted(
 
 
 def _follow_moves(tainted: Tainted, plan: Plan, are_lost: bool) -> None:
-    """Follow a plan's moves to host memory and back: a copy is tainted if its source is."""
+    """Apply a plan's moves to host memory and back: a copy is tainted if its source is."""
     for move in plan.moves:
         away, here = tainted.host[move.group], tainted.blocks[move.group]
         for source, destination in zip(

@@ -1,4 +1,4 @@
-"""Deadlines of requests, and the errors of requests that miss theirs."""
+"""Deadlines of requests, and the errors for requests that miss them."""
 
 import heapq
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from quire.scheduler.core.sequence import Sequence
 
 
 class TimeLimits:
-    """The deadlines of requests that have a time limit."""
+    """Deadlines of the requests with a time limit."""
 
     def __init__(self) -> None:
-        self.deadlines: list[tuple[float, int, str]] = []  # a heap: time, arrival, request id
+        self.deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival, request id)
 
     def add(self, sequence: Sequence) -> None:
         """Add the deadline of a new request, if it has one."""
@@ -31,7 +31,8 @@ class TimeLimits:
     def take_late(
         self, sequences: Mapping[str, Sequence], now: float
     ) -> list[tuple[Sequence, Finish]]:
-        """Return the requests whose deadline is over, with the error for their clients."""
+        """Return the requests that missed their deadline, with the errors for their clients. Remove
+        their deadlines."""
         late = []
         while self.deadlines and self.deadlines[0][0] <= now:
             sequence = self._alive(sequences, *heapq.heappop(self.deadlines)[1:])
@@ -41,7 +42,8 @@ class TimeLimits:
 
     @staticmethod
     def _alive(sequences: Mapping[str, Sequence], arrival: int, request_id: str) -> Sequence | None:
-        """Return the sequence of an entry, unless it has ended; a new one may have its id."""
+        """Return the sequence of a deadline, or None if it has ended. A new request may have its
+        id."""
         sequence = sequences.get(request_id)
         return sequence if sequence is not None and sequence.arrival == arrival else None
 

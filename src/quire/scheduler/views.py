@@ -1,4 +1,4 @@
-"""What others may see of the scheduler's state: frozen, and made only when it is asked for."""
+"""Frozen views of the scheduler's state for other components, created on request."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from quire.base.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request that has not ended. num_cached_tokens: -1 before its first admission. rows: that
-    its sequences hold; filling: those of them whose sequences have no output yet. is_waiting: some
-    of them wait in the queue."""
+    """Unfinished request. num_cached_tokens: -1 before its first admission. rows: rows of its
+    sequences; filling: rows among these whose sequences have no output yet. is_waiting: whether a
+    sequence of it waits in the queue."""
 
     request: Request
     num_prompt_tokens: int
@@ -23,8 +23,8 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class StoresView:
-    """Blocks that came from stores and went there, and their bytes. num_here: of the blocks that
-    requests were looked up for, those that this engine had already, so that nothing was moved."""
+    """Numbers of blocks and bytes moved from and to stores. num_here: looked-up blocks that this
+    engine already had, so that they were not moved."""
 
     num_fetched: int
     num_kept: int
@@ -35,7 +35,7 @@ class StoresView:
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """Blocks that were copied to host memory and came back as hits."""
+    """Numbers of blocks copied to host memory, and loaded again as hits."""
 
     num_offloaded: int
     num_loaded: int
@@ -43,7 +43,7 @@ class TierView:
 
 @dataclass(frozen=True, slots=True)
 class PinsView:
-    """num_blocks: of the fullest cache group, that pins hold."""
+    """Counters of pinned prefixes. num_blocks: pinned blocks of the fullest cache group."""
 
     num_pins: int
     num_blocks: int
@@ -53,7 +53,7 @@ class PinsView:
 
 @dataclass(frozen=True, slots=True)
 class HeldView:
-    """What is held: sequences of requests that have ended, and their tokens."""
+    """Numbers of retained sequences of ended requests, and of their tokens."""
 
     num_sequences: int
     num_tokens: int
@@ -61,7 +61,8 @@ class HeldView:
 
 @dataclass(frozen=True, slots=True)
 class MediaView:
-    """The encoder cache: slots, one per token, and what was encoded or found since the start."""
+    """Counters of the encoder cache: slots, one per token, and encoded tokens and hits since the
+    start."""
 
     num_slots: int
     num_used_slots: int
@@ -71,11 +72,11 @@ class MediaView:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """The scheduler's state at one moment, for those who count, show and tell.
+    """State of the scheduler at one moment, for metrics and status pages.
 
-    num_blocks: of the largest cache group; num_free_blocks: of the group that has the fewest.
-    usage: share of the blocks that sequences hold, in the fullest group. plans: that are
-    in flight, oldest first.
+    num_blocks: of the largest cache group. num_free_blocks: of the group with the lowest number.
+    usage: share of the blocks that sequences hold, in the fullest group. plans: in flight, oldest
+    first.
     """
 
     num_rows: int

@@ -1,1 +1,1 @@
-"""Models that the transformers package implements, with quire's layers and paged attention."""
+"""Models implemented by the transformers package, with quire's layers and paged attention."""

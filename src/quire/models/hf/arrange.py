@@ -1,9 +1,9 @@
-"""Where the columns stand that a translated model's operations read, and whether it is right.
+"""Arrangement of the columns that a translated model's operations read, and its verification.
 
-Rows of linear layers are put in the order in which what is read of their results stands side by
-side, and in which half-rotation turns the pairs that the class means; attention does not see a
-common order of queries and keys. Then the translation is tried: with the same random results of
-layers it must call each layer with the same numbers as the class does.
+Rows of linear layers are reordered so that each operation reads adjacent columns. The order also
+makes half-rotation turn the pairs that the class turns; attention is invariant to a common order of
+query and key dimensions. Then the translation is verified: with the same random results of layers,
+it must call each layer with the same numbers as the class does.
 
 Shape legend: T tokens, W columns.
 """
@@ -28,10 +28,11 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """Columns that an operation reads, by their numbers among those of all buffers.
+    """Columns that an operation reads, numbered over all buffers.
 
-    heads: 0 if they are not read by head. order: in which the dimensions of each head stand, as a
-    text; empty for the class's own. shown: what the class calls a layer with, [T, W].
+    columns: int64 [W]. heads: 0 if they are not read by head. order: order of the dimensions in
+    each head, as text; empty for the class's own order. shown: the argument in the class's pass,
+    [T, W].
     """
 
     columns: Columns
@@ -42,8 +43,8 @@ class Operand:
 
 @dataclass(eq=False)
 class Call:
-    """An operation before it is known where columns stand. write: its buffer. returned: of a layer,
-    random numbers [T, W]."""
+    """Operation before its columns are arranged. write: its buffer. returned: the random result of
+    a layer, [T, W]."""
 
     name: str
     reads: tuple[Operand, ...]
@@ -55,8 +56,8 @@ class Call:
 
 @dataclass(eq=False)
 class Buffer:
-    """first: the number of its first column. layer: the linear layer that makes it, if one does.
-    order: in which its columns stand, if not in the class's own."""
+    """Result of an operation. first: number of its first column. layer: the linear layer that
+    computes it, or None. order: int64 [W], order of its columns; None for the class's own order."""
 
     first: int
     width: int
@@ -65,8 +66,7 @@ class Buffer:
 
 
 class Arrangement:
-    """Puts the columns of buffers in order. Raises Unfollowed where there is no order for all who
-    read them."""
+    """Order of the columns of all buffers. Raises Unfollowed if no order suits every reader."""
 
     def __init__(self, calls: Sequence[Call], buffers: Sequence[Buffer], last: Operand) -> None:
         self._calls, self._buffers = calls, buffers
@@ -87,8 +87,7 @@ class Arrangement:
         self._try()
 
     def steps(self, device: torch.device) -> Steps:
-        """Return the model for a device, and let its linear layers load their rows in these
-        orders."""
+        """Return the model on a device, and set the row orders that its linear layers load."""
         for buffer in self._buffers:
             if buffer.order is not None and buffer.layer is not None:
                 buffer.layer.reorder(torch.from_numpy(buffer.order))
@@ -100,7 +99,7 @@ class Arrangement:
         return Steps(merged(steps), len(self._buffers), self._last)
 
     def _within(self, operand: Operand) -> tuple[int, Columns]:
-        """Find the buffer of columns, and where they are there."""
+        """Return the buffer of an operand's columns, and their indices in it."""
         index = bisect_right(self._firsts, int(operand.columns[0])) - 1
         columns, buffer = operand.columns - self._firsts[index], self._buffers[index]
         if columns.min() < 0 or columns.max() >= buffer.width:
@@ -129,8 +128,8 @@ def _tensors(step: Step) -> list[torch.Tensor]:
 
 
 class _Trial(Run):
-    """A pass in which layers return what they returned to the class, and must be called with what
-    that called them with."""
+    """Verification pass, in which layers return their results of the class's pass. Their arguments
+    must be equal to the arguments in that pass."""
 
     def __init__(self, calls: Sequence[Call], buffers: Sequence[Buffer]) -> None:
         nothing: Any = None
@@ -153,8 +152,9 @@ class _Trial(Run):
 
 
 def _order(buffer: Buffer, wanted: list[Columns]) -> Columns:
-    """Put sequences of columns side by side, each in its own order, and what nobody reads between
-    them; the columns of each module that was merged into the layer stay among themselves."""
+    """Return an order of the buffer's columns in which each sequence of `wanted` is contiguous.
+    Columns without readers go between these. Columns of each module merged into the layer stay
+    together."""
     if buffer.layer is None:
         raise Unfollowed("results of something other than a linear layer are read in another order")
     read = np.concatenate(wanted)

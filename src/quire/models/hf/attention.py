@@ -1,11 +1,12 @@
-"""quire's paged attention in the place of transformers' own.
+"""Paged attention of quire, which replaces transformers' own.
 
-transformers asks its AttentionInterface for the function that `config._attn_implementation` names,
-and calls it for each layer with queries, keys and values [1, heads, T, H]. Ours stores keys and
-values in the step's blocks and attends over them by the backend of that step, which it finds at the
-attention module. No mask is registered under the same name, so transformers makes none.
+`config._attn_implementation` names a function of transformers' AttentionInterface. transformers
+calls it for each layer with queries, keys and values [1, heads, T, H]. Our function stores keys and
+values in the step's blocks and attends over them with the step's backend. It finds the backend
+through the attention module. No mask function is registered under this name, so transformers
+creates no masks.
 
-In a model that torch compiles, attention and quire's layers stand as opaque operators in the graph:
+In a model that torch compiles, attention and quire's layers are opaque operators of the graph:
 `quire::attention` and `quire::layer`.
 
 Shape legend: T tokens, N query heads, K KV heads, H head dim.
@@ -27,20 +28,20 @@ from quire.ops.attention_inputs import Scores
 from quire.ops.precision import accumulation_dtype
 
 NAME = "quire"
-PLACE = "quire_place"  # the attribute of an attention module that holds its PagedLayer
+PLACE = "quire_place"  # attribute of an attention module with its PagedLayer
 
 Operator = Callable[..., torch.Tensor]
 
 
 class Tracer(Protocol):
-    """What is called instead of attending, while a model is translated (lower.py)."""
+    """Receiver of attention calls while a model is translated (lower.py)."""
 
     def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], scores: Scores) -> torch.Tensor: ...
 
 
 class _Operators:
-    """The operators, which torch knows by their names, and the models that they serve, by handle:
-    operators take numbers and tensors only."""
+    """Custom operators, which torch finds by name, and the models that they serve, by handle.
+    Operators only accept numbers and tensors."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakValueDictionary[int, Paged] = weakref.WeakValueDictionary()
@@ -92,9 +93,9 @@ def _operators() -> _Operators:
 
 
 class Paged:
-    """What all attention modules of a model share: the backend of the step that is computed.
+    """State shared by all attention modules of a model: the backend of the current step.
 
-    layers: those that are opaque where the model is compiled.
+    layers: layers that are opaque operators in compiled graphs.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class Paged:
         self.handle = _operators().add(self)
 
     def make_opaque(self, layer: NamedLinear) -> None:
-        """Let a layer stand as an operator in compiled graphs."""
+        """Replace a layer by an opaque operator in compiled graphs."""
         layer.opaque = _operators().layer, self.handle, len(self.layers)
         self.layers.append(layer)
 
@@ -115,7 +116,7 @@ class Paged:
         layer: int,
         scores: Scores,
     ) -> torch.Tensor:
-        """Store keys and values, then attend; [T, N, H]."""
+        """Store keys and values [T, K, H], then attend with queries [T, N, H]. Return [T, N, H]."""
         q_TNH, k_TKH, v_TKH = map(_by_token, qkv)
         backend = self.backend
         assert backend is not None
@@ -124,21 +125,21 @@ class Paged:
 
 
 def _by_token(x_TNH: torch.Tensor) -> torch.Tensor:
-    """Return the same with each token's heads side by side, as all backends read them."""
+    """Return x_TNH with adjacent heads of each token, as all backends read them."""
     _, _, size = x_TNH.shape
     return x_TNH if x_TNH.stride()[1:] == (size, 1) else x_TNH.contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class PagedLayer:
-    """An attention module's place: in which model, as which layer."""
+    """Location of an attention module: its model's shared state and its layer number."""
 
     paged: Paged
     layer: int
 
 
 def register() -> None:
-    """Make the function known to transformers, under NAME."""
+    """Register the attention function in transformers, under NAME."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -152,12 +153,13 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return [1, T, N, H] and no weights, as transformers' functions do. What else it is called
-    with was looked at when the model was made (watch.py)."""
+    """Store keys and values, and attend. query: [1, N, T, H]; key, value: [1, K, T, H]. Return [1,
+    T, N, H] and no weights, as transformers' functions do. watch.py has checked the other
+    arguments."""
     place: PagedLayer = getattr(module, PLACE)
     q_TNH, k_TKH, v_TKH = (each[0].transpose(0, 1) for each in (query, key, value))
     size, value_size = key.shape[-1], value.shape[-1]
-    if value_size < size:  # the cache holds values as wide as keys; zeros add nothing
+    if value_size < size:  # pad values to the cache's width; zeros add nothing
         v_TKH = nn.functional.pad(v_TKH, (0, size - value_size))
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale

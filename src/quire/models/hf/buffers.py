@@ -1,4 +1,4 @@
-"""Tensors of a transformers model that no checkpoint holds, such as rotary frequencies."""
+"""Tensors of a transformers model that checkpoints do not store, such as rotary frequencies."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ META = torch.device("meta")
 
 @torch.no_grad()
 def make_real(model: Any, name: str, module: nn.Module) -> None:
-    """Give a module's buffers that no checkpoint holds their values, as transformers does when it
-    loads: by the rule of the innermost transformers model that the module is in, or is. Raises
-    ModelError for what that leaves out."""
+    """Initialise a module's buffers that checkpoints do not store, as transformers does on loading.
+    model: the module's innermost transformers model, whose rule sets the values. Raise ModelError
+    if a buffer has no value afterwards."""
     passing = _passing(module)
     for each in passing:
         empty = torch.empty_like(module.get_buffer(each), device="cpu")
@@ -24,7 +24,7 @@ def make_real(model: Any, name: str, module: nn.Module) -> None:
     if passing:
         try:
             model._init_weights(module)
-        except Exception as error:  # of any kind: it is foreign code
+        except Exception as error:  # any error of foreign code
             raise ModelError(
                 f"{type(model).__name__} cannot run: its rule of how {name}.{passing[0]} begins"
                 f" fails ({error})."
@@ -41,7 +41,7 @@ def make_real(model: Any, name: str, module: nn.Module) -> None:
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Move a module's buffers that no checkpoint holds to a device."""
+    """Move a module's buffers that checkpoints do not store to a device."""
     for each in _passing(module):
         setattr(module, each, module.get_buffer(each).to(device))
 

@@ -1,4 +1,4 @@
-"""Makes a transformers model without memory and puts quire's layers in the place of its own."""
+"""Construction of a transformers model without memory, and replacement of its layers by quire's."""
 
 import logging
 import re
@@ -36,11 +36,11 @@ from quire.ops.host.torch_import import import_rest
 
 logger = logging.getLogger(__name__)
 
-# Ends of the names of linear layers that choose experts, or how much an expert counts.
+# Name suffixes of linear layers that choose experts, or weigh an expert.
 ROUTERS = ("gate", "router", "shared_expert_gate", "router.layer")
 META = torch.device("meta")
-MERGED_FIRST = "gate"  # of two layers that are one product
-EXPERTS = {"cuda": "grouped_mm"}  # which looks at no values; elsewhere the loop over experts
+MERGED_FIRST = "gate"  # goes first of two layers merged into one
+EXPERTS = {"cuda": "grouped_mm"}  # reads no values; other devices loop over experts
 
 
 Run = Callable[..., torch.Tensor]
@@ -48,21 +48,22 @@ Run = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Empty:
-    """A model without memory, and what its forward pass showed."""
+    """Model without memory, and the facts of its forward pass."""
 
     model: Any
     seen: Watch
 
 
 def empty(found: Architecture, dtype: torch.dtype) -> Empty:
-    """Make it and watch it. Raises ModelError for what cannot run over paged memory."""
+    """Create a model without memory and watch it. Raise ModelError if it cannot run over paged
+    memory."""
     import_rest()
     config = found.config
-    config._experts_implementation = "batched_mm"  # for the pass: it looks at no values
+    config._experts_implementation = "batched_mm"  # for the pass, since it reads no values
     try:
         with META:
             model = found.model_class._from_config(config, dtype=dtype).eval()
-    except Exception as error:  # whatever its code raises
+    except Exception as error:  # any error of its code
         raise ModelError(
             f"transformers cannot create {found.model_class.__name__}: {error}"
         ) from error
@@ -70,11 +71,11 @@ def empty(found: Architecture, dtype: torch.dtype) -> Empty:
 
 
 class Rebuilt:
-    """The parts of a model whose layers were replaced.
+    """Parts of a model whose layers were replaced.
 
-    base: up to the head. rest: the model without it, called with `inputs_embeds` in the place of
-    what base returns. paged: what the attention modules share. steps: what base computes as quire's
-    operations, if it can be told so. runs_by: as models.model.Model has it.
+    base: the model up to the head. rest: the model without base; its `inputs_embeds` is the result
+    of base. paged: state shared by the attention modules. steps: base as quire's operations, or
+    None if it cannot be translated. runs_by: as in models.model.Model.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Rebuilt:
         model.config._experts_implementation = EXPERTS.get(device.type, "eager")
 
     def _replace_ends(self) -> None:
-        """Replace the table of the tokens and the head, which may be one."""
+        """Replace the token table and the head, which may be tied."""
         model = self._model
         paths = {id(module): name for name, module in model.named_modules()}
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -140,7 +141,7 @@ class Rebuilt:
         _put(model, head_name, self.head)
 
     def _replace_linear(self) -> None:
-        """Replace linear layers, those of one parent that get the very same input by one."""
+        """Replace linear layers. Layers with one parent and the same input tensor become one."""
         linear = {
             name: module
             for name, module in self._model.named_modules()
@@ -173,9 +174,8 @@ class Rebuilt:
             _put(self._model, name, SharedInput(product, index))
 
     def _replace_rows(self) -> None:
-        """Replace norms and activations by those of quire that give the same numbers. Those of
-        transformers compute in float32 at most; in float64 they stay, and where torch compiles
-        them."""
+        """Replace norms and activations by quire's equivalents. They are kept if torch compiles the
+        model, and in float64, since transformers' own compute in float32 at most."""
         if self._keeps_rows:
             return
         for name, module in list(self._modules()):
@@ -190,7 +190,7 @@ class Rebuilt:
                 self._put(name, NamedLayerNorm(name, *own, self.names, self._factory))
 
     def _lowered(self, device: torch.device) -> Steps | None:
-        """Translate the base into quire's operations; None where that cannot be."""
+        """Return the base as quire's operations, or None if it cannot be translated."""
         if self._keeps_rows:
             return None
         lowering = Lowering()
@@ -204,7 +204,7 @@ class Rebuilt:
             steps = Arrangement(lowering.calls, lowering.buffers, last).steps(device)
             self.runs_by += ", as quire's operations"
             return steps
-        except Exception as reason:  # also what its code raises when it meets no memory
+        except Exception as reason:  # also any error of its code without memory
             why = str(reason).strip().splitlines() or [repr(reason)]
             self.runs_by = f"{type(self._model).__name__} of transformers, its own code: {why[0]}"
             logger.info("the model runs by %s", self.runs_by)
@@ -215,8 +215,8 @@ class Rebuilt:
                 layer.tracer = None
 
     def compiled(self) -> Run:
-        """Return what `run` does, compiled by torch but for what quire computes. The table of the
-        tokens is looked up before."""
+        """Return `run` with the base compiled by torch, except quire's operators. The token table
+        is looked up before, outside the compiled graph."""
         for module in self.base.modules():
             if isinstance(module, NamedLinear):
                 self.paged.make_opaque(module)
@@ -232,7 +232,7 @@ class Rebuilt:
         return run
 
     def _put(self, name: str, module: nn.Module) -> None:
-        """Put a module in the place of the one of this name in the whole model."""
+        """Replace the module of this name in the whole model."""
         at = f"{self._seen.direct[0]}."
         if name.startswith(at):
             _put(self.base, name.removeprefix(at), module)
@@ -241,7 +241,7 @@ class Rebuilt:
 
     @torch.no_grad()
     def _try(self) -> None:
-        """Run the parts as they will be run, on no memory."""
+        """Run base and rest without memory. Raise ModelError if this fails."""
         seen, tokens = self._seen, 3
         self.paged.backend = TracedAttention()
         ids, positions = (
@@ -251,7 +251,7 @@ class Rebuilt:
         try:
             hidden = self.run(ids, positions.to(META)[None])
             logits = self.rest(inputs_embeds=hidden, use_cache=False).logits
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # any error of its code
             raise seen.error(f"it does not run with layers replaced: {error}") from error
         finally:
             self.paged.backend = None
@@ -259,7 +259,7 @@ class Rebuilt:
             raise seen.error(f"its logits have the shape {list(logits.shape)}")
 
     def run(self, ids: torch.Tensor | None, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Compute hidden states [1, T, D] of ids [1, T]."""
+        """Return hidden states [1, T, D] of ids [1, T]."""
         if ids is not None:
             inputs["input_ids"] = ids
         found = self.base(position_ids=positions, use_cache=False, **inputs)
@@ -267,7 +267,7 @@ class Rebuilt:
         return hidden
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All modules by their names in the whole model."""
+        """Yield all modules with their names in the whole model."""
         at = self._seen.direct[0]
         for name, module in self.base.named_modules():
             yield f"{at}.{name}".rstrip("."), module
@@ -275,7 +275,8 @@ class Rebuilt:
             yield name, module
 
     def _owned(self) -> Iterator[tuple[Any, str, nn.Module]]:
-        """Yield all modules, each with the innermost transformers model that it is in, or is."""
+        """Yield all modules, each with its innermost transformers model, which may be the module
+        itself."""
         from transformers import PreTrainedModel
 
         owners: dict[str, Any] = {}
@@ -293,7 +294,7 @@ class Rebuilt:
 
 
 class Passed(nn.Module):
-    """Stands where the base was, and returns what it is given."""
+    """Replacement of the base in `rest`, which returns its input."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -304,7 +305,7 @@ class Passed(nn.Module):
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one of this name."""
+    """Replace the module of this name."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
 
@@ -314,7 +315,8 @@ def _is_router(name: str) -> bool:
 
 
 def _wide_modules(model: Any, dtype: torch.dtype) -> set[str]:
-    """Names of the modules that transformers keeps in float32 where the others have this dtype."""
+    """Return the names of the modules that transformers keeps in float32 although the model's dtype
+    is narrower."""
     patterns: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         patterns |= set(model._keep_in_fp32_modules_strict or ())
@@ -327,7 +329,8 @@ def _wide_modules(model: Any, dtype: torch.dtype) -> set[str]:
 
 
 def _factor_of(model: Any, name: str, table: nn.Embedding) -> float | None:
-    """Find the number that a table's rows are scaled by; None if something else is done to them."""
+    """Return the factor that a table's rows are scaled by, or None if the table does something
+    else."""
     if type(table) is nn.Embedding:
         return 1.0
     buffers.make_real(model, name, table)

@@ -1,13 +1,13 @@
-"""Which class of the transformers package runs a config, and what of it could not be kept exact.
+"""Choice of the transformers class for a config; refusal of configs that cannot be computed
+exactly.
 
-Only classes of the installed package are taken: what a checkpoint brings of its own (`auto_map`) is
-ignored.
+Only classes of the installed package are used. Code in a checkpoint (`auto_map`) is ignored.
 
-Where transformers has no class for the text part of a model that also sees, its own class writes
-text with a text model (Qwen2VLTextModel), a vision model, and a plain linear head. The class made
-here leaves the vision model out. The rotary embedding takes three positions for each token (of
-time, height and width). For text all three are the token's place in the sequence, so it is the
-usual rotary embedding.
+For the text part of some vision models, transformers has no text-generation class. Its class of the
+whole model generates text with a text model (Qwen2VLTextModel), a vision model and a plain linear
+head. The class created here omits the vision model. The rotary embedding takes three positions for
+each token (time, height, width). For text, all three are the token's index in the sequence, so it
+is the usual rotary embedding.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ from quire.base.errors import MissingDependency, ModelError
 from quire.spec.linear_attention import HYBRID_TYPES
 from quire.spec.model_spec import PART_OF, TIES
 
-# Text parts on which the class of the whole puts a plain linear head and nothing else, and the type
-# of the whole, by which transformers finds how checkpoints store experts.
+# Text parts whose full model adds only a plain linear head. The value is the type of the full
+# model, by which transformers finds how checkpoints store experts.
 PLAIN_HEADS = {
     "qwen2_vl_text": "qwen2_vl",
     "qwen2_5_vl_text": "qwen2_5_vl",
@@ -37,15 +37,15 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def with_head(config: Any) -> Any | None:
-    """Return the class of a text part and its head; None for a type that is not one of these.
-    config: transformers' of the text part."""
+    """Return the class of a text part with its head; None for types outside PLAIN_HEADS. config:
+    the text part's transformers config."""
     if config.model_type not in PLAIN_HEADS:
         return None
     from transformers import MODEL_MAPPING
     from transformers.modeling_outputs import CausalLMOutput
 
     text_class: Any = MODEL_MAPPING[type(config)]
-    around: Any = text_class.__base__  # which knows how its modules begin
+    around: Any = text_class.__base__  # knows how to initialise its modules
 
     class TextModel(around):  # type: ignore[misc]
         _tied_weights_keys = {HEAD: TABLE}  # noqa: RUF012 (as transformers has it)
@@ -64,24 +64,25 @@ def with_head(config: Any) -> Any | None:
 
 
 EXTRA = 'pip install "quire[transformers]"'
-# Of a config, but not of the model: where its code is, and what its outputs hold beside logits.
+# Config fields that do not describe the model: location of its code, and output options.
 LEFT_OUT = (
     "auto_map", "quantization_config", "return_dict", "use_cache", "output_attentions",
     "output_hidden_states", "output_router_logits", PART_OF,
 )  # fmt: skip
-# Their frequencies follow the longest sequence of a step, so a request's tokens would follow
-# its neighbours.
+# The frequencies depend on the longest sequence of a step, so the tokens of a request would depend
+# on its neighbours.
 UNSTEADY_ROPES = ("dynamic", "longrope")
-# Kinds of layers that keep something other than the keys and values of a token.
+# Layer types that store something other than the keys and values of tokens.
 STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
 CHUNKS = "chunked_attention"
-MAX_REASON = 400  # characters of an error of transformers
+MAX_REASON = 400  # maximum characters of a transformers error
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """config: transformers' of the model, or of the text part of one that also sees or hears.
-    model_class: what is made of it, up to the head. is_part: whether it is such a part."""
+    """Model class and config of a checkpoint. config: transformers' config of the model, or of the
+    text part of a multimodal one. model_class: the class up to and including the head. is_part:
+    whether config is such a text part."""
 
     config: Any
     model_class: Any
@@ -89,13 +90,13 @@ class Architecture:
 
 
 def is_available() -> bool:
-    """Tell whether the transformers package is installed. It is not imported."""
+    """Return whether the transformers package is installed, without importing it."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def architecture(raw: Mapping[str, Any]) -> Architecture:
-    """Find the class of a config. Raises MissingDependency, and ModelError for what the package
-    does not know, or what cannot be exact here."""
+    """Return the class of a config. Raise MissingDependency without the package. Raise ModelError
+    for a config that the package does not know, or that cannot be computed exactly here."""
     if not is_available():
         raise MissingDependency(
             f"models of type {raw.get('model_type')!r} run by classes of the transformers package,"
@@ -112,10 +113,10 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
     values = {name: value for name, value in raw.items() if name not in LEFT_OUT}
     try:
         whole = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # whatever its checks raise
+    except Exception as error:  # any error of its checks
         raise ModelError(f"transformers refuses config.json: {_in_one_line(error)}") from error
     config = whole.get_text_config(decoder=True)
-    if config is not whole:  # whose class ties the head or does not, by its own config
+    if config is not whole:  # the class of the whole decides by its own config whether to tie
         ties = getattr(config, TIES, False)
         config.tie_word_embeddings = getattr(whole, TIES, ties)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -156,7 +157,7 @@ def _refuse(config: Any) -> None:
 
 
 def _refuse_layers(config: Any) -> None:
-    """Raise ModelError for kinds of layers that have no place in a cache of keys and values."""
+    """Raise ModelError for types of layers that do not fit in a cache of keys and values."""
     kinds = getattr(config, "layer_types", None)
     kinds = list(kinds) if isinstance(kinds, list | tuple) else []
     for kind in (*STATES, CHUNKS):
@@ -175,13 +176,14 @@ def _refuse_layers(config: Any) -> None:
 
 
 def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary embeddings of a config: one, or one for each kind of layer."""
+    """Yield the rotary embeddings of a config: one, or one per layer type."""
     if isinstance(parameters, Mapping):
         inner = [each for each in parameters.values() if isinstance(each, Mapping)]
         yield from inner or [parameters]
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return what an error says; the checks of transformers say which field first, then why."""
+    """Return the message of an error in one line. transformers' checks name the field, then the
+    reason."""
     text = " ".join(str(error).split()) or repr(error)
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."

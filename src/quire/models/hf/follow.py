@@ -1,9 +1,9 @@
-"""Follows a forward pass of a transformers model between quire's layers (terms.py).
+"""Following of a transformers model's forward pass between quire's layers (terms.py).
 
-The pass runs on a few tokens. quire's layers compute nothing in it: each returns random numbers,
-notes what it was called with, and what it returned is from then on made of elements of its own. For
-each operator that torch carries out between them the terms of its result are made from those of its
-operands. Views need nothing: terms are kept by memory, and read as the tensor lies over it.
+The pass runs on a few tokens. quire's layers compute nothing in it: each returns random numbers and
+records its arguments. The terms of its result are new elements. For each torch operator between the
+layers, the terms of its result are derived from the terms of its operands. Views need no rule:
+terms are stored per memory and read with the tensor's strides.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,17 +22,17 @@ Rule = Callable[..., Terms]
 
 
 class Follower(TorchDispatchMode):
-    """Notes the terms of all tensors that depend on the tokens.
+    """Recorder of the terms of all tensors that depend on the tokens.
 
-    on_sum: is given a result that is a sum of elements of several results; gives it back as
-    elements of a result of its own.
+    on_sum: called with a tensor that is a sum of elements of several results, and its terms. It
+        makes the sum a result of its own.
     """
 
     def __init__(self, on_sum: Callable[[torch.Tensor, Terms], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_sum = on_sum
-        self._known: dict[int, Terms | str] = {}  # by memory; a text says why it has no terms
-        self._kept: list[torch.Tensor] = []  # so that no memory is used again
+        self._known: dict[int, Terms | str] = {}  # by memory; a text: why it has no terms
+        self._kept: list[torch.Tensor] = []  # so that no memory is reused
         self._rules = _rules(self)
 
     def __torch_dispatch__(
@@ -46,18 +46,19 @@ class Follower(TorchDispatchMode):
         return result
 
     def begin(self, tensor: torch.Tensor, terms: Terms) -> None:
-        """Say what a tensor with memory of its own is made of, in its shape."""
+        """Set the terms of a tensor [...] with memory of its own. The terms have the same shape."""
         flat = terms.map(lambda values: _laid(values, tensor))
         self._known[_memory(tensor)] = flat
         self._kept.append(tensor)
 
     def refuse(self, tensor: torch.Tensor, reason: str) -> None:
-        """Say that a tensor has no terms, and why."""
+        """Mark a tensor [...] of any shape as having no terms, with the reason."""
         self._known[_memory(tensor)] = reason
         self._kept.append(tensor)
 
     def of(self, tensor: torch.Tensor) -> Terms:
-        """Return a tensor's terms. Raises Unfollowed where it has none."""
+        """Return the terms of a tensor [...], in the same shape. Raise Unfollowed if it has
+        none."""
         known = self._known.get(_memory(tensor))
         if known is None:
             return algebra.constant(tensor)
@@ -91,7 +92,7 @@ class Follower(TorchDispatchMode):
                 self._on_sum(result, made)
 
     def _overwrite(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the terms of values in the place of those of a part of some memory."""
+        """Replace the terms of a part of some memory by the terms of `values`."""
         place = target.shape, target.stride(), target.storage_offset()
         size = target.untyped_storage().nbytes() // target.itemsize
 
@@ -117,7 +118,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _laid(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Lay values of a tensor's shape out as its memory is."""
+    """Return values with the tensor's shape as a flat array in the layout of its memory."""
     size = like.untyped_storage().nbytes() // like.itemsize
     flat = torch.zeros(size, dtype=values.dtype)
     torch.as_strided(flat, like.shape, like.stride(), like.storage_offset()).copy_(values)

@@ -1,8 +1,9 @@
-"""Translates a transformers model into quire's operations (steps.py): it then runs as our own do.
+"""Translation of a transformers model into quire's operations (steps.py), which then run like our
+own models.
 
-Its forward pass is followed on a few tokens (follow.py). Where a layer of quire's, or attention,
-is called, the terms of what it is called with say which operations make that of the results of
-layers before it: none, a sum, a gate, a rotation.
+The model's forward pass is followed on a few tokens (follow.py). Whenever it calls a quire layer or
+attention, the terms of the arguments are known. They determine the operations that compute the
+arguments from results of earlier layers: none, a sum, a gate, a rotation.
 
 Shape legend: T tokens, W columns, N heads, H head dim.
 """
@@ -28,7 +29,7 @@ NUM_TOKENS = 3
 
 
 class Lowering:
-    """Is called by quire's layers in place of what they compute, while a model is followed."""
+    """Tracer that quire's layers call instead of computing, while a model is followed."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -40,15 +41,15 @@ class Lowering:
         self._frequencies: dict[bytes, torch.Tensor] = {}
 
     def follow(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Operand:
-        """Run a model on ids and positions [1, T]; returns where its result stands. Raises
-        Unfollowed for what there is no operation for."""
+        """Run a model on ids and positions, both int64 [1, T]. Return the columns of its result.
+        Raise Unfollowed if an operation is not supported."""
         self._follower.begin(self.positions, algebra.angles(self.positions))
         self._follower.refuse(self.ids, "token ids are computed with")
         with torch.no_grad(), self._follower:
             hidden = run(self.ids, self.positions)
         return self._operand(hidden)[0]
 
-    # ---- what layers call ----
+    # ---- called by layers ----
 
     def embedding(self, layer: nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor:
         with _disable_current_modes():
@@ -57,13 +58,15 @@ class Lowering:
             return self._returned(EMBEDDING, (), layer, (*ids.shape, width), 1)
 
     def layer(self, layer: nn.Module, x: torch.Tensor, width: int, linear: bool) -> torch.Tensor:
-        """A linear layer, or else a norm, over the last dimension."""
+        """Record a linear layer, or else a norm, over the last dimension of x [..., W]. Return
+        random results [..., width]."""
         with _disable_current_modes():
             operand, at = self._operand(x, by_head=not linear)
             return self._returned(LAYER, (operand,), layer, (*x.shape[:-1], width), at, linear)
 
     def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], scores: Scores) -> torch.Tensor:
-        """Attention of [T, heads, H] each."""
+        """Record attention of queries, keys and values, each [T, heads, H]. Return random
+        results."""
         with _disable_current_modes():
             if scores.sinks_N is not None:
                 raise Unfollowed("attention has sinks")
@@ -84,7 +87,8 @@ class Lowering:
         linear: bool = False,
         options: tuple[Any, ...] = (),
     ) -> torch.Tensor:
-        """Note a layer's call and return random numbers. at: the dimension of the tokens."""
+        """Record a layer's call and return random numbers of this shape. at: the token
+        dimension."""
         made = torch.randn(shape, generator=self._random)
         rows = made.movedim(at, 0).reshape(NUM_TOKENS, -1)
         columns = self._emit(name, reads, rows.shape[1], layer, options, linear)
@@ -92,10 +96,10 @@ class Lowering:
         self._follower.begin(made, self._elements(columns, shape, at))
         return made
 
-    # ---- operations between them ----
+    # ---- operations between layers ----
 
     def _add(self, total: torch.Tensor, terms: Terms) -> None:
-        """Make a sum of results of several layers a result of its own."""
+        """Emit the sum of results of several layers as a result of its own."""
         at, found = _by_token(terms)
         parts = [self._plain(found, [index]) for index in range(len(terms.terms))]
         columns = parts[0]
@@ -105,8 +109,8 @@ class Lowering:
         self._follower.begin(total, self._elements(columns, tuple(total.shape), at))
 
     def _operand(self, tensor: torch.Tensor, by_head: bool = False) -> tuple[Operand, int]:
-        """Return where a tensor's columns stand once the operations are done that make it, and
-        which dimension is that of its tokens."""
+        """Emit the operations that compute a tensor. Return the columns of the result, and the
+        dimension of the tensor's tokens."""
         terms = self._follower.of(tensor)
         at, found = _by_token(terms)
         size = tensor.shape[-1]
@@ -129,7 +133,8 @@ class Lowering:
         return Operand(columns, heads if by_head and heads > 1 else 0, order, shown), at
 
     def _plain(self, found: Column, terms: Any) -> Columns:
-        """Columns of one term, scaled if it has a coefficient."""
+        """Return the columns of one term, scaled if it has a coefficient. terms: indices of the
+        candidate terms, of which only one may be nonzero."""
         live = [index for index in terms if (found.coefficient[index] != 0).any()]
         if len(live) != 1:
             raise Unfollowed("columns of several results are mixed")
@@ -163,21 +168,21 @@ class Lowering:
         return np.arange(first, first + width)
 
     def _elements(self, columns: Columns, shape: tuple[int, ...], at: int) -> Terms:
-        """Number the elements of a tensor whose columns these are."""
+        """Return terms that number the elements of a tensor with these columns."""
         tokens = torch.arange(NUM_TOKENS)[:, None]
         numbers = torch.from_numpy(columns) * NUM_TOKENS + tokens
         rest = [size for dim, size in enumerate(shape) if dim != at]
         return algebra.elements(numbers.reshape(NUM_TOKENS, *rest).movedim(0, at))
 
     def _shared(self, frequencies: Any) -> torch.Tensor:
-        """One tensor for all rotations by the same frequencies."""
+        """Return one tensor for all rotations with the same frequencies, float64 [E]."""
         made = torch.from_numpy(frequencies)
         return self._frequencies.setdefault(frequencies.tobytes(), made)
 
 
 def _by_token(terms: Terms) -> tuple[int, Column]:
-    """Find the dimension of the tokens, and the terms of each column, which must not depend on the
-    token. Raises Unfollowed."""
+    """Return the dimension of the tokens, and the terms of each column. Raise Unfollowed if these
+    depend on the token."""
     shape = terms.terms[0].source.shape
     for at, size in enumerate(shape):
         if size == NUM_TOKENS and all(_is_of_own_token(each, at) for each in terms.terms):

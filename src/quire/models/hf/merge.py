@@ -1,5 +1,7 @@
-"""Makes one operation of several that follow each other, as our own classes call them: of a sum and
-its norm; of the norms of queries and keys, their rotation, and the storing of keys and values.
+"""Merging of adjacent operations into one, as our own models call them.
+
+A sum and its norm are merged. So are the norms of queries and keys, their rotation, and the storing
+of keys and values.
 """
 
 from collections import Counter
@@ -19,14 +21,14 @@ from quire.models.hf.steps import (
 
 
 def merged(steps: Sequence[Step]) -> list[Step]:
-    """Return steps that compute the same."""
+    """Return equivalent steps with merged operations."""
     return _with_added_norms(_with_stored_rotations(steps))
 
 
 def _with_added_norms(steps: Sequence[Step]) -> list[Step]:
-    """Let norms add what they are norms of, where the sum is not read before."""
+    """Merge each sum into the norm that reads it, if no other step reads the sum before."""
     made: list[Step] = []
-    sums: dict[int, Step] = {}  # not read yet, by buffer
+    sums: dict[int, Step] = {}  # unread so far, by buffer
     for step in steps:
         added = sums.get(step.reads[0].buffer) if step.reads else None
         if added is not None and isinstance(step.layer, NamedRMSNorm) and not step.reads[0].heads:
@@ -43,11 +45,11 @@ def _with_added_norms(steps: Sequence[Step]) -> list[Step]:
 
 
 def _with_stored_rotations(steps: Sequence[Step]) -> list[Step]:
-    """Let attention normalise and rotate queries and keys, where these and the values stand side by
-    side."""
+    """Merge the norms and rotations of queries and keys into attention, if queries, keys and values
+    are adjacent columns."""
     makers = {step.writes[0]: step for step in steps}
     times_read = Counter(read.buffer for step in steps for read in step.reads)
-    replaced: dict[int, Step | None] = {}  # by id
+    replaced: dict[int, Step | None] = {}  # by id of the step; None removes it
     for step in steps:
         if step.name != ATTEND:
             continue
@@ -55,7 +57,7 @@ def _with_stored_rotations(steps: Sequence[Step]) -> list[Step]:
         rotations = [makers[each.buffer] for each in (query, key)]
         if any(each.name != ROTARY or times_read[each.writes[0]] != 1 for each in rotations):
             continue
-        if rotations[0].options != rotations[1].options:  # the same tensor, and number
+        if rotations[0].options != rotations[1].options:  # same tensor, equal factors
             continue
         norms = [makers[each.reads[0].buffer] for each in rotations]
         sources = [each.reads[0] for each in rotations]
@@ -80,7 +82,7 @@ def _with_stored_rotations(steps: Sequence[Step]) -> list[Step]:
 
 
 def _is_norm(step: Step, size: int) -> bool:
-    """Tell whether this is the norm of each head, of so many dimensions."""
+    """Return whether this is a norm over each head of `size` dimensions."""
     layer: Any = step.layer
     return isinstance(layer, NamedRMSNorm) and layer.weight.shape == (size,)
 

@@ -1,10 +1,11 @@
-"""quire's layers in the place of a transformers model's own.
+"""quire layers that replace the layers of a transformers model.
 
-Shape legend: T tokens, I inputs, O outputs, D model dim, V vocabulary. transformers' modules are
-called with a dimension of 1 before the tokens, which these give back.
+Shape legend: T tokens, I inputs, O outputs, D model dim, V vocabulary. transformers calls its
+modules with a leading dimension of 1 before the tokens. These layers return the same leading
+dimensions.
 
-Parameters of modules that stay transformers' own are held by a layer beside them, which says what
-fills them; both have the same parameter, so that it is loaded and counted once.
+Some modules stay transformers' own. A `Held` layer next to each holds the same parameters and their
+sources, so that they are loaded and counted once.
 """
 
 import itertools
@@ -31,19 +32,19 @@ from quire.ops.norms import rms_norm
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Tell whether this is a plain x W^T + b, whichever way the weight is stored."""
+    """Return whether a module is a plain x W^T + b, in either layout of the weight."""
     return type(module) is nn.Linear or is_turned(module)
 
 
 def is_turned(module: nn.Module) -> bool:
-    """Tell whether the weight is stored as [inputs, outputs]: transformers' Conv1D."""
+    """Return whether the weight is stored as [inputs, outputs], as in transformers' Conv1D."""
     from transformers.pytorch_utils import Conv1D
 
     return type(module) is Conv1D
 
 
 class Tracer(Protocol):
-    """What layers call instead of computing, while a model is translated (lower.py)."""
+    """Receiver of layer calls while a model is translated (lower.py)."""
 
     def embedding(self, layer: nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor: ...
 
@@ -53,10 +54,10 @@ class Tracer(Protocol):
 
 
 class NamedLinear(Linear):
-    """A Linear whose input has any number of dimensions before the last.
+    """Linear layer whose input has any number of dimensions before the last.
 
-    opaque: an operator that stands for it where torch compiles the model, and what that finds it
-    by.
+    opaque: the operator that replaces it in a compiled graph, and the handle and index of the layer
+        there.
     """
 
     tracer: Tracer | None = None
@@ -88,14 +89,14 @@ class NamedLinear(Linear):
         return self.computed(x)
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product itself."""
+        """Return the product, [..., O], of an input [..., I]."""
         if x.dim() == 2:
             return linear(x, self.weight, self.bias)
         out_TO = linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         return out_TO.view(*x.shape[:-1], -1)
 
     def reorder(self, order: torch.Tensor) -> None:
-        """Load the rows in this order, int64 [O], in which those of each module are together."""
+        """Load the rows in this order, int64 [O]. The rows of each module must stay together."""
         begins = itertools.accumulate(self.part_sizes, initial=0)
         parts = order.split(self.part_sizes)
         self._rows = [
@@ -107,8 +108,8 @@ class NamedLinear(Linear):
 
 
 class SharedInput(nn.Module):
-    """One of several linear layers that are called with the very same tensor, one after the other,
-    and are one product: whoever is called first computes it for all."""
+    """One of several linear layers that are called with the same tensor, one after the other. The
+    first call computes all of them as one product."""
 
     def __init__(self, product: "Product", index: int) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class SharedInput(nn.Module):
 
 
 class Product(nn.Module):
-    """The product that these share. last: the index of the part that is asked for last."""
+    """Product that several layers share. last: index of the part that is called last."""
 
     def __init__(self, layer: NamedLinear, last: int) -> None:
         super().__init__()
@@ -128,7 +129,8 @@ class Product(nn.Module):
         self._parts: Sequence[torch.Tensor] = ()
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return a part of the product with x; what is kept of it goes with the last one."""
+        """Return a part of the product with x, [..., O]. The cached product is dropped after the
+        last part."""
         if x is not self._input:
             self._input = x
             self._parts = self.layer(x).split(self.layer.part_sizes, dim=-1)
@@ -139,7 +141,7 @@ class Product(nn.Module):
 
 
 class NamedEmbedding(Embedding):
-    """A table whose rows may be scaled after they were looked up."""
+    """Embedding table whose rows may be scaled after the look-up."""
 
     tracer: Tracer | None = None
 
@@ -167,7 +169,7 @@ class NamedEmbedding(Embedding):
 
 
 class NamedRMSNorm(RMSNorm):
-    """An RMSNorm by itself, over the last of any number of dimensions."""
+    """RMSNorm without an addition, over the last of any number of dimensions."""
 
     tracer: Tracer | None = None
 
@@ -193,7 +195,7 @@ class NamedRMSNorm(RMSNorm):
 
 
 class NamedLayerNorm(LayerNorm):
-    """A LayerNorm over the last of any number of dimensions. parts: which parameters it has."""
+    """LayerNorm over the last of any number of dimensions. parts: names of its parameters."""
 
     tracer: Tracer | None = None
 
@@ -220,7 +222,7 @@ class NamedLayerNorm(LayerNorm):
 
 
 class NamedHead(LMHead):
-    """A head that may have a bias."""
+    """Output head that may have a bias."""
 
     def __init__(
         self,
@@ -246,8 +248,8 @@ class NamedHead(LMHead):
 
 
 class Held(Layer):
-    """The parameters, and the buffers that checkpoints hold, of a module that stays transformers'.
-    wide: whether they are kept in float32."""
+    """Parameters, and buffers stored in checkpoints, of a module that stays transformers' own.
+    wide: whether they stay in float32."""
 
     def __init__(
         self,
@@ -274,14 +276,14 @@ class Held(Layer):
         )
 
     def source(self, name: str) -> Source:
-        """Return the source of one name, without making those of all experts."""
+        """Return the source of one name, without creating the sources of all experts."""
         target = self._checkpoint.target(name)
         each = target.removeprefix(f"{self._name}.")
         return self._checkpoint.place(name, Source(target, self.get_parameter(each)))
 
 
 def stored_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's own buffers that checkpoints hold."""
+    """Return a module's own buffers that checkpoints store."""
     passing = module._non_persistent_buffers_set
     return {
         name: values for name, values in module.named_buffers(recurse=False) if name not in passing

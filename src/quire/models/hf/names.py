@@ -1,9 +1,9 @@
-"""What a checkpoint calls the tensors that a transformers model is filled from.
+"""Names of checkpoint tensors that fill a transformers model.
 
-transformers renames tensors as it loads them, by rules that it keeps for each class (its weight
-conversions): the renamings are its own here, too. Of its conversions we obey those that put the
-experts of a layer into one tensor, of which each expert then fills a slice, and those that exchange
-the dimensions of such a tensor; others are refused.
+transformers renames tensors when it loads them, by rules for each class (its weight conversions).
+The renamings are applied here unchanged. Two conversions are supported. One merges the experts of a
+layer into one tensor, of which each expert fills a slice. The other exchanges the dimensions of
+such a tensor. Other conversions are refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from quire.base.errors import ModelError
 from quire.models.checkpoint.sources import Source
 from quire.models.hf.configs import PLAIN_HEADS
 
-# Of larger models, before the names of their text part: what it is called without them.
+# Name prefixes of the text part in larger models, and the prefixes without the larger model.
 PARTS = (
     ("model.language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
@@ -27,8 +27,8 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a checkpoint's tensor stands in a parameter: expert `index` of the first dimension, and
-    of its rows the chunk `chunk` of `num_chunks`."""
+    """Location of a checkpoint tensor in a parameter: expert `index` of the first dimension, and
+    chunk `chunk` of `num_chunks` of the expert's rows."""
 
     target: str
     index: int
@@ -36,14 +36,14 @@ class Slice:
     num_chunks: int
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The part of the parameter."""
+        """Return this slice of the parameter, [rows, ...]."""
         expert = parameter[self.index]
         return expert.chunk(self.num_chunks)[self.chunk] if self.num_chunks > 1 else expert
 
 
 class CheckpointNames:
-    """Translates names. Until `adopt` was told a checkpoint's, its tensors are called as the
-    model's parameters are."""
+    """Translation of tensor names. Until `adopt` is called, checkpoint names equal the model's
+    parameter names."""
 
     def __init__(self, model: Any, is_part: bool) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -61,7 +61,7 @@ class CheckpointNames:
         self._turned: set[str] = set()  # targets whose last two dimensions may be exchanged
 
     def adopt(self, names: Iterable[str]) -> None:
-        """Learn what a checkpoint holds. Raises ModelError for a conversion that is not obeyed."""
+        """Learn the names in a checkpoint. Raise ModelError for an unsupported conversion."""
         groups: dict[str, dict[str, list[str]]] = {}
         for name in sorted(names, key=_natural):
             target, pattern = self._renamed(name)
@@ -71,15 +71,15 @@ class CheckpointNames:
             self._convert(target, by_pattern)
 
     def canonical(self, name: str) -> str:
-        """Return what the layers' sources call a checkpoint's tensor."""
+        """Return the name of a checkpoint tensor in the layers' sources."""
         return name if name in self._slices else self._renamed(name)[0]
 
     def is_foreign(self, name: str) -> bool:
-        """Tell whether a tensor belongs to another part of a larger model, or to none."""
+        """Return whether a tensor does not belong to the text part of a larger model."""
         return self._is_part and self._of_part(name) is None
 
     def expand(self, sources: Iterable[Source]) -> list[Source]:
-        """Put the checkpoint's tensors in the place of those that they are converted to."""
+        """Replace converted sources by the sources of the checkpoint tensors that fill them."""
         found = []
         for source in sources:
             source = self.place(source.name, source)
@@ -92,7 +92,7 @@ class CheckpointNames:
         return self._slices[name].target if name in self._slices else name
 
     def place(self, name: str, source: Source) -> Source:
-        """Return the source of this name, of the parameter that `source` is of."""
+        """Return the source of this name, which fills its slice of the parameter of `source`."""
         if name in self._turned:
             return replace(source, is_either_way=True)
         if name not in self._slices:
@@ -100,7 +100,8 @@ class CheckpointNames:
         return replace(source, name=name, destination=self._slices[name].of(source.destination))
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
-        """Return a name as transformers changes it, and the pattern of the conversion, if any."""
+        """Return the name after transformers' renaming, and the pattern of the conversion, if
+        any."""
         from transformers.core_model_loading import rename_source_key
 
         name = self._of_part(name) or name
@@ -120,7 +121,7 @@ class CheckpointNames:
         return name if name.startswith("lm_head.") or name in self._known else None
 
     def _convert(self, target: str, by_pattern: dict[str, list[str]]) -> None:
-        """Give each tensor that goes into a target its slice."""
+        """Assign a slice of the target to each tensor that fills it."""
         patterns = self._obeyed(next(iter(by_pattern)), target)
         if not patterns:
             self._turned.add(target)
@@ -139,8 +140,8 @@ class CheckpointNames:
         self._filled[target] = names
 
     def _obeyed(self, pattern: str, target: str) -> Sequence[str]:
-        """Return the patterns of the conversion that has this one, in their order; none if all that
-        it does is to exchange the last two dimensions of a tensor where that is needed."""
+        """Return the patterns of the conversion with this pattern, in order. Return none if the
+        conversion only exchanges the last two dimensions of a tensor where needed."""
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         done = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
         merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
@@ -160,8 +161,8 @@ class CheckpointNames:
 
 
 def _of_whole(model: Any) -> list[Any]:
-    """Return the conversions, but for renamings, of the whole that a text part is of, where
-    transformers has none for the part (configs.py)."""
+    """Return the conversions, except renamings, of the full model of a text part in PLAIN_HEADS,
+    since transformers has none for the part."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -171,10 +172,10 @@ def _of_whole(model: Any) -> list[Any]:
 
 
 def _turns_if_needed(transpose: Any) -> bool:
-    is_last_two = (transpose.dim0, transpose.dim1) == (1, 2)  # of a layer's experts
+    is_last_two = (transpose.dim0, transpose.dim1) == (1, 2)  # dimensions of a layer's experts
     return is_last_two and bool(transpose.check_dims)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort numbers in a name as numbers."""
+    """Return a sort key that compares numbers in a name as numbers."""
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in name.split(".")]

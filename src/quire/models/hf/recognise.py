@@ -1,7 +1,7 @@
-"""Recognise what a transformers module without layers of its own computes.
+"""Recognition of the function that a transformers module computes, whatever its class.
 
-Classes of norms and activations have many names and few meanings. A module is called with a few
-numbers, and is what gives the same. A rotary embedding is recognised in the terms of a tensor.
+Norms and activations have many class names and few meanings. So a module is called with a few
+numbers and compared to the candidates. A rotary embedding is recognised by the terms of a tensor.
 
 Shape legend: W columns, N heads, H head dim, E = H / 2.
 """
@@ -19,12 +19,13 @@ from quire.models.hf.terms import COSINE, ONE, SINE, Unfollowed
 from quire.ops.elementwise import gelu_tanh
 from quire.ops.norms import layer_norm, rms_norm
 
-USUAL_EPS = (1e-5, 1e-6, 1e-12)  # of those that do not say theirs
+USUAL_EPS = (1e-5, 1e-6, 1e-12)  # for modules without an attribute for it
 
 
 @dataclass(frozen=True)
 class Norm:
-    """is_rms: RMS or layer normalisation. offset: is added to the weight. parts: the parameters."""
+    """Recognised norm. is_rms: RMS or layer normalisation. offset: added to the weight. parts:
+    names of its parameters."""
 
     is_rms: bool
     size: int
@@ -35,7 +36,7 @@ class Norm:
 
 @torch.no_grad()
 def norm_of(module: nn.Module) -> Norm | None:
-    """Return which norm a module is, if it is one."""
+    """Return the norm that a module computes, or None."""
     parts = {name: each.shape for name, each in module.named_parameters()}
     shape = parts.get("weight", getattr(module, "normalized_shape", None))
     is_leaf = not list(module.children()) and not list(module.buffers())
@@ -50,7 +51,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     x_TD[0] += 0.5
     try:
         wanted = torch.func.functional_call(module, given, (x_TD,))
-    except Exception:  # it is called in another way
+    except Exception:  # it has another signature
         return None
     for norm in _candidates(module, size, tuple(parts)):
         if isinstance(wanted, torch.Tensor) and torch.allclose(
@@ -77,13 +78,13 @@ def _computed(norm: Norm, x_TD: torch.Tensor, given: dict[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def is_gelu_by_tanh(module: nn.Module) -> bool:
-    """Tell whether a module is this activation, written out."""
+    """Return whether a module computes the tanh approximation of GELU with its own code."""
     if "GELU" not in type(module).__name__ or list(module.parameters()) or type(module) is nn.GELU:
         return False
     x = torch.linspace(-6.0, 6.0, 97)
     try:
         return torch.allclose(module(x), gelu_tanh(x), 1e-5, 1e-6)
-    except Exception:  # it is called in another way
+    except Exception:  # it has another signature
         return False
 
 
@@ -93,8 +94,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Column:
-    """The terms of a tensor's columns, each field [terms, W]: of which column of all results, with
-    which coefficient, kind and frequency (terms.py)."""
+    """Terms of a tensor's columns (terms.py). Each field is [terms, W]; source numbers the columns
+    of all results."""
 
     source: Ints
     coefficient: Floats
@@ -104,10 +105,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Rotation:
-    """What half-rotation does to heads whose dimensions are in an order.
+    """Half-rotation of heads whose dimensions are reordered.
 
-    columns: [N * H], what it reads. order: [H], of each dimension that it reads which one it is to
-    the class. frequencies: [E], 0 for dimensions that are not turned. scale: of sines and cosines.
+    columns: int64 [N * H], the columns to read. order: int64 [H], dimension in the class of each
+    dimension that is read. frequencies: float64 [E], 0 for dimensions that are not rotated. scale:
+    factor of sines and cosines.
     """
 
     columns: Ints
@@ -117,7 +119,7 @@ class Rotation:
 
 
 def rotation(terms: Column, num_heads: int) -> Rotation:
-    """Find it. Raises Unfollowed for anything else."""
+    """Return the rotation with these terms. Raise Unfollowed if they are anything else."""
     turned, read, partner, sign, frequency, scale = _pairs(terms)
     size = len(read) // num_heads
     by_head = [
@@ -140,8 +142,9 @@ def rotation(terms: Column, num_heads: int) -> Rotation:
 
 
 def _pairs(terms: Column) -> tuple[npt.NDArray[np.bool_], Ints, Ints, Ints, Floats, float]:
-    """Tell of each column whether it is turned, what it reads, by position with which other column
-    it is turned, the sign of that one's share, the frequency; and the scale."""
+    """Return five arrays [W] and the common scale. Arrays: whether the column is rotated, the
+    column that it reads, its partner's position, the sign of the partner's share, and the
+    frequency."""
     live = terms.coefficient != 0
     cosine, plain, sine = (live & (terms.kind == each) for each in (COSINE, ONE, SINE))
     turned = cosine.any(axis=0)

@@ -1,5 +1,4 @@
-"""The numbers of a model that runs by a class of transformers: as its layers show them, not as this
-or that class names them in its config."""
+"""Numbers of a transformers model, found by running its layers instead of reading config names."""
 
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,16 @@ from quire.spec.model_options import refuse_what_is_ignored
 from quire.spec.model_spec import COMPILED, DTYPE_BYTES, PART_OF, TIES, TRANSFORMERS, ModelSpec
 from quire.spec.quantization_config import quantization_config
 
-HEAD = "lm_head.weight"  # the end of its name, in every layout of a larger model
+HEAD = "lm_head.weight"  # suffix of its name, in every layout of a larger model
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
 
 def transformers_spec(
     raw: dict[str, Any], directory: Path, *, is_compiled: bool = False
 ) -> ModelSpec:
-    """Read them. directory: of the checkpoint. is_compiled: whether torch shall compile the class.
-    Raises MissingDependency without the package, and ModelError for what cannot run over paged
-    memory."""
+    """Return the spec of a model. directory: of the checkpoint. is_compiled: whether torch compiles
+    the class. Raise MissingDependency without the package, and ModelError if it cannot run over
+    paged memory."""
     fields = Fields(raw)
     refuse_what_is_ignored(fields, "")
     quantization_config(fields)
@@ -58,16 +57,16 @@ def transformers_spec(
 
 
 def _has_own_head(raw: dict[str, Any], found: Architecture, directory: Path) -> bool:
-    """Tell whether a text part's head is untied although transformers' class of the whole ties it.
-    Classes such as Mistral3's tie by default, also for checkpoints that store a head and do not say
-    in their config that it is tied; transformers leaves such a head alone."""
+    """Return whether a text part has an untied head although transformers' class of the whole ties
+    it. Classes such as Mistral3's tie by default, even if a checkpoint stores a head and its config
+    does not set tying. transformers keeps such a head untied."""
     inner = raw.get("text_config")
     is_said = raw.get(TIES) is not None or (isinstance(inner, dict) and inner.get(TIES) is True)
     if is_said or not found.config.tie_word_embeddings:
         return False
     try:
         names = list(tensor_names(weight_files(directory)))
-    except ModelError:  # no files to read; the loader gives the reason
+    except ModelError:  # the loader reports the missing files
         return True
     return any(name.endswith(HEAD) for name in names)
 
@@ -92,6 +91,6 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 
 def _tokens(raw: dict[str, Any], config: Any, name: str) -> tuple[int, ...]:
-    """Return a token's ids: the whole model's, else the text part's."""
+    """Return a token's ids, from the whole model's config or else the text part's."""
     found = raw.get(name, getattr(config, name, None))
     return Fields({name: found}).integers(name)

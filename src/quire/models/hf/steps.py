@@ -1,4 +1,4 @@
-"""A forward pass as a list of quire's operations over buffers: what lower.py makes of a model.
+"""Forward pass as a list of quire's operations over buffers, the result of lower.py.
 
 Shape legend: T tokens, W columns, N heads, H head dim, E = H / 2.
 
@@ -42,7 +42,7 @@ LAYER, EMBEDDING, ADD_NORM, ROTARY, SCALE, ATTEND, ROTARY_ATTEND = (
 
 @dataclass(frozen=True)
 class Read:
-    """Columns of a buffer, as [T, W], or as [T, heads, W / heads]."""
+    """Columns of a buffer, read as [T, W], or as [T, heads, W / heads]."""
 
     buffer: int
     first: int
@@ -60,8 +60,8 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An operation. name: of ROW_WISE, or one of the others above. writes: buffers. layer: whose
-    parameters it has; of ATTEND the number of the layer. options: what else it is called with."""
+    """One operation. name: a key of ROW_WISE, or one of the names above. writes: buffers. layer:
+    module with its parameters; for ATTEND, the layer number. options: its other arguments."""
 
     name: str
     reads: tuple[Read, ...]
@@ -71,7 +71,7 @@ class Step:
 
 
 class HeadNorms:
-    """The norms of query heads and of key heads as one, over both."""
+    """Norms of query heads and key heads, combined into one over both."""
 
     def __init__(self, query: Any, key: Any, num_heads: int, num_kv_heads: int) -> None:
         self._layers, self._counts = (query, key), (num_heads, num_kv_heads)
@@ -79,7 +79,8 @@ class HeadNorms:
         self.eps: float = query.eps
 
     def weight(self) -> torch.Tensor:
-        """Return a weight for each head, [N + K, H]; made when the layers are loaded."""
+        """Return the weight of each head, [N + K, H]. It is created on the first call, after
+        loading."""
         if self._weight is None:
             pairs = zip(self._layers, self._counts, strict=True)
             self._weight = torch.cat([layer.weight.expand(count, -1) for layer, count in pairs])
@@ -87,7 +88,7 @@ class HeadNorms:
 
 
 class Steps(nn.Module):
-    """Runs them. last: what is read in the end, [T, D]."""
+    """Model that runs the operations. last: the columns of the final result, [T, D]."""
 
     def __init__(self, steps: Sequence[Step], num_buffers: int, last: Read) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class Steps(nn.Module):
         attention: AttentionBackend,
         embeds_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return hidden states [T, D]. embeds: in the place of the embedded ids."""
+        """Return hidden states [T, D]. embeds_TD: used instead of the embedded ids."""
         buffers = [None] * self._num_buffers
         run = Run(ids_T, positions_T, attention, buffers, embeds_TD)
         for step in self.steps:
@@ -110,7 +111,7 @@ class Steps(nn.Module):
 
 @dataclass
 class Run:
-    """One pass over buffers, of which one is made by each operation."""
+    """One forward pass. Each operation fills one buffer."""
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor

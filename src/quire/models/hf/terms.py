@@ -1,9 +1,10 @@
-"""What a tensor of a forward pass is made of, element by element.
+"""Composition of a tensor of a forward pass, element by element.
 
-Each element is a sum of terms: a coefficient, times an element of a layer's result (or nothing),
-times 1, the cosine or sine of an angle that grows with the token's position, or that angle itself.
-All that transformers' code does between layers to rotate, slice, join and add tensors keeps this
-form; the terms of a result follow from those of the operands by the same operator.
+Each element is a sum of terms. A term is a product: a coefficient, an element of a layer's result
+(or nothing), and a factor. The factor is 1, the cosine or sine of an angle proportional to the
+token's position, or that angle itself. Between layers, transformers' code rotates, slices, joins
+and adds tensors. All of these keep this form: the terms of a result follow from the terms of the
+operands by the same operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-NOTHING = -1  # in the place of an element of a layer's result
+NOTHING = -1  # in place of an element of a layer's result
 ONE, COSINE, SINE, ANGLE = range(4)
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term of each element of a tensor; all fields have its shape.
+    """One term of each element of a tensor. All fields have the tensor's shape.
 
-    source: int64, an element of a layer's result or NOTHING. coefficient: float64. kind: int64, by
-    what it is multiplied. frequency: float64, of the angle, in radians per token.
+    source: int64, an element of a layer's result, or NOTHING. coefficient: float64. kind: int64,
+    the factor: ONE, COSINE, SINE or ANGLE. frequency: float64, of the angle, in radians per token.
     """
 
     source: torch.Tensor
@@ -29,7 +30,7 @@ class Term:
     frequency: torch.Tensor
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Term":
-        """Move elements: the function copies, and computes nothing."""
+        """Return a term with rearranged elements. The function only copies."""
         return Term(*map(function, self.fields()))
 
     def fields(self) -> tuple[torch.Tensor, ...]:
@@ -41,7 +42,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a tensor. activation: a function that is applied to their sum, by its name."""
+    """Terms of a tensor. activation: name of a function applied to their sum; empty for none."""
 
     terms: tuple[Term, ...]
     activation: str = ""
@@ -51,24 +52,24 @@ class Terms:
 
     @property
     def is_sum(self) -> bool:
-        """Tell whether it is a plain sum of elements of results, at most scaled."""
+        """Whether it is a plain sum of elements of results, which may be scaled."""
         return not self.activation and all(
             bool(((term.kind == ONE) & (term.source != NOTHING)).all()) for term in self.terms
         )
 
 
 class Unfollowed(Exception):
-    """What happens to a tensor has no such form."""
+    """Error for a computation whose result does not have the form of `Terms`."""
 
 
 def elements(source: torch.Tensor) -> Terms:
-    """Elements of results as they are."""
+    """Return the terms of unchanged elements of results. source: int64 [...], their numbers."""
     zeros = torch.zeros(source.shape, dtype=torch.float64)
     return Terms((Term(source, zeros + 1, torch.zeros_like(source), zeros),))
 
 
 def constant(values: torch.Tensor) -> Terms:
-    """Numbers that do not depend on the tokens."""
+    """Return the terms of numbers [...] that do not depend on the tokens."""
     values = values.to(torch.float64)
     zeros = torch.zeros_like(values)
     none = torch.full(values.shape, NOTHING)
@@ -76,7 +77,7 @@ def constant(values: torch.Tensor) -> Terms:
 
 
 def angles(like: torch.Tensor) -> Terms:
-    """The positions themselves."""
+    """Return the terms of token positions, in the shape [...] of `like`."""
     ones = torch.ones(like.shape, dtype=torch.float64)
     none = torch.full(like.shape, NOTHING)
     return Terms((Term(none, ones, torch.full_like(none, ANGLE), ones),))
@@ -96,7 +97,8 @@ def multiplied(one: Terms, other: Terms) -> Terms:
 
 
 def _product(one: Term, other: Term) -> Term:
-    """A product of which in each element at most one factor is of a result, and one an angle's."""
+    """Return the product of two terms. In each element, at most one factor may come from a result,
+    and at most one from an angle."""
     pairs = [
         torch.broadcast_tensors(*pair) for pair in zip(one.fields(), other.fields(), strict=True)
     ]
@@ -105,7 +107,7 @@ def _product(one: Term, other: Term) -> Term:
     if bool((((s != NOTHING) & (t != NOTHING)) | ((k != ONE) & (m != ONE)))[~is_zero].any()):
         raise Unfollowed("results of layers are multiplied with each other")
     coefficient = a * b
-    # Of an angle the frequency is scaled, of all others the coefficient.
+    # A factor of an angle scales its frequency. Otherwise it scales the coefficient.
     is_angle = (k + m) == ANGLE
     frequency = torch.where(is_angle, (f + g) * coefficient, f + g)
     coefficient = torch.where(is_angle, torch.ones_like(coefficient), coefficient)
@@ -113,7 +115,7 @@ def _product(one: Term, other: Term) -> Term:
 
 
 def turned(terms: Terms, kind: int) -> Terms:
-    """The cosine or sine of angles."""
+    """Return the cosine or sine of angles. kind: COSINE or SINE."""
     [term] = terms.terms if len(terms.terms) == 1 else [None]
     is_angle = term is not None and bool(((term.kind == ANGLE) & (term.source == NOTHING)).all())
     if term is None or terms.activation or not is_angle:
@@ -123,7 +125,7 @@ def turned(terms: Terms, kind: int) -> Terms:
 
 
 def joined(parts: Sequence[Terms], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Terms:
-    """Tensors put together by a function that only copies."""
+    """Return the terms of tensors combined by a function that only copies."""
     if any(part.activation for part in parts):
         raise Unfollowed("activations are joined")
     count = max(len(part.terms) for part in parts)

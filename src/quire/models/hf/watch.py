@@ -1,12 +1,13 @@
-"""One forward pass of a transformers model without memory, watched: what its layers do.
+"""Watched forward pass of a transformers model without memory, which shows what its layers do.
 
-From it come the model's true sizes (heads, windows, scales as they are asked for, not as a config
-may name them), which linear layers get the very same input, and which module the head stands on.
-What could not be computed exactly over paged memory is refused here, by name.
+The pass shows the model's true sizes (heads, windows, scales as its code uses them, whatever the
+names in its config). It also shows which linear layers share one input, and which module's output
+the head reads. A model that cannot be computed exactly over paged memory is refused here, with the
+reason.
 
-For the pass, the attention function and the mask function are registered under another name. The
-mask function is given transformers' rule of who sees whom, and tries it on positions around every
-edge: only causal attention, in full or within a window, has a place in the cache.
+For the pass, an attention function and a mask function are registered under another name. The mask
+function receives transformers' mask rule and evaluates it at positions around every edge. Only
+causal attention, in full or within a window, fits the cache.
 
 Shape legend: T tokens, N query heads, K KV heads, H head dim.
 """
@@ -24,9 +25,9 @@ from quire.base.errors import ModelError
 from quire.models.hf.modules import is_linear
 
 WATCHED = "quire-watched"
-NUM_TOKENS = 5  # of the pass
-MARGIN = 8  # positions beyond the model's last, on which masks are tried
-# What attention functions are called with and may ignore: nothing of it changes the result.
+NUM_TOKENS = 5  # tokens of the pass
+MARGIN = 8  # positions beyond the model's maximum, to test masks
+# Arguments that attention functions may ignore, since they do not change the result.
 HARMLESS = {
     "dropout", "scaling", "position_ids", "cache_position", "use_cache", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
@@ -37,7 +38,7 @@ OBEYED = {"sliding_window", "softcap", "s_aux"}
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """How one attention module attends. window: None sees everything before it."""
+    """Attention of one module. window: number of visible tokens; None for all earlier ones."""
 
     module: nn.Module
     layer: int
@@ -49,12 +50,12 @@ class AttentionFacts:
 
 @dataclass
 class Watch:
-    """What the pass showed.
+    """Facts found by the pass.
 
     attention: by layer. inputs: the tensors that linear layers were called with, by name. direct:
-    names of the modules that the model itself called, in order. hidden_size: of what the first of
-    these returned, vocab_size: of the logits. output: the class of what it returned. running: the
-    modules that are being called, the innermost one last.
+    names of the modules that the model itself called, in order. hidden_size: width of the result of
+    the first of these. vocab_size: width of the logits. output: class of the first one's result.
+    running: modules being called, the innermost one last.
     """
 
     name: str
@@ -76,8 +77,8 @@ _watch: ContextVar[Watch | None] = ContextVar("quire_watch", default=None)
 
 
 def watch(model: Any) -> Watch:
-    """Run a model whose tensors are all on the meta device, and look. Raises ModelError for what
-    cannot be exact."""
+    """Run a model whose tensors are all on the meta device, and return the facts. Raise ModelError
+    if it cannot be computed exactly."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(WATCHED, _watched_attention)
@@ -87,7 +88,7 @@ def watch(model: Any) -> Watch:
     config._attn_implementation = WATCHED
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(NUM_TOKENS, device="meta")[None]
-    sees_all = torch.ones(1, NUM_TOKENS, dtype=torch.int64)  # in memory: its values are looked at
+    sees_all = torch.ones(1, NUM_TOKENS, dtype=torch.int64)  # in memory, since its values are read
     token = _watch.set(found)
     try:
         with torch.no_grad(), _hooks(model, found):
@@ -96,7 +97,7 @@ def watch(model: Any) -> Watch:
             )
     except ModelError:
         raise
-    except Exception as error:  # whatever its code raises
+    except Exception as error:  # any error of its code
         raise found.error(_why_it_fails(model, found, error)) from error
     finally:
         _watch.reset(token)
@@ -161,7 +162,7 @@ def _watched_attention(
             raise found.error(f"{where} passes {name} to its attention, which is not supported")
     if kwargs.get("is_causal") is False:
         raise found.error(f"{where} looks ahead (is_causal is false)")
-    if kwargs.get("softcap") == 0:  # kernels take it for none, its own code divides by it
+    if kwargs.get("softcap") == 0:  # kernels treat 0 as no cap, its own code divides by it
         raise found.error(f"{where} caps its scores at 0")
     window = _window_of(found, where, attention_mask)
     asked = kwargs.get("sliding_window")
@@ -188,8 +189,8 @@ def _watched_mask(*_: Any, mask_function: Any, q_length: int, kv_length: int, **
 
 
 def _window(found: Watch, mask_function: Any) -> int | None:
-    """Find out what a rule lets positions see. Raises ModelError for more or less than the last so
-    many."""
+    """Return the window of a mask rule, or None for full causal attention. Raise ModelError for any
+    other rule."""
     keys = torch.arange(found.reach)
 
     def seen_from(query: int) -> torch.Tensor:
@@ -212,7 +213,8 @@ def _window(found: Watch, mask_function: Any) -> int | None:
 
 
 def _reach(config: Any) -> int:
-    """Return how far masks must be tried: beyond the longest sequence and the widest window."""
+    """Return the number of positions to test masks on: more than the longest sequence and widest
+    window."""
     names = ("max_position_embeddings", "n_positions", "sliding_window", "attention_chunk_size")
     found = [getattr(config, name, None) for name in names]
     return max((each for each in found if isinstance(each, int)), default=4096) + MARGIN
@@ -220,7 +222,7 @@ def _reach(config: Any) -> int:
 
 @contextmanager
 def _hooks(model: nn.Module, found: Watch) -> Iterator[None]:
-    """Note which modules are called, and linear ones with what."""
+    """Record the calls of modules, and the inputs of linear modules, within the context."""
 
     def begin(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:

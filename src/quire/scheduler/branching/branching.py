@@ -1,17 +1,18 @@
 """Groups: the sequences of one request, which share its prompt (P 4.4) and are preempted together.
 
-A request for n sequences begins as one, its leader, which holds n rows. The plan that computes the
-last token of the prompt forks it: the others take the reserved rows as copies, share all blocks,
-and sample their first token from the leader's logits, each from noise of its own. From then on each
-is a sequence like any other; the first that writes into the shared last block copies it.
+A request for n sequences begins with one of them, its leader, and holds n rows. The plan that
+computes the last token of the prompt forks the leader. The other sequences get the reserved rows as
+copies and share all blocks. They sample their first token from the leader's logits, each with its
+own noise. From then on, each is an ordinary sequence; the first one to write into the shared last
+block copies it.
 
-A group that was preempted comes back member by member, in one plan if the budget lasts. The members
-find the blocks of the prompt in the index, where the first one puts them; so a group is indexed
-also where prefix caching is off, under a root that no other request has.
+The members of a preempted group resume one by one, in one plan if the budget allows. They find the
+blocks of the prompt in the index, where the first member enters them. So a group is indexed even if
+prefix caching is off, under a root that no other request has.
 
-A beam's row samples candidates, not a token, so its counters do not count a pending one and it is
+A beam's row samples candidates instead of a token, so its counters include no pending token. It is
 not planned until the whole group has its candidates (`BeamSearch.advance`). Then a beam with
-children keeps its row for the first of them; the others are forked into the rows of beams without
+children keeps its row for the first child. The other children are forked into rows of beams without
 children, whose blocks are freed, or into reserved rows (P fig. 9). The next plan carries the forks
 and the tokens.
 """
@@ -42,7 +43,7 @@ NOTHING_ALLOWED = Finish(
 
 
 class Branching:
-    """Forks rows: leaders into groups, and beams into the next ones."""
+    """Forks of rows: leaders into groups, and beams into their children."""
 
     def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle) -> None:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
@@ -69,8 +70,8 @@ class Branching:
         return group
 
     def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
-        """Fork the leaders among the rows that sample: the new rows, which sample too, and the rows
-        whose logits all of them use (nothing if each uses its own)."""
+        """Fork the leaders among the sampling rows. Return the new rows, which sample too, and the
+        logits row of each sampling row (empty if each row uses its own). All are int32 [N]."""
         children: list[int] = []
         parents: list[int] = []
         for row in samples.tolist() if self._lifecycle.unforked else ():
@@ -91,7 +92,7 @@ class Branching:
         )
 
     def _fork_member(self, leader: Sequence, row: int, builder: PlanBuilder, now: float) -> None:
-        """Fork a leader whose prompt is computed by this plan."""
+        """Fork a leader whose prompt is complete with this plan into a reserved row."""
         leader.blocks.advance(leader.num_computed_tokens)
         child = self._lifecycle.branch(leader, row, now)
         self._rows.fork(leader, child)
@@ -103,7 +104,8 @@ class Branching:
     def take_candidates(
         self, step: InFlightStep, result: StepResult, outputs: OutputsBuilder, now: float
     ) -> npt.NDArray[np.bool_]:
-        """Take the candidates of rows that are beams; which of the sampling rows are not."""
+        """Take the candidates of beam rows. Return bool [num_sampled]: True for rows that are not
+        beams."""
         others = np.ones(len(step.sequences), bool)
         groups: dict[int, SequenceGroup] = {}
         rows, epochs = step.plan.sample_rows.tolist(), step.epochs.tolist()
@@ -122,7 +124,8 @@ class Branching:
         return others
 
     def _advance(self, group: SequenceGroup, outputs: OutputsBuilder, now: float) -> None:
-        """Choose among the candidates of all beams, and put the next beams on rows; or end."""
+        """Choose among the candidates of all beams, and assign the next beams to rows, or end the
+        search."""
         search, order = group.search, group.order
         assert search is not None, "only beams have candidates"
         candidates = [group.candidates[member.index] for member in order]

@@ -1,13 +1,14 @@
-"""Guesses at what sequences go on with, tried beside their next token (T 4.4.4, C16).
+"""Draft tokens, verified together with a sequence's next token (T 4.4.4, C16).
 
-A guess costs what a token of a prompt costs, and changes no answer: the row samples at each place
-as it would anyway, and what it samples counts up to the first that is not the guess. Guesses take
-what the plan leaves of budget, blocks and length; nobody gives way for them.
+A draft token costs as much as a prompt token and changes no answer. The row samples at each
+position as usual. Sampled tokens count up to and including the first one that differs from its
+draft. Drafts only use budget, blocks and length that the plan has left; no row is preempted for
+them.
 
-A row whose guesses the host has made is in no plan until their result is in: they follow known
-tokens. A device that guesses has the last token before the host, and where the row goes on: there
-plans follow each other. The host counts all guesses of plans in flight as if they were right, and
-plans within that bound; each result takes back what was wrong.
+If the host made the drafts of a row, the row is not planned again until their result is in, since
+drafts follow known tokens. A drafter on the device knows the last token and the row's position
+before the host does, so its plans can follow each other. The host counts all drafts in flight as
+accepted and plans within that bound. Each result takes back the rejected ones.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ Worth = Callable[[RowTable, Int64], Int64]
 
 
 class Drafts:
-    """Keeps draft tokens until a plan verifies them, or they are out of date.
+    """Store of draft tokens until a plan verifies them, or they are out of date.
 
     drafted: by request id and index.
     """
@@ -39,19 +40,22 @@ class Drafts:
     def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle) -> None:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
         self.drafted: dict[tuple[str, int], Draft] = {}
-        self._on_device = False  # they are to be made there
+        self._on_device = False  # whether the drafter runs on the device
 
     def take(self, message: Drafted) -> None:
-        """Keep guesses, in the place of earlier ones of the same sequences."""
+        """Store draft tokens. They replace earlier drafts of the same sequences."""
         found = {(draft.request_id, draft.index): draft for draft in message.drafts}
         is_alike = not (message.on_device or self._on_device)
         self.drafted = self.drafted | found if is_alike else found
         self._on_device = message.on_device
 
     def candidates(self, worth: Worth | None = None, num_pending: int | None = 0) -> list[Sequence]:
-        """List the sequences whose next plan may try guesses: they run and lack only their next
-        token. worth: picks those of their rows for which it is worth asking. num_pending: tokens of
-        each that are on their way; those that have fewer or more are left out, but with None."""
+        """Return the running sequences whose next plan may verify drafts: they lack only their next
+        token.
+
+        worth: selects the rows for which drafting pays off. num_pending: required number of pending
+        tokens of each; None for any.
+        """
         table, rows = self._rows.table, self._rows.running
         total = table.total[rows]
         may_try = (table.computed[rows] == total - 1) & (table.limit[rows] > total + 1)
@@ -64,19 +68,19 @@ class Drafts:
         return [each for each in self._rows.sequences(rows) if self._may_ever_try(each)]
 
     def holders(self, rows: Int32) -> list[Sequence]:
-        """List who holds these rows."""
+        """Return the sequences of these rows."""
         return self._rows.sequences(rows.astype(np.int64))
 
     def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
-        """Let rows of a plan try their guesses, as many as the budget has room for. rows,
-        num_tokens: of the plan; what is tried is added to the latter."""
+        """Add drafts to rows of a plan, as far as the budget allows. rows, num_tokens: int32 [N],
+        of the plan; the number of drafts is added to num_tokens."""
         place = {row: i for i, row in enumerate(rows.tolist())}
         if self._memory.kv.has_states:
             budget = min(budget, most_guesses(self._rows.table.num_rows))
         guessed, self.drafted = self.drafted, {}
         builder.is_guessing = on_device = self._on_device
         if not on_device and self._rows.is_any_unsure:
-            return  # where some rows go on is not known here
+            return  # the host does not know the length of some rows
         for key, draft in guessed.items():
             sequence = self._find(draft)
             if sequence is None:
@@ -148,7 +152,8 @@ class Drafts:
         return given
 
     def _name_passed(self, sequence: Sequence) -> None:
-        """Name the blocks that accepted drafts have filled: a passed state is kept by its name."""
+        """Name the blocks that accepted drafts have filled. A state inside them is cached by its
+        name."""
         table, row, size = self._rows.table, sequence.row, self._memory.block_size
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
         if num_tokens >= table.index_at[row]:
@@ -157,45 +162,47 @@ class Drafts:
             self._rows.set_index_at(np.array([row]), np.array([(count + 1) * size]))
 
     def _find(self, draft: Draft) -> Sequence | None:
-        """Find the sequence of a draft, if it holds a row."""
+        """Return the sequence of a draft, if it has a row."""
         first = self._lifecycle.sequences.get(draft.request_id)
         members = [] if first is None else first.members
         found = next((member for member in members if member.index == draft.index), None)
         return None if found is None or found.row < 0 else found
 
     def _may_try(self, sequence: Sequence) -> bool:
-        """Tell whether the plan computes a sequence's last token, and nothing else hangs on it: a
-        group that is about to be forked, a beam, a prefix to be pinned, a prompt that is open, a
-        logits processor, a step that failed. And that it is known, if the host has guessed."""
+        """Return whether a row of the plan may verify drafts. The plan must compute its last token,
+        which must be known unless the device drafts. A device drafter excludes masked rows and
+        models with states."""
         table, row = self._rows.table, sequence.row
         if table.computed[row] != table.total[row]:
             return False
         if self._on_device:
             if table.is_masked[row] or self._memory.kv.has_states:
-                return False  # masks, and states behind right guesses, are the host's matter
+                return False  # only the host handles masks, and states of accepted drafts
         elif table.total[row] != table.known[row]:
             return False
         return self._may_ever_try(sequence)
 
     def _may_ever_try(self, sequence: Sequence) -> bool:
+        # Exclude group leaders before a fork, beams, pins, open prompts and suspects.
         group = sequence.group
         if not sequence.samples or sequence.is_open or sequence.is_beam:
             return False
-        if sequence.request.params.logits_processors:  # they may remember what they were asked
+        if sequence.request.params.logits_processors:  # they may depend on call order
             return False
-        if sequence in self._lifecycle.suspects.until:  # no guess is to be its fault
+        if sequence in self._lifecycle.suspects.until:  # drafts must not cause the failure
             return False
         if self._memory.kv.has_states and self._rows.num_stages > 1:
-            return False  # which states are right is known on the last stage alone
+            return False  # only the last stage knows which drafts are accepted
         return group is None or group.is_forked
 
     def _make_room(self, sequence: Sequence, num: int, builder: PlanBuilder) -> int:
-        """Return how many guesses have room: all, or those that the sequence's blocks hold."""
+        """Return how many of `num` drafts have room: all, or as many as fit into the sequence's
+        blocks."""
         row, capacity = sequence.row, int(self._rows.table.capacity[sequence.row])
         room = capacity - sequence.num_computed_tokens
         if num <= room:
             return num
-        # Plans may follow in which each row needs a block, before these guesses are taken back.
+        # Later plans may need one block for each row before these drafts are taken back.
         reserve = self._rows.num_running if self._on_device else 0
         appended = self._memory.grow_by_guesses(sequence, num, reserve)
         if appended is None:

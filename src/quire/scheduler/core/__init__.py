@@ -1,1 +1,1 @@
-"""The scheduler itself: rows, memory, plans and results. It names no feature."""
+"""Core of the scheduler: rows, memory, plans and results. It names no feature."""

@@ -1,8 +1,8 @@
-"""Admission: waiting sequences get rows while budget, rows and blocks last.
+"""Admission: gives rows to waiting sequences while budget, rows and blocks last.
 
 An admission leaves blocks free into which running rows grow (`memory.Headroom`). A sequence that
-was preempted `MOST_PREEMPTIONS` times waits until it and all running sequences could grow to their
-limits. If no other request runs, nothing is kept free.
+was preempted `MOST_PREEMPTIONS` times waits until it and all running sequences can grow to their
+limits. If no other request runs, no blocks are left free.
 """
 
 from collections import deque
@@ -22,8 +22,8 @@ MOST_PREEMPTIONS = 3
 
 
 class Admission:
-    """Gives rows and first tokens to waiting sequences. token_budget: most tokens of a step.
-    most_prefill: most tokens of one sequence in a step; 0 for no limit."""
+    """Admission of waiting sequences. token_budget: maximum tokens of a step. most_prefill: maximum
+    tokens of one sequence in a step; 0 for no limit."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Admission:
         self.token_budget, self._most_prefill = token_budget, most_prefill
 
     def admit(self, builder: PlanBuilder, budget: int, now: float) -> None:
-        """Give rows to waiting sequences in the queue's order; none passes one that must wait.
-        Deferred prompts take their turn."""
+        """Admit waiting sequences in the queue's order. No sequence passes one that must wait.
+        Deferred prompts compete with the head of the queue by rank."""
         deferred, queue = deque(builder.deferred), self._lifecycle.queue
         while budget > 0:
             if deferred:
@@ -60,14 +60,16 @@ class Admission:
     def bring_in(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
-        """Admit a waiting sequence. Return its tokens in this plan, or None if it must wait."""
+        """Admit a waiting sequence. Return the number of its tokens in this plan, or None if it
+        must wait."""
         if not self._rows.num_free or sequence.num_pending_lost:
             return None
         bring = self._start if sequence.host_blocks is None else self._resume
         return bring(sequence, builder, budget, now)
 
     def fits_now(self, sequence: Sequence) -> bool:
-        """Return whether a new request could be admitted if it had a step's budget of its own."""
+        """Return whether a new request could be admitted now with the token budget of a whole
+        step."""
         if not self._rows.num_free or sequence.num_pending_lost or sequence.host_blocks is not None:
             return False
         if self._must_wait_for_prompt(sequence):
@@ -91,8 +93,8 @@ class Admission:
         return reserve
 
     def name_full_blocks(self, rows: np.ndarray, builder: PlanBuilder, hit: Blocks = ()) -> None:
-        """Name the full blocks of known tokens that are computed after this plan. hit: blocks that
-        the only row begins with."""
+        """Name the full blocks of known tokens that are computed after this plan. rows: int64 [N].
+        hit: blocks by cache group that the row begins with, if there is only one row."""
         table, size = self._rows.table, self._memory.block_size
         num_ready = np.minimum(table.computed[rows], table.known[rows]) // size
         named = self._memory.name_full_blocks(self._rows.sequences(rows), num_ready.tolist())
@@ -105,7 +107,7 @@ class Admission:
     def _start(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
-        """Admit a sequence with its prefix hit, as `bring_in` does."""
+        """Admit a sequence with its prefix hit. Return as `bring_in` does."""
         if self._must_wait_for_prompt(sequence):
             return None
         memory, lifecycle, reserve = self._memory, self._lifecycle, self.reserve(sequence)
@@ -123,13 +125,13 @@ class Admission:
             if num_new == 0:
                 return None
             if memory.keeps_nothing and num_new < sequence.num_known_tokens:
-                return None  # its tokens see each other: it waits for a step that has room for all
+                return None  # its tokens attend to each other: wait for a step with room for all
             needs = memory.needs_to_start(sequence, hit, num_new)
             if memory.fits(needs, reserve):
                 break
             if not memory.could_fit(needs, reserve, hit.blocks):
                 return None
-            if not memory.evict_one(sequence):  # after that it may find less
+            if not memory.evict_one(sequence):  # the next hit may be shorter
                 return None
         appended = memory.start(sequence, num_new, hit)
         if appended is None:
@@ -146,7 +148,8 @@ class Admission:
         return num_new
 
     def _load(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Plan the loads of a hit. If the row fails, the loaded blocks are distrusted."""
+        """Add the loads of a hit to the plan. If the row fails, the loaded blocks are
+        distrusted."""
         loads = self._memory.kv.take_loads()
         builder.add_moves(MoveKind.LOAD, loads)
         loaded = [destination for _, destination in loads]
@@ -155,7 +158,7 @@ class Admission:
     def _resume(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
-        """Resume all swapped members of a group, as `bring_in` does."""
+        """Resume all swapped members of a group. Return as `bring_in` does."""
         if not sequence.has_something_to_compute:
             self._lifecycle.park(sequence)
             return 0
@@ -168,7 +171,7 @@ class Admission:
         num_more = -(-max(counts) // self._memory.block_size) - 1
         needs = self._memory.needs_to_stand([member.swapped for member in members])
         if not self._memory.fits_at_all([need + num_more for need in needs]):
-            for member in members:  # they could never go on
+            for member in members:  # their needs exceed the pools
                 self._lifecycle.forget_swapped(member)
             return self._start(sequence, builder, budget, now)
         if not self._preemption.resume(members, self.reserve(sequence) + num_more, builder, now):
@@ -187,8 +190,8 @@ class Admission:
     def _tokens_to_resume(
         self, members: list[Sequence], budget: int, builder: PlanBuilder
     ) -> list[int]:
-        """Return how many tokens the plan may compute of each swapped member. One new block is
-        enough, except for a limit that allows only more tokens together."""
+        """Return the number of tokens that the plan may compute for each swapped member. They fill
+        at most one block, except if a `ChunkLimit` only allows more tokens at once."""
         counts, size, limit = list[int](), self._memory.block_size, self._memory.limit_chunk
         for member in members:
             first = member.num_swapped_tokens
@@ -200,7 +203,8 @@ class Admission:
     def _grant(
         self, sequence: Sequence, num_new: int, builder: PlanBuilder, hit: Blocks = ()
     ) -> None:
-        """Plan the next tokens of a row, whose blocks are allocated. hit: as `name_full_blocks`."""
+        """Add the next tokens of a row to the plan. Their blocks are allocated. hit: as in
+        `name_full_blocks`."""
         rows, first = np.array([sequence.row]), sequence.num_computed_tokens
         self._memory.grant_chunk(sequence, first, num_new, builder)
         self._rows.advance(sequence.row, first + num_new)
@@ -209,8 +213,8 @@ class Admission:
             self.name_full_blocks(rows, builder, hit)
 
     def _continue_deferred(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
-        """Plan the tokens of a deferred prompt that budget and free blocks allow; return how
-        many."""
+        """Add the tokens of a deferred prompt to the plan, as far as budget and free blocks allow.
+        Return their number."""
         memory = self._memory
         num_new, first = min(budget, self._rows.need_of(sequence)), sequence.num_computed_tokens
         num_new = memory.limit_chunk(sequence, first, num_new, builder)
@@ -229,8 +233,8 @@ class Admission:
         return num_new
 
     def _park_idle(self, head: Sequence, builder: PlanBuilder, now: float) -> bool:
-        """Park one open prompt that waits for its next piece and is not of a higher class than the
-        head of the queue. Return whether there was one. So idle clients never block others."""
+        """Park one idle open prompt whose priority is not higher than the head's. Return whether
+        there was one. So idle clients never block others."""
         if head.num_pending_lost:
             return False
         rows = self._rows.idle()
@@ -244,7 +248,7 @@ class Admission:
     # ---- does it fit -------------------------------------------------------------------------
 
     def _worst_growth(self, sequence: Sequence) -> int:
-        """Return the number of blocks that all running rows and this request lack up to their
+        """Return the number of blocks that this request and all running rows lack up to their
         limits."""
         idle, growth = set(self._rows.idle().tolist()), self._memory.growth
         members = [sequence] if sequence.group is None else sequence.group.unfinished
@@ -256,8 +260,8 @@ class Admission:
         return lacking
 
     def _group_needs(self, sequence: Sequence) -> Needs | None:
-        """Return the need of a whole waiting group, to be checked for its first member; nothing for
-        the members after it. None if there are too few rows."""
+        """Return the need of a whole waiting group, checked when its first member is admitted; ()
+        for later members and for single sequences. Return None if too few rows are free."""
         group = sequence.group
         if group is None or group.running:
             return ()
@@ -269,8 +273,8 @@ class Admission:
         return self._memory.needs_of_all(sequence, longest, len(waiting))
 
     def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
-        """Return whether a returning member would compute a prompt that another member computes
-        just now."""
+        """Return whether a preempted member must wait, since another member is computing their
+        prompt."""
         group, size = sequence.group, self._memory.block_size
         if group is None or not group.running:
             return False

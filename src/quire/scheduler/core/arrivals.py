@@ -1,8 +1,8 @@
-"""What clients ask for: new requests, pieces of open prompts, cancelling; and time limits.
+"""Client messages: new requests, pieces of open prompts, cancellations; also time limits.
 
-While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample.
-The last piece closes the prompt. A request is parked while it has nothing to compute, or while
-something that it needs is not ready, such as its grammar.
+While a prompt is open (T 4.4.4), its last token is not computed, since computing it would sample.
+The last piece closes the prompt. A request is parked while it has no tokens to compute, or while it
+waits for something, such as its grammar.
 """
 
 from collections.abc import Sequence as Seq
@@ -24,13 +24,13 @@ from quire.scheduler.time_limits import TimeLimits
 
 
 def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
-    """Return the length at which a sequence with a prompt of this length ends."""
+    """Return the length at which a sequence with a prompt of num_prompt tokens ends."""
     return min(num_prompt + (request.params.max_tokens or max_model_len), max_model_len)
 
 
 class Arrivals:
-    """Makes sequences of requests and lets them in. features: those that are attached.
-    max_model_len: most tokens of a sequence."""
+    """Entry point of requests: checks them, creates their sequences and queues them. features: the
+    attached features. max_model_len: maximum tokens of a sequence."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Arrivals:
         self.connect()
 
     def connect(self) -> None:
-        """Find which requests concern which extensions."""
+        """Find the extensions, and the request fields and ids that each of them concerns."""
         extensions = of_kind(self._features, Extension)
         self._concerns = [(each, each.fields, each.names) for each in extensions]
 
@@ -62,8 +62,8 @@ class Arrivals:
         ]
 
     def accept(self, request: Request, now: float) -> Sequence:
-        """Make the sequence of a request. Raises RequestError if it can never be served, and
-        EngineBusy if it cannot be served now."""
+        """Check a request and return its sequence. Raise RequestError if it can never be served,
+        and EngineBusy if it cannot be served now."""
         if request.request_id in self._lifecycle.sequences:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
         num_prompt = len(request.prompt_token_ids)
@@ -95,7 +95,8 @@ class Arrivals:
         return sequence
 
     def new_sequence(self, request: Request, now: float) -> Sequence:
-        """Make the sequence of a request, or the leader of its group. No table holds it yet."""
+        """Create the sequence of a request, or the leader of its group. It is not in any table
+        yet."""
         num, num_prompt = request.params.num_samples, len(request.prompt_token_ids)
         limit = self._max_model_len
         if not request.is_open:
@@ -132,7 +133,7 @@ class Arrivals:
         """Append a piece to an open prompt. If the prompt gets too long, the request fails."""
         sequence = self._lifecycle.sequences.get(message.request_id)
         if sequence is None or not sequence.is_open:
-            return  # it has ended
+            return  # the request has ended
         num_prompt = sequence.num_prompt_tokens + len(message.token_ids)
         limit, num_needed = self._max_model_len, num_prompt + 1
         if message.is_last:
@@ -152,11 +153,11 @@ class Arrivals:
             self._lifecycle.unpark(sequence)
 
     def take_ready(self, message: GrammarReady, now: float) -> None:
-        """Queue a request that is ready now, unless something else blocks it. If it could not be
-        made ready, it fails."""
+        """Remove the READY blocker of a request whose grammar or model is ready, and queue it if
+        nothing else blocks it. If preparing it failed, the request fails."""
         sequence = self._lifecycle.sequences.get(message.request_id)
         if sequence is None or Blocker.READY not in sequence.blockers:
-            return  # it has ended
+            return  # the request has ended
         if message.error is not None:
             error = Failure.of_request(message.error)
             self._lifecycle.drop(sequence, Finish("error", error=error), now)
@@ -172,7 +173,7 @@ class Arrivals:
             self._lifecycle.drop(member, CANCELLED, now)
 
     def abort(self, message: Abort, now: float) -> None:
-        """End a request, or one of its sequences; index -1 is all."""
+        """End a request, or one of its sequences. Index -1 means all. The client gets no report."""
         for member in self._unfinished(message.request_id):
             if message.index in (-1, member.index):
                 self._lifecycle.end(member, message.finish_reason, now)
@@ -184,11 +185,12 @@ class Arrivals:
                 self._lifecycle.drop(member, finish, now)
 
     def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
-        """Return whether `num` sequences of this request and length fit at all."""
+        """Return whether `num` sequences of this request, each of `limit` tokens, fit into the
+        pools at all."""
         return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
 
     def _unfinished(self, request_id: str) -> list[Sequence]:
-        """Return the sequences of a request that have not ended; none for an unknown request."""
+        """Return the unfinished sequences of a request; none for an unknown request."""
         sequence = self._lifecycle.sequences.get(request_id)
         members = [] if sequence is None else sequence.members
         return [member for member in members if member.state is not State.ENDED]

@@ -1,4 +1,4 @@
-"""Failed rows end their sequences, and their dependants (tainted.py) compute again."""
+"""Failed rows: their sequences end, and dependants of these (tainted.py) are recomputed."""
 
 from collections.abc import Sequence as Seq
 
@@ -16,7 +16,7 @@ from quire.scheduler.tainted import Tainted, find_tainted
 
 
 class Failures:
-    """Ends sequences whose rows failed, and drops all blocks that may be wrong."""
+    """Handler of failed rows: ends their sequences and distrusts all blocks that may be wrong."""
 
     def __init__(
         self, rows: Rows, memory: Memory, lifecycle: Lifecycle, extensions: Seq[Extension]
@@ -27,8 +27,8 @@ class Failures:
     def take(
         self, steps: list[InFlightStep], result: StepResult, outputs: OutputsBuilder, now: float
     ) -> None:
-        """End the sequences whose rows failed, even if they have lost the row since. Send their
-        dependants back to the queue."""
+        """End the sequences whose rows failed, even if they have lost the row since. Preempt their
+        dependants."""
         is_void, found = result.error is not None, result.row_errors
         if is_void and self._blames_rows(steps[0], result):
             found = dict.fromkeys(steps[0].plan.rows.tolist(), f"the step failed: {result.error}")
@@ -44,7 +44,7 @@ class Failures:
         tainted = find_tainted(steps, errors, num_groups, result.lost_swaps, num_void)
         self._memory.distrust(tainted.blocks)
         epoch = self._rows.table.epoch
-        for sequence, finish in list(tainted.failed.values()):  # a request fails as a whole
+        for sequence, finish in list(tainted.failed.values()):  # with their whole requests
             for member in sequence.members:
                 if member.row >= 0:
                     lease = member.row, int(epoch[member.row])
@@ -61,8 +61,8 @@ class Failures:
             extension.fail(failed, now)
 
     def _blames_rows(self, step: InFlightStep, result: StepResult) -> bool:
-        """Return whether the rows of a failed step are guilty; else make them suspects. If swaps
-        are lost, the swaps may have failed."""
+        """Return whether the rows of a failed step are guilty. Otherwise make them suspects. If
+        swaps are lost, no row is guilty, since the swaps may have failed."""
         suspects = self._lifecycle.suspects
         if suspects.are_guilty(step) and not result.lost_swaps:
             return True
@@ -70,7 +70,7 @@ class Failures:
         return False
 
     def _send_back(self, tainted: Tainted, failed: list[Sequence], now: float) -> None:
-        """Preempt the dependants, which compute their tokens again."""
+        """Preempt the dependants, which recompute their tokens."""
         for (row, epoch), sequence in tainted.dependants.items():
             for member in sequence.members:
                 self._lifecycle.forget_swapped(member)
@@ -79,7 +79,7 @@ class Failures:
                 self._lifecycle.preempt(sequence, cause.request.request_id, now)
 
     def _forget_swapped(self, tainted: Tainted) -> None:
-        """Drop the host blocks of sequences that were swapped out into tainted blocks."""
+        """Drop the host blocks of requests that were swapped out into tainted blocks."""
         if not any(tainted.host):
             return
         for sequence in list(self._lifecycle.sequences.values()):
@@ -95,8 +95,8 @@ class Failures:
     def _fail(
         self, sequence: Sequence, finish: Finish, outputs: OutputsBuilder, now: float
     ) -> None:
-        """End a sequence with an error, and remove the names of all its blocks: an error that shows
-        in a sampled token may be in any of them, also in those that an earlier step computed."""
+        """End a sequence with an error, and remove the names of all its blocks. An error visible in
+        a sampled token may come from any of them, even from blocks computed by an earlier step."""
         if sequence.state is State.ENDED:
             return
         outputs.finish(sequence, finish)
@@ -105,6 +105,6 @@ class Failures:
 
 
 def _failure(row: int, result: StepResult, message: str) -> Failure:
-    """Return the failure of a row: its request's fault, or the step's."""
+    """Return the failure of a row, caused by its request or by the step."""
     is_own = row in result.unservable_rows
     return Failure.of_request(message) if is_own else Failure(STEP_FAILED, message)

@@ -1,4 +1,4 @@
-"""The life of a sequence, and who waits for a row.
+"""Life of a sequence: its states, their transitions, the waiting queue and the events.
 
                       +--------- unpark ----------+
                       v                           |
@@ -7,10 +7,10 @@
             start |     | preempt   SWAPPED
                   v     |             ^ |
                   RUNNING --preempt---+ | start
-                     ^------------------+            end: from everywhere, to ENDED
+                     ^------------------+            end: from every state to ENDED
 
-A branch of a running sequence begins as RUNNING. Only `_move` sets `state`, and it asserts that
-the transition is one of `TRANSITIONS`. Only this file writes the queue and the events.
+A branch of a running sequence begins in RUNNING. Only `_move` sets `state`, and it asserts that the
+transition is one of `TRANSITIONS`. Only this file writes the queue and the events.
 """
 
 from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound, Queued
@@ -42,19 +42,20 @@ TRANSITIONS = frozenset(
 
 
 def _move(sequence: Sequence, state: State) -> None:
-    """Change the state of a sequence."""
+    """Change the state of a sequence, along one of `TRANSITIONS`."""
     move = sequence.state, state
     assert move in TRANSITIONS, f"{sequence.request.request_id}: {move[0].name} to {state.name}"
     sequence.state = state
 
 
 class Lifecycle:
-    """The states of sequences, the queue and the events.
+    """Owner of the states of sequences, the queue and the events.
 
-    sequences: not ended, by request id; a group's leader. unforked: running groups with reserved
-    rows. searches: ids of beam searches. long_stop_lists: sequences with more stop ids than a row
-    holds. admitted: sequences whose prefix hit is yet to be reported. dropped: sequences ended
-    without a result, with their finish. ended: sequences that ended since `take_ended`.
+    sequences: unfinished requests by id; of a group, its leader. unforked: running groups with
+    reserved rows. searches: ids of beam searches. long_stop_lists: sequences with more stop ids
+    than a row holds. admitted: sequences whose prefix hit is to be reported. dropped: sequences
+    that ended without a step's result, with their finish. ended: sequences that ended since
+    `take_ended`.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Lifecycle:
         )
 
     def start(self, sequence: Sequence, num_computed: int, now: float) -> RowStart:
-        """Give a queued sequence a row; return what the plan tells the device."""
+        """Give a queued sequence a row. Return the row's start for the plan."""
         self.queue.remove(sequence)
         started = self._rows.start(sequence, num_computed, self._memory.names.is_indexed(sequence))
         _move(sequence, State.RUNNING)
@@ -113,7 +114,8 @@ class Lifecycle:
         return started
 
     def branch(self, leader: Sequence, row: int, now: float) -> Sequence:
-        """Make a new member of a running group on one of its reserved rows, without blocks."""
+        """Return a new member of a running group on one of its reserved rows. It has no blocks
+        yet."""
         group = leader.group
         assert group is not None, "only a group has members to come"
         child = Sequence(
@@ -128,7 +130,7 @@ class Lifecycle:
             digests=leader.digests.copy(),
             num_cached_tokens=leader.num_cached_tokens,
             num_preemptions=leader.num_preemptions,
-            num_prompt_logprobs=leader.num_prompt_tokens,  # the leader's are enough
+            num_prompt_logprobs=leader.num_prompt_tokens,  # the leader reports them
             group=group,
             index=len(group.members),
             tenant=leader.tenant,
@@ -153,8 +155,8 @@ class Lifecycle:
     def preempt(
         self, victim: Sequence, for_request_id: str, now: float, is_swapped: bool = False
     ) -> set[int]:
-        """Take the rows and blocks of a running sequence and its group, and queue them before all
-        new ones. Return the rows. is_swapped: they were copied to host memory."""
+        """Preempt a running sequence and its group: release their rows and blocks, and queue them
+        before all new ones. Return the rows. is_swapped: the blocks were copied to host memory."""
         members = [member for member in victim.members if member.row >= 0]
         rows, num_lost = self._take_rows(members, is_swapped)
         for member in members:
@@ -166,19 +168,19 @@ class Lifecycle:
         return rows
 
     def park(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue until it can be computed."""
+        """Move a sequence from the queue to the parked ones, until it can be computed."""
         self.queue.remove(sequence)
         _move(sequence, State.PARKED)
 
     def park_running(self, sequence: Sequence, for_request_id: str, now: float) -> None:
-        """Take the row of a sequence that waits for more of its prompt. This is no preemption: it
-        could compute nothing."""
+        """Park a running sequence that waits for more of its prompt, and release its row and
+        blocks. This does not count as a preemption, since it had no tokens to compute."""
         _, num_lost = self._take_rows([sequence], is_swapped=False)
         _move(sequence, State.PARKED)
         self._tell_preempted(sequence, for_request_id, num_lost, False, now)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Queue a parked sequence, unless something still blocks it."""
+        """Queue a parked sequence, unless it has blockers."""
         if sequence.blockers:
             return
         _move(sequence, State.WAITING if sequence.host_blocks is None else State.SWAPPED)
@@ -202,13 +204,13 @@ class Lifecycle:
         self._rows.set_priority([each.row for each in members if each.row >= 0], priority)
 
     def forget_swapped(self, sequence: Sequence) -> None:
-        """Drop a sequence's host blocks, whose contents may be wrong."""
+        """Drop a sequence's host blocks, whose contents may be wrong. It must be recomputed."""
         self._memory.free_swapped(sequence)
         if sequence.state is State.SWAPPED:
             _move(sequence, State.WAITING)
 
     def end(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End a sequence. reason: as in `Finish`. The request ends with its last sequence."""
+        """End a sequence. A request ends with its last sequence. reason: as in `Finish`."""
         for watcher in sequence.watchers:
             watcher.leave(sequence, reason, now)
         if sequence.state is State.RUNNING:
@@ -228,11 +230,11 @@ class Lifecycle:
             self._end_request(sequence, reason, now)
 
     def drop(self, sequence: Sequence, finish: Finish, now: float) -> None:
-        """End a sequence without a step's result; the next outputs report it."""
+        """End a sequence without a step's result. The next outputs report its finish."""
         self.dropped.append((sequence, finish))
         self.end(sequence, finish.reason, now)
 
-    # ---- what is told ------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call."""
@@ -240,7 +242,7 @@ class Lifecycle:
         return events
 
     def take_admitted(self) -> list[Sequence]:
-        """Return the sequences whose prefix hit is to be reported."""
+        """Return the sequences whose prefix hit is to be reported, and clear the list."""
         admitted, self.admitted = self.admitted, []
         return admitted
 
@@ -257,9 +259,9 @@ class Lifecycle:
     def report_prefix(
         self, sequence: Sequence, report: PrefixReport, is_hit: bool, now: float
     ) -> None:
-        """Note what the prompt of a newly admitted request found in the cache."""
+        """Record the prefix report of a newly admitted request."""
         sequence.report = report
-        if (is_hit or report.miss) and not sequence.is_beam:  # a search reports at its end
+        if (is_hit or report.miss) and not sequence.is_beam:  # a beam search reports it at its end
             self.admitted.append(sequence)
         self.events.append(PrefixFound(now, sequence.request.request_id, report))
 
@@ -268,7 +270,8 @@ class Lifecycle:
         self.events.insert(0 if is_first else len(self.events), event)
 
     def _take_rows(self, members: list[Sequence], is_swapped: bool) -> tuple[set[int], int]:
-        """Free rows and blocks of running sequences. Return the rows, and the tokens lost."""
+        """Release the rows and blocks of running sequences. Return the rows, and the number of
+        computed tokens lost."""
         rows, num_lost = set(), 0
         for member in members:
             rows.add(member.row)

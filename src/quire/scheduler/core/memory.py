@@ -1,16 +1,16 @@
-"""KV memory as the scheduler sees it: does a need fit, and which sequence gets which blocks.
+"""KV memory of the scheduler: checks whether a need fits, and allocates blocks to sequences.
 
 A need is a number of blocks per cache group.
 
     fits now       needs + reserve  <= free blocks      to admit or resume a sequence
     fits at all    needs + reserved <= all blocks       to accept a request
 
-Hit sources (extension.py) find the cached beginning of a prompt. They may hold blocks that they
-give up when others need them: `fits` asks, `make_room` evicts.
+Hit sources (extension.py) find the cached beginning of a prompt. They may hold evictable blocks:
+`could_fit` counts these, `make_room` evicts them.
 
-Only this file of the scheduler sees pools. A subclass can follow another rule of memory by what it
-needs (`needs_to_start`), keeps free (`fits`), takes and returns (`start`, `free`). For example,
-Orca's manager (P 6.1) reserves a sequence's whole limit when it starts.
+In the scheduler, only this file accesses the pools. A subclass can change the rules: the need of a
+sequence (`needs_to_start`), the blocks left free (`fits`), allocation and release (`start`,
+`free`). For example, Orca's manager (P 6.1) reserves a sequence's whole limit when it starts.
 """
 
 from collections.abc import Iterable
@@ -30,16 +30,16 @@ from quire.spec.cache_group import STATE, STEP
 
 STEP_UP = 1.0  # blocks per running row
 STEP_DOWN = 0.95
-STATE_RESERVE = 8  # the share of the states that admissions leave free, at most
-PROMPT_TAIL = 8  # tokens with which a template may begin an answer, and not later repeat it
-EPSILON = 1e-6  # a third of 300 is 100, also in binary fractions
+STATE_RESERVE = 8  # admissions leave at most 1/STATE_RESERVE of the states free
+PROMPT_TAIL = 8  # first tokens of an answer that a template may add and later omit
+EPSILON = 1e-6  # so that a third of 300 is 100, despite binary fractions
 
 Needs = Seq[int]  # blocks, by cache group
 Tables = Seq[Seq[int]]  # block numbers, by cache group
 
 
 class Excess(NamedTuple):
-    """A need of a cache group that is more than its share."""
+    """Need of a cache group that exceeds its share."""
 
     num_needed: int
     most: int
@@ -48,12 +48,12 @@ class Excess(NamedTuple):
 
 @dataclass(slots=True)
 class Headroom:
-    """Blocks that an admission leaves free, so that running rows can grow without preempting each
-    other in a cascade (text H).
+    """Number of blocks that an admission leaves free, so that running rows can grow without
+    preempting each other in a cascade (text H).
 
-    A watermark, a fixed share of the pool, plus blocks per running row: one more after each
-    preemption, 5 % less after each end. So admission slows down while preemption is frequent, and
-    a few in a hundred sequences are preempted, whatever their lengths.
+    It is a watermark, a fixed share of the pool, plus blocks per running row. That number grows by
+    one after each preemption and shrinks by 5 % after each end. So admission slows down while
+    preemptions are frequent, and a few percent of sequences are preempted, whatever their lengths.
 
     blocks_per_row: expected growth of each running row before some sequence ends.
     """
@@ -63,12 +63,13 @@ class Headroom:
     blocks_per_row: float = 0.0
 
     def take_preemption(self, num_rows: int) -> None:
-        """Leave more free: at most half the pool. num_rows: rows that still run."""
+        """Raise the headroom after a preemption, to at most half the pool. num_rows: rows still
+        running."""
         most = self.num_blocks / 2 / max(1, num_rows)
         self.blocks_per_row = min(self.blocks_per_row + STEP_UP, most)
 
     def take_end(self) -> None:
-        """Leave less free after a sequence has ended."""
+        """Lower the headroom after a sequence has ended."""
         self.blocks_per_row *= STEP_DOWN
 
     def blocks(self, num_rows: int) -> int:
@@ -76,17 +77,19 @@ class Headroom:
 
 
 class Memory:
-    """The KV manager, and the rules by which sequences get its blocks.
+    """KV manager together with the rules that allocate its blocks to sequences.
 
-    chunk: most tokens that one step computes of a sequence. fingerprint: identifies the contents of
-    the cache. sources: in the order of calls. reserved: blocks per cache group for certain tables.
+    chunk: maximum tokens of a sequence per step. fingerprint: identifies the contents of the cache.
+    sources: hit sources in the order of calls. reserved: blocks per cache group for pinned
+    prefixes.
 
-    Of the plan being made: copied is the (group, block) pairs that it copies from, and kept_copied
-    those held until it is made because their table was evicted. spent: tables to free after it.
-    chunk_limit: what else limits the tokens of a plan.
+    State of the plan being made: copied lists the (group, block) pairs that it copies from.
+    kept_copied lists the pairs among them that are held until it is complete, since their table was
+    evicted. spent lists the tables to free after it. chunk_limit is the limit on its tokens other
+    than blocks.
     """
 
-    chunk_limit: ChunkLimit = ChunkLimit()  # limits nothing, also after an old snapshot
+    chunk_limit: ChunkLimit = ChunkLimit()  # the default limits nothing, also after an old snapshot
 
     def __init__(
         self,
@@ -115,12 +118,12 @@ class Memory:
 
     @property
     def _kinds(self) -> list[str]:
-        """The kinds of the cache groups."""
+        """Kinds of the cache groups, by group."""
         return [group.kind for group in self.kv.groups]
 
     def attach(self, feature: object) -> None:
-        """Connect a source, a listener or the chunk limit. The order of attaching is the order of
-        calls."""
+        """Connect a source, a listener or the chunk limit. They are called in the order of
+        attaching."""
         if isinstance(feature, HitSource):
             self.sources.append(feature)
         if isinstance(feature, CacheListener):
@@ -130,7 +133,7 @@ class Memory:
         self._connect()
 
     def _connect(self) -> None:
-        """Find the methods that a feature overrides; the defaults do nothing."""
+        """Collect the methods that features override; default methods are not called."""
         sources, listeners = self.sources, self.listeners
         self._finding = overriding(sources, HitSource, "find")
         self._begun = overriding(sources, HitSource, "begin")
@@ -141,24 +144,25 @@ class Memory:
         self._grants = overriding([self.chunk_limit], ChunkLimit, "grant")
 
     def reserve(self, blocks: Needs) -> None:
-        """Reserve blocks, by cache group, for the tables that they are meant for."""
+        """Reserve blocks, by cache group, for pinned prefixes."""
         self.reserved = list(blocks)
 
     def continue_with(self, digester: Digester) -> None:
-        """Continue from a snapshot, which holds no digester and no subscribers."""
+        """Restore the parts that a snapshot omits: the digester and the subscribers."""
         self.names.digester, self.names.new = digester, None
         self._connect()
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether a prompt must be computed in one step."""
+        """Whether every prompt must be computed in one step, since no keys and values are
+        stored."""
         return STEP in self._kinds
 
     @property
     def block_size(self) -> int:
         return self.kv.block_size
 
-    # ---- what else limits a plan -------------------------------------------------------------
+    # ---- other limits of a plan --------------------------------------------------------------
 
     def limit_chunk(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> int:
         """See `ChunkLimit.limit`."""
@@ -174,13 +178,13 @@ class Memory:
     # ---- does it fit -------------------------------------------------------------------------
 
     def fits(self, needs: Needs, reserve: int = 0) -> bool:
-        """Return whether this need fits now and leaves `reserve` blocks of each group free. Of
-        states it leaves fewer: a sequence does not take more states as it grows."""
+        """Return whether this need fits now and leaves `reserve` blocks of each group free. The
+        reserve of a state group is capped, since a sequence needs no more states as it grows."""
         return self.kv.fits(self._with_reserve(needs, reserve))
 
     def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
-        """Return whether this need fits once sources have given up what they can. hit: blocks, by
-        cache group, that the sequence begins with; to free them would gain nothing."""
+        """Return whether this need fits once all evictable blocks are evicted. hit: blocks, by
+        cache group, that the sequence begins with; evicting these gains nothing."""
         if self.fits(needs, reserve):
             return True
         gain = self.kv.num_evictable(hit)
@@ -188,13 +192,14 @@ class Memory:
         return self.fits(lacking, reserve)
 
     def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
-        """Return whether this need fits into the pools without the reserved blocks."""
+        """Return whether this need fits into the pools together with the reserved blocks."""
         kept = self.reserved if reserved is None else reserved
         pools = zip(needs, kept, self.kv.pools, strict=True)
         return all(need + held <= pool.num_blocks for need, held, pool in pools)
 
     def excess(self, needs: Needs, share: float) -> Excess | None:
-        """Return the first cache group in which this need exceeds a share of the blocks."""
+        """Return the first excess of this need over a share of the pools, or None. share: 0 to
+        1."""
         for need, pool in zip(needs, self.kv.pools, strict=True):
             most = int(share * pool.num_blocks + EPSILON)
             if need > most:
@@ -202,12 +207,13 @@ class Memory:
         return None
 
     def needs_to_start(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> Needs:
-        """Return the need of a waiting sequence that begins with a hit."""
+        """Return the need of a waiting sequence that begins with a hit and computes num_new
+        tokens."""
         return self.kv.needs_with_hit(sequence.num_known_tokens, hit, num_new)
 
     def needs_of_all(self, sequence: Sequence, num_tokens: int, num: int) -> Needs:
-        """Return the need of `num` sequences of a request, each of this length, without the
-        reserved blocks that they share."""
+        """Return the need of `num` sequences of a request, each of num_tokens tokens. Reserved
+        blocks that they share are subtracted."""
         shared = sequence.num_prompt_tokens // self.block_size
         needs: Needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
         for source in self.sources:
@@ -216,17 +222,17 @@ class Memory:
         return needs
 
     def needs_of_prefix(self, num_tokens: int) -> list[int]:
-        """Return the need of a pinned prefix of this length; it keeps only its last state."""
+        """Return the need of a pinned prefix of num_tokens tokens. It has only its last state."""
         needs = self.kv.group_blocks(num_tokens, 0, 1, min(self._chunk, num_tokens))
         return [1 if k == STATE else need for k, need in zip(self._kinds, needs, strict=True)]
 
     def needs_to_stand(self, blocks: Seq[SequenceBlocks]) -> Needs:
-        """Return the blocks that these hold together, plus one for each."""
+        """Return the number of distinct blocks of these sequences, plus one for each sequence."""
         return [num + len(blocks) for num in self.kv.num_distinct(blocks)]
 
     def needs_to_return(self, members: Seq[Sequence], reserve: int) -> Needs:
-        """Return the need of swapped members that resume, with a block more each and a reserve. It
-        never exceeds what is not reserved, or a large group could never resume."""
+        """Return the need of swapped members that resume, with one more block each and a reserve.
+        It is capped at the unreserved blocks, since a large group could otherwise never resume."""
         needs = self.needs_to_stand([member.swapped for member in members])
         held = zip(self.kv.pools, self.reserved, strict=True)
         room = [pool.num_blocks - kept for pool, kept in held]
@@ -234,8 +240,8 @@ class Memory:
         return [min(n, most) for n, most in zip(wanted, room, strict=True)]
 
     def make_room(self, needs: Needs, reserve: int = 0, spared: Sequence | None = None) -> bool:
-        """Evict what sources hold until this need fits. If that cannot be enough, evict nothing and
-        return False. spared: as in `HitSource.evict_one`."""
+        """Evict blocks of sources until this need fits; return True. If eviction cannot be enough,
+        evict nothing and return False. spared: as in `HitSource.evict_one`."""
         if not self.could_fit(needs, reserve):
             return False
         while not self.fits(needs, reserve):
@@ -244,8 +250,9 @@ class Memory:
         return True
 
     def evict_one(self, spared: Sequence | None = None) -> bool:
-        """Let the first source that holds something evict; return whether one did. Blocks that the
-        plan being made copies from are held until it is made: it may write into freed blocks."""
+        """Let the first source with evictable tables evict one; return whether there was one. Hold
+        the blocks that the plan being made copies from until it is complete. It may otherwise
+        overwrite freed blocks."""
         copied, self.copied = self.copied, []
         for g, block_id in copied:
             if self.kv.pools[g].num_refs(block_id):
@@ -265,7 +272,7 @@ class Memory:
         """Return the number of blocks that a sequence of this length lacks up to its limit."""
         return -(-limit // self.block_size) - num_tokens // self.block_size
 
-    # ---- who takes what ----------------------------------------------------------------------
+    # ---- allocation --------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceBlocks:
         return self.kv.new_sequence()
@@ -279,13 +286,13 @@ class Memory:
         return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
 
     def num_found_tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens of such a hit, whatever it costs to load."""
+        """Return the length of the longest hit of any source, regardless of the cost to load it."""
         found = (source.num_tokens(sequence) for source in self.sources if source.entries)
         return max(found, default=0)
 
     def start(self, sequence: Sequence, num_new: int, hit: KVBlocks) -> tuple[Appended, ...] | None:
-        """Allocate the blocks of a waiting sequence's hit and next tokens. Return the changes by
-        cache group, or None if blocks are lacking."""
+        """Allocate the blocks of a waiting sequence's hit and next tokens. Return the table changes
+        by cache group, or None if blocks are lacking."""
         if self.kv.has_states:
             self.kv.states.keep_states(sequence.blocks.tables, *self._states_to_keep(sequence, hit))
         if hit.num_loads:
@@ -294,15 +301,16 @@ class Memory:
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
-        """Tell the sources that a sequence got its row with this hit."""
+        """Notify the sources that a sequence was given its row with this hit."""
         for source, begin in self._begun:
             if source.entries:
                 begin(sequence, hit, now)
 
     def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> tuple[set[int], int]:
-        """Return the logical blocks behind which a sequence leaves its state, and the last block of
-        its prompt, which is one of them. The other is where its blocks part from those of other
-        prompts, unless a sequence ended there whose state was evicted."""
+        """Return the logical blocks after which a sequence's state is stored, and the last full
+        block of its prompt. That block is stored if the hit ends before it. The other stored block
+        is the last block that matches earlier prompts, unless a sequence ended there and its state
+        was evicted."""
         digests, num_tokens = self.names.readable(sequence)
         prompt_end = (sequence.num_prompt_tokens - 1 - PROMPT_TAIL) // self.block_size - 1
         kv, states = self.kv, self.kv.states
@@ -320,8 +328,8 @@ class Memory:
         return kept, prompt_end
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
-        """Allocate blocks for the next tokens of a running sequence, as `start` does. Evict what
-        sources hold if blocks are lacking."""
+        """Allocate blocks for the next tokens of a running sequence, and return the changes as
+        `start` does. If blocks are lacking, evict blocks of sources."""
         blocks, num_unsure = sequence.blocks, sequence.num_tried_tokens
         blocks.advance(sequence.num_computed_tokens)
         grow = self.kv.allocate_slots
@@ -334,8 +342,8 @@ class Memory:
     def grow_by_guesses(
         self, sequence: Sequence, num: int, reserve: int = 0
     ) -> tuple[Appended, ...] | None:
-        """Allocate blocks for draft tokens after the tokens of the plan being made, as `grow` does.
-        reserve: blocks of each group to leave free."""
+        """Allocate blocks for draft tokens that follow the tokens of the plan being made. Return
+        the changes as `grow` does. reserve: blocks of each group to leave free."""
         num_computed, grow = sequence.num_computed_tokens, self.kv.append_guesses
         while (appended := grow(sequence.blocks, num_computed, num, reserve)) is None:
             if not self.evict_one():
@@ -356,7 +364,7 @@ class Memory:
         return had_more
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child share its parent's blocks until one of them writes."""
+        """Share the parent's blocks with the child until one of them writes."""
         child.blocks = self.kv.fork(parent.blocks)
 
     def free(self, sequence: Sequence) -> None:
@@ -364,8 +372,8 @@ class Memory:
         self.kv.free(sequence.blocks)
 
     def name_full_blocks(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[list[int]]]:
-        """Enter the first `count` blocks of each sequence in the index. Return the new ones, by
-        sequence and cache group."""
+        """Enter the first counts[i] blocks of sequence i in the index. Return the newly named
+        blocks, by sequence and cache group."""
         self.names.extend(sequences, counts)
         firsts = [s.blocks.num_indexed for s in sequences] if self._named else ()
         index = self.kv.index_blocks
@@ -384,12 +392,13 @@ class Memory:
             sequence.host_blocks = None
 
     def settle(self, step_id: int) -> list[Name]:
-        """Settle what the plan of this step copied to host memory; return the names."""
+        """Make the host copies of this step's plan readable. Return the names of the copied
+        blocks."""
         return [] if self.kv.tier is None else self.kv.tier.settle(step_id)
 
     def copies_out(self) -> list[Copies]:
-        """Return the copies to host memory, by cache group, of what the plan being made evicts and
-        of what listeners add."""
+        """Return the plan's copies to host memory, by cache group: evicted blocks, and blocks that
+        listeners add."""
         if self.kv.tier is None:
             return []
         copies = self.kv.tier.take_evicted()
@@ -398,7 +407,7 @@ class Memory:
         return copies
 
     def end_plan(self, step_id: int, now: float) -> None:
-        """Note that a plan is made: the copies so far are part of it."""
+        """Note that a plan is complete, with all copies so far."""
         if self.kv.has_states:
             self.kv.states.end_plan()
         self.end_turn(now)
@@ -406,7 +415,8 @@ class Memory:
             self.kv.tier.end_plan(step_id)
 
     def end_turn(self, now: float) -> None:
-        """Note that a plan is made, or that there was nothing to compute."""
+        """Note that a plan is complete, or that there was nothing to compute. Free its spent
+        blocks."""
         for blocks in self.spent:
             self.kv.free(blocks)
         for g, block_id in self.kept_copied:
@@ -416,18 +426,18 @@ class Memory:
             end(now)
 
     def free_after_plan(self, blocks: SequenceBlocks) -> None:
-        """Free tables once the plan being made is made. It may copy from them, and it may write
-        into blocks that are freed earlier."""
+        """Free tables once the plan being made is complete. Until then it may copy from these
+        blocks, or overwrite them if they were free."""
         self.kv.set_evictable(blocks, False)
         self.spent.append(blocks)
 
     def _note_copies(self, appended: Seq[Appended]) -> None:
-        """Note which blocks the plan being made copies from."""
+        """Record which blocks the plan being made copies from."""
         for g, one in enumerate(appended):
             for source, _ in one.copies:
                 self.copied.append((g, source))
 
-    # ---- what is not to be used --------------------------------------------------------------
+    # ---- removing names ----------------------------------------------------------------------
 
     def distrust(self, blocks: Seq[Iterable[int]]) -> None:
         """Remove the names of these blocks, by cache group, and of unsettled host blocks."""
@@ -440,7 +450,7 @@ class Memory:
         self.kv.forget(sequence.digests)
 
     def reset(self, fingerprint: bytes, now: float) -> None:
-        """Remove all names; new names begin with this fingerprint."""
+        """Remove all names. New names begin with this fingerprint."""
         self.kv.reset_prefix_cache()
         for listener in self.listeners:
             listener.reset(now)

@@ -1,17 +1,17 @@
-"""Names of blocks, and the hits that are found by them.
+"""Names of blocks, and prefix hits found by name.
 
-A block's name is the digest of all tokens up to its end; it begins with the root of its request, so
-that salts and adapters keep apart what must not be shared. Marks (`kv/digest.py`) identify tokens
-further than their ids do. In steady decode a sixteenth of
-the rows fills a block in every step; these are named together, since a call of their own for each
-would be most of the time of a step. After `ResetPrefixCache` all names change (`rename`):
+A block's name is the digest of all tokens up to its end. It begins with the root of its request, so
+that requests with different salts or adapters share no blocks. Marks (`kv/digest.py`) identify
+tokens in addition to their ids. In steady decode, a sixteenth of the rows fill a block in each
+step. These blocks are named in one call, since one call per block would take most of the step's
+time. After `ResetPrefixCache` all names change (`rename`):
 
-    came before, waits, holds no blocks    gets a root of the new epoch: it has yet to be computed
-    came before, holds blocks              gets a root of its own, which nobody else ever has
-    is pinned                              is computed again, from the new epoch's root
+    arrived before, without blocks    root of the new epoch, since all of it is still to be computed
+    arrived before, with blocks       root of its own, unique for all time
+    pinned                            root of the new epoch; its blocks are computed again
 
-Names of an epoch mean something to this engine alone. In a store that is shared, what others left
-stays as it is, for them and for a later run of this one.
+The names of an epoch are valid in this engine only. In a shared store, the blocks of older names
+stay, for other engines and for a later run of this one.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.core.extension import HitSource
 from quire.scheduler.core.sequence import Int32, Sequence
 
-NewNames = tuple[int, list[bytes], int, int]  # arrival; of this list, those from here to there
+NewNames = tuple[int, list[bytes], int, int]  # arrival, digests, range of this list
 
 
 @dataclass(slots=True)
 class Prefix:
-    """The first tokens of a sequence, to be named as if they were one block."""
+    """Leading tokens of a sequence, which are named as if they were one block."""
 
     arrival: int
     root: bytes
@@ -47,15 +47,15 @@ Named = Sequence | Prefix
 
 
 class Digester:
-    """Computes the digests of blocks from their tokens. block_hash: the hash of a block."""
+    """Function that computes the digests of blocks from their tokens. block_hash: hash function."""
 
     def __init__(self, block_hash: BlockHash = hashlib.sha256) -> None:
         self.block_hash = block_hash
 
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
-        """Extend the digests of each to its first `count` blocks."""
+        """Extend the digests of named[i] to its first counts[i] blocks."""
         rows = [each.row for each in named]
-        lacks_one = [  # and that one has no marks
+        lacks_one = [  # and the missing block has no marks
             len(s.digests) == n - 1 and not (s.marks and s.marks[-1][0] >= (n - 1) * block_size)
             for s, n in zip(named, counts, strict=True)
         ]
@@ -73,8 +73,10 @@ class Digester:
 
 
 class BlockNaming:
-    """Gives names. fingerprint: identifies the contents of the cache; new: where names are noted as
-    they are given, if a subscriber wants them. digester: a replay has the names from its record.
+    """Assignment of names to blocks.
+
+    fingerprint: identifies the contents of the cache. new: list of new names while a subscriber
+    wants them, else None. digester: computes digests; a replay uses one that reads recorded names.
     """
 
     def __init__(
@@ -87,21 +89,21 @@ class BlockNaming:
         self._caches = caches
 
     def is_indexed(self, sequence: Sequence) -> bool:
-        """Tell whether its blocks enter the index. Without prefix caching the sequences of a group
-        still share the prompt."""
+        """Return whether its blocks enter the index. Without prefix caching, the sequences of a
+        group still share their prompt."""
         return self._caches or sequence.group is not None
 
     def root(self, request: Request, num: int, arrival: int) -> bytes:
-        """Return the root of the digests of a request for `num` sequences. Without prefix caching
-        nobody else has the root of a group."""
+        """Return the root of the digests of a request for `num` sequences. Without prefix caching,
+        a group's root is unique."""
         salt = request.cache_salt
         if num > 1 and not self._caches:
             salt = f"{salt} of group {arrival} alone"
         return root_digest(self.fingerprint, salt, request.adapter_id)
 
     def extend(self, named: Seq[Named], counts: Seq[int], size: int | None = None) -> None:
-        """Name the first `count` blocks of each, as far as they have no names. size: tokens of a
-        block, if not the cache's."""
+        """Name the first counts[i] blocks of named[i], if they have no names yet. size: tokens per
+        block, by default the cache's block size."""
         if self.new is not None:
             self.new += [
                 (each.arrival, digests, len(digests), count)
@@ -111,8 +113,8 @@ class BlockNaming:
         self.digester(named, size or self.block_size, counts)
 
     def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
-        """Name the blocks that a sequence may find in the index; return the names, and the number
-        of tokens: all of these but the last may be found."""
+        """Name the blocks that a sequence may find in the index. Return the names and a number of
+        tokens, of which all but the last may be found."""
         num_tokens = sequence.num_known_tokens
         if not self.is_indexed(sequence) or not sequence.may_read_cache:
             return (), num_tokens
@@ -123,7 +125,7 @@ class BlockNaming:
         return sequence.digests, num_tokens
 
     def of_prefix(self, sequence: Sequence, num_tokens: int) -> bytes:
-        """Name the first tokens of a sequence as one block."""
+        """Return the name of the first num_tokens tokens of a sequence, hashed as one block."""
         found = sequence.prefix_digests.get(num_tokens)
         if found is None:
             request = sequence.request
@@ -136,7 +138,7 @@ class BlockNaming:
 
 
 def rename(sequence: Sequence, names: BlockNaming, epoch: str) -> None:
-    """Give the sequences of a request, who share blocks by their names, another root."""
+    """Give the sequences of a request, which share blocks by name, another root."""
     members = sequence.members
     first = members[0]
     root = root_digest(first.root, epoch, "held")
@@ -146,20 +148,20 @@ def rename(sequence: Sequence, names: BlockNaming, epoch: str) -> None:
         root = names.root(first.request, num, first.arrival)
     for member in members:
         member.is_renamed = holds
-        member.root, member.digests = root, []  # not emptied in place: a recorder may hold it
+        member.root, member.digests = root, []  # a new list: a recorder may hold the old one
         member.prefix_digests, member.found_at = {}, -1
 
 
 class Rated(Protocol):
-    """Somebody who knows how fast prompts are computed and blocks copied."""
+    """Owner of the measured rates of prefill and copies."""
 
     rates: MeasuredRates
 
 
 class PrefixIndex(HitSource):
-    """The names that the blocks of all sequences have got."""
+    """Hit source of all named blocks, on the device and in host memory."""
 
-    entries: Sized = (True,)  # a look-up finds out itself whether there is something
+    entries: Sized = (True,)  # never empty: a look-up is cheap
 
     def __init__(self, kv: KVManager, names: BlockNaming, rated: Rated) -> None:
         self._kv, self._names, self._rated = kv, names, rated
@@ -177,7 +179,7 @@ class PrefixIndex(HitSource):
         return hit if best is None or hit.num_tokens > best.num_tokens else best
 
     def num_tokens(self, sequence: Sequence) -> int:
-        """See HitSource. Looked up once per change of the index."""
+        """See HitSource. Cached until the index changes."""
         kv = self._kv
         if sequence.found_at != kv.num_index_changes:
             num_blocks = kv.num_computed_blocks(*self._names.readable(sequence))
@@ -187,8 +189,8 @@ class PrefixIndex(HitSource):
 
 
 def loading_is_cheaper(kv: KVManager, hit: KVBlocks, near: KVBlocks, rates: MeasuredRates) -> bool:
-    """Tell whether to load what host memory has beyond the hit on the device. Where a rate is not
-    known, it is loaded."""
+    """Return whether loading the host part of a hit is cheaper than computing it. hit: hit with
+    host blocks; near: hit on the device only. True if a rate is unknown."""
     sizes = kv.block_bytes
     if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and sizes):
         return True

@@ -1,8 +1,9 @@
-"""Making a plan: grant tokens to running rows, admit waiting sequences, choose who samples.
+"""Planning: grants tokens to running rows, admits waiting sequences, and marks the rows that
+sample.
 
-Running rows come first, by priority and arrival; then waiting sequences (admission.py). A row that
-lacks a block preempts the latest arrival of the lowest priority (P 4.5); then the plan admits no
-sequence. Blocks are allocated and full blocks of known tokens are named when the plan is made, so
+Running rows come first, by priority and arrival, then waiting sequences (admission.py). If a row
+lacks a block, the latest arrival of the lowest priority is preempted (P 4.5). Such a plan admits no
+sequence. Blocks are allocated, and full blocks of known tokens are named, when the plan is made. So
 later requests of the same plan hit them (T algorithm 2, inner loop).
 """
 
@@ -26,11 +27,11 @@ from quire.scheduler.core.sequence import Int32, Int64, State
 from quire.scheduler.sharing import share_budget
 
 NO_ROWS: Int32 = np.empty(0, np.int32)
-PROMPT_TOKENS = 16  # tokens of prompts that each step has room for, at least
+PROMPT_TOKENS = 16  # minimum room for prompt tokens in each step
 
 
 class Planner:
-    """Makes plans, and keeps the plans in flight, oldest first."""
+    """Owner of the plans in flight, oldest first, which makes the next plan."""
 
     def __init__(
         self,
@@ -48,11 +49,11 @@ class Planner:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
         self._progress, self._branching = progress, branching
         self._preemption, self._admission, self._drafts = preemption, admission, drafts
-        self._token_budget = admission.token_budget  # at most; a step may have time for less
-        self._swaps: list[Move] = []  # out of the device's memory, for the next plan
+        self._token_budget = admission.token_budget  # upper limit; step_tokens may be lower
+        self._swaps: list[Move] = []  # swaps out that await the next plan
 
     def plan(self, now: float) -> Plan | None:
-        """Make the next plan; None if no sequence can compute anything now."""
+        """Return the next plan, or None if no sequence can compute anything now."""
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
         suspects = self._lifecycle.suspects.until
         if suspects and self._plan_suspect(builder, now):
@@ -63,28 +64,28 @@ class Planner:
         needs = self._rows.take_turns(self._rows.needs(rows))
         most = self._step_budget(needs)
         budget = most - self._serve_running(builder, rows, needs, most, now)
-        # If nothing was planned, the preempted rows were the only ones with something to do.
+        # If no tokens were planned, only the preempted rows had something to compute.
         if not builder.has_preempted or budget == most:
             self._admission.admit(builder, budget, now)
         return self._close(builder, most, now)
 
     def flush(self, now: float) -> Plan | None:
-        """Make a plan that only copies cached blocks to host memory, as many as fit; None if there
-        are none."""
+        """Return a plan that only copies evictable cached blocks to host memory, as many as fit.
+        Return None if there are none."""
         tier = self._memory.kv.tier
         while tier is not None and tier.evict_some():
             builder = PlanBuilder(self.next_step_id)
             builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
             self._memory.end_plan(builder.step_id, now)
-            if moves := builder.moves():  # otherwise host memory had all of it
+            if moves := builder.moves():  # otherwise host memory already had these blocks
                 plan = Plan(builder.step_id, moves=moves)
                 self._put_in_flight(plan, builder, np.empty(0, np.int32))
                 return plan
         return None
 
     def offload(self, now: float) -> Plan | None:
-        """Make a plan that only copies to host memory what listeners add; None if that is
-        nothing."""
+        """Return a plan that only copies the blocks that listeners add to host memory, or None if
+        there are none."""
         tier = self._memory.kv.tier
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
@@ -96,8 +97,8 @@ class Planner:
         return plan
 
     def _step_budget(self, needs: Int64) -> int:
-        """Return the most tokens of the next plan: what a step has time for, but always all
-        decoding rows and PROMPT_TOKENS more."""
+        """Return the token budget of the next plan: the measured `step_tokens`, if known. It always
+        has room for all decoding rows and PROMPT_TOKENS more. needs: int64 [num_running]."""
         step_tokens = self._memory.rates.step_tokens
         if not step_tokens:
             return self._token_budget
@@ -106,8 +107,7 @@ class Planner:
         return min(self._token_budget, max(step_tokens, least))
 
     def _plan_suspect(self, builder: PlanBuilder, now: float) -> bool:
-        """Plan the first suspect that can compute something, alone; return whether there is
-        one."""
+        """Plan the first suspect that can compute something, alone. Return whether there is one."""
         for sequence in list(self._lifecycle.suspects.until):
             if sequence.row >= 0:
                 rows = np.array([sequence.row])
@@ -125,7 +125,8 @@ class Planner:
     def _serve_running(
         self, builder: PlanBuilder, rows: Int64, need: Int64, budget: int, now: float
     ) -> int:
-        """Grant tokens to running rows and return how many. need: [N] what they could use."""
+        """Grant tokens to running rows. Return the number of tokens. rows, need: int64 [N], rows
+        and the tokens that they could compute."""
         table = self._rows.table
         if len(rows) == 0:
             return 0
@@ -140,7 +141,7 @@ class Planner:
         if len(short) and not self._append_blocks(rows[short], target[short], builder):
             for i in short:
                 sequence = table.sequences[rows[i]]
-                if sequence is None:  # it was preempted meanwhile
+                if sequence is None:  # preempted by an earlier row of this loop
                     continue
                 if not self._preemption.ensure_capacity(sequence, int(target[i]), builder, now):
                     need[i], target[i] = 0, table.computed[rows[i]]
@@ -161,7 +162,7 @@ class Planner:
         return int(need.sum())
 
     def _within_limits(self, rows: Int64, need: Int64, builder: PlanBuilder) -> Int64:
-        """Return how many of the needed tokens of each row the plan may compute."""
+        """Return the needs, int64 [N], reduced to the limits of `chunk_limit`."""
         memory, table, need = self._memory, self._rows.table, need.copy()
         limited = np.isin(rows, [sequence.row for sequence in memory.chunk_limit.limited])
         for i in np.flatnonzero(limited & (need > 0)).tolist():
@@ -170,21 +171,22 @@ class Planner:
         return need
 
     def _grant(self, rows: Int64, need: Int64, builder: PlanBuilder) -> None:
-        """Plan what the next tokens of limited rows need besides blocks."""
+        """Add to the plan what the next tokens of limited rows need in addition to blocks."""
         memory, table = self._memory, self._rows.table
         limited = np.isin(rows, [sequence.row for sequence in memory.chunk_limit.limited])
         for row, num in zip(rows[limited].tolist(), need[limited].tolist(), strict=True):
             memory.grant_chunk(table.sequences[row], int(table.computed[row]), num, builder)
 
     def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
-        """Give one new block to each of these rows, if each needs just that and no row must be
-        preempted. Return whether that was so. target: [N] their computed tokens after this plan.
+        """Allocate one new block for each of these rows, if each needs exactly one and no
+        preemption is necessary. Return whether it was done. rows, target: int64 [N], target is the
+        computed length after this plan.
 
-        In steady decode a sixteenth of the rows needs this in every step. One call for each would
-        take most of the time of a step.
+        In steady decode, a sixteenth of the rows need a block in each step. One call per row would
+        take most of the step's time.
         """
         table, capacity = self._rows.table, self._rows.table.capacity[rows]
-        # A shared block is not in a row's capacity: such a row needs a copy of it as well.
+        # Capacity excludes a shared block, so a row that must copy one fails this check.
         if ((table.computed[rows] != capacity) | (target != capacity + 1)).any():
             return False
         blocks = [sequence.blocks for sequence in self._rows.sequences(rows)]
@@ -197,15 +199,15 @@ class Planner:
         return True
 
     def _close(self, builder: PlanBuilder, most: int, now: float) -> Plan | None:
-        """Freeze the plan. Rows that compute their last known or pending token will sample. most:
-        tokens that the step has time for."""
+        """Freeze the plan and put it in flight; return it, or None if it is empty. Rows that
+        compute their last known or pending token sample. most: token budget of the step."""
         table = self._rows.table
         rows, num_tokens = builder.all_rows()
-        if self._drafts.drafted and not builder.has_preempted:  # it may evict
+        if self._drafts.drafted and not builder.has_preempted:  # drafts may evict blocks
             self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if len(rows) == 0:
-            self._swaps = builder.swaps  # only preempted rows had something to do
+            self._swaps = builder.swaps  # only preempted rows had something to compute
             self._memory.end_turn(now)
             return None
         self._memory.end_plan(builder.step_id, now)
@@ -258,7 +260,7 @@ class Planner:
         self.in_flight.append(step)
 
     def _without_beams(self, rows: Int32) -> Int32:
-        """Return the rows that sample a token, not candidates for a beam search."""
+        """Return the rows that sample a token. Beams produce candidates instead."""
         if not self._lifecycle.searches:
             return rows
         return rows[[not sequence.is_beam for sequence in self._rows.table.sequences[rows]]]

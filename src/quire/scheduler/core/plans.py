@@ -1,4 +1,4 @@
-"""Plans in the making, and what is remembered of a plan until its result is in."""
+"""Plans being made, and the record of a plan until its result is in."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
@@ -15,14 +15,14 @@ from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.core.sequence import Int32, Int64, Sequence
 
-Blocks = Seq[Seq[int]]  # by cache group
-RowLease = tuple[int, int]  # a row and its epoch: one sequence's stay there
+Blocks = Seq[Seq[int]]  # block numbers by cache group
+RowLease = tuple[int, int]  # a row and its epoch, which identify one owner of the row
 
 
 @dataclass(slots=True)
 class SharedBlocks:
-    """Blocks that tie a row to others. found: blocks from the index, from its parent, or from host
-    memory. named: blocks that it enters in the index with this plan."""
+    """Blocks that a row has in common with others. found: blocks from the index, from its parent,
+    or from host memory. named: blocks that this plan enters in the index for the row."""
 
     row: int
     found: Blocks
@@ -31,11 +31,12 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """What the scheduler remembers of a plan until its result is in.
+    """Record of a plan until its result is in.
 
-    row_epochs, row_sequences: of plan.rows, then of plan.new_forks, then of plan.idle_rows, as
-    planned. epochs, sequences: of plan.sample_rows. shared: in the order of planning. left_out:
-    rows whose results are void, because an earlier result ended or preempted their sequences.
+    row_epochs, row_sequences: epochs and sequences of plan.rows, plan.new_forks and plan.idle_rows,
+    in this order, as planned. epochs, sequences: the same of plan.sample_rows. shared: in the order
+    of planning. left_out: rows whose results are void, because an earlier result ended or preempted
+    their sequences.
     """
 
     plan: Plan
@@ -48,19 +49,19 @@ class InFlightStep:
 
     @property
     def leases(self) -> list[RowLease]:
-        """The leases of the rows that row_epochs lists. (Forked beams are among plan.rows, or
-        compute nothing yet.)"""
+        """Leases of the rows of row_epochs. (Forked beams are among plan.rows, or compute nothing
+        yet.)"""
         forked = [fork.child for fork in self.plan.new_forks]
         rows = self.plan.rows.tolist() + forked + self.plan.idle_rows
         return list(zip(rows, self.row_epochs.tolist(), strict=True))
 
     @property
     def sampling(self) -> dict[int, Sequence]:
-        """The sequence of each sampling row."""
+        """Sequences of the sampling rows, by row."""
         return dict(zip(self.plan.sample_rows.tolist(), self.sequences, strict=True))
 
     def leave_out(self, leases: Collection[RowLease]) -> None:
-        """Make the results of these rows, and of rows forked from them, void."""
+        """Make the results of these leases void, and of rows forked from them."""
         rows = {lease[0] for lease in self.leases if lease in leases}
         children = {fork.child for fork in self.plan.new_forks if fork.parent in rows}
         self.left_out.update(rows | children)
@@ -68,10 +69,12 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan in the making: lists that grow, frozen into arrays at the end. writes: cache group,
-    row, index, block. copies: cache group, row, from, to. swaps: moves between device and host.
-    shared: as in `InFlightStep`. deferred: running prompts, by rank.
-    extras: fields of the plan that features fill. claims: what a `ChunkLimit` has promised."""
+    """Plan being made: lists that grow, and are frozen into arrays at the end.
+
+    writes: (cache group, row, index, block). copies: (cache group, row, from, to). swaps: moves
+    between device and host. shared: as in `InFlightStep`. deferred: running prompts, by rank.
+    extras: plan fields that features fill. claims: resources that a `ChunkLimit` has promised.
+    """
 
     step_id: int
     rows: list[Int64] = field(default_factory=list)
@@ -94,7 +97,7 @@ class PlanBuilder:
         self.num_tokens.append(num_tokens)
 
     def add_blocks(self, row: int, appended: tuple[Appended, ...]) -> None:
-        """Add the block-table entries and copies of blocks allocated for a row."""
+        """Add the block-table entries and block copies of an allocation for a row."""
         for g, done in enumerate(appended):
             for index, block_id in done.writes:
                 self.writes.append((g, row, index, block_id))
@@ -102,7 +105,8 @@ class PlanBuilder:
                 self.copies.append((g, row, source, destination))
 
     def add_fork(self, fork: RowFork, blocks: SequenceBlocks) -> None:
-        """Add a row that begins as a copy of its parent, with this plan's writes to the parent."""
+        """Add a row that begins as a copy of its parent. Its writes repeat this plan's writes to
+        the parent."""
         self.forked.append(fork)
         parent, child = fork.parent, fork.child
         self.writes += [(g, child, i, b) for g, row, i, b in self.writes if row == parent]
@@ -110,21 +114,20 @@ class PlanBuilder:
         self.shared.append(SharedBlocks(fork.child, found, [[] for _ in found]))
 
     def add_moves(self, kind: MoveKind, copies: Seq[Copies]) -> None:
-        """Add copies between the device and the host, by cache group."""
+        """Add copies between device and host, listed by cache group."""
         for g, (source, destination) in enumerate(copies):
             if source:
                 arrays = np.asarray(source, np.int32), np.asarray(destination, np.int32)
                 self.swaps.append(Move(kind, g, *arrays))
 
     def add_table(self, sequence: Sequence, num_blocks: int | None = None) -> None:
-        """Add the block-table entries of a row, or only the first num_blocks of them."""
+        """Add all block-table entries of a row, or only the first num_blocks of them."""
         for g, table in enumerate(sequence.blocks.tables):
             row, first, blocks = sequence.row, table.num_dropped, table.blocks[:num_blocks]
             self.writes += [(g, row, i, b) for i, b in enumerate(blocks[first:], first)]
 
     def drop_rows(self, rows: set[int]) -> None:
-        """Drop what was planned for preempted rows: another row may get the blocks that they would
-        copy into."""
+        """Drop the writes and copies of preempted rows, since their blocks may go to other rows."""
         self.writes = [write for write in self.writes if write[1] not in rows]
         self.copies = [copy for copy in self.copies if copy[1] not in rows]
         self.shared = [held for held in self.shared if held.row not in rows]
@@ -132,12 +135,12 @@ class PlanBuilder:
     def block_writes(self) -> BlockWrites:
         if not self.writes:
             return BlockWrites()
-        # A long prompt has thousands of these tuples; asarray takes three times as long.
+        # A long prompt has thousands of these tuples. `np.asarray` takes three times as long.
         flat = np.fromiter(chain.from_iterable(self.writes), np.int32, 4 * len(self.writes))
         return BlockWrites(*flat.reshape(-1, 4).T.copy())
 
     def moves(self) -> tuple[Move, ...]:
-        """Return swaps out, then loads, then the step's copies, one per cache group."""
+        """Return the plan's moves: swaps out, then loads, then one block copy per cache group."""
         swaps = tuple(sorted(self.swaps, key=lambda move: move.kind is not MoveKind.SWAP_OUT))
         if not self.copies:
             return swaps
@@ -148,7 +151,7 @@ class PlanBuilder:
         )
 
     def all_rows(self) -> tuple[Int32, Int32]:
-        """Return the scheduled rows and their token counts."""
+        """Return the scheduled rows and their numbers of tokens, both int32 [num_rows]."""
         if not self.rows:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         rows = np.concatenate(self.rows).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Preemption for a row that grows, and the return of swapped rows (P 4.5).
+"""Preemption when a row lacks blocks to grow, and the resumption of swapped rows (P 4.5).
 
 The victim is the latest arrival of the lowest priority, all or nothing, with its whole group. It is
 swapped to host memory or recomputed, whichever is cheaper. A plan copies swapped blocks before its
@@ -21,7 +21,8 @@ from quire.scheduler.core.sequence import Sequence
 
 
 class Preemption:
-    """Preempts and resumes rows. mode: `swap`, `recompute`, or `auto` for the cheaper one."""
+    """Preemption and resumption of rows. mode: `swap`, `recompute`, or `auto` for the cheaper
+    one."""
 
     def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle, mode: str) -> None:
         self._rows, self._memory, self._lifecycle, self._mode = rows, memory, lifecycle, mode
@@ -30,8 +31,8 @@ class Preemption:
         self, sequence: Sequence, target: int, builder: PlanBuilder, now: float
     ) -> bool:
         """Allocate blocks up to `target` tokens, and preempt rows if blocks are lacking. Return
-        whether the sequence has them now. No row is preempted for one with drafts in flight: if
-        they are rejected, it needs fewer blocks."""
+        whether the sequence has these blocks now. A sequence with drafts in flight preempts no row,
+        since it needs fewer blocks if they are rejected."""
         num_new = target - sequence.num_computed_tokens
         while (appended := self._memory.grow(sequence, num_new)) is None:
             if self._rows.is_trying(sequence):
@@ -44,13 +45,14 @@ class Preemption:
         return True
 
     def _victim(self) -> Sequence:
-        """Return the next victim. Another rule of preemption goes here."""
+        """Return the next victim. A different preemption rule goes here."""
         return self._rows.last_running
 
     def preempt(
         self, victim: Sequence, for_request_id: str, builder: PlanBuilder, now: float
     ) -> None:
-        """Take the rows and blocks of the victim and its group, swapping them if possible."""
+        """Preempt the victim and its group: release their rows and blocks, swapped out if
+        possible."""
         members = [member for member in victim.members if member.row >= 0]
         is_swapped = self._may_be_swapped(members) and self._swap_out(members, builder)
         rows = self._lifecycle.preempt(victim, for_request_id, now, is_swapped)
@@ -59,9 +61,9 @@ class Preemption:
         builder.has_preempted = True
 
     def _may_be_swapped(self, members: list[Sequence]) -> bool:
-        """Return whether these members should be swapped out. Not before a group is forked, while
-        some of it waits, or if it could never resume next to the reserved blocks. Nor a prompt that
-        never samples, nor states of rows with drafts in flight."""
+        """Return whether these members should be swapped out. Do not swap a group before it is
+        forked, while some members wait, or if it could never resume with the reserved blocks. Do
+        not swap a prompt that never samples, or states of rows with drafts in flight."""
         first, blocks = members[0], [member.blocks for member in members]
         group, memory = first.group, self._memory
         if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
@@ -69,7 +71,7 @@ class Preemption:
         if not first.samples:
             return False
         if memory.kv.has_states and any(self._rows.is_trying(m) for m in members):
-            return False  # their states are behind drafts that may be rejected
+            return False  # their states include drafts that may be rejected
         if not memory.fits_at_all(memory.needs_to_stand(blocks)):
             return False
         return self.swapping_is_cheaper(members)
@@ -84,13 +86,13 @@ class Preemption:
         counts = kv.num_distinct([member.blocks for member in members])
         num_bytes = sum(n * size for n, size in zip(counts, kv.block_bytes, strict=True))
         num_tokens = sum(member.num_computed_tokens for member in members)
-        shared = members[0].num_prompt_tokens * (len(members) - 1)  # is computed once
+        shared = members[0].num_prompt_tokens * (len(members) - 1)  # computed once for all
         recompute_s = max(1, num_tokens - shared) / rates.prefill_tokens_per_s
         return 2 * num_bytes / rates.copy_bytes_per_s < recompute_s
 
     def _swap_out(self, members: list[Sequence], builder: PlanBuilder) -> bool:
-        """Copy what the members have computed to host memory; return False if it has no room. The
-        members still hold their rows."""
+        """Copy the computed tokens of members to host memory. Return False if it has no room. The
+        members still have their rows."""
         kv = self._memory.kv
         for member in members:
             copies = [(g, s, d) for g, row, s, d in reversed(builder.copies) if row == member.row]
@@ -106,7 +108,7 @@ class Preemption:
     def resume(
         self, members: list[Sequence], reserve: int, builder: PlanBuilder, now: float
     ) -> bool:
-        """Bring swapped members back to the device, with a row for each. Return False if the device
+        """Load swapped members back to the device, and give each a row. Return False if the device
         has too few blocks."""
         if not self._memory.make_room(self._memory.needs_to_return(members, reserve)):
             return False

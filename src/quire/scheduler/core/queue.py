@@ -1,6 +1,8 @@
-"""The waiting queue: priority classes, in each the preempted sequences, then the least served
-tenant, then the order of its policy. The default is first in, first out (T algorithm 1). Others are
-in `scheduler/policy`, and packages can bring one (docs/extend/policies.md).
+"""Waiting queue of the scheduler.
+
+Order: priority classes; in a class the preempted sequences first, then the least served tenant; in
+    a tenant the order of its policy. The default policy is first in, first out (T algorithm 1).
+    Others are in `scheduler/policy`, and packages can provide one (docs/extend/policies.md).
 """
 
 import heapq
@@ -16,29 +18,31 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence
 
-# A request's turn has come when this many times the tokens before it have been computed.
+# A request is due when PATIENCE times the tokens ahead of it have been planned.
 PATIENCE = 1.8
 
 
 class Progress(Protocol):
-    """What a policy may know of the scheduler."""
+    """Scheduler state that a policy may read."""
 
-    num_planned_tokens: int  # so far: the scheduler's own clock
+    num_planned_tokens: int  # tokens planned so far, the scheduler's own clock
 
     def remaining(self, sequence: Sequence) -> int:
-        """Return the tokens that a sequence lacks until it samples, without its current hit."""
+        """Return the number of tokens to compute before a sequence samples, without its current
+        hit."""
         ...
 
     def num_tokens_under_way(self) -> int:
-        """Return the tokens that all running sequences lack until they sample."""
+        """Return the number of tokens that all running sequences still compute before they
+        sample."""
         ...
 
 
 class Policy(Protocol):
-    """A queue of sequences that have not run yet."""
+    """Queue of sequences that have not run yet, all of one priority and tenant."""
 
     def push(self, sequence: Sequence) -> None:
-        """Take in a new sequence."""
+        """Add a new sequence."""
         ...
 
     def peek(self) -> Sequence | None:
@@ -46,7 +50,7 @@ class Policy(Protocol):
         ...
 
     def pass_over(self, sequence: Sequence) -> None:
-        """Pass over the head for now: a running prompt goes first."""
+        """Note that a running prompt goes before the head of the queue this time."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
@@ -54,13 +58,13 @@ class Policy(Protocol):
         ...
 
     def rank(self, sequence: Sequence) -> int:
-        """Return the rank of the head, or of a running prompt. The smallest rank is served first
-        when they compete for the tokens of a step."""
+        """Return the rank of the head, or of a running prompt. When both compete for the tokens of
+        a step, the smaller rank is served first."""
         ...
 
     def waiting(self) -> list[Sequence]:
         """Return all sequences for observers, in the likely order of admission. Do not call
-        `remaining`: it names blocks, so a watched run would differ from another one."""
+        `remaining`: it names blocks, so a watched run would differ from an unwatched one."""
         ...
 
     def __len__(self) -> int: ...
@@ -70,10 +74,10 @@ MakePolicy = Callable[[Progress], Policy]
 
 
 class Fifo:
-    """Ordered by arrival."""
+    """Policy in order of arrival."""
 
     def __init__(self, progress: Progress) -> None:
-        self._queue: dict[int, Sequence] = {}  # by arrival, in order
+        self._queue: dict[int, Sequence] = {}  # by arrival, which is also the insertion order
 
     def push(self, sequence: Sequence) -> None:
         self._queue[sequence.arrival] = sequence
@@ -97,26 +101,28 @@ class Fifo:
         return len(self._queue)
 
 
-MOST_ABSENT = 4096  # tenants without a request whose counters are kept
+MOST_ABSENT = 4096  # maximum number of tenants without requests whose counters are retained
 
 
 @dataclass(slots=True)
 class Tenant:
-    """slot: its place among the counters. num_requests: its unfinished requests."""
+    """Counters of one tenant. slot: index in the counter array. num_requests: unfinished
+    requests."""
 
     slot: int
     num_requests: int = 0
 
 
 class LeastServed:
-    """Finds the least served tenant; among equals, the one that was added first.
+    """Priority queue of tenants by tokens served; equally served tenants keep the order of adding.
 
-    Counters only grow, so an entry is never too large. It is corrected when it comes to the top.
+    Served counts only grow, so a heap entry is never too large. An outdated entry is corrected when
+    it reaches the top.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str]] = []
-        self._numbers: dict[str, int] = {}  # of the entry that counts
+        self._numbers: dict[str, int] = {}  # by name: number of the current heap entry
         self._num_added = 0
 
     def add(self, name: str, served: int) -> None:
@@ -125,8 +131,9 @@ class LeastServed:
         self._num_added += 1
 
     def first(self, names: Collection[str], served: Callable[[str], int]) -> str:
-        """Return the least served of `names`, all of which were added, and forget the others."""
-        if len(self._heap) > 2 * len(names) + 64:  # many have left and come back
+        """Return the least served of `names`, which must all have been added. Forget other
+        names."""
+        if len(self._heap) > 2 * len(names) + 64:  # many names have been removed or added again
             self._numbers = {name: self._numbers[name] for name in names}
             self._heap = [(served(name), number, name) for name, number in self._numbers.items()]
             heapq.heapify(self._heap)
@@ -141,22 +148,25 @@ class LeastServed:
 
 
 class Tenants:
-    """The counters of all tenants with a request, and of the last that left."""
+    """Served tokens of all tenants with requests, and of the tenants that ended last.
+
+    At most MOST_ABSENT tenants without requests are retained.
+    """
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._absent: OrderedDict[str, None] = OrderedDict()  # the first that left comes first
+        self._absent: OrderedDict[str, None] = OrderedDict()  # without requests, oldest first
         self._present: set[str] = set()
         self._least = LeastServed()
         self._served = np.zeros(16, np.int64)
         self._free_slots = list(range(15, -1, -1))
 
     def served(self, name: str) -> int:
-        """Return the number of tokens that a tenant was served."""
+        """Return the number of tokens that this tenant was served."""
         return int(self._served[self._tenants[name].slot])
 
     def enter(self, name: str) -> int:
-        """Count a new request of this tenant; return the tenant's slot."""
+        """Count a new request of this tenant. Return the tenant's slot."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(self._new_slot())
@@ -164,7 +174,7 @@ class Tenants:
             self._absent.pop(name, None)
             if self._present:
                 least = self.served(self._least.first(self._present, self.served))
-                # One less: among equals, a returning tenant goes first.
+                # One less, so that a returning tenant goes before equally served ones.
                 self._served[tenant.slot] = max(self._served[tenant.slot], least - 1)
             self._present.add(name)
             self._least.add(name, self.served(name))
@@ -172,7 +182,7 @@ class Tenants:
         return tenant.slot
 
     def leave(self, name: str) -> None:
-        """Count a request of this tenant that has ended."""
+        """Count the end of a request of this tenant."""
         tenant = self._tenants[name]
         tenant.num_requests -= 1
         if tenant.num_requests == 0:
@@ -183,7 +193,8 @@ class Tenants:
                 self._free_slots.append(self._tenants.pop(gone).slot)
 
     def charge(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int32]) -> None:
-        """Charge tenants for tokens that were planned for their rows. Both [N]."""
+        """Charge tenants for planned tokens. slots, num_tokens: [N] tenant slot and tokens of each
+        row."""
         if len(self._present) == 1:
             self._served[slots[0]] += num_tokens.sum()
         else:
@@ -204,7 +215,8 @@ Rank = tuple[int, int, int]
 
 @dataclass(slots=True)
 class _Class:
-    """The waiting sequences of one priority. preempted: by arrival. new: by tenant, none empty."""
+    """Waiting sequences of one priority. preempted: by arrival. new: non-empty policies by
+    tenant."""
 
     preempted: dict[int, Sequence] = field(default_factory=dict)
     new: dict[str, Policy] = field(default_factory=dict)
@@ -212,26 +224,26 @@ class _Class:
 
 
 class WaitingQueue:
-    """One policy per priority class and tenant. A class with a lower number goes first, as a whole.
+    """Queue with one policy per priority class and tenant. A lower class number is served first.
 
-    No sequence passes the head, so a large request never starves, and no request of its priority or
-    a lower one is admitted while a group is swapped out (P 4.5).
+    No sequence passes the head, so a large request never starves. While a group is swapped out, no
+    request of its priority or a lower one is admitted (P 4.5).
     """
 
     def __init__(self, make_policy: MakePolicy, progress: Progress) -> None:
         self.tenants = Tenants()
         self._make_policy = make_policy
         self._progress = progress
-        self._ranks = make_policy(progress)  # of sequences that run already
+        self._ranks = make_policy(progress)  # ranks running sequences
         self._classes: dict[int, _Class] = {}
-        self._priorities: list[int] = []  # a heap, with classes that have become empty
+        self._priorities: list[int] = []  # heap; may list empty classes
         self._num = 0
 
     def __len__(self) -> int:
         return self._num
 
     def push(self, sequence: Sequence) -> None:
-        """Take in a new sequence."""
+        """Add a new sequence."""
         waits, name = self._class_of(sequence), sequence.request.tenant
         if name not in waits.new:
             waits.new[name] = self._make_policy(self._progress)
@@ -265,21 +277,21 @@ class WaitingQueue:
         self._num -= 1
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Return the rank of a new sequence or a running prompt; the smallest is served first. Not
-        for preempted sequences."""
+        """Return the rank of a new sequence or a running prompt: priority, served tokens, policy
+        rank. The smallest rank is served first. Preempted sequences have no rank."""
         served = self.tenants.served(sequence.request.tenant)
         return sequence.priority, served, self._ranks.rank(sequence)
 
     def pass_over(self, sequence: Sequence) -> None:
-        """Pass over the new head for now: a running prompt goes first."""
+        """Note that a running prompt goes before the queue's head this time."""
         self._classes[sequence.priority].new[sequence.request.tenant].pass_over(sequence)
 
     def is_preempted(self, sequence: Sequence) -> bool:
-        """Return whether this waiting sequence was preempted."""
+        """Return whether this waiting sequence was preempted before."""
         return sequence.arrival in self._classes[sequence.priority].preempted
 
     def waiting(self) -> list[Sequence]:
-        """Return all sequences by class, preempted ones before new ones."""
+        """Return all waiting sequences by class, preempted sequences before new ones."""
         found: list[Sequence] = []
         for priority in sorted(self._classes):
             waits = self._classes[priority]
@@ -289,7 +301,7 @@ class WaitingQueue:
         return found
 
     def _next_policy(self, waits: _Class) -> Policy:
-        """Return the policy of the least served tenant."""
+        """Return the policy of the least served tenant in a class."""
         return waits.new[waits.least.first(waits.new, self.tenants.served)]
 
     def _class_of(self, sequence: Sequence) -> _Class:
@@ -301,7 +313,7 @@ class WaitingQueue:
 
 
 class SchedulerProgress:
-    """The `Progress` of a scheduler."""
+    """`Progress` of a scheduler, computed from its rows and memory."""
 
     def __init__(self, rows: Rows, memory: Memory) -> None:
         self.num_planned_tokens = 0

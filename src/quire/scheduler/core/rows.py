@@ -1,6 +1,6 @@
 """Rows: their sequences, their running order, and all their numbers.
 
-Only this file assigns a column of `RowTable`. Other files read it.
+Only this file assigns columns of `RowTable`. Other files read them.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ FORKED_COLUMNS = (
 
 @dataclass(slots=True)
 class RowChanges:
-    """What the next plan tells the device: released rows, forked beams, and the host's tokens of
-    beams and of prompts that have grown."""
+    """Row changes for the next plan: released rows, forked beams, and known tokens that the host
+    sends for beams and grown prompts."""
 
     released: list[int] = field(default_factory=list)
     forks: list[RowFork] = field(default_factory=list)
@@ -27,11 +27,12 @@ class RowChanges:
 
 
 class Rows:
-    """The row table, the running order, and what changed since the last plan.
+    """Row table, running order, and changes since the last plan.
 
-    running: [N] rows by priority, then arrival. free: the last one is taken first. most_prefill:
-    most tokens of a row in one step; 0 for no limit. num_stages: of the model. With several, a row
-    is planned only once the host knows its last token and can give it to the first stage.
+    running: int64 [N], rows by priority, then arrival. free: a stack; the last one is taken first.
+    most_prefill: maximum tokens of a row in one step; 0 for no limit. num_stages: pipeline stages
+    of the model. With several, a row is planned only once the host knows its last token and can
+    send it to the first stage.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Rows:
 
     @property
     def last_running(self) -> Sequence:
-        """The sequence to preempt first."""
+        """The running sequence to preempt first."""
         found: Sequence = self.table.sequences[self.running[-1]]
         return found
 
@@ -69,7 +70,7 @@ class Rows:
         return found
 
     def needs(self, rows: Int64) -> Int64:
-        """Return the number of tokens that each of these rows could compute now."""
+        """Return the number of tokens that each of these rows could compute now, int64 [N]."""
         table = self.table
         most = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
         need: Int64 = np.minimum(most - table.computed[rows], self._most_prefill)
@@ -80,8 +81,9 @@ class Rows:
         return need
 
     def take_turns(self, needs: Int64) -> Int64:
-        """Return the needs of the next plan, from those of all running rows. With several stages it
-        has only a share of the decoding rows, so that each stage has a plan to work on."""
+        """Return the needs for the next plan, given the needs of all running rows, both int64 [N].
+        With several stages, a plan gets only a share of the decoding rows, so that each stage has a
+        plan to compute."""
         decoding = np.flatnonzero(needs == 1)
         most = -(-self.num_running // self.num_stages)
         if len(decoding) > most:
@@ -90,7 +92,7 @@ class Rows:
         return needs
 
     def last_ids(self, rows: Int32, positions: Int32) -> Int32:
-        """Return one known token of each row."""
+        """Return one known token of each row, int32 [N], at these positions."""
         found: Int32 = self.table.tokens[rows, positions]
         return found
 
@@ -103,22 +105,22 @@ class Rows:
 
     @property
     def is_any_unsure(self) -> bool:
-        """Whether rows that may be planned have drafts in flight, so that the host knows only a
-        bound of their length."""
+        """Whether plannable rows have drafts in flight, so that the host knows only a bound of
+        their length."""
         table = self.table
         return bool(self.num_trying and (table.tried[~table.is_held] > 0).any())
 
     def idle(self) -> Int64:
-        """Return the rows of open prompts that have nothing to compute."""
+        """Return the rows of open prompts that have no tokens to compute now."""
         rows = self.running[self.table.num_open[self.running] > 0]
         found: Int64 = rows[self.needs(rows) == 0]
         return found
 
-    # ---- who holds a row ---------------------------------------------------------------------
+    # ---- owners of rows ----------------------------------------------------------------------
 
     def start(self, sequence: Sequence, num_computed: int, is_indexed: bool) -> RowStart:
-        """Give a sequence a row, and reserve rows for the members that its group lacks. Return what
-        the plan tells the device. is_indexed: its full blocks enter the index."""
+        """Give a sequence a row, and reserve rows for the missing members of its group. Return the
+        row's start for the plan. is_indexed: whether its full blocks enter the index."""
         table, request, params = self.table, sequence.request, sequence.params
         row = sequence.row = self.free.pop()
         known = sequence.saved_tokens
@@ -162,7 +164,7 @@ class Rows:
         )
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child's row begin as a copy of its parent's row. They share blocks."""
+        """Copy the parent's row to the child's row. Both share their blocks."""
         table = self.table
         for name in FORKED_COLUMNS:
             column = getattr(table, name)
@@ -172,14 +174,14 @@ class Rows:
         self.share(np.array([parent.row, child.row]))
 
     def hand_to(self, sequence: Sequence) -> None:
-        """Note the sequence of a row."""
+        """Record the sequence that owns a row."""
         table, row = self.table, sequence.row
         table.sequences[row] = sequence
         table.arrival[row], table.priority[row] = sequence.arrival, sequence.priority
         table.tenant[row] = sequence.tenant
 
     def run(self, rows: list[int]) -> None:
-        """Add rows, whose sequences are in the table, to the running ones."""
+        """Add rows with recorded sequences to the running rows."""
         self._sort(np.concatenate([self.running, np.asarray(rows, np.int64)]))
 
     def set_priority(self, rows: list[int], priority: int) -> None:
@@ -192,7 +194,8 @@ class Rows:
         self.running = running[np.lexsort((table.arrival[running], table.priority[running]))]
 
     def release(self, sequence: Sequence) -> None:
-        """Take the row of a sequence. It keeps its known tokens; pending tokens still arrive."""
+        """Release the row of a sequence. The sequence keeps its known tokens, and its pending
+        tokens still arrive."""
         row, table = sequence.row, self.table
         tried = int(table.tried[row])
         sequence.num_pending_lost = int(table.total[row] - table.known[row]) - tried
@@ -214,7 +217,7 @@ class Rows:
         self.free += rows
 
     def take_changes(self) -> RowChanges:
-        """Return the changes that the next plan tells the device, and forget them."""
+        """Return the changes for the next plan, and clear them."""
         changes, self.changes = self.changes, RowChanges()
         return changes
 
@@ -225,7 +228,8 @@ class Rows:
         self.table.capacity[rows] = num_tokens
 
     def share(self, rows: Int64 | int) -> None:
-        """Note that the last blocks of these rows are shared: the next write must ask memory."""
+        """Note that the last blocks of these rows are shared, so that the next write asks
+        `Memory`."""
         self.table.capacity[rows] = self.table.computed[rows]
 
     def set_index_at(self, rows: Int64, num_tokens: Int64) -> None:
@@ -235,15 +239,16 @@ class Rows:
     # ---- tokens ------------------------------------------------------------------------------
 
     def advance(self, rows: Int64 | int, computed: Int64 | int) -> None:
-        """Set the computed tokens of these rows after the plan being made."""
+        """Set the number of computed tokens of these rows after the plan being made."""
         self.table.computed[rows] = computed
 
     def expect_tokens(self, rows: Int32) -> None:
-        """Add a pending token to each of these rows, which sample."""
+        """Add a pending token to each of these sampling rows."""
         self.table.total[rows] += 1
 
     def take_tokens(self, rows: Int32, token_ids: Int32) -> Int64:
-        """Make the oldest pending token of each row known; return the known lengths."""
+        """Make the oldest pending token of each row known. Return the known lengths. rows,
+        token_ids: int32 [N]."""
         table, known = self.table, self.table.known[rows]
         table.tokens[rows, known] = token_ids
         known = known + 1
@@ -251,8 +256,8 @@ class Rows:
         return known
 
     def try_tokens(self, row: int, num_tokens: int, is_held: bool) -> None:
-        """Add draft tokens that the plan being made computes after a row's tokens. is_held: the
-        row's next plan waits for this one's result."""
+        """Add draft tokens after a row's tokens in the plan being made. is_held: the row is not
+        planned again before this plan's result."""
         table = self.table
         self.num_trying += not table.tried[row]
         table.computed[row] += num_tokens
@@ -261,7 +266,7 @@ class Rows:
         table.is_held[row] |= is_held
 
     def end_try(self, row: int, num_tokens: int, num_rejected: int) -> None:
-        """Take back the rejected drafts of a plan; the accepted ones are pending tokens."""
+        """Take back the rejected drafts of a plan. Accepted drafts become pending tokens."""
         table = self.table
         table.computed[row] -= num_rejected
         table.total[row] -= num_rejected
@@ -275,14 +280,15 @@ class Rows:
         self.table.is_held[row] = False
 
     def put_token(self, row: int, token_id: int) -> None:
-        """Add a known token that the host chose, to a row without pending tokens."""
+        """Append a known token that the host chose to a row without pending tokens."""
         table, known = self.table, int(self.table.known[row])
         table.tokens[row, known] = token_id
         table.known[row] = table.total[row] = known + 1
         self.changes.host_tokens.append(HostTokens(row, known, np.array([token_id], np.int32)))
 
     def extend_prompt(self, sequence: Sequence, token_ids: Int32) -> None:
-        """Add a piece to an open prompt, with or without a row. `limit` and `is_open` are set."""
+        """Append a piece to an open prompt, with or without a row. `limit` and `is_open` are
+        already updated. token_ids: int32 [num_tokens]."""
         row, table = sequence.row, self.table
         if row < 0:
             sequence.saved_tokens = np.concatenate([sequence.saved_tokens, token_ids])

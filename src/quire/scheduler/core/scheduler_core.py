@@ -58,10 +58,11 @@ from quire.scheduler.decisions import Decisions, OutputsBuilder
 
 
 class SchedulerCore:
-    """Decides which sequences compute how many tokens in each step, and which blocks they use.
+    """Scheduler core: decides which sequences compute how many tokens in each step, in which
+    blocks.
 
-    memory: may be of a subclass with other rules. num_stages: of the model; each carries out all
-    plans. depth: most plans in flight.
+    memory: block memory; a subclass may follow other rules. num_stages: pipeline stages of the
+    model; each of them executes every plan. depth: maximum number of plans in flight.
     """
 
     def __init__(
@@ -98,11 +99,11 @@ class SchedulerCore:
         )
         failures = Failures(rows, memory, lifecycle, self.extensions)
         self._results = StepResults(rows, memory, lifecycle, forking, drafts, failures)
-        self._collectors: list[Collector] = []  # of what subscribers hear of
+        self._collectors: list[Collector] = []  # changes for subscribers
         self.attach()
 
     def attach(self, *features: object) -> None:
-        """Connect features (extension.py). The order of attaching is the order of calls."""
+        """Attach features (extension.py). Features are called in the order of attaching."""
         for feature in features:
             self.features.append(feature)
             self.memory.attach(feature)
@@ -114,7 +115,7 @@ class SchedulerCore:
         self._handlers = self._own_handlers()
 
     def _own_handlers(self) -> dict[type, list[Handler]]:
-        """Return the handlers of control messages by type: the core's first."""
+        """Return the handlers of control messages by type, the core's own handlers first."""
         found: dict[type, list[Handler]] = {
             ResetPrefixCache: [lambda message, now: self._reset_cache(message.epoch, now)],
             Append: [self.arrivals.append],
@@ -143,14 +144,14 @@ class SchedulerCore:
 
     @property
     def may_repeat_steps(self) -> bool:
-        """Whether a failed step can be run again. States are overwritten in place, and earlier
-        stages have gone on; then `update` takes the result as it is."""
+        """Whether a failed step can be run again. It cannot if states are overwritten in place or
+        earlier stages have continued; `update` then takes the failed result."""
         return not self.memory.kv.has_states and not self.has_stages
 
     @property
     def has_stages(self) -> bool:
-        """Whether other stages may have gone on when a step fails: then all later plans in flight
-        are void."""
+        """Whether the model has several stages. Other stages may have continued when a step fails,
+        so all later plans in flight are void."""
         return self.rows.num_stages > 1
 
     @property
@@ -162,7 +163,7 @@ class SchedulerCore:
     # ---- the four doors ----------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> Decisions:
-        """Queue a request, or refuse it if this engine can never serve it."""
+        """Queue a request, or refuse it if this engine can never serve it, or is too busy now."""
         self._expire(now)
         try:
             sequence = self.arrivals.accept(request, now)
@@ -172,13 +173,13 @@ class SchedulerCore:
         return self._decisions(now)
 
     def control(self, message: Control, now: float) -> Decisions:
-        """Carry out a control message. A request that has ended is ignored."""
+        """Carry out a control message. A message for an ended request is ignored."""
         for handler in self._handlers.get(type(message), ()):
             handler(message, now)
         return self._decisions(now)
 
     def schedule(self, now: float) -> Decisions:
-        """Make the next plan, if something can be planned before a result comes."""
+        """Make the next plan, if a sequence can be planned before another result is in."""
         in_flight = self.planner.in_flight
         if len(in_flight) >= self.depth:
             return self._decisions(now)
@@ -194,7 +195,7 @@ class SchedulerCore:
         return self._decisions(now, None if in_flight else OutputsBuilder())
 
     def update(self, result: StepResult, now: float) -> Decisions:
-        """Take the result of the oldest plan in flight: pending tokens become known."""
+        """Take the result of the oldest plan in flight: its pending tokens become known."""
         is_repeatable = result.error is None or not self.may_repeat_steps
         assert is_repeatable, "a step that failed is to be repeated row by row first"
         lifecycle, in_flight = self.lifecycle, self.planner.in_flight
@@ -205,7 +206,7 @@ class SchedulerCore:
             outputs = self._results.take(step, in_flight, result, now)
         for sequence in lifecycle.take_admitted():
             outputs.update_of(sequence).prefix = sequence.report
-        # After `take`: a step with an error may have copied nothing out.
+        # Settle after `take`: a failed step may not have copied its blocks.
         settled = self.memory.settle(result.step_id)
         if following := [each for each in self.step_extensions if each.follows_steps]:
             end = StepEnd(result, is_flush, in_flight, outputs, settled)
@@ -219,7 +220,8 @@ class SchedulerCore:
     def _decisions(
         self, now: float, outputs: OutputsBuilder | None = None, **decided: Any
     ) -> Decisions:
-        """Gather what this call has decided. outputs: reports dropped requests, too."""
+        """Return the decisions of this call. outputs: outputs so far; dropped requests are added to
+        them."""
         self._tell_ended()
         lifecycle = self.lifecycle
         if outputs is not None:
@@ -238,7 +240,7 @@ class SchedulerCore:
         )
 
     def _next_s(self) -> float | None:
-        """Return when something becomes due by itself."""
+        """Return the earliest due time of a deadline or an extension, or None."""
         limits = self.arrivals.time_limits
         next_s = limits.next_s(self.lifecycle.sequences) if limits.deadlines else None
         for extension in self.step_extensions:
@@ -248,7 +250,7 @@ class SchedulerCore:
         return next_s
 
     def _tell_ended(self) -> None:
-        """Let watchers forget the sequences that have ended."""
+        """Notify the watchers of ended sequences, so that they forget these."""
         for sequence in self.lifecycle.take_ended():
             for watcher in sequence.watchers:
                 watcher.forget(sequence)
@@ -262,13 +264,13 @@ class SchedulerCore:
                 extension.expire(now)
 
     def _reset_cache(self, epoch: str, now: float) -> None:
-        """Remove all names; new names have another root (names.py)."""
+        """Remove all names. New names begin with another root (names.py)."""
         self.memory.reset(root_digest(self.memory.names.fingerprint, epoch), now)
         for sequence in self.lifecycle.sequences.values():
             rename(sequence, self.memory.names, epoch)
 
     def _idle_plan(self, now: float) -> Plan | None:
-        """Make a plan that only moves blocks, if an extension wants one."""
+        """Return the first extension's plan that only moves blocks, or None."""
         for extension in self.step_extensions:
             if (plan := extension.idle_plan(now)) is not None:
                 return plan

@@ -1,13 +1,13 @@
-"""Sequence state: numbers as arrays indexed by row, and `Sequence`, a view of one row.
+"""State of sequences: `RowTable`, one array per number, indexed by row; `Sequence` views one row.
 
 A sequence's progress is `computed` chasing `total` (T 4.4.2). `total` counts the prompt, the known
-output and the pending tokens, which plans in flight will sample; `known` leaves those out. A
-sequence without a row keeps its known tokens itself and has computed nothing.
+output and the pending tokens, which plans in flight will sample; `known` excludes pending tokens. A
+sequence without a row stores its known tokens itself and has no computed tokens.
 
     token index   0 ........ prompt ........ known ...... total ......... limit
                   |-- computed -->|          |- pending -|    not sampled yet |
 
-Columns are assigned in `rows.py` alone, `Sequence.state` in `lifecycle.py` alone.
+ Only `rows.py` assigns columns. Only `lifecycle.py` assigns `Sequence.state`.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Watcher(Protocol):
-    """Hears when a sequence ends (`extension.Extension`)."""
+    """Observer of a sequence's end (`extension.Extension`)."""
 
     def leave(self, sequence: "Sequence", reason: str, now: float) -> None: ...
 
@@ -41,32 +41,33 @@ class Watcher(Protocol):
 
 
 class Blocker(StrEnum):
-    """What a parked sequence waits for. Extensions have a StrEnum of their own."""
+    """Reason why a parked sequence waits. Extensions define their own StrEnum."""
 
-    READY = "ready"  # its grammar is not compiled, or its model not loaded, yet
-    PAUSED = "paused"  # a client paused its request
+    READY = "ready"  # the grammar is being compiled, or the model is being loaded
+    PAUSED = "paused"  # a client paused the request
 
 
 class State(Enum):
-    """The state of a sequence; the methods of `Lifecycle` are the transitions."""
+    """State of a sequence. The methods of `Lifecycle` make the transitions."""
 
-    NEW = "new"  # made, and not entered yet
-    WAITING = "waiting"  # in the queue, with nothing computed
+    NEW = "new"  # created, not queued yet
+    WAITING = "waiting"  # in the queue, with no computed tokens
     PARKED = "parked"  # outside the queue, until it can be computed
     RUNNING = "running"  # holds a row
-    SWAPPED = "swapped"  # in the queue, with what it has computed in host memory
+    SWAPPED = "swapped"  # in the queue, with its computed tokens in host memory
     ENDED = "ended"
 
 
 class RowTable:
-    """The numbers of all rows. One array per number; steady decode is arithmetic on them.
+    """Numbers of all rows: one array per number, so that a decode step is array arithmetic.
 
     capacity: tokens that the allocated blocks hold. index_at: length at which the next full block
-    enters the index. num_open: 1 while more of the prompt is to come. min_known: length before
-    which no stop token counts. tried: draft tokens in flight, which `computed` and `total` count.
-    is_held: the row waits for their result. is_masked: a mask restricts its tokens. samples: its
-    prompt gets an answer. epoch: number of sequences that the row had. stop_ids: [rows,
-    NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid up to `known`.
+    enters the index. num_open: 1 while the prompt may still grow. min_known: length before which
+    stop tokens are ignored. tried: draft tokens in flight, included in `computed` and `total`.
+    is_held: the row waits for the result of these drafts. is_masked: a mask restricts the row's
+    tokens. samples: the row samples once its prompt is computed. epoch: number of past owners of
+    the row. stop_ids: [num_rows, NUM_STOP_IDS], padded with -1. tokens: [num_rows, max_model_len],
+    valid up to `known`. The other arrays are [num_rows].
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -95,9 +96,10 @@ class RowTable:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sequence of a request. row is -1 while it holds none.
+    """One sequence of a request. row: -1 while the sequence has no row.
 
-    group: the sequences of a request for several, None otherwise. index: its number among them.
+    group: all sequences of a request for several; None for a single one. index: number in the
+    group.
     """
 
     request: Request
@@ -110,53 +112,54 @@ class Sequence:
     saved_tokens: Int32 = field(repr=False, default_factory=lambda: np.empty(0, np.int32))
     state: State = State.NEW
     row: int = -1
-    num_pending_lost: int = 0  # plans in flight when it was preempted that will bring it tokens
+    num_pending_lost: int = 0  # plans in flight at its preemption whose tokens are still to arrive
     digests: list[bytes] = field(default_factory=list, repr=False)
-    num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
+    num_cached_tokens: int = -1  # prefix hit at the first admission; -1 before
     num_prompt_tokens: int = 0
-    is_open: bool = False  # more of the prompt is to come
-    reads_cache: bool = True  # its request lets it begin with cached blocks
-    blockers: frozenset[StrEnum] = frozenset()  # what it waits for outside the queue
-    due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
-    is_renamed: bool = False  # nobody else has the names of its blocks (names.py)
-    tenant: int = 0  # its slot among the tenants' counters
-    keep_s: float = 0.0  # how long it is held when it has ended
-    report: PrefixReport | None = None  # of its first admission
-    num_fetched_blocks: int = 0  # that stores brought for it
-    num_offered: int = 0  # leading blocks that stores were offered (offers.py)
-    found_tokens: int = 0  # prefix hit when the index had changed found_at times
+    is_open: bool = False  # whether the prompt may still grow
+    reads_cache: bool = True  # whether the request allows prefix hits
+    blockers: frozenset[StrEnum] = frozenset()  # reasons to wait outside the queue
+    due_at: int = 0  # value of `num_planned_tokens` at which its turn comes (two_level.py)
+    is_renamed: bool = False  # whether its block names are unique to it (names.py)
+    tenant: int = 0  # slot of its tenant's counters
+    keep_s: float = 0.0  # seconds to retain the sequence after its end
+    report: PrefixReport | None = None  # prefix report of the first admission
+    num_fetched_blocks: int = 0  # blocks fetched from stores
+    num_offered: int = 0  # leading blocks offered to stores (offers.py)
+    found_tokens: int = 0  # length of the prefix hit, looked up at index change number `found_at`
     found_at: int = -1
-    # Of another source (`HitSource`), by its kind: when that had changed so often, so many tokens.
+    # Prefix hits of other sources (`HitSource`), by kind: change number of the source, hit tokens.
     found_elsewhere: dict[StrEnum, tuple[int, int]] = field(default_factory=dict, repr=False)
     prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length
     num_preemptions: int = 0
-    num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
+    num_prompt_logprobs: int = 0  # prompt positions with logprobs already returned
     finish_reason: str | None = None
-    host_blocks: SequenceBlocks | None = None  # what was swapped out
-    num_swapped_tokens: int = 0  # how many were computed then
+    host_blocks: SequenceBlocks | None = None  # swapped-out blocks
+    num_swapped_tokens: int = 0  # computed tokens in host_blocks
     group: "SequenceGroup | None" = field(default=None, repr=False)
     index: int = 0
-    watchers: "tuple[Watcher, ...]" = ()  # who is told of its end
+    watchers: "tuple[Watcher, ...]" = ()  # watchers to notify of its end
 
     @property
     def params(self) -> SamplingParams:
-        """How its row samples: as the request says, except in a beam search."""
+        """Sampling parameters of its row: the request's, except in a beam search."""
         row_params = None if self.group is None else self.group.row_params
         return row_params or self.request.params
 
     @property
     def members(self) -> "list[Sequence]":
-        """The sequences of its request, also those that have ended."""
+        """All sequences of its request, including ended ones."""
         return [self] if self.group is None else list(self.group.members)
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """What identifies its tokens besides their ids (kv/digest.py), in order."""
+        """Marks that identify its tokens in addition to their ids (kv/digest.py), in order."""
         return self.request.marks if self.request.media else ()
 
     @property
     def samples(self) -> bool:
-        """Whether it samples once its prompt is computed."""
+        """Whether it samples once its prompt is computed. A request that only pins a prompt does
+        not."""
         return self.request.pin_s is None
 
     @property
@@ -165,19 +168,20 @@ class Sequence:
 
     @property
     def has_long_stop_list(self) -> bool:
-        """Whether it has more stop ids than its row holds."""
+        """Whether its request has more stop ids than a row has columns."""
         return len(self.request.stop_token_ids) > NUM_STOP_IDS
 
     @property
     def has_something_to_compute(self) -> bool:
-        """Whether it has tokens to compute; an open prompt keeps its last one back."""
+        """Whether it has tokens to compute. The last token of an open prompt is not computed
+        yet."""
         has_slots = self.num_swapped_tokens if self.host_blocks is not None else 0
         return self.num_known_tokens - self.is_open > has_slots
 
     @property
     def num_readable_tokens(self) -> int:
-        """The number of its first tokens that it may take from a cache. If the tokens of its prompt
-        are scored, only those whose scores are known."""
+        """Number of leading tokens that it may take from a cache. If the request scores its prompt,
+        only tokens with known scores count."""
         if not self.reads_cache and self.num_preemptions == 0:
             return 0
         is_scored = self.num_prompt_logprobs >= self.num_prompt_tokens - 1
@@ -208,13 +212,15 @@ class Sequence:
 
     @property
     def known_tokens(self) -> Int32:
-        """Prompt and known output; a view while it holds a row."""
+        """Prompt and known output, int32 [num_known]. A view of the row's tokens while it has a
+        row."""
         if self.row >= 0:
             return self.table.tokens[self.row, : self.table.known[self.row]]
         return self.saved_tokens
 
     def tokens_between(self, first: int, last: int) -> Int32:
-        """Return some of the known tokens; a view while it holds a row."""
+        """Return known tokens `first` to `last`, int32 [last - first]; a view while it has a
+        row."""
         if self.row >= 0:
             return self.table.tokens[self.row, first:last]
         return self.saved_tokens[first:last]
@@ -225,39 +231,43 @@ class Sequence:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Computed tokens that it keeps when it is swapped out, without drafts in flight. A beam
-        loses candidates in flight, so it must compute its last token again."""
+        """Number of computed tokens that survive a swap; drafts in flight do not. A beam loses the
+        candidates in flight, so it must compute its last token again."""
         if self.is_beam:
             return min(self.num_computed_tokens, self.num_known_tokens - 1)
         return self.num_computed_tokens - self.num_tried_tokens
 
     @property
     def num_tried_tokens(self) -> int:
-        """Draft tokens in flight: how much shorter it may turn out to be."""
+        """Number of draft tokens in flight: the sequence shrinks by up to this number."""
         return int(self.table.tried[self.row]) if self.row >= 0 else 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Let this watcher hear of the sequence's end."""
+        """Notify this watcher when the sequence ends."""
         if watcher not in self.watchers:
             self.watchers = (*self.watchers, watcher)
 
     def stops_at(self, token_id: int) -> bool:
-        """Return whether this token, the last known one, is a stop token that counts."""
+        """Return whether this token, the last known one, is an effective stop token. Before
+        `min_tokens` outputs, stop tokens are ignored."""
         enough = self.num_output_tokens >= self.request.params.min_tokens
         return enough and token_id in self.request.stop_token_ids
 
     def is_over(self, token_id: int) -> bool:
-        """Return whether this token, the last known one, ends the sequence."""
+        """Return whether this token, the last known one, ends the sequence by stop token or
+        length."""
         return self.stops_at(token_id) or self.num_known_tokens >= self.limit
 
 
 @dataclass(eq=False, slots=True)
 class SequenceGroup:
-    """The sequences of one request, which share its prompt (branching.py).
+    """Sequences of one request, which share its prompt (branching.py).
 
-    num_members: members of the complete group. members: the leader first, then by index.
-    reserved_rows: for members to come. Of a beam search: search is its state, order the beams, best
-    first, candidates what the step gave them so far, by index, row_params how its rows sample.
+    num_members: size of the complete group. members: sequences so far, the leader first, then by
+    index. reserved_rows: rows for the missing members.
+
+    Of a beam search: search is its state, and order lists the beams, best first. candidates maps an
+    index to the candidates of the current step. row_params are the sampling parameters of the rows.
     """
 
     num_members: int
@@ -282,7 +292,7 @@ class SequenceGroup:
 
     @property
     def results(self) -> list[Hypothesis]:
-        """The results of a beam search; none until it is over."""
+        """Results of a beam search; empty until it is over."""
         if self.search is None or not self.search.is_over:
             return []
         return self.search.hypotheses(self.members[0].request.params.n)

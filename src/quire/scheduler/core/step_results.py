@@ -1,7 +1,7 @@
-"""Taking the result of a step: pending tokens become known, and some sequences end.
+"""Results of steps: pending tokens become known, and some sequences end.
 
-Usually each sampling row still belongs to the sequence that it was planned for; then this is array
-arithmetic. The row's epoch shows that its sequence was preempted or ended meanwhile.
+Usually each sampling row still belongs to the sequence for which it was planned, so this is array
+arithmetic. A changed epoch shows that the row's sequence was preempted or ended meanwhile.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from quire.scheduler.extra_outputs import take_candidates, take_prompt_extras
 
 
 class StepResults:
-    """Applies results to rows, memory and lives of sequences."""
+    """Application of step results to rows, memory and states of sequences."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class StepResults:
     def take(
         self, step: InFlightStep, later: Iterable[InFlightStep], result: StepResult, now: float
     ) -> OutputsBuilder:
-        """Apply the result of the oldest step; return the outputs for clients. later: the other
+        """Apply the result of the oldest step. Return the outputs for clients. later: the other
         steps in flight."""
         assert result.step_id == step.plan.step_id, "results must come in the order of plans"
         table, rows = self._rows.table, step.plan.sample_rows
@@ -53,7 +53,7 @@ class StepResults:
         if result.prompt_candidates or result.pooled:
             take_prompt_extras(step, result, outputs)
         token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences
-        extra = {}  # draft tokens that were accepted, by row
+        extra = {}  # accepted draft tokens by row
         if step.plan.drafts:
             extra = self._drafts.accepted(step, result, outputs)
         beams = rows[:0]
@@ -62,7 +62,7 @@ class StepResults:
             beams, rows, token_ids = rows[~others], rows[others], token_ids[others]
             epochs, sequences = epochs[others], sequences[others]
         live = table.epoch[rows] == epochs
-        got_token, given = rows, list[int]()  # tokens after the first, by row
+        got_token, given = rows, list[int]()  # number of tokens after the first, per row
         if not live.all():
             num_taken = np.ones(len(rows), np.int64)
             num_taken[~live] = [
@@ -79,7 +79,7 @@ class StepResults:
         ends = (is_stop & (known >= table.min_known[rows])) | (known >= table.limit[rows])
         for i in np.flatnonzero(ends):
             self._end(sequences[i], int(token_ids[i]), outputs, now)
-        if long_lists := self._lifecycle.long_stop_lists:  # the row holds a part of each list
+        if long_lists := self._lifecycle.long_stop_lists:  # the row holds only a part of each list
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
                 if sequence in long_lists and sequence.stops_at(token_id):
                     self._end(sequence, token_id, outputs, now)
@@ -91,7 +91,7 @@ class StepResults:
             len(plan.drafts), sum(len(draft.token_ids) for draft in plan.drafts),
             tuple(sum(num > place for num in given) for place in range(max(given, default=0))),
         )  # fmt: skip
-        self._lifecycle.tell(stepped, is_first=True)  # before the endings that came with it
+        self._lifecycle.tell(stepped, is_first=True)  # before the ends that it caused
         if result.candidates:
             take_candidates(step, result, outputs)
         return outputs
@@ -99,7 +99,7 @@ class StepResults:
     # ---- tokens ------------------------------------------------------------------------------
 
     def _end(self, sequence: Sequence, token_id: int, outputs: OutputsBuilder, now: float) -> None:
-        """End a sequence by its last known token: as a stop token, or by length."""
+        """End a sequence at its last known token: by stop token if it is one, else by length."""
         if sequence.stops_at(token_id):
             is_eos = token_id in sequence.request.eos_token_ids
             finish = Finish("stop", None if is_eos else token_id)
@@ -116,8 +116,9 @@ class StepResults:
         outputs: OutputsBuilder,
         now: float,
     ) -> int:
-        """Append tokens to a sequence that lost its row, unless it ended or they are void. Return
-        how many it got. The sequence waits for them before it gets a row again."""
+        """Append tokens to a sequence that lost its row, unless it has ended or the tokens are
+        void. Return the number of appended tokens. The sequence waits for them before it gets
+        another row."""
         if sequence.state is State.ENDED or sequence.num_pending_lost == 0:
             return 0
         sequence.num_pending_lost -= 1
@@ -134,7 +135,7 @@ class StepResults:
 
 
 def _name_rows(step: InFlightStep, outputs: OutputsBuilder) -> None:
-    """Report the sequences of rows that were taken with this plan."""
+    """Report the sequences of the rows that this plan started or forked."""
     plan = step.plan
     if not plan.started and not plan.forked:
         return

@@ -1,11 +1,11 @@
-"""The encoder cache: numbered slots for encoder outputs, one per token, in entries by digest.
+"""Encoder cache: numbered slots for encoder outputs, one per token, in entries by digest.
 
     referenced entry      a sequence is inside its item, or a step in flight writes or reads it
     unreferenced entry    stays for the next request with this digest; the least recently used one
                           is evicted first
-    forgotten entry       it is not found any more; its slots are free once no reference is left
+    forgotten entry       cannot be found any more; its slots are freed with its last reference
 
-Slots of an entry need not be neighbours, so there is no fragmentation.
+Slots of an entry need not be adjacent, so there is no fragmentation.
 """
 
 from collections import OrderedDict
@@ -19,8 +19,8 @@ from quire.base.requests.media_items import Int32
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """The slots of one item's encoder outputs, int32 [tokens]. is_ready: the result of the step
-    that encoded it is in. is_known: it is found by its digest."""
+    """Slots of one item's encoder outputs, int32 [num_tokens]. is_ready: the result of the step
+    that encoded it is in. is_known: it can be found by its digest."""
 
     digest: bytes
     slots: Int32
@@ -30,31 +30,31 @@ class Entry:
 
 
 class EncoderCache:
-    """A pool of slots. entries: by digest, least recently used first."""
+    """Pool of slots. entries: by digest, least recently used first."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
-        self._num_unreferenced = 0  # slots of entries that may be evicted
+        self._num_unreferenced = 0  # slots of evictable entries
 
     @property
     def num_used(self) -> int:
-        """Slots that hold something."""
+        """Number of slots that belong to entries."""
         return self.num_slots - len(self._free)
 
     @property
     def num_available(self) -> int:
-        """Slots that `allocate` could give now."""
+        """Number of slots that `allocate` could assign now."""
         return len(self._free) + self._num_unreferenced
 
     def find(self, digest: bytes) -> Entry | None:
-        """Return the entry of an item."""
+        """Return the entry with this digest, or None."""
         return self.entries.get(digest)
 
     def allocate(self, digest: bytes, num_tokens: int, spared: Container[bytes] = ()) -> Entry:
-        """Make an entry, without references, and evict others for it, but not those of `spared`.
-        At least num_tokens slots are available without these."""
+        """Return a new entry without references. Evict unreferenced entries for it, but not the
+        digests in `spared`. Without these, at least num_tokens slots must be available."""
         assert digest not in self.entries, "the item has an entry"
         assert num_tokens <= self.num_available, "there are too few slots"
         while len(self._free) < num_tokens:
@@ -66,7 +66,7 @@ class EncoderCache:
         return entry
 
     def take(self, entry: Entry) -> None:
-        """Add a reference, which makes it the most recently used one."""
+        """Add a reference. The entry becomes the most recently used one."""
         if entry.num_refs == 0:
             assert entry.is_known, "its slots were given back"
             self._num_unreferenced -= len(entry.slots)
@@ -75,7 +75,7 @@ class EncoderCache:
             self.entries.move_to_end(entry.digest)
 
     def release(self, entry: Entry) -> None:
-        """Take a reference back."""
+        """Remove a reference."""
         assert entry.num_refs > 0, "it has no references"
         entry.num_refs -= 1
         if entry.num_refs:
@@ -86,7 +86,7 @@ class EncoderCache:
             self._free += entry.slots.tolist()
 
     def forget(self, entry: Entry) -> None:
-        """Remove an entry from the index. Its slots are free once it has no references."""
+        """Remove an entry from the index. Its slots are freed once it has no references."""
         if not entry.is_known:
             return
         entry.is_known = False
@@ -96,7 +96,8 @@ class EncoderCache:
             self._free += entry.slots.tolist()
 
     def check(self, referenced: Iterable[Entry]) -> None:
-        """Assert that slots and references agree. referenced: an entry for each reference."""
+        """Assert that slots and references are consistent. referenced: one entry for each
+        reference."""
         counts: dict[int, int] = {}
         alive = {id(entry): entry for entry in self.entries.values()}
         for entry in referenced:

@@ -1,18 +1,18 @@
-"""Media items of prompts: how far chunks may go, and what a step encodes and reads.
+"""Media items of prompts: limits of chunks, and the items that a step encodes and reads.
 
     prompt     text | item: 6 placeholder tokens | text
     chunk 1    ---------------->                            encodes the item, reads slots 0..2
     chunk 2                     ---------------->           reads slots 3..5
 
-A chunk ends before an item whose encoder outputs are not in the cache and cannot be encoded in this
-step: the step's budget of encoder tokens is used up, or the cache has no slots. An item that other
-rows encode in a step in flight counts as missing: if that step fails, it may not be there. In one
-step, rows with the same item share one encoder input.
+A chunk ends before an item that has no outputs in the encoder cache and cannot be encoded in this
+step. Then the step's budget of encoder tokens is used up, or the cache has no free slots. An item
+that a step in flight encodes counts as missing, since that step may fail. In one step, rows with
+the same item share one encoder input.
 
 A sequence refers to an entry while its next token is inside the item. A step in flight refers to
-all entries that it writes or reads. So a step that is repeated finds its slots as they were. No
-sequence waits while it refers to an entry, because the rest of that item needs no more slots. So
-one of the sequences can always continue.
+all entries that it writes or reads. So a repeated step finds its slots unchanged. No sequence waits
+while it refers to an entry, since the rest of that item needs no more slots. So one of the
+sequences can always continue.
 """
 
 from dataclasses import dataclass, field
@@ -32,8 +32,8 @@ FIELD = "media"
 
 @dataclass(slots=True)
 class StepMedia:
-    """What one step does with the cache. entries: a reference for each that it writes or reads;
-    new: those that it writes."""
+    """Use of the encoder cache by one step. entries: one reference for each entry that it writes or
+    reads; new: the entries it writes."""
 
     entries: list[Entry] = field(default_factory=list)
     new: list[Entry] = field(default_factory=list)
@@ -42,7 +42,7 @@ class StepMedia:
 
 
 class MediaRefusal(Extension):
-    """Refuses requests with media, for a model that takes none."""
+    """Extension that refuses requests with media, for a model without media input."""
 
     fields = (FIELD,)
 
@@ -59,7 +59,7 @@ class MediaRefusal(Extension):
 
 
 class MediaInputs(ChunkLimit, Extension, StepExtension):
-    """Plans encoder inputs and reads. limited: sequences with a row that have yet to compute tokens
+    """Planner of encoder inputs and reads. limited: sequences with a row that still compute tokens
     of items."""
 
     fields = (FIELD,)
@@ -70,14 +70,14 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         self.cache = EncoderCache(config.encoder_cache_tokens)
         self.limited: dict[Sequence, None] = {}
         self.num_encoded_tokens = 0
-        self.num_hits = 0  # items whose outputs were there
+        self.num_hits = 0  # items that were found in the cache
         self._budget = config.max_encoder_tokens or config.max_num_batched_tokens
         self._most_whole = config.max_num_batched_tokens
         if config.long_prefill_token_threshold:
             self._most_whole = min(self._most_whole, config.long_prefill_token_threshold)
-        self._open: dict[Sequence, int] = {}  # leaders; tokens of the longest whole item
-        self._inside: dict[Sequence, Entry] = {}  # of the item that the next token is in
-        self._steps: dict[int, StepMedia] = {}  # in flight, and the one that is being planned
+        self._open: dict[Sequence, int] = {}  # by leader: size of its largest whole item
+        self._inside: dict[Sequence, Entry] = {}  # entry of the item of its next token
+        self._steps: dict[int, StepMedia] = {}  # steps in flight, and the step being planned
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -103,7 +103,8 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         return False
 
     def _check(self, item: MediaItem, what: str, end: int) -> None:
-        """Raise RequestError for an item that can never be computed. end: of the one before it."""
+        """Raise RequestError for an item that can never be computed. what: the item, for the
+        message. end: end of the previous item."""
         if item.start < end:
             raise RequestError(
                 f"{what} starts before token {end}, where the item before it ends; list items in"
@@ -131,7 +132,7 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         if media := sequence.request.media:
             sequence.watch(self)
             self._open[sequence] = max(item.num_tokens if item.is_whole else 0 for item in media)
-            self.min_tokens = max(self._open.values())  # a whole item must fit into a step
+            self.min_tokens = max(self._open.values())  # a whole item must fit into one step
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
         """See Extension."""
@@ -157,8 +158,8 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         return num
 
     def _claim(self, sequence: Sequence, item: MediaItem, builder: PlanBuilder) -> bool:
-        """Claim the outputs of an item for the plan that is being made; return whether it may have
-        them. A claim is the number of slots, and how many of them the step encodes."""
+        """Reserve the encoder outputs of an item for the plan being made. Return whether the plan
+        may use them. A claim is (number of slots, number of these that the step encodes)."""
         claims, size = builder.claims, item.num_tokens
         own = self._inside.get(sequence)
         if item.digest in claims or (own is not None and own.digest == item.digest):
@@ -175,7 +176,7 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         return True
 
     def _room(self, builder: PlanBuilder) -> int:
-        """Return how many slots the plan may claim yet."""
+        """Return the number of slots that the plan may still claim."""
         room, find = self.cache.num_available, self.cache.find
         for digest, (size, _) in builder.claims.items():
             entry = find(digest)
@@ -211,7 +212,7 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
     def _entry_for(
         self, sequence: Sequence, item: MediaItem, step: StepMedia, builder: PlanBuilder
     ) -> Entry:
-        """Return the entry of an item that is claimed. If there is none, this step encodes it."""
+        """Return the entry of a claimed item. If there is none, this step encodes the item."""
         own = self._inside.get(sequence)
         if own is not None and own.digest == item.digest:
             return own
@@ -225,10 +226,10 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
             self.num_hits += 1
         return entry
 
-    # ---- what becomes of references ----------------------------------------------------------
+    # ---- releasing references ----------------------------------------------------------------
 
     def end_step(self, end: StepEnd, now: float) -> None:
-        """See StepExtension. After a failure, what steps in flight encode is not used."""
+        """See StepExtension. After a failure, entries that steps in flight encode are forgotten."""
         result, step = end.result, self._steps.pop(end.result.step_id, None)
         ended = [] if step is None else [step]
         if result.error is not None or result.row_errors:
@@ -248,23 +249,24 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
             self.cache.release(entry)
 
     def _drop_idle(self) -> None:
-        """Let go what sequences refer to that were preempted."""
+        """Release the references of preempted sequences."""
         for sequence in [s for s in (*self._inside, *self.limited) if s.row < 0]:
             self._let_go(sequence)
 
     # ---- questions ---------------------------------------------------------------------------
 
     def view(self) -> MediaView:
-        """Return what is counted."""
+        """Return the counters of encoder cache, encoded tokens and hits."""
         cache = self.cache
         return MediaView(cache.num_slots, cache.num_used, self.num_encoded_tokens, self.num_hits)
 
     def check(self) -> None:
-        """Assert that all references are those of sequences inside an item and of steps."""
+        """Assert that every reference belongs to a sequence inside an item, or to a step in
+        flight."""
         in_flight = [entry for step in self._steps.values() for entry in step.entries]
         self.cache.check([*self._inside.values(), *in_flight])
 
 
 def _overlapping(media: tuple[MediaItem, ...], first: int, last: int) -> list[MediaItem]:
-    """List the items that have tokens in [first, last)."""
+    """Return the items that have tokens in [first, last)."""
     return [item for item in media if item.start < last and item.end > first]

@@ -1,21 +1,22 @@
-"""LFU with dynamic aging (Arlitt et al. 1999): the cached block with the fewest hits goes first.
+"""LFU with dynamic aging (Arlitt et al. 1999): the cached block with the lowest rank is evicted
+first.
 
     rank = age at the block's release + its hits
-    age  = the highest rank that was the lowest one when its block was removed
+    age  = highest rank of a removed block that had the lowest rank at its removal
 
-Without the age, popular prompts of the past would stay for ever. Of blocks of one rank the least
-recently used goes first. A prefix has at least the hits of what continues it, so leaves go before
-roots.
+Without the age, popular prompts of the past would stay for ever. Among blocks of equal rank, the
+least recently used is evicted first. A prefix has at least as many hits as its continuations, so
+leaves are evicted before roots.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
 
-FIRST = -1  # a rank before all others
+FIRST = -1  # rank below all others
 
 
 class Lfu:
-    """See EvictionPolicy."""
+    """Eviction policy by hits and age; see EvictionPolicy."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""What is chosen by name: scheduling policies, eviction policies and block hashes, those that are
-built in and those of other packages.
+"""Choice by name of scheduling policies, eviction policies and block hashes.
 
-A class of another package is tried here, so that what is wrong with it shows at the start.
+The names are built in, or plug-ins of other packages. A plug-in is checked when it is loaded, so
+that a faulty one is reported at startup.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
 
 Chosen = TypeVar("Chosen")
-DIGEST_PART = 8  # bytes that identify a block alone where names are cut, as in KV events
+DIGEST_PART = 8  # bytes of a truncated name that must identify a block, as in KV events
 POLICIES: Mapping[str, MakePolicy] = MappingProxyType(
     {"fifo": Fifo, "fcfs": Fifo, "priority": Fifo, "srtf": Srtf, "two-level": TwoLevel}
 )
@@ -39,7 +39,7 @@ BLOCK_HASHES: Mapping[str, BlockHash] = MappingProxyType(
 
 
 class _Nothing:
-    """The progress of a scheduler without requests."""
+    """Progress of a scheduler without requests."""
 
     num_planned_tokens = 0
 
@@ -51,25 +51,25 @@ class _Nothing:
 
 
 def make_policy(name: str) -> MakePolicy:
-    """Return what makes the queues of a policy. Raises ConfigError for an unknown name."""
+    """Return the factory of a policy's queues. Raise ConfigError for an unknown name."""
     return _chosen(plugins.POLICIES, name, POLICIES, _check_policy)
 
 
 def make_eviction(name: str) -> MakeEviction:
-    """Return what makes the policy of a pool. Raises ConfigError for an unknown name."""
+    """Return the factory of a pool's eviction policy. Raise ConfigError for an unknown name."""
     return _chosen(plugins.EVICTION_POLICIES, name, EVICTION_POLICIES, _check_eviction)
 
 
 def make_block_hash(name: str) -> BlockHash:
-    """Return the hash of this name. Raises ConfigError for an unknown name."""
+    """Return the hash function of this name. Raise ConfigError for an unknown name."""
     return _chosen(plugins.BLOCK_HASHES, name, BLOCK_HASHES, _check_hash)
 
 
 def _chosen(
     kind: PluginKind, name: str, ours: Mapping[str, Chosen], check: Callable[[Chosen], str]
 ) -> Chosen:
-    """Return ours of this name, or load it from another package. check: returns what is wrong with
-    a class."""
+    """Return the built-in choice of this name, or load the plug-in. check: returns the fault of a
+    plug-in, or an empty string. Raise ConfigError for an unknown or faulty one."""
     if name in ours:
         return ours[name]
     found: Chosen = load_plugin(kind, name, ours)  # type: ignore[assignment]

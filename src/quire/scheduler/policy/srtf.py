@@ -1,8 +1,9 @@
-"""Shortest remaining token first (T algorithm 2): who is nearest to its next token comes first.
+"""Shortest remaining tokens first (T algorithm 2): the sequence nearest to its next token goes
+first.
 
-A request that is admitted may put blocks into the index that others hit, so the remaining tokens of
-all that wait are looked up again each time; that costs time in proportion to their number, and long
-prompts can starve. `two_level.py` bounds both.
+An admitted request may enter blocks in the index that other requests hit. So the remaining tokens
+of all waiting sequences are looked up again for each admission. That takes time in proportion to
+their number, and long prompts can starve. `two_level.py` bounds both.
 """
 
 from quire.scheduler.core.queue import Progress
@@ -10,7 +11,7 @@ from quire.scheduler.core.sequence import Sequence
 
 
 class Srtf:
-    """Ordered by remaining tokens, then by arrival."""
+    """Policy in order of remaining tokens, then of arrival."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -32,7 +33,7 @@ class Srtf:
         return self._progress.remaining(sequence)
 
     def waiting(self) -> list[Sequence]:
-        """List all, in the order that they would have if nothing of them were cached."""
+        """Return all sequences, in order of admission if none of their tokens were cached."""
         return sorted(self._waiting.values(), key=lambda s: (s.num_known_tokens, s.arrival))
 
     def __len__(self) -> int:

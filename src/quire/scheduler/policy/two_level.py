@@ -1,14 +1,15 @@
-"""Two-level scheduling (T 4.5.3): a FIFO queue in front of a short staging queue served by SRTF.
+"""Two-level scheduling (T 4.5.3): a FIFO queue that feeds a short staging queue served by SRTF.
 
-Requests move into the staging queue in batches, in the order of arrival, and only when it is empty,
-so that only a batch is looked up in the index. Two rules go beyond the thesis:
+Requests move into the staging queue in batches, in order of arrival, and only when it is empty. So
+only one batch is looked up in the index. Two rules go beyond the thesis:
 
-- If all that are staged are passed over for a prompt under way, which has fewer tokens left, they
-  are held aside and the next batch moves in. Otherwise one long prompt that waits for another one
-  would hold up all short ones that come after it.
-- Patience. On arrival a request is told how many tokens are before it, its own included; in the
-  order of arrival it would sample once these are computed. When `PATIENCE` times as many have been,
-  its turn has come, whatever it lacks. So short requests cannot starve a long one.
+- If a running prompt has fewer tokens left than all staged requests, these are set aside and the
+  next batch is staged. Otherwise a long request that waits for that prompt would delay all short
+  requests that arrive after it.
+- Patience. On arrival, a request counts its own tokens and all tokens before it. In order of
+  arrival, it would sample once these are computed. It is overdue when `PATIENCE` times as many
+  tokens have been planned, and then goes first, whatever its length. So short requests cannot
+  starve a long one.
 """
 
 import heapq
@@ -17,20 +18,20 @@ from collections import OrderedDict
 from quire.scheduler.core.queue import PATIENCE, Progress
 from quire.scheduler.core.sequence import Sequence
 
-STAGING = 8  # requests (T 4.5.3)
+STAGING = 8  # requests in a batch (T 4.5.3)
 OVERDUE = -(1 << 60)
 
 
 class TwoLevel:
-    """Ordered by batches of arrivals, and in a batch by remaining tokens."""
+    """Policy in order of arrival batches, and in a batch by remaining tokens."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._queue: OrderedDict[int, Sequence] = OrderedDict()  # all by arrival
+        self._queue: OrderedDict[int, Sequence] = OrderedDict()  # not staged yet, by arrival
         self._staging: dict[int, Sequence] = {}
         self._held: dict[int, Sequence] = {}
-        self._shortest: list[tuple[int, int]] = []  # heap of what was held: tokens, arrival
-        self._sizes: dict[int, int] = {}  # tokens of each when it came
+        self._shortest: list[tuple[int, int]] = []  # heap of (remaining tokens, arrival) of `_held`
+        self._sizes: dict[int, int] = {}  # tokens of each request at its arrival
         self._num_tokens = 0
 
     def push(self, sequence: Sequence) -> None:
@@ -48,13 +49,13 @@ class TwoLevel:
         return min((*self._staging.values(), *self._next_held()), key=self._order, default=None)
 
     def pass_over(self, sequence: Sequence) -> None:
-        for arrival, staged in self._staging.items():  # none of them comes before the head
+        for arrival, staged in self._staging.items():  # all rank after the running prompt
             self._held[arrival] = staged
             heapq.heappush(self._shortest, (self._progress.remaining(staged), arrival))
         self._staging.clear()
 
     def remove(self, sequence: Sequence) -> None:
-        self._num_tokens -= self._sizes.pop(sequence.arrival)  # it may have got pieces since
+        self._num_tokens -= self._sizes.pop(sequence.arrival)  # more pieces may have arrived since
         for place in (self._queue, self._staging, self._held):
             if place.pop(sequence.arrival, None) is not None:
                 return
@@ -66,8 +67,8 @@ class TwoLevel:
         return remaining
 
     def waiting(self) -> list[Sequence]:
-        """List all, those in the batch in the order that they would have if nothing of them were
-        cached and nobody were overdue."""
+        """Return all sequences. Staged ones are in order of admission if none of their tokens were
+        cached and no sequence were overdue."""
         staged = [*self._held.values(), *self._staging.values()]
         staged.sort(key=lambda s: (s.num_known_tokens, s.arrival))
         return staged + list(self._queue.values())
@@ -76,7 +77,7 @@ class TwoLevel:
         return len(self._queue) + len(self._staging) + len(self._held)
 
     def _next_held(self) -> list[Sequence]:
-        """List, of those held aside, the one that came first and the one that lacked least."""
+        """Return two of the sequences set aside: the earliest arrival and the shortest."""
         while self._shortest and self._shortest[0][1] not in self._held:
             heapq.heappop(self._shortest)
         if not self._held:

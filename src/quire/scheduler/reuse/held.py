@@ -1,16 +1,16 @@
-"""Held requests: what has ended, and may be gone on with, forked at a token or rewound (T 5.2).
+"""Retained requests: ended requests that can be continued, forked at a token or rewound (T 5.2).
 
-    held      | block 0 | block 1 | blo     |      its tokens, and the tables that it had
+    retained  | block 0 | block 1 | blo     |      its tokens, and its former tables
     branch    | block 0 | block 1 | blo     |      from a fork's arrival until it gets a row
     fork      | block 0 | block 1 | bl ck 2 | ...  its own copy of the last block: copy-on-write
 
-A fork is a request whose prompt begins with known tokens of another one, held or running. Its
-branch is made when it arrives, so what becomes of the other one afterwards does not matter to it.
+A fork is a request whose prompt begins with known tokens of a source request, retained or running.
+Its branch is made on arrival, so later changes of the source do not affect the fork.
 
-What is held stands in nobody's way: when blocks are lacking, the tables go first that nobody has
-gone on from for the longest time. Then the tokens are left. Their full blocks may be found by name,
-on the device, in host memory and in stores, and what is not found is computed again: how many
-blocks a request takes changes by this, never a token. Tokens have a bound and a time.
+Retained requests never block others. When blocks are lacking, the tables of the least recently
+forked request are evicted first, and its tokens stay. Its full blocks may still be found by name,
+on the device, in host memory and in stores; missing ones are recomputed. This changes the blocks
+that a request allocates, never its tokens. The tokens have a maximum number and a time limit.
 """
 
 from collections.abc import Collection, Mapping
@@ -46,18 +46,18 @@ from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Int32, Sequence, State
 from quire.scheduler.views import HeldView
 
-SOURCE = "held"  # as the report of a hit calls it
-MOST_HELD = 1024  # sequences
-MOST_HELD_TOKENS = 1 << 24  # of all of them: 64 MiB
-MAX_HELD_MEDIA_TOKENS = 1 << 18  # whose items keep their pixels: 0.6 to 3 KB for each, rarely 9 KB
-KEPT_REASONS = ("stop", "length", "repetition")  # with which a request has come to its end
+SOURCE = "held"  # name of this source in the report of a hit
+MOST_HELD = 1024  # maximum number of retained sequences
+MOST_HELD_TOKENS = 1 << 24  # maximum number of their tokens together: 64 MiB
+MAX_HELD_MEDIA_TOKENS = 1 << 18  # of retained items with pixels: 0.6 to 3 KB each, rarely 9 KB
+KEPT_REASONS = ("stop", "length", "repetition")  # finish reasons of requests that can be retained
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """One sequence of a request that has ended. request: without its prompt. num_computed: of its
-    tokens, from the first on, which blocks hold. digests: names of its full blocks that others may
-    have, too."""
+    """One sequence of an ended request. request: without its prompt. num_computed: leading
+    tokens with keys and values in `blocks`. digests: names of its full blocks that other blocks
+    may share."""
 
     request: Request
     index: int
@@ -71,16 +71,16 @@ class Held:
 
 
 class HeldChanges(NamedTuple):
-    """What became of held requests, by request id and index: what each is now, with its tokens, or
-    None if it was let go."""
+    """Changed retained sequences, by request id and index: each with its tokens, or None if
+    released."""
 
     found: dict[tuple[str, int], tuple[HeldRequest, Int32] | None]
 
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """What a fork begins with once it gets a row: the first num_tokens tokens at most. source_id:
-    the request that they are of."""
+    """Blocks that a fork begins with once it gets a row. num_tokens: maximum number of leading
+    tokens to use. source_id: request id of the source."""
 
     blocks: SequenceBlocks
     num_tokens: int
@@ -88,11 +88,12 @@ class Branch:
 
 
 class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
-    """All that is held, and the branches of forks that wait.
+    """Hit source of retained sequences, and of the branches of waiting forks.
 
-    sequences: those that have not ended. by_id: by request id and index. standing: those that have
-    blocks, the first to be evicted first. branches: by the fork's request id. changes: the names of
-    what was held, changed or let go since somebody asked; None if nobody does.
+    sequences: unfinished requests by id. by_id: retained sequences by request id and index.
+    standing: retained sequences with blocks, in order of eviction. branches: by the fork's request
+    id. changes: names of sequences that were retained, changed or released since the last
+    `take_changes`; None without subscribers.
     """
 
     changes: dict[tuple[str, int], None] | None = None
@@ -123,7 +124,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         return False
 
     def complete(self, request: Request) -> Request:
-        """See RequestCompletion. A fork has the media items of the tokens that it shares."""
+        """See RequestCompletion. A fork inherits the media items of the tokens that it shares."""
         fork = request.fork
         found = None if fork is None else self.find_source(fork)
         if found is None or not found.request.media:
@@ -134,8 +135,8 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         return request.with_media((*inherited, *own))
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """See Extension. A fork takes hold of the blocks that it begins with. From then on the row
-        that it shares them with copies before it writes."""
+        """See Extension. Create the branch of a fork. A running source row that shares its blocks
+        then copies the last one before it writes."""
         if sequence.keep_s:
             sequence.watch(self)
         if sequence.request.fork is None:
@@ -146,15 +147,15 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
             self._rows.share(running.row)
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
-        """See Extension. What is to be held takes over the blocks."""
+        """See Extension. Retain a sequence that ends normally, with its blocks."""
         if sequence.keep_s and reason in KEPT_REASONS:
             self.keep(sequence, now)
 
-    # ---- from the end of a request to the end of its time ------------------------------------
+    # ---- retaining, from the end of a request to its release ---------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise EngineBusy if there is no room to hold a request when it ends. Running requests
-        that will be held count, too, each with the tokens that it may reach."""
+        """Raise EngineBusy if a request could not be retained when it ends. Count open requests to
+        be retained, too, with their maximum length."""
         open_ = [(s.request, s.limit) for s in self._sequences.values() if s.keep_s]
         open_ = [(r, limit) for r, limit in open_ for _ in range(r.params.num_samples)]
         kept = [(held.request, len(held.tokens)) for held in self.all()]
@@ -189,7 +190,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
                 )
 
     def keep(self, sequence: Sequence, now: float) -> None:
-        """Take over from a sequence that ends, and still has its blocks."""
+        """Retain a sequence that ends and still has its blocks."""
         request, tokens = sequence.request, sequence.known_tokens.copy()
         num_computed = num_sure(sequence)
         blocks = self._fork(sequence, num_computed) if num_computed else None
@@ -212,7 +213,8 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
             self._remove(request.fork.request_id, request.fork.index)
 
     def put_back(self, message: PutBack, now: float) -> None:
-        """Hold again what an engine before this one held, as if its blocks had given way."""
+        """Retain a sequence of an earlier engine again, without blocks. Ignore it if the limits are
+        exceeded."""
         name, tokens = message.request_id, np.array(message.token_ids, np.int32)
         view = self.view()
         num_tokens, is_known = view.num_tokens + len(tokens), name in self.by_id
@@ -251,8 +253,8 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
             self.changes[held.request.request_id, held.index] = None
 
     def hold(self, message: Hold, now: float) -> None:
-        """Keep a request for longer, or shorter, from now on; 0 seconds: let it go. One that has
-        not ended is told how long it will be kept."""
+        """Set the time to retain a request, counted from now; 0 seconds releases it. For an
+        unfinished request, set the time to retain it after its end."""
         sequence = self._sequences.get(message.request_id)
         if sequence is not None and message.tenant in (None, sequence.request.tenant):
             self._keep_open(sequence, message.keep_s)
@@ -266,8 +268,8 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         self._find_next()
 
     def _keep_open(self, sequence: Sequence, keep_s: float) -> None:
-        """Note how long one that has not ended will be held; not, if it cannot be, or if there is
-        no room for it."""
+        """Set the time to retain an unfinished request after its end. Ignore the message if the
+        request cannot be retained or there is no room."""
         if keep_s and not sequence.keep_s:
             try:
                 check_kept(sequence.request, keep_s)
@@ -279,7 +281,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
             member.watch(self)
 
     def rewind(self, message: Rewind, now: float) -> None:
-        """Drop the last tokens of what is held; at least one stays."""
+        """Drop the last tokens of a retained sequence. At least one token stays."""
         held = self.by_id.get(message.request_id, {}).get(message.index)
         if held is None or message.tenant not in (None, held.request.tenant):
             return
@@ -300,21 +302,21 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
             self._cut(held.blocks, held.num_computed)
 
     def expire(self, now: float) -> None:
-        """Let go what has been held for its time."""
+        """Release the retained sequences whose time is over."""
         for held in [held for held in self.all() if held.ends_s <= now]:
             self._remove(held.request.request_id, held.index)
 
     # ---- forks -------------------------------------------------------------------------------
 
     def branch(self, sequence: Sequence) -> Sequence | None:
-        """Make the branch of a fork that has arrived, if what it continues is there; returns the
-        sequence that it shares blocks with and that runs."""
+        """Create the branch of a fork that has arrived, if its source exists. Return the source
+        sequence if it is running and shares blocks, else None."""
         request, fork = sequence.request, sequence.request.fork
         assert fork is not None, "it is not a fork"
         found = self.find_source(fork)
         if found is None:
             return None
-        if _are_named_alike(found.request, request):  # so they need not be hashed again
+        if _are_named_alike(found.request, request):  # so their names can be reused
             sequence.digests = self._names_of(found, fork.num_tokens)
         if isinstance(found, Held):
             if found.blocks is not None:
@@ -336,7 +338,8 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         self.branches[request.request_id] = branch
 
     def find_source(self, fork: Fork) -> Held | Sequence | None:
-        """Find what a fork continues: held, or not ended. An index of -1 is any."""
+        """Return the source of a fork, retained or unfinished, or None. An index of -1 matches
+        any."""
         held = self.by_id.get(fork.request_id, {})
         sequence = self._sequences.get(fork.request_id)
         members = [] if sequence is None or sequence.is_beam else sequence.members
@@ -345,7 +348,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         return next((each for each in found if fork.index in (-1, each.index)), None)
 
     def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
-        """See HitSource: the branch of a fork, whose last block may be partly full."""
+        """See HitSource: return the branch of a fork. Its last block may be partly full."""
         branch, num_tokens = self._usable(sequence)
         if branch is None or (best is not None and best.num_tokens > num_tokens):
             return best
@@ -358,20 +361,20 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         return self._usable(sequence)[1]
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
-        """See HitSource: what a sequence takes of its branch, it has."""
+        """See HitSource: release the branch of a sequence, which now has its own references."""
         branch = self.branches.pop(sequence.request.request_id, None)
         if branch is not None:
             self._memory.free_after_plan(branch.blocks)
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget the branch of a sequence that has ended before it got a row."""
+        """Free the branch of a sequence that has ended before it got a row."""
         branch = self.branches.pop(sequence.request.request_id, None)
         if branch is not None:
             self._kv.free(branch.blocks)
 
     def _usable(self, sequence: Sequence) -> tuple[Branch | None, int]:
-        """Find the branch of a sequence, and how many tokens it may take from it: one must be left,
-        and all must be there that the next token sees."""
+        """Return the branch of a sequence and the number of its tokens to use. At least one token
+        remains to compute. All tokens visible to the next one must be there."""
         branch = self.branches.get(sequence.request.request_id)
         if branch is None:
             return None, 0
@@ -382,14 +385,16 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         return branch, num_tokens
 
     def _has_all_behind(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
-        """Return whether another sequence could begin with the first so many tokens."""
+        """Return whether another sequence could begin with the first num_tokens tokens of these
+        blocks."""
         pairs = zip(blocks.tables, self._kv.groups, strict=True)
         return all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs)
 
     # ---- eviction ----------------------------------------------------------------------------
 
     def evict_one(self, spared: Sequence | None = None) -> bool:
-        """See HitSource. The tables go first that were forked least recently; then branches."""
+        """See HitSource. Tables of the least recently forked request are evicted first, then
+        branches."""
         if self.standing:
             self._give_up(self.standing[0])
             return True
@@ -399,12 +404,12 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         return bool(names)
 
     def tables(self) -> list[SequenceBlocks]:
-        """List the tables of all that is held, and of branches."""
+        """Return the tables of all retained sequences and of branches."""
         held = [held.blocks for held in self.standing if held.blocks is not None]
         return held + [branch.blocks for branch in self.branches.values()]
 
     def _branches_to_evict(self, spared: Sequence | None) -> list[str]:
-        """List whose branches go, in this order."""
+        """Return the fork ids of the branches in order of eviction."""
         own = None if spared is None else spared.request.request_id
         return sorted(self.branches, key=lambda name: name == own)
 
@@ -420,36 +425,37 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
                     self._give_up(held)
 
     def _lineage(self, request: Request) -> list[Held]:
-        """List what is held of what a request went on from, and of what that went on from."""
+        """Return the retained ancestors of a request: its source, the source's source, and so
+        on."""
         found: list[Held] = []
         while (fork := request.fork) is not None:
             held = self.by_id.get(fork.request_id, {}).get(fork.index)
-            if held is None or held in found:  # names may come again
+            if held is None or held in found:  # ids may be reused, so the chain may loop
                 break
             found.append(held)
             request = held.request
         return found
 
     def reset(self, now: float) -> None:
-        """Use nothing any more that was computed before: the tokens are left."""
+        """Drop the blocks and names of all retained sequences. Their tokens stay."""
         while self.evict_one():
             pass
         for held in self.all():
             held.digests = []
 
-    # ---- told --------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------
 
     def all(self) -> list[Held]:
-        """List what is held, by request."""
+        """Return all retained sequences, by request."""
         return [held for mine in self.by_id.values() for held in mine.values()]
 
     def view(self) -> HeldView:
-        """Count what is held."""
+        """Return the numbers of retained sequences and tokens."""
         lengths = [len(held.tokens) for held in self.all()]
         return HeldView(len(lengths), sum(lengths))
 
     def take_changes(self, now: float) -> HeldChanges | None:
-        """Return what has changed since the last call, if anything."""
+        """Return the changes since the last call, or None if there are none."""
         if not self.changes:
             return None
         changes, self.changes = self.changes, {}
@@ -462,12 +468,12 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         )
 
     def listing(self, tenant: str | None, now: float) -> list[HeldRequest]:
-        """List what is held, without its tokens; tenant: whose, None is everybody's."""
+        """Return the retained sequences of a tenant, without tokens; of all tenants if None."""
         mine = [h for h in self.all() if tenant in (None, h.request.tenant)]
         return [told_of(held, self._num_blocks(held.blocks), now) for held in mine]
 
     def ask(self, fork: Fork, tenant: str | None, now: float) -> HeldRequest | None:
-        """Report what may be forked, with its tokens."""
+        """Return a possible source of a fork, with its tokens, or None."""
         found = self.find_source(fork)
         if found is None or tenant not in (None, found.request.tenant):
             return None
@@ -490,20 +496,21 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
     # ------------------------------------------------------------------------------------------
 
     def _names_of(self, known: Held | Sequence, num_tokens: int) -> list[bytes]:
-        """Return the names of full blocks that those of others may have, too."""
+        """Return the names of the first full blocks, if blocks of other requests may share these
+        names."""
         is_alone = isinstance(known, Sequence) and known.is_renamed
         if is_alone or not self._kv.enable_prefix_caching:
             return []
         return known.digests[: num_tokens // self._kv.block_size]
 
     def _num_blocks(self, blocks: SequenceBlocks | None) -> int:
-        """Count blocks, of the group that has the most."""
+        """Return the number of blocks in the largest cache group."""
         return 0 if blocks is None else max(len(table.live_blocks) for table in blocks.tables)
 
     def _fork(self, sequence: Sequence, num_tokens: int) -> SequenceBlocks:
-        """Make second tables of a sequence with a row, which end behind so many tokens."""
+        """Return second tables of a sequence with a row, cut to num_tokens tokens."""
         own, num_computed = sequence.blocks, sequence.num_computed_tokens
-        if own.num_tokens > num_computed:  # with room for guesses that were wrong
+        if own.num_tokens > num_computed:  # with room for rejected drafts
             self._kv.truncate(own, num_computed)
         own.advance(num_computed)
         blocks = self._kv.fork(own)
@@ -511,7 +518,8 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         return blocks
 
     def _cut(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Free what is behind so many tokens. States and windows are those of their own end."""
+        """Free the blocks after the first num_tokens tokens. States and windows cannot be cut,
+        since they only cover their own end."""
         if self._kv.has_states or blocks.num_tokens <= num_tokens:
             return
         if self._has_all_behind(blocks, num_tokens):
@@ -543,14 +551,14 @@ def _num_media_tokens(request: Request) -> int:
 
 
 def _are_named_alike(one: Request, other: Request) -> bool:
-    """Tell whether the blocks of equal tokens of two requests have equal names."""
+    """Return whether equal tokens of two requests get equal block names."""
     names = ("cache_salt", "adapter_id")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def num_sure(sequence: Sequence) -> int:
-    """Count the tokens of a sequence whose keys and values are there, whatever becomes of the plans
-    in flight: a row that has sampled since it began has all before its last known token."""
+    """Return the number of a sequence's tokens whose keys and values are final, whatever plans in
+    flight do. A row that has sampled since its start has all tokens before its last known one."""
     if sequence.row < 0:
         return 0
     began = max(len(sequence.saved_tokens), sequence.num_prompt_tokens)
@@ -558,7 +566,7 @@ def num_sure(sequence: Sequence) -> int:
 
 
 def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None) -> HeldRequest:
-    """Make what clients are told of what is held."""
+    """Return the client's description of a retained sequence."""
     return HeldRequest(
         id=held.request.request_id,
         index=held.index,

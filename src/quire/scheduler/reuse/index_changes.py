@@ -1,13 +1,13 @@
-"""What has changed in the prefix index: which blocks are there now and which are not, as data.
+"""Changes of the prefix index as data: names that were added to and removed from pools.
 
-Nobody keeps this unless it was asked for (`Scheduler.subscribe`). Then pools note the names that
-they give and take away, in order. What a name stands for, tokens and the block before, is told by
-the sequences whose blocks are named, in the same call through a door. Both are handed out as they
-are (`IndexDelta`), which takes the core next to no time; who wants to know puts them together, in a
-thread of its own (`engine/attachments/event_encoding.py`).
+Changes are only recorded for a subscriber (`Scheduler.subscribe`). Pools then record names as they
+add and remove them, in order. The tokens and the predecessor of a name come from the sequences
+whose blocks are named, in the same call of a door. Both are returned unprocessed (`IndexDelta`),
+which takes the core hardly any time. The subscriber combines them in its own thread
+(`engine/attachments/event_encoding.py`).
 
-A change is told when a plan is made, as the index itself changes then. If the step fails, the
-names are taken away again, which is a change like any other.
+A change is reported when its plan is made, as the index itself changes then. If the step fails, the
+names are removed again, which is an ordinary change.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,9 +22,9 @@ from quire.scheduler.core.sequence import Int32, Sequence
 
 
 class Named(NamedTuple):
-    """Sequences whose blocks from `first` to `last` may have been named: their names (lists that
-    grow, and never change what they have), requests, and the tokens of all these blocks, one after
-    the other, if kept."""
+    """Sequences whose blocks `firsts` to `lasts` may have been named. digests: their names, in
+    lists that only grow. tokens: int32, tokens of all these blocks, concatenated; None unless
+    requested."""
 
     digests: list[list[bytes]]
     firsts: list[int]
@@ -34,8 +34,9 @@ class Named(NamedTuple):
 
 
 class IndexDelta(NamedTuple):
-    """What has changed since the last one. changes: by pool: cache group, whether it is the host's,
-    what it noted (`BlockPool.changes`). was_cleared: before all that."""
+    """Changes since the last delta. changes: per pool: cache group, whether it is a host pool,
+    its recorded changes (`BlockPool.changes`). was_cleared: the index was emptied before these
+    changes."""
 
     was_cleared: bool
     changes: list[tuple[int, bool, list[bytes]]]
@@ -44,8 +45,8 @@ class IndexDelta(NamedTuple):
 
 
 class IndexWatch(CacheListener):
-    """Gathers what changes in the indexes of pools between two calls of `take`. keeps_tokens: with
-    the tokens of blocks."""
+    """Recorder of index changes between two calls of `take`. keeps_tokens: include the tokens of
+    blocks."""
 
     def __init__(self, kv: KVManager, keeps_tokens: bool) -> None:
         self._block_size = kv.block_size
@@ -61,7 +62,7 @@ class IndexWatch(CacheListener):
     def named(
         self, sequences: Seq[Sequence], firsts: Seq[int], counts: Seq[int], blocks: Seq[Any]
     ) -> None:
-        """See CacheListener: note what the names of these blocks stand for."""
+        """See CacheListener: record the sequences and tokens of newly named blocks."""
         tokens = self._tokens(sequences, firsts, counts) if self._keeps_tokens else None
         digests, requests = [s.digests for s in sequences], [s.request for s in sequences]
         self._named.append(Named(digests, list(firsts), counts, requests, tokens))
@@ -71,7 +72,7 @@ class IndexWatch(CacheListener):
         self.named([sequence], [0], [num_blocks], ())
 
     def _tokens(self, sequences: Seq[Sequence], firsts: Seq[int], lasts: Seq[int]) -> Int32:
-        """Copy the tokens of these blocks."""
+        """Copy the tokens of these blocks, int32 [num_tokens], concatenated."""
         size = self._block_size
         parts = [
             s.tokens_between(i * size, j * size)
@@ -80,13 +81,13 @@ class IndexWatch(CacheListener):
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
 
     def reset(self, now: float) -> None:
-        """Note that all names were forgotten."""
+        """Note that all names were removed."""
         self._was_cleared = True
         for _, _, pool in self._watched:
             pool.changes = []
 
     def take(self, now: float = 0.0) -> IndexDelta | None:
-        """Return what has changed since the last call. now: not looked at."""
+        """Return the changes since the last call, or None. now: unused."""
         changes = [(g, is_host, pool.changes) for g, is_host, pool in self._watched if pool.changes]
         for _, _, pool in self._watched:
             if pool.changes:

@@ -1,4 +1,4 @@
-"""Miss reports: why a prompt was not found in the cache, or not all of it.
+"""Miss reports: the reason why a prompt, or a part of it, was not found in the cache.
 
 The last prompts are remembered with the digests of their blocks, their tokens, and the times of
 evictions. The first missing block of a new prompt shows the reason:
@@ -7,7 +7,8 @@ evictions. The first missing block of a new prompt shows the reason:
     one has the block before it      the prompts differ inside this block, at this token
     another root has the same text   another salt
 
-A report decides nothing and is no part of a snapshot; a recording has the reports of its time.
+A report influences no decision and is not part of a snapshot. A recording contains the reports of
+its run.
 """
 
 from collections import deque
@@ -32,46 +33,46 @@ from quire.scheduler.core.extension import CacheListener, HitSource
 from quire.scheduler.core.names import BlockNaming
 from quire.scheduler.core.sequence import Int32, Sequence
 
-Fields = dict[str, Any]  # of a report
+Fields = dict[str, Any]  # of a report, by name
 Tell = Callable[[Sequence, PrefixReport, bool, float], None]
-MOST_COMPARED = 8  # of the last prompts, to find the nearest
-MOST_BLOCKS = 1 << 14  # of all remembered prompts together: some megabytes
+MOST_COMPARED = 8  # number of recent prompts to compare, to find the nearest
+MOST_BLOCKS = 1 << 14  # digests of all remembered prompts together: a few megabytes
 
 
 @dataclass(eq=False, slots=True)
 class Remembered:
-    """A prompt, with its output once it has ended. sequence: until it ends. num_computed: blocks
-    that were in the index at its end."""
+    """Remembered prompt, with its output after its end. sequence: None after its end. num_computed:
+    number of its blocks in the index at its end."""
 
     request_id: str
     tenant: str
     root: bytes
-    first: bytes  # its first block's tokens
+    first: bytes  # tokens of its first block
     digests: list[bytes]
-    num_digests: int  # that are in the table
+    num_digests: int  # digests entered in `by_digest`
     tokens: Int32
     sequence: Sequence | None
     num_computed: int = 0
 
     def was_computed(self, index: int) -> bool:
-        """Return whether one of its blocks is, or was, in the index."""
+        """Return whether this block of the prompt is, or was, in the index."""
         line = self.sequence
         return index < (self.num_computed if line is None else line.blocks.num_indexed)
 
     def has(self, digest: bytes, num_blocks: int) -> bool:
-        """Return whether its block number num_blocks has this digest."""
+        """Return whether its block number num_blocks, counted from 1, has this digest."""
         return len(self.digests) >= num_blocks and self.digests[num_blocks - 1] == digest
 
     def fields(self, sequence: Sequence) -> Fields:
-        """Return the fields that a report to this sequence has about this prompt."""
+        """Return the report fields about this prompt, for a report on this sequence."""
         is_own = self.tenant == sequence.request.tenant
         return {"near_id": self.request_id, "near_is_own": is_own}
 
 
 @dataclass(slots=True)
 class Generation:
-    """by_digest: the latest prompt by digest, and by root. by_first: by the tokens of the first
-    block. lost_s: times of evictions."""
+    """Generation of remembered prompts. by_digest: the latest prompt by block digest, and by root.
+    by_first: by the tokens of the first block. lost_s: times of evictions, by digest."""
 
     by_digest: dict[bytes, Remembered] = field(default_factory=dict)
     by_first: dict[bytes, Remembered] = field(default_factory=dict)
@@ -79,14 +80,15 @@ class Generation:
 
 
 class MissReports(HitSource, CacheListener):
-    """Remembers prompts, and reports what was found of new ones and why not more.
+    """Memory of recent prompts, which reports the hit of each new prompt and the reason of its
+    miss.
 
-    tell: takes a sequence, its report, whether it has a hit, and the time. most_blocks: digests to
-    remember, in two generations; when the younger one is full, the older one is dropped. It finds
-    no hit itself: it comes last among the sources and sees the hits of the others.
+    `tell`: called with a sequence, its report, whether it has a hit, and the time. most_blocks:
+    digests to remember, in two generations; when the younger one is full, the older one is dropped.
+    As the last hit source, it finds no hits itself and sees the hits of the others.
     """
 
-    entries: Sized = (True,)  # so that it hears of each admission
+    entries: Sized = (True,)  # never empty, so that `begin` is called for each admission
 
     def __init__(
         self, kv: KVManager, names: BlockNaming, tell: Tell, most_blocks: int = MOST_BLOCKS
@@ -101,20 +103,20 @@ class MissReports(HitSource, CacheListener):
         self.reset(0.0)
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
-        """See HitSource: report what a new request's prompt found."""
+        """See HitSource: report the prefix hit of a new request, and remember its prompt."""
         if sequence.num_preemptions or sequence.report is not None:
             return
         self._tell(sequence, self.report(sequence, hit, now), hit.num_tokens > 0, now)
         self.enter_prompt(sequence)
 
     def reset(self, now: float) -> None:
-        """Forget everything."""
+        """Forget all prompts."""
         self._last = deque[Remembered](maxlen=MOST_COMPARED)
         self._open: dict[int, Remembered] = {}  # by arrival
         self._young, self._old = Generation(), Generation()
 
     def enter_prompt(self, sequence: Sequence) -> None:
-        """Remember the prompt of a request that was admitted."""
+        """Remember the prompt of an admitted request."""
         size, tokens = self._kv.block_size, sequence.saved_tokens
         if not sequence.digests:
             return
@@ -135,7 +137,7 @@ class MissReports(HitSource, CacheListener):
         self._add_digests(found, len(sequence.digests))
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
-        """Note how far an ending sequence, which still holds its blocks, was computed."""
+        """Record how many blocks of an ending sequence were computed. It still has its blocks."""
         found = self._open.pop(sequence.arrival, None)
         if found is None:
             return
@@ -145,7 +147,7 @@ class MissReports(HitSource, CacheListener):
         self._add_digests(found, num_indexed)
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing: `leave` has done it."""
+        """Do nothing, since `leave` was called before."""
 
     def _add_digests(self, found: Remembered, num: int) -> None:
         new = found.digests[found.num_digests : num]
@@ -158,7 +160,7 @@ class MissReports(HitSource, CacheListener):
         return self._young.by_digest.get(digest) or self._old.by_digest.get(digest)
 
     def end_plan(self, now: float) -> None:
-        """Note what the pools have evicted since the last call."""
+        """Record the evictions of all pools since the last call."""
         kv = self._kv
         for pool in (*kv.pools, *kv.host_pools):
             if pool.lost:
@@ -168,7 +170,8 @@ class MissReports(HitSource, CacheListener):
     # ---- reports -----------------------------------------------------------------------------
 
     def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
-        """Report where a new request's prompt was found, and why not more of it."""
+        """Return the report of a new request's prompt: its hit by location, and the reason of its
+        miss."""
         size, num_tokens = self._kv.block_size, hit.num_tokens
         if hit.source:
             found: Fields = {hit.source: num_tokens}
@@ -203,10 +206,10 @@ class MissReports(HitSource, CacheListener):
         return other | self._apart(sequence, [near, *others], index * kv.block_size)
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
-        """Report why a block of a remembered prompt is not used."""
+        """Return the reason why a block of a remembered prompt is not used."""
         kv, digest = self._kv, sequence.digests[index]
         near = known.fields(sequence)
-        if not known.was_computed(index):  # if it has ended meanwhile, it never will be
+        if not known.was_computed(index):  # it never will be, if its prompt has ended
             return {"miss": NEW} if known.sequence is None else near | {"miss": COMPUTING}
         tier = kv.tier
         if tier and all(tier.lookup(g, digest) is not None for g in range(len(kv.groups))):
@@ -215,9 +218,10 @@ class MissReports(HitSource, CacheListener):
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
 
     def _apart(self, sequence: Sequence, nearest: list[Remembered], start: int) -> Fields:
-        """Report where a prompt parts from the nearest of those that agree up to this block.
+        """Return where a prompt diverges from the nearest of the prompts that agree up to this
+        block.
 
-        A prompt of the same tenant goes before all others, so a tenant learns nothing about the
+        A prompt of the same tenant is preferred to all others. So a tenant learns nothing about the
         prompts of others, not even that one of them is nearer.
         """
         end, tenant = start + self._kv.block_size, sequence.request.tenant
@@ -234,7 +238,7 @@ class MissReports(HitSource, CacheListener):
         }
 
     def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
-        """Report the tokens of a prompt that are cached under another salt, if any."""
+        """Return the number of a prompt's tokens that are cached under another salt, if any."""
         kv, tokens = self._kv, sequence.known_tokens
         first = tokens[: kv.block_size].tobytes()
         near = self._young.by_first.get(first) or self._old.by_first.get(first)
@@ -250,7 +254,7 @@ class MissReports(HitSource, CacheListener):
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Return the number of equal int32 at the beginning of both."""
+    """Return the number of equal int32 values at the beginning of both byte strings."""
     size = min(len(one), len(other))
     differs = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     return ((differs & -differs).bit_length() - 1) // 32 if differs else size // 4

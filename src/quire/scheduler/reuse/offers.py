@@ -1,12 +1,12 @@
-"""Blocks that stores are to get as soon as they are computed, rather than when they are evicted.
+"""Offers: blocks that stores receive as soon as they are computed, instead of at eviction.
 
     named in plan N -> computed by N -> copied to host memory by a later plan -> settled -> Keep
 
-A plan copies before its forward pass, so what it names itself is left to the next one. A copy is
-part of its plan as what the plan evicts is (`kv/host_tier.py`): its name comes with the result, and
-if a step fails it is forgotten. Whose blocks these are: of all requests, or of those that say so
-(`Request.kv_transfer`). What is not copied, because it was evicted before or host memory is full,
-goes the usual way, or is lost: nobody relies on it.
+A plan copies before its forward pass, so the next plan copies the blocks named by this one. Such a
+copy is treated like an evicted block (`kv/host_tier.py`): its name becomes valid with the result,
+and is forgotten if the step fails. Blocks of all requests are offered, or only of requests that set
+it (`Request.kv_transfer`). A block may be evicted before, or host memory may be full. Then the
+block is stored at eviction or not at all, which is no error.
 """
 
 from collections import OrderedDict
@@ -19,26 +19,26 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.extension import CacheListener
 from quire.scheduler.core.sequence import Sequence
 
-MOST_WAITING = 1 << 14  # names; beyond that the oldest is forgotten
-MOST_KNOWN = 1 << 14
+MOST_WAITING = 1 << 14  # maximum number of offered names; beyond it, the oldest is dropped
+MOST_KNOWN = 1 << 14  # maximum number of names known to be in stores
 
 
 class Budget(Protocol):
-    """How many blocks the plan that is made now may copy."""
+    """Number of blocks that the plan being made may still copy."""
 
     @property
     def room(self) -> int: ...
 
 
 class Offers(CacheListener):
-    """keeps_all: blocks of all requests."""
+    """Listener that offers newly named blocks. keeps_all: offer blocks of all requests."""
 
     def __init__(self, kv: KVManager, tier: HostTier, keeps_all: bool, budget: Budget) -> None:
         self._kv, self._tier, self._keeps_all = kv, tier, keeps_all
         self._waiting: OrderedDict[Name, None] = OrderedDict()
-        # That stores have got; False: one of them only until host memory loses it.
+        # Names in stores. False: at least one store has it only until host memory loses it.
         self._known: OrderedDict[Name, bool] = OrderedDict()
-        self._named: list[set[int]] = [set() for _ in kv.groups]  # by the plan that is being made
+        self._named: list[set[int]] = [set() for _ in kv.groups]  # by the plan being made
         self._budget = budget
 
     @property
@@ -48,7 +48,7 @@ class Offers(CacheListener):
     def named(
         self, sequences: Seq[Sequence], firsts: Seq[int], counts: Seq[int], blocks: Seq[Any]
     ) -> None:
-        """See CacheListener: take note of the blocks that the plan being made names."""
+        """See CacheListener: queue the newly named blocks of requests with offers."""
         for by_group in blocks:
             for mine, found in zip(self._named, by_group, strict=True):
                 mine.update(found)
@@ -71,14 +71,15 @@ class Offers(CacheListener):
         return known is True or (known is False and self._tier.lookup(group, digest) is not None)
 
     def copy_out(self, copies: list[Copies]) -> None:
-        """See CacheListener: add what the plan that is being made copies out for stores."""
+        """See CacheListener: add the queued blocks to the plan's copies, as far as the budget
+        allows."""
         if not self._waiting or (num_allowed := self._budget.room) <= 0:
             return
         for g, digest in list(self._waiting):
             block = self._kv.device_block(g, digest)
             is_on_host = self._tier.lookup(g, digest) is not None
             if block in self._named[g] and not is_on_host:
-                continue  # the plan itself computes it
+                continue  # this plan computes it
             if block is not None or is_on_host:
                 if not self._tier.copy_out(g, block, digest, copies[g]):
                     return  # host memory is full
@@ -88,12 +89,13 @@ class Offers(CacheListener):
                 return
 
     def end_plan(self, now: float) -> None:
-        """Note that a plan is made: what it names can be copied by those to come."""
+        """Note the end of planning: later plans can copy the blocks that this plan named."""
         for named in self._named:
             named.clear()
 
     def take_kept(self, names: Iterable[Name], is_lasting: bool) -> None:
-        """Take note of what a store has now. is_lasting: not only until host memory loses it."""
+        """Record the names that a store has now. is_lasting: the store keeps them even after host
+        memory loses them."""
         for name in names:
             self._known[name] = is_lasting and self._known.get(name, True)
             self._known.move_to_end(name)
@@ -101,13 +103,13 @@ class Offers(CacheListener):
             self._known.popitem(last=False)
 
     def forget(self, names: Iterable[Name]) -> None:
-        """Take note that stores are to have these no longer."""
+        """Forget names that stores should no longer have."""
         for name in names:
             self._known.pop(name, None)
             self._waiting.pop(name, None)
 
     def drop_waiting(self) -> None:
-        """Give up what waits: nothing will make room for it."""
+        """Drop the queued names, if no room for their copies is expected."""
         self._waiting.clear()
 
     def reset(self, now: float) -> None:

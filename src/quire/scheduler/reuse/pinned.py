@@ -1,12 +1,12 @@
-"""Pinned prefixes as memory sees them: what they hold, who begins with them, what they reserve.
+"""Blocks of pinned prefixes, the requests that begin with them, and the blocks reserved for them.
 
     pinned    | block 0 | block 1 | blo      |        prefix of 2 blocks and 3 tokens
-    request   | block 0 | block 1 | blo ck 2 | ...    its own copy of the last one
+    request   | block 0 | block 1 | blo ck 2 | ...    its own copy of the last block
 
-A request that begins with a pinned prefix forks it: full blocks are shared, and the first that
-writes into a last block that is not full copies it first (copy-on-write). Pinned blocks are
-referenced, so nothing evicts them. Prefixes are told by the digest of all their tokens, from the
-same root as blocks' digests, so that salts keep tenants apart here, too.
+A request that begins with a pinned prefix forks it. Full blocks are shared. If the last block is
+not full, a request copies it before its first write (copy-on-write). Pinned blocks are referenced,
+so they are never evicted. A prefix is identified by the digest of all its tokens. It has the same
+root as block digests, so salts separate tenants here, too.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from quire.scheduler.core.sequence import Sequence
 
 
 class Source(StrEnum):
-    """As the report of a hit calls it."""
+    """Name of this source in the report of a hit."""
 
     PINNED = "pinned"
 
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """sequence: that computes it, None once it is there; blocks: what it holds then. most_blocks:
-    that it may hold, by cache group. digest: of all its tokens. num_own_hits: by its tenant, who
-    is not to learn what others ask."""
+    """Pinned prefix. sequence: computes the prefix; None once it is complete. blocks: its tables
+    from then on. most_blocks: maximum blocks by cache group. digest: digest of all its tokens.
+    num_own_hits: hits of its own tenant, which must not learn about others."""
 
     request: Request
     sequence: Sequence | None
@@ -51,17 +51,18 @@ class Pin:
 
 
 class PinnedPrefixes(HitSource):
-    """All pinned prefixes by request id. reserved: blocks, by cache group, that they hold or will
-    hold. num_changes: a hit that was found before the last of these may differ now.
+    """Hit source of all pinned prefixes. by_id: pins by request id. reserved: blocks, by cache
+    group, that the pins have or will have. num_changes: number of changes; hits found before the
+    last change may be outdated.
 
-    Where the index has a longer hit, the full blocks of a pin are taken in the place of the index's
-    own. The index may name other blocks of the same tokens, and to a request that fits only because
-    it shares with the pin those are of no use.
+    If the index has a longer hit, the full blocks of a pin replace the index's blocks in it. The
+    index may name other blocks with the same tokens. These do not help a request that only fits
+    because it shares the pin's blocks.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.by_id: dict[str, Pin] = {}
-        self.entries = self.ready = list[Pin]()  # longest first
+        self.entries = self.ready = list[Pin]()  # complete pins, longest first
         self.reserved = [0] * len(memory.kv.groups)
         self.num_hits = self.num_hit_tokens = 0
         self.num_changes = 0
@@ -69,7 +70,7 @@ class PinnedPrefixes(HitSource):
 
     @property
     def computing(self) -> list[Pin]:
-        """Pins whose tokens a sequence still computes."""
+        """Pins that a sequence still computes."""
         if len(self.by_id) == len(self.ready):
             return []
         return [pin for pin in self.by_id.values() if pin.sequence is not None]
@@ -77,17 +78,17 @@ class PinnedPrefixes(HitSource):
     # ---- changes -----------------------------------------------------------------------------
 
     def add(self, pin: Pin) -> None:
-        """Reserve what a prefix will hold."""
+        """Add a pin and reserve its blocks."""
         self.by_id[pin.request.request_id] = pin
         self._count_blocks()
 
     def remove(self, pin: Pin) -> None:
-        """Reserve nothing for it any more."""
+        """Remove a pin and its reservation."""
         del self.by_id[pin.request.request_id]
         self._count_blocks()
 
     def take_over(self, pins: list[Pin]) -> None:
-        """Take the blocks of sequences that have computed their last token."""
+        """Take over the blocks of sequences that have computed their last token."""
         for pin in pins:
             assert pin.sequence is not None, "no request computes the prefix"
             pin.sequence.blocks.advance(pin.num_tokens)
@@ -98,14 +99,14 @@ class PinnedPrefixes(HitSource):
             self._count_blocks()
 
     def give_up(self, pin: Pin) -> None:
-        """Free what a prefix holds."""
+        """Free the blocks of a pin."""
         assert pin.blocks is not None, "the prefix is not computed yet"
         self._kv.free(pin.blocks)
         pin.blocks = None
         self.ready.remove(pin)
 
     def name(self, pin: Pin, sequence: Sequence) -> None:
-        """Note by which name requests find it. sequence: that computes it."""
+        """Set the name by which requests find a pin. sequence: computes the prefix."""
         pin.digest = self._names.of_prefix(sequence, pin.num_tokens)
 
     def _count_blocks(self) -> None:
@@ -118,21 +119,23 @@ class PinnedPrefixes(HitSource):
     # ---- hits --------------------------------------------------------------------------------
 
     def find_pin(self, sequence: Sequence) -> Pin | None:
-        """Find the longest pinned prefix that a sequence may fork, and that is of use to it."""
+        """Return the longest pinned prefix that a sequence may fork and that saves it tokens, or
+        None."""
         if not self.ready:
             return None
         return next((pin for pin in self.fitting(sequence) if self.num_usable(pin, sequence)), None)
 
     def fitting(self, sequence: Sequence) -> Iterator[Pin]:
-        """List all that a sequence may fork, longest first."""
+        """Yield all pins that a sequence may fork, longest first."""
         for pin in self.ready if sequence.may_read_cache else ():
             is_longer = pin.num_tokens > sequence.num_prompt_tokens
             if not is_longer and self._names.of_prefix(sequence, pin.num_tokens) == pin.digest:
                 yield pin
 
     def num_usable(self, pin: Pin, sequence: Sequence) -> int:
-        """Count the tokens of a pin that a sequence need not compute: one must be left. None of one
-        that has given up what the next token would see: its windows are those of its own end."""
+        """Return the number of a pin's tokens that a sequence need not compute. At least one token
+        of the sequence remains. Return 0 if the pin's tables lack tokens visible to the next one:
+        windows only cover the pin's own end."""
         readable = min(sequence.num_known_tokens - 1, sequence.num_readable_tokens)
         num_tokens, kv = min(pin.num_tokens, readable), self._kv
         tables = () if pin.blocks is None else pin.blocks.tables
@@ -143,7 +146,7 @@ class PinnedPrefixes(HitSource):
         return num_tokens if is_there else 0
 
     def num_tokens(self, sequence: Sequence) -> int:
-        """See HitSource. Looked up once per change of the pins, which is seldom."""
+        """See HitSource. Cached until pins change, which is rare."""
         at, num_tokens = sequence.found_elsewhere.get(Source.PINNED, (-1, 0))
         if at != self.num_changes:
             pin = self.find_pin(sequence)
@@ -152,7 +155,7 @@ class PinnedPrefixes(HitSource):
         return num_tokens
 
     def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
-        """See HitSource. The last block of a prefix may be partly full."""
+        """See HitSource. The last block of the hit may be partly full."""
         pin = self.find_pin(sequence)
         if pin is None or pin.blocks is None:
             return best
@@ -165,7 +168,7 @@ class PinnedPrefixes(HitSource):
         return KVBlocks(num_tokens, blocks, source=Source.PINNED)
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
-        """Count a new sequence that is admitted, which may begin with a prefix."""
+        """Count the hit of a newly admitted sequence, if it begins with a pin."""
         pin = self.find_pin(sequence)
         if pin is not None and sequence.num_preemptions == 0 and sequence.report is None:
             pin.num_hits += 1
@@ -174,29 +177,29 @@ class PinnedPrefixes(HitSource):
             self.num_hit_tokens += self.num_usable(pin, sequence)
 
     def lasting_blocks(self, sequence: Sequence) -> list[int]:
-        """Count the full blocks, by cache group, that a sequence would share with a pinned prefix
-        for as long as it is there: not those that it leaves behind."""
+        """Count the full blocks, by cache group, that a sequence shares with a pin until it ends.
+        Groups that drop blocks, such as windows, count as 0."""
         pin, kv = self.find_pin(sequence), self._kv
         num_blocks = 0 if pin is None else self.num_usable(pin, sequence) // kv.block_size
         return [num_blocks if group.keeps_all else 0 for group in kv.groups]
 
-    # ---- told --------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------
 
     def tables(self) -> list[SequenceBlocks]:
-        """List what the pins hold."""
+        """Return the tables of all complete pins."""
         return [pin.blocks for pin in self.ready if pin.blocks is not None]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the fullest group that pins hold."""
+        """Number of pinned blocks in the fullest cache group."""
         return self._most_held(self.tables())
 
     def _most_held(self, blocks: list[SequenceBlocks]) -> int:
         return max(self._kv.num_distinct(blocks))
 
     def listing(self, now: float, tenant: str | None = None) -> list[PinnedPrefix]:
-        """List what is pinned, oldest first. tenant: only whose, and of their hits only that
-        tenant's; None is all."""
+        """Return the pins of a tenant with that tenant's hits, oldest first; all pins and hits if
+        None."""
         return [
             PinnedPrefix(
                 id=prefix_id,
@@ -213,8 +216,8 @@ class PinnedPrefixes(HitSource):
 
 
 def _upon(pinned: SequenceBlocks, hit: KVBlocks, num_full: int) -> KVBlocks:
-    """Return a hit that goes beyond a pinned prefix, with the prefix's num_full full blocks in the
-    place of its own."""
+    """Return a hit longer than a pinned prefix, with the prefix's num_full full blocks in place of
+    the hit's."""
     blocks, host = [], []
     for g, mine in enumerate(hit.blocks):
         theirs = pinned.tables[g].blocks[:num_full]

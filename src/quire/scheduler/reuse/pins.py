@@ -1,10 +1,12 @@
-"""Pinned prefixes: prompts that are computed, never sampled, and kept (P 4.4, shared prefix).
+"""Pinned prefixes: prompts that are computed, never sampled, and stay in memory (P 4.4, shared
+prefix).
 
-A request to pin is queued like others. With the result of the step that computes its last token it
-has ended, and its block tables belong to the pin, which holds no row (pinned.py tells who begins
-with it). What pins hold, nobody else can get: a request is accepted if it fits in what they leave,
-and a pin if all open requests then still do. A tenant has a share of what may be pinned, which its
-request to pin brings (`pin_share`), so that none takes it all.
+A request to pin is queued like others. It ends with the result of the step that computes its last
+token. Then its block tables belong to the pin, which has no row (pinned.py describes the requests
+that begin with it). Pinned blocks are not available to other requests. So a request is accepted
+only if it fits into the unpinned blocks, and a pin only if all open requests still fit afterwards.
+A tenant may pin a share of the limit, given in its pin requests (`pin_share`), so that no tenant
+uses all of it.
 """
 
 import math
@@ -22,12 +24,12 @@ from quire.scheduler.core.plans import InFlightStep
 from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.reuse.pinned import Pin, PinnedPrefixes
 
-MOST_PINNED = 0.5  # of each pool
-MOST_PINS = 256  # each request that comes is compared with all of them
+MOST_PINNED = 0.5  # maximum share of each pool
+MOST_PINS = 256  # each new request is compared with all of them
 
 
 class Pins(Extension, StepExtension, CacheListener):
-    """The life of every pin, from the request for it to its end."""
+    """Lifecycle of every pin, from its request to its removal."""
 
     fields = ("pin_s",)
 
@@ -57,7 +59,8 @@ class Pins(Extension, StepExtension, CacheListener):
         return True
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if this prefix cannot be pinned; EngineBusy if only now."""
+        """Raise RequestError if this prefix cannot be pinned, and EngineBusy if it cannot be pinned
+        now."""
         if len(self._pinned.by_id) >= MOST_PINS:
             raise RequestError(
                 f"{MOST_PINS} prefixes are pinned already, which is the limit; remove prefixes"
@@ -81,8 +84,7 @@ class Pins(Extension, StepExtension, CacheListener):
                 )
 
     def _check_share(self, request: Request, needs: list[int]) -> None:
-        """Raise RequestError if its tenant would pin more than its share: what one pins, others
-        cannot."""
+        """Raise RequestError if its tenant would pin more than its share of prefixes or blocks."""
         pins = self._pinned.by_id.values()
         mine = [pin for pin in pins if pin.request.tenant == request.tenant]
         share, most_pins = request.pin_share, max(1, int(request.pin_share * MOST_PINS + EPSILON))
@@ -103,7 +105,7 @@ class Pins(Extension, StepExtension, CacheListener):
             )
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """Reserve what a request to pin will hold. What is computed again has it already."""
+        """Reserve the blocks of a new pin. A pin that is recomputed has reserved them already."""
         request = sequence.request
         if request.pin_s is None:
             return
@@ -116,33 +118,34 @@ class Pins(Extension, StepExtension, CacheListener):
         self._pinned.add(pin)
 
     def end_step(self, end: StepEnd, now: float) -> None:
-        """Take over the blocks of sequences whose last token is computed, and end them."""
+        """Take over the blocks of sequences whose last token is computed, and end these
+        sequences."""
         for sequence in self._settle(end.in_flight, now):
             end.outputs.finish(sequence, Finish("pinned"))
             self._lifecycle.end(sequence, "pinned", now)
         self.follows_steps = bool(self._pinned.computing)
 
     def _settle(self, in_flight: Iterable[InFlightStep], now: float) -> list[Sequence]:
-        """Take over the blocks of sequences whose last token is computed. in_flight: plans without
-        their results."""
+        """Take over the blocks of sequences whose last token is computed. Return these sequences.
+        in_flight: plans without their results."""
         done = [pin for pin in self._pinned.computing if _is_computed(pin, in_flight)]
         sequences = [pin.sequence for pin in done if pin.sequence is not None]
         for pin in done:
-            if pin.ends_s == math.inf:  # otherwise it was computed before
+            if pin.ends_s == math.inf:  # finite if it is being recomputed
                 pin.ends_s = now + (pin.request.pin_s or math.inf)
         self._pinned.take_over(done)
         self._find_next()
         return sequences
 
     def forget(self, sequence: Sequence) -> None:
-        """Give a pin up whose sequence has ended before it was computed."""
+        """Remove a pin whose sequence has ended before it was computed."""
         pin = self._pinned.by_id.get(sequence.request.request_id)
         if pin is not None and pin.sequence is sequence:
             self._pinned.remove(pin)
 
     def remove(self, request_id: str, tenant: str | None) -> Sequence | None:
-        """Pin a prefix no longer; who still computes it, for the caller to end. tenant: whose it
-        must be; None is anybody's."""
+        """Remove a pin. Return the sequence that still computes it, for the caller to end. tenant:
+        required owner; None for any."""
         pin = self._pinned.by_id.get(request_id)
         if pin is None or tenant not in (None, pin.request.tenant):
             return None
@@ -153,13 +156,13 @@ class Pins(Extension, StepExtension, CacheListener):
         return pin.sequence
 
     def expire(self, now: float) -> None:
-        """Remove those whose time is over."""
+        """Remove the pins whose time is over."""
         for pin in [pin for pin in self._pinned.ready if pin.ends_s <= now]:
             self.remove(pin.request.request_id, None)
 
     def _unpin(self, message: Unpin, now: float) -> None:
         computing = self.remove(message.request_id, message.tenant)
-        if computing is not None:  # somebody waits for it
+        if computing is not None:  # a client waits for it
             self._lifecycle.drop(computing, Finish("abort"), now)
 
     def _find_next(self) -> None:
@@ -167,25 +170,24 @@ class Pins(Extension, StepExtension, CacheListener):
         self.next_s = None if next_s == math.inf else next_s
 
     def fail(self, failed: Collection[Sequence], now: float) -> None:
-        """Compute again what requests that have failed may have forked, also shorter prefixes that
-        theirs were forked from."""
+        """Recompute the pins that failed requests may have forked, including shorter prefixes."""
         for sequence in failed:
             for pin in () if not sequence.samples else list(self._pinned.fitting(sequence)):
                 self._compute(pin, now)
 
     def reset(self, now: float) -> None:
-        """Take the rows of prefixes that are being computed: they begin anew, with new names."""
+        """Preempt the sequences that compute prefixes. They begin again, with new names."""
         for pin in self._pinned.by_id.values():
             if pin.sequence is not None and pin.sequence.row >= 0:
                 self._lifecycle.preempt(pin.sequence, pin.request.request_id, now)
 
     def _start_over(self, message: ResetPrefixCache, now: float) -> None:
-        """Compute all of them again, under new names; no pin holds a row."""
+        """Recompute all pins under new names. No pin has a row."""
         for pin in self._pinned.by_id.values():
             self._pinned.name(pin, pin.sequence or self._compute(pin, now))
 
     def _compute(self, pin: Pin, now: float) -> Sequence:
-        """Give up what a pin holds, and compute it again."""
+        """Free the blocks of a pin, and queue a sequence that recomputes it."""
         self._pinned.give_up(pin)
         self._find_next()
         self._pinned.num_changes += 1
@@ -194,7 +196,8 @@ class Pins(Extension, StepExtension, CacheListener):
         return sequence
 
     def _leaves_room_for(self, sequence: Sequence, reserved: list[int]) -> bool:
-        """Tell whether an open request can still end if pins hold that much."""
+        """Return whether an open request can still finish if pins reserve these blocks, by cache
+        group."""
         memory = self._memory
         away = [m.host_blocks for m in sequence.members if m.host_blocks is not None]
         if not memory.fits_at_all(memory.needs_to_stand(away), reserved):

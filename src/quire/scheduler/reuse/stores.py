@@ -1,21 +1,21 @@
-"""Prefixes in stores outside of this process, as far as the scheduler knows of them (C7).
+"""Prefix blocks in external stores, as far as the scheduler knows them (C7).
 
-A request whose prompt is not all on the device or in host memory is looked up in every store when
-it comes, and is parked meanwhile: outside the queue, in nobody's way. What was found, and takes
-less time to fetch than to compute, is fetched into host blocks; with the answer these are part of
-the host tier, and the request enters the queue.
+A new request is looked up in every store if its prompt is not all on the device or in host memory.
+It is parked meanwhile, outside the queue. Found blocks are fetched into host blocks if that is
+faster than computing them. Then they belong to the host tier, and the request enters the queue.
 
     add -> LookUp -> LookedUp -> Fetch -> Fetched -> queue -> hit in host memory -> load
                         |                    |
-                        +- nothing found ----+-----> queue
+                        +- no blocks found --+-----> queue
 
-What the host tier takes in is kept in every store, once the step that copies it out has ended:
-what is evicted, and what `offers.py` has copied as soon as it was computed. A request whose prompt
-another engine computes just now (`KVTransfer.waits`) is looked up until all of it has come, as long
-as blocks do come: each time a store has something new, that is fetched, while the rest is computed
-elsewhere. The orders are carried out elsewhere (`engine/connectors`); every one of them is answered
-once, by a control message, and nothing is known of a store but by these. A row that fails has all
-blocks of its tokens removed (`Remove`): what comes of them from a fetch under way is not taken in.
+Every store keeps the blocks that enter the host tier, once the step that copies them has ended.
+These are evicted blocks, and blocks that `offers.py` copies as soon as they are computed. If
+another engine is computing the prompt (`KVTransfer.waits`), the look-up repeats as long as new
+blocks arrive, until all have arrived. Each time a store has new blocks, these are fetched while the
+rest is computed elsewhere. The orders are carried out by `engine/connectors`. Each order is
+answered once, by a control message, which is the only information about a store. If a row fails,
+all blocks of its tokens are removed from stores (`Remove`). A fetch in flight does not add them to
+the host tier.
 """
 
 from collections.abc import Collection, Mapping
@@ -47,23 +47,23 @@ from quire.scheduler.core.sequence import NEVER, Sequence
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.views import StoresView
 
-MOST_KEPT_AT_ONCE = 256  # blocks on their way to a store; beyond that they are not kept
-MOST_KEPT_BYTES = 128 << 20  # of what is kept as soon as it is computed; but one block always
+MOST_KEPT_AT_ONCE = 256  # blocks in flight to one store; further blocks are not kept
+MOST_KEPT_BYTES = 128 << 20  # bytes in flight of offered blocks; at least one block
 WAIT_S = 1.5  # for a block that another engine is about to keep
-KEEP_OLD = 0.5  # of a measured rate, when another was measured
+KEEP_OLD = 0.5  # weight of the old average when a new rate is measured
 
 
 class StoreBlocker(StrEnum):
-    """What a sequence waits for outside the queue."""
+    """Reason why a sequence waits outside the queue."""
 
     ASKED = "asked"  # stores may have blocks of its prompt
 
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A request that is looked up or fetched for. names: that are not here; is_handed_over: they
-    may be on their way to the stores. asked: by ticket, what stores that have not answered were
-    asked for; found: which store has a block; tickets: of fetches that have not come."""
+    """Request in a look-up or fetch. names: its blocks that are not cached here. is_handed_over:
+    another engine may be sending them to the stores. asked: names of unanswered look-ups, by
+    ticket. found: a store that has the block. tickets: unanswered fetches."""
 
     sequence: Sequence
     names: tuple[BlockName, ...]
@@ -74,9 +74,9 @@ class PendingLookup:
 
 
 class Stores(Extension, StepExtension):
-    """num_stores: they are asked in the order of their numbers. kept: what they get
-    (base/settings/kv_transfer.py). orders: where orders go. offers: what they get as soon as it is
-    computed; None if they get nothing."""
+    """Extension that looks up, fetches and keeps blocks in stores. num_stores: they are looked up
+    in this order. kept: the blocks that stores receive (base/settings/kv_transfer.py). orders: list
+    for new orders. offers: offers of computed blocks; None if stores receive no blocks."""
 
     follows_steps = True
 
@@ -96,14 +96,14 @@ class Stores(Extension, StepExtension):
         self.waiting: dict[str, PendingLookup] = {}
         self.num_fetched = self.num_kept = 0
         self.num_fetched_bytes = self.num_kept_bytes = self.num_here = 0
-        self.is_private = False  # the names of this cache mean nothing to other engines
+        self.is_private = False  # whether other engines cannot know the names of this cache
         self._memory, self._lifecycle, self._planner = memory, lifecycle, planner
-        self._is_ending = False  # what is cached is to be kept
+        self._is_ending = False  # whether all cached blocks are to be kept before the engine ends
         self._fetching: dict[int, tuple[Item, ...]] = {}
-        self._coming: dict[BlockName, int] = {}  # with which ticket; of those that are wanted
+        self._coming: dict[BlockName, int] = {}  # ticket of the fetch, of the blocks still needed
         self._keeping: dict[int, tuple[Item, ...]] = {}
         self._num_keeping = [0] * num_stores
-        self._bytes_per_s = [0.0] * num_stores  # of fetching; 0.0 is not known
+        self._bytes_per_s = [0.0] * num_stores  # rate of fetching; 0.0 if unknown
         self._next_ticket = 0
         if self.keeps:
             self.offers = Offers(memory.kv, self._tier, kept == COMPUTED, self)
@@ -121,7 +121,7 @@ class Stores(Extension, StepExtension):
         }
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """See Extension: a request that is looked up waits outside the queue."""
+        """See Extension: a request with look-ups waits outside the queue."""
         if sequence.has_something_to_compute and self.begin(sequence):
             sequence.watch(self)
             sequence.blockers |= {StoreBlocker.ASKED}
@@ -132,8 +132,8 @@ class Stores(Extension, StepExtension):
         self.remove(list(dict.fromkeys(digests)))
 
     def end_step(self, end: StepEnd, now: float) -> None:
-        """See StepExtension: keep what has come to host memory, and report what goes to stores of
-        the prompts that have ended."""
+        """See StepExtension: keep the blocks copied to host memory by this step, and report the
+        blocks handed over for each ended prompt."""
         self.keep(end.settled, int(NEVER) if end.is_flush else None)
         for sequence, update in end.outputs.ended:
             finish = update.finish
@@ -142,12 +142,12 @@ class Stores(Extension, StepExtension):
 
     @property
     def has_work(self) -> bool:
-        """Whether a plan is needed that copies out what stores wait for."""
+        """Whether a plan is needed that copies blocks for stores."""
         return self.offers is not None and (self.offers.num_waiting > 0 or self._tier.has_held)
 
     def idle_plan(self, now: float) -> Plan | None:
-        """See StepExtension. What cannot be copied though nothing is under way is given up. At the
-        end all that is cached is copied, unless no other engine could use it."""
+        """See StepExtension. Drop offered blocks that cannot be copied while no order is in flight.
+        Before the engine ends, copy all cached blocks, unless only this engine could use them."""
         if self._is_ending and self.keeps and not self.is_private:
             plan = self._planner.flush(now)
             if plan is not None:
@@ -160,11 +160,12 @@ class Stores(Extension, StepExtension):
         return plan
 
     def _begin_ending(self, message: KeepCached, now: float) -> None:
-        """Copy out from now on, when nothing else is to be planned, all that is cached."""
+        """Copy all cached blocks to stores from now on, whenever nothing else can be planned."""
         self._is_ending = True
 
     def handed_over(self, sequence: Sequence) -> HandedOver | None:
-        """Return what of a prompt goes to the stores for another engine; None if nobody asked."""
+        """Return the blocks of a prompt that go to the stores for another engine; None if its
+        request does not need this."""
         transfer = sequence.request.kv_transfer
         if transfer is None or not transfer.keeps or self.offers is None:
             return None
@@ -173,18 +174,18 @@ class Stores(Extension, StepExtension):
 
     @property
     def keeps(self) -> bool:
-        """Whether stores get anything."""
+        """Whether stores receive blocks."""
         return self.kept != NOTHING
 
     @property
     def num_keeping(self) -> int:
-        """Count the blocks that are on their way to the store that has most of them before it."""
+        """Number of blocks in flight to the store that has the longest backlog."""
         return max(self._num_keeping)
 
     @property
     def room(self) -> int:
-        """Return how many blocks more may be copied out for stores now: a worker that has too much
-        to keep refuses what comes."""
+        """Number of further blocks that may be copied out for stores now. A worker with too large a
+        backlog refuses orders."""
         most_bytes = MOST_KEPT_BYTES // max([1, *self._memory.kv.block_bytes])
         most = min(MOST_KEPT_AT_ONCE, max(1, most_bytes))
         return most - self.num_keeping - self._tier.num_unsettled
@@ -205,14 +206,15 @@ class Stores(Extension, StepExtension):
         return tier
 
     def held_blocks(self, cache_group: int) -> list[int]:
-        """Host blocks that orders on their way name."""
+        """Return the host blocks that orders in flight name."""
         all_items = [*self._fetching.values(), *self._keeping.values()]
         return [block for items in all_items for g, _, block in items if g == cache_group]
 
     # ---- looking up and fetching -------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> bool:
-        """Look a new request up, if there is something to find; whether it has to wait."""
+        """Look up a new request, if stores may have more of its prompt. Return whether it must
+        wait."""
         kv = self._memory.kv
         digests, num_tokens = self._memory.names.readable(sequence)
         most = min(len(digests), (num_tokens - 1) // kv.block_size)
@@ -221,7 +223,7 @@ class Stores(Extension, StepExtension):
         enough = self._num_to_come(sequence) if is_handed_over else most
         if sequence.is_open or here >= enough:
             return False
-        # Groups that keep all blocks first: of others some never come.
+        # Groups that keep all blocks come first. Of other groups, stores may lack some blocks.
         order = sorted(range(len(kv.groups)), key=lambda g: not kv.groups[g].keeps_all)
         names = tuple(
             (g, digest) for g in order for digest in digests[:most] if not kv.is_cached(g, digest)
@@ -243,8 +245,8 @@ class Stores(Extension, StepExtension):
         return True
 
     def _is_handed_over(self, sequence: Sequence, digests: Seq[bytes]) -> bool:
-        """Tell whether another engine keeps this prompt's blocks now or soon. What it told of them
-        may be of another prompt or another model: these blocks never come."""
+        """Return whether another engine keeps this prompt's blocks now or soon. Its digest must
+        match the prompt: blocks of another prompt or model never arrive."""
         transfer = sequence.request.kv_transfer
         if transfer is None or not transfer.waits:
             return False
@@ -252,7 +254,7 @@ class Stores(Extension, StepExtension):
         return num == 0 or (num <= len(digests) and digests[num - 1] == transfer.digest)
 
     def _look_up(self, wait: PendingLookup, store: int) -> None:
-        """Ask a store for what was not found yet."""
+        """Order a look-up in a store of the names that are not found yet."""
         names = tuple(name for name in wait.names if name not in wait.found)
         ticket, wait_s = self._ticket(), WAIT_S if wait.is_handed_over else 0.0
         wait.asked[ticket] = names
@@ -260,8 +262,8 @@ class Stores(Extension, StepExtension):
         self.orders.append(LookUp(store, request_id, names, ticket, wait_s))
 
     def _num_to_come(self, sequence: Sequence) -> int:
-        """Count the blocks of a prompt that was handed over which may come. Behind the last state
-        that is left there is nothing to begin with."""
+        """Return the number of blocks that may arrive for a handed-over prompt. With states, no
+        sequence can begin after the last stored state, so blocks after it do not count."""
         size, transfer = self._memory.block_size, sequence.request.kv_transfer
         num_tokens = sequence.num_known_tokens - 1
         if self._memory.kv.has_states:
@@ -270,13 +272,13 @@ class Stores(Extension, StepExtension):
         return min(num_tokens // size, told or num_tokens // size)
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget a request that has ended; what is on its way for it still comes."""
+        """Forget a request that has ended. Fetches in flight for it continue."""
         self.waiting.pop(sequence.request.request_id, None)
 
     def _take_looked_up(self, answer: LookedUp) -> None:
         wait = self.waiting.get(answer.request_id)
         if wait is None or answer.ticket not in wait.asked:
-            return  # of a request that has ended; its id may be another's now
+            return  # the request has ended; its id may have been reused
         names, num_before = wait.asked.pop(answer.ticket), len(wait.found)
         for name, is_there in zip(names, answer.found, strict=True):
             if is_there:
@@ -288,8 +290,8 @@ class Stores(Extension, StepExtension):
         self._end_wait(wait)
 
     def _go_on(self, wait: PendingLookup, store: int, is_growing: bool) -> None:
-        """Fetch what has come of a prompt that is handed over, and ask on for the rest where there
-        was something new. If there is no rest, other stores are not waited for."""
+        """Fetch the new blocks of a handed-over prompt, and look up the rest in a store that had
+        new ones. Once all blocks are found, stop waiting for other stores."""
         if is_growing:
             self._fetch(wait)
         kv = self._memory.kv
@@ -303,7 +305,7 @@ class Stores(Extension, StepExtension):
             self._look_up(wait, store)
 
     def _fetch(self, wait: PendingLookup) -> None:
-        """Order the blocks that make the hit longer."""
+        """Order fetches of the blocks that make the hit longer."""
         kv, sequence = self._memory.kv, wait.sequence
         digests, num_tokens = self._memory.names.readable(sequence)
         here = kv.num_computed_blocks(digests, num_tokens)
@@ -328,7 +330,8 @@ class Stores(Extension, StepExtension):
                 self._order(wait, store, mine)
 
     def _order(self, wait: PendingLookup, store: int, names: list[BlockName]) -> None:
-        """Fetch those that are not on their way; if host memory is full, the first of them."""
+        """Order a fetch of the blocks that are not in flight, as many as host memory has room
+        for."""
         tier, items = self._tier, []
         for name in names:
             if name in self._coming:
@@ -367,19 +370,18 @@ class Stores(Extension, StepExtension):
             self._end_wait(wait)
 
     def _end_wait(self, wait: PendingLookup) -> None:
-        """Let a request into the queue if nothing is to come for it."""
+        """Queue a request once no look-up or fetch is outstanding."""
         if wait.asked or wait.tickets:
             return
         del self.waiting[wait.sequence.request.request_id]
         wait.sequence.blockers -= {StoreBlocker.ASKED}
         self._lifecycle.unpark(wait.sequence)
 
-    # ---- what is not to be used --------------------------------------------------------------
+    # ---- removing blocks ---------------------------------------------------------------------
 
     def start_over(self) -> None:
-        """Start over, since all names have changed: those that wait go on without, and what is on
-        its way is not taken in. From now on stores only hold what this engine's memory has no room
-        for."""
+        """Start over after all names have changed. Waiting requests continue without stores, and
+        fetches in flight are dropped. From now on, stores only extend the memory of this engine."""
         self.is_private = True
         self._coming = {}
         for wait in list(self.waiting.values()):
@@ -387,11 +389,11 @@ class Stores(Extension, StepExtension):
             self._end_wait(wait)
 
     def remove(self, digests: list[bytes]) -> None:
-        """Have these blocks removed, which a request that failed may have computed wrongly.
+        """Order the removal of blocks that a failed request may have computed wrongly.
 
-        `keep` only orders what a step copied out that had no error; but an error shows where
-        something is sampled, and that may be long after. Nor are they taken in from where they are
-        on their way.
+        `keep` excludes copies of steps with errors. But an error shows only when a token is
+        sampled, which may be long after the copy. Fetches in flight of these blocks are dropped,
+        too.
         """
         names = tuple((g, digest) for digest in digests for g in range(len(self._memory.kv.groups)))
         if self.offers is not None:
@@ -406,7 +408,8 @@ class Stores(Extension, StepExtension):
     # ---- keeping -----------------------------------------------------------------------------
 
     def keep(self, names: list[Name], most: int | None = None) -> None:
-        """Order blocks of the host tier to be kept. most: at once, if not the usual number."""
+        """Order the stores to keep blocks of the host tier. most: maximum blocks in flight, by
+        default MOST_KEPT_AT_ONCE."""
         for store in range(self.num_stores if names and self.keeps else 0):
             room = max(0, (most or MOST_KEPT_AT_ONCE) - self._num_keeping[store])
             items = []
@@ -437,8 +440,8 @@ class Stores(Extension, StepExtension):
     def _is_worth_it(
         self, store: int, names: "list[BlockName] | tuple[BlockName, ...]", num_tokens: int
     ) -> bool:
-        """Tell whether fetching these blocks takes less time than computing so many tokens; yes, if
-        one of the rates is not known."""
+        """Return whether fetching these blocks is faster than computing num_tokens tokens; True if
+        a rate is unknown."""
         sizes, per_s = self._memory.kv.block_bytes, self._bytes_per_s[store]
         tokens_per_s = self._memory.rates.prefill_tokens_per_s
         if not (sizes and per_s and tokens_per_s):
