@@ -27,11 +27,11 @@ if TYPE_CHECKING:  # a start without torch imports this file
 
 
 class Step(Protocol):
-    """A plan on its way. Whatever `begin` raises, the rows' counters have not moved, and the plan
-    can be carried out again. What `end` raises, the device has met with; it cannot go on."""
+    """A submitted plan. If `begin` raises, no row's counter has moved and the plan can be submitted
+    again. If `end` raises, the device itself has failed and cannot continue."""
 
     def begin(self) -> None:
-        """Put the plan's work after all earlier work."""
+        """Queue the plan's work after all earlier work."""
         ...
 
     def is_done(self) -> bool:
@@ -39,7 +39,7 @@ class Step(Protocol):
         ...
 
     def end(self) -> StepResult:
-        """Wait for the work; return what it gave."""
+        """Wait for the work and return its result."""
         ...
 
 
@@ -48,7 +48,7 @@ class Work(Protocol):
 
     @property
     def num_places(self) -> int:
-        """Return how many places for rows it has; 0: one for each row."""
+        """Return the number of row slots in the work; 0: one for each row."""
         ...
 
     def first(self, shape: StepShape) -> Tensors:
@@ -56,15 +56,16 @@ class Work(Protocol):
         ...
 
     def second(self) -> Tensors:
-        """Choose tokens and, last of all, move the counters; return what crosses to the host."""
+        """Choose tokens and, last of all, move the counters; return the tensors for the host."""
         ...
 
 
 class ForwardPart:
-    """What a feature does in the forward pass of one step; by default nothing. A device may carry
-    the step out much later, so a part never changes.
+    """Part of a feature in the forward pass of one step; the default does nothing. A part is
+    immutable, because a device may execute the step much later.
 
-    num_tensors: how many `after` returns. can_be_recorded: whether a recorded step does the same.
+    num_tensors: number of tensors that `after` returns.
+    can_be_recorded: whether a recorded step gives the same result.
     """
 
     num_tensors: int = 0
@@ -79,42 +80,43 @@ class ForwardPart:
     def inputs(
         self, ids_T: "torch.Tensor", positions_T: "torch.Tensor"
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return the model's ids and positions."""
+        """Return the model's token ids [T] and positions, [T] or [3, T]."""
         return ids_T, positions_T
 
     def attention(self, step: "AttentionStep") -> "AttentionStep":
-        """Return the step as attention is to see it."""
+        """Return the step's description as attention reads it."""
         return step
 
     def after(self, hidden_TD: "torch.Tensor") -> "list[torch.Tensor]":
-        """Return what crosses to the host, made of the hidden states of all known tokens."""
+        """Return the tensors to copy to the host, from hidden states [T, D] of known tokens."""
         return []
 
     def read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
-        """Add what crossed to the step's result."""
+        """Add the copied tensors to the step's result."""
         return result
 
 
 class Attachment(Protocol):
-    """A feature that follows a runner's plans."""
+    """Feature of the forward pass, which follows a runner's plans."""
 
     @property
     def at_rest(self) -> ForwardPart:
-        """Return its part in recorded steps."""
+        """Return the feature's part in recorded steps."""
         ...
 
     def prepare(self, plan: Plan) -> ForwardPart | None:
-        """Note which rows a plan starts, forks and releases; return the part in its step. A second
-        time it changes nothing."""
+        """Note which rows a plan starts, forks and releases; return the part in its step. Repeated
+        calls with one plan change nothing."""
         ...
 
 
 class SamplingPart:
-    """What a feature does in the sampling of one step; by default nothing. Parts nest: the first
-    gets the raw logits and the final tokens.
+    """Part of a feature in the sampling of one step; the default does nothing. Parts nest: the
+    first part gets the raw logits and the final tokens.
 
-    hosted: places of rows that the host looks at between the halves of a step. processed: places of
-    rows whose logits the request's own functions change. errors: by row.
+    hosted: positions of rows that the host inspects between the halves of a step.
+    processed: positions of rows whose logits are changed by the request's own functions.
+    errors: messages by row.
     """
 
     hosted: Sequence[int] = ()
@@ -122,60 +124,61 @@ class SamplingPart:
     errors: Mapping[int, str] = {}
 
     def seen(self, logits_NV: "torch.Tensor", longest: int) -> "list[torch.Tensor]":
-        """Return what the host looks at. longest: tokens of a row."""
+        """Return the tensors that the host inspects, from logits [N, V]. longest: of a row."""
         return []
 
     def take(self, seen: "list[torch.Tensor]", sampling: Sampling) -> None:
-        """Find out on the host what changes."""
+        """Compute on the host the changes that this step needs."""
 
     def before(self, logits_NV: "torch.Tensor") -> "torch.Tensor":
-        """Return the logits, which may be changed."""
+        """Return the logits [N, V], possibly changed."""
         return logits_NV
 
     def edited(self, logits_NV: "torch.Tensor") -> None:
-        """Change edited logits in place, before the choice."""
+        """Change the edited logits [N, V] in place, before tokens are chosen."""
 
     def chosen(
         self, logits_NV: "torch.Tensor", ids_N: "torch.Tensor", samples: "SampleInputs"
     ) -> "torch.Tensor":
-        """Return the tokens, which may be chosen again from the edited logits."""
+        """Return the tokens [N], possibly chosen again from the edited logits [N, V]."""
         return ids_N
 
     def found(self) -> "list[torch.Tensor]":
-        """Return what crosses to the host."""
+        """Return the tensors to copy to the host."""
         return []
 
     def read(
         self, result: StepResult, arrived: "list[torch.Tensor]", *, is_recorded: bool
     ) -> StepResult:
-        """Add what crossed to the step's result. is_recorded: it is of all rows."""
+        """Add the copied tensors to the step's result. is_recorded: whether they cover all rows."""
         return result
 
 
 class SamplingFeature:
-    """What some rows request beyond the columns of their state; by default nothing. It hears of
-    these rows alone (`asks_for_features`), of each once until the row is released."""
+    """Sampling feature beyond the columns of a row's state; the default does nothing. It is
+    notified only of rows that request it (`asks_for_features`), once each until release."""
 
     def start(self, start: RowStart) -> None:
-        """Note what a row requests that a sequence takes."""
+        """Note the features that a starting row requests."""
 
     def copy(self, parent: int, child: int) -> None:
-        """Let a forked child request what its parent does."""
+        """Copy the parent's requested features to a forked child."""
 
     def release(self, row: int) -> None:
-        """Forget a row."""
+        """Drop the features of a released row."""
 
     def part_of(self, needs: Needs, asked: Asked | None) -> SamplingPart | None:
-        """Return the part in a step, for all rows if it is recorded (None); None: there is none."""
+        """Return the feature's part in a step, or None if it has no part. asked: None for a
+        recorded step, whose part serves all rows."""
         return None
 
 
 class EditLists(Protocol):
-    """Lists and biases of rows (`edits.py`). generation: how often the table got other memory."""
+    """Edit lists and biases of rows (`edits.py`). generation: count of table reallocations."""
 
     generation: int
     table: "EditTable"
 
     def spans(self, rows: Int32, places: npt.NDArray[np.intp]) -> dict[int, Int32]:
-        """Return where the lists of the rows at these places stand, by place."""
+        """Return the span of each row's lists in the table, by position. rows, places: [K]."""
         ...

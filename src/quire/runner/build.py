@@ -1,4 +1,4 @@
-"""From a configuration to a runner: load, plan memory, allocate."""
+"""Build a runner from a configuration: load the model, plan memory, allocate."""
 
 import time
 from collections.abc import Callable
@@ -66,8 +66,8 @@ MEASURED_BLOCKS = 32
 
 @dataclass(frozen=True)
 class Taken:
-    """Memory of a runner without torch, which another goes on with: its plan, the bytes of each
-    cache group's blocks, and the rows."""
+    """Memory of a runner without torch, which a runner with torch takes over. plan: its memory
+    plan. blocks: bytes of each cache group's blocks. rows: its rows."""
 
     plan: MemoryPlan
     blocks: tuple[npt.NDArray[np.uint8], ...]
@@ -79,7 +79,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Pools:
-    """How many blocks there are, by cache group, also of host memory, and what is there of them."""
+    """Numbers of blocks by cache group, on the device and in host memory, and memory taken over."""
 
     num_blocks: tuple[int, ...]
     host_limits: tuple[int, ...] | None = None
@@ -87,8 +87,8 @@ class Pools:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return a device, for auto a GPU if there is one. Raises ConfigError if CUDA is asked for and
-    absent."""
+    """Return the named device; `auto` means a GPU if there is one. Raises ConfigError if CUDA is
+    requested and absent."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -97,7 +97,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _free_bytes(share: MachineShare, device: torch.device) -> int:
-    """Return how much memory the runner may take of a device."""
+    """Return the number of bytes that the runner may use on a device."""
     if device.type == "cpu":
         return share.cpu_bytes(available_cpu_bytes())
     return free_gpu_bytes(device)
@@ -119,8 +119,9 @@ def build_runner(
     links: StageLinks = NO_LINKS,
     taken: Taken | None = None,
 ) -> BuiltRunner:
-    """Load the model, or a rank's part of it, and make its KV pool. links: of its stage with
-    others. taken: what is there of it on a CPU. Raises ModelError, ConfigError, OutOfMemory."""
+    """Load the model, or a rank's part of it, and allocate its KV pool. links: channels of its
+    stage to other stages. taken: memory of a CPU runner without torch. Raises ModelError,
+    ConfigError, OutOfMemory."""
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
@@ -201,8 +202,7 @@ def _load(
     progress: Progress | None,
     most_bytes: int | None,
 ) -> Any:
-    """Load the model into memory of the device. most_bytes: for weights, where that is known
-    before."""
+    """Load the model into the device's memory. most_bytes: known limit for weights, if any."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
     formats.check(config.model.dtype, device.type)
     cache = weight_cache(config.model.weight_cache)
@@ -222,7 +222,7 @@ def _load(
 
 
 def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media | None:
-    """Take the memory of encoder outputs, and make what a runner does about media."""
+    """Allocate memory for encoder outputs and return the runner's media attachment."""
     if spec.encoder is not None:
         model.take_encoder_memory(config.scheduler.encoder_cache_tokens)
     return make_media(model, source.directory)
@@ -231,7 +231,7 @@ def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: An
 def _pooler(
     config: EngineConfig, source: ModelSource, spec: ModelSpec, device: torch.device
 ) -> Pooler | None:
-    """Make what pools; None for a model that generates."""
+    """Return the pooler, or None for a model that generates."""
     num_rows = config.scheduler.max_num_seqs
     if spec.pooling is None or num_rows is None:
         return None
@@ -243,8 +243,8 @@ def _pooler(
 def copy_rate(
     runner: ModelRunner, device: torch.device, block_bytes: int, num_blocks: int
 ) -> float:
-    """Measure bytes per second of swapping some blocks out, the second time; host memory is taken
-    first."""
+    """Measure bytes per second of swapping some blocks out. The second run is timed, after the
+    first one has allocated the host memory."""
     num = min(num_blocks, MEASURED_BLOCKS)
     blocks = np.arange(num, dtype=np.int32)
     seconds = []
@@ -293,7 +293,7 @@ def _assemble(
     group = place.tensor
     if isinstance(model, StageModel):
         native = model.native(backend)
-        group = group if model.is_last else ALONE  # nobody samples there
+        group = group if model.is_last else ALONE  # only the last stage samples
     else:
         native = native_or_same(model, backend)
     state = None if taken is None else as_tensors(taken.rows)

@@ -1,4 +1,4 @@
-"""What settings that were left open become, on a device: dtype, lengths, rows. No torch."""
+"""Fill in open settings for a device: dtype, lengths, rows. No torch."""
 
 import dataclasses
 from pathlib import Path
@@ -16,8 +16,8 @@ GPU_TOKENS = 8192
 
 
 def choose_dtype(name: str, spec: ModelSpec, device: str) -> str:
-    """Choose the dtype of weights, activations and KV. `auto` avoids 16 bits where a CPU is slow
-    with them: without our core and without products of bfloat16. device: its type."""
+    """Choose the dtype of weights, activations and KV. `auto` avoids 16 bits on a CPU that is slow
+    with them: one without our core and without bfloat16 products. device: its type."""
     if name != "auto":
         return name
     name = spec.dtype if spec.dtype in DTYPE_BYTES else "float32"
@@ -33,7 +33,7 @@ def has_native_bfloat16() -> bool:
 
 
 def cpu_flags() -> set[str]:
-    """Return all words of /proc/cpuinfo's values, the features of the CPU among them."""
+    """Return all words of the values in /proc/cpuinfo, including the CPU's features."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -42,20 +42,21 @@ def cpu_flags() -> set[str]:
 
 
 def default_depth(device: str) -> int:
-    """Return how many plans are in flight. On a CPU planning takes the cores that compute."""
+    """Return the default number of plans in flight. On a CPU, planning uses cores that compute."""
     return 1 if device == "cpu" else 2
 
 
 def depth_of(config: EngineConfig, device: str) -> int:
-    """Return how many plans are in flight: with several stages, one for each and one on its way."""
+    """Return the number of plans in flight.
+    With several stages: one for each, and one in transit."""
     stages = config.parallel.pipeline_parallel_size
     default = default_depth(device) if stages == 1 else stages + 1
     return config.scheduler.pipeline_depth or default
 
 
 def check_context(config: EngineConfig, spec: ModelSpec) -> None:
-    """Check that as many ranks as are to deal out a sequence's tokens have the same heads of keys
-    and values, and that there is something to deal out. Raises ConfigError."""
+    """Check that decode_context_parallel_size divides the ranks that share each KV head, for the
+    model and its drafter. Check that a cache group keeps all tokens. Raises ConfigError."""
     parallel = config.parallel
     num_ranks, sharing = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     if sharing == 1:
@@ -79,10 +80,10 @@ def check_context(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Fill in whether the model pools. Raises ConfigError for what goes with generating only.
+    """Set whether the model pools. Raises ConfigError for settings that only generation supports.
 
-    Where all tokens of a prompt count, none can come from a cache or from host memory, where there
-    are no hidden states; and steps of whole prompts are not worth recording.
+    A model that pools all tokens, or an encoder, cannot use cached blocks or host memory, because
+    they hold no hidden states. Steps of whole prompts are not recorded.
     """
     pooling, model = spec.pooling, config.model
     if pooling is None:
@@ -114,7 +115,7 @@ def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def check_whole_prompts(config: EngineConfig, length: int) -> None:
-    """Check that a step has room for the longest prompt of a model whose tokens see each other.
+    """Check that a step has room for the longest prompt of a model with bidirectional attention.
     Raises ConfigError."""
     scheduler = config.scheduler
     budget = scheduler.max_num_batched_tokens
@@ -137,9 +138,9 @@ def check_whole_prompts(config: EngineConfig, length: int) -> None:
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
-    """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
-    memory plan finds that. device: its type, cpu or cuda. Raises ConfigError for what the model
-    cannot do."""
+    """Fill in all open settings except an automatic max_model_len, which the memory plan finds.
+    device: its type, cpu or cuda. Raises ConfigError for settings that the model does not support.
+    """
     on_cpu = device == "cpu"
     usual = None if spec.pooling is None else spec.pooling.longest
     length = config.model.max_model_len or min(usual or spec.max_position, spec.max_position)

@@ -18,12 +18,13 @@ Work = Callable[[], Tensors]
 
 
 class Arrival(Protocol):
-    """The results of one `Device.run` on their way to the host."""
+    """Results of one `Device.run` on their way to the host."""
 
     def is_done(self) -> bool: ...
 
     def wait(self) -> "list[torch.Tensor]":
-        """Wait for the values, on the host, in the order in which the work returned them."""
+        """Wait for the results; return them on the host, in the order in which the work returned
+        them."""
         ...
 
     def duration_s(self) -> float:
@@ -32,14 +33,14 @@ class Arrival(Protocol):
 
 
 class Graph(Protocol):
-    """Recorded work. replay: queue the work again, on the memory that it was recorded with."""
+    """Recorded work. replay: queue the work again, on the same memory as in the recording."""
 
     def replay(self) -> None: ...
 
 
 class Device(Protocol):
-    """A device. is_async: whether `run` returns before the work is done. can_capture: whether the
-    device records graphs."""
+    """Queue of work on a device. is_async: whether `run` returns before the work is done.
+    can_capture: whether the device records graphs."""
 
     device: "torch.device"
     is_async: bool
@@ -61,13 +62,13 @@ class Device(Protocol):
     def end_capture(self, graph: Graph) -> None: ...
 
     def borrow(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return a view of the tensor that does not keep its memory alive. The graphs own that
-        memory, so that other recordings may reuse it."""
+        """Return a view [*shape] of the tensor that does not keep its memory alive. The
+        graphs own that memory, so that other recordings may reuse it."""
         ...
 
 
 class _Here:
-    """An arrival whose values are already on the host."""
+    """Arrival whose values are already on the host."""
 
     def __init__(self, values: "list[torch.Tensor]", began: float) -> None:
         self._values = values
@@ -89,7 +90,8 @@ def _own(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 class HostDevice:
-    """A CPU, which runs work at once. own: copies a result that is a view of reused memory."""
+    """CPU device, which runs work at once.
+    own: copies a result if it is a view of reused memory."""
 
     is_async = False
     can_capture = False

@@ -1,4 +1,4 @@
-"""What memory there is, what a step needs, and what is left for the KV pool (A18, text H).
+"""Memory plan: available memory, needs of a step, and the rest for the KV pool (A18, text H).
 
 On a CPU the workspace is computed from the model's shape; on a GPU a worst-case step is measured.
 No torch: `quire fit` computes the same plan before anything is loaded.
@@ -26,22 +26,22 @@ from quire.spec.media_families import EncoderSize
 from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 
 CPU_POOL_SHARE = 0.25
-MEMORY_VARIABLE = "QUIRE_MEMORY_BYTES"  # what a process may count on, of a machine that it shares
+MEMORY_VARIABLE = "QUIRE_MEMORY_BYTES"  # a process's share of a machine's memory
 CGROUP = Path("/sys/fs/cgroup")
-GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass to the host and back
-MOST_SERVED = 4  # pools of blocks that peers find in host memory
+GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, blocks in transit
+MOST_SERVED = 4  # host memory for blocks served to peers, in pools
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 # Sizes at which the steps of a GPU are recorded as graphs.
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-MIXED_ROWS = (4, 32, 128)  # and all rows
+MIXED_ROWS = (4, 32, 128)  # in addition to the maximum number of rows
 MOST_MIXED = 32  # kinds
-GRAPH_BYTES = 4 << 20  # of a graph beside its tensors: nodes and parameters
-GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
+GRAPH_BYTES = 4 << 20  # of a graph besides its tensors: nodes and parameters
+GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before any work
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the memory goes, in bytes, and what the pool holds."""
+    """Memory by use, in bytes, and the capacity of the pool."""
 
     total_bytes: int
     weights_bytes: int
@@ -51,11 +51,11 @@ class MemoryPlan:
     block_size: int
     max_model_len: int
     graph_bytes: int = 0  # of recorded steps, on a GPU
-    num_states: int = 0  # of layers that remember one
+    num_states: int = 0  # of layers with a recurrent state
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the largest group can hold."""
+        """Return the number of tokens that the largest group can hold."""
         return max(self.num_blocks) * self.block_size
 
     def describe(self) -> str:
@@ -77,8 +77,8 @@ class MemoryPlan:
 
 
 def available_cpu_bytes() -> int:
-    """Return memory that this process may still take: the system's, or its control group's if
-    less, or its share of it (MEMORY_VARIABLE) if that is less."""
+    """Return the bytes that this process may still use: the minimum over the system's memory, its
+    control group's limit, and its share (MEMORY_VARIABLE)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             system = int(line.split()[1]) * 1024
@@ -87,7 +87,7 @@ def available_cpu_bytes() -> int:
 
 
 def _share() -> list[int]:
-    """Return what the environment leaves this process, if it says so."""
+    """Return this process's share from the environment, if it is set."""
     text = os.environ.get(MEMORY_VARIABLE, "").strip()
     if text and not text.isdigit():
         raise ConfigError(f"{MEMORY_VARIABLE} must be a number of bytes, got {text!r}.")
@@ -95,8 +95,7 @@ def _share() -> list[int]:
 
 
 def _cgroup_left() -> list[int]:
-    """Return bytes left under the limit of a version 2 or version 1 control group, if there is
-    one."""
+    """Return the bytes left under the limit of a version 2 or 1 control group, if there is one."""
     pairs = (
         (CGROUP / "memory.max", CGROUP / "memory.current"),
         (CGROUP / "memory/memory.limit_in_bytes", CGROUP / "memory/memory.usage_in_bytes"),
@@ -111,11 +110,12 @@ def _cgroup_left() -> list[int]:
 
 
 def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs: int) -> int:
-    """Bound what one step allocates beside weights and KV, from the model's shape.
+    """Bound the bytes that one step allocates in addition to weights and KV, from the model's
+    shape.
 
-    Per token: the residual stream, queries, keys and values, or what linear attention makes, both
-    halves of the feed-forward layer and its product, or what a mixture of experts makes. Per
-    sampling row: logits in the model's dtype and twice in float32.
+    Per token: the residual stream; queries, keys and values, or activations of linear attention.
+    Also both halves of the feed-forward layer and their product, or the activations of experts. Per
+    sampling row: logits in the model's dtype, and twice in float32.
     """
     experts = spec.experts
     inner = 3 * spec.intermediate_size
@@ -149,26 +149,27 @@ def plan_cpu_memory(
 
 
 def cpu_pool_budget(free_bytes: int, weights_bytes: int, workspace: int) -> int:
-    """Return what the pool may take on a CPU; below zero if not even the rest fits."""
+    """Return the pool's budget on a CPU in bytes; below zero if not even the rest fits."""
     return min(int(free_bytes * CPU_POOL_SHARE), free_bytes - weights_bytes - workspace)
 
 
 def gpu_pool_budget(
     total_bytes: int, utilization: float, used_bytes: int, free_bytes: int, workspace: int
 ) -> int:
-    """Return what the pool may take on a GPU; below zero if not even the rest fits.
+    """Return the pool's budget on a GPU in bytes; below zero if not even the rest fits.
 
-    The utilization is this process's share of the GPU, whatever others take; but what they have
-    taken is gone. used_bytes: by this process, its context included; free_bytes: of the device.
+    The utilization is this process's share of the GPU, whatever others use, but memory in use by
+    others is not available. used_bytes: by this process, with its context. free_bytes: of the
+    device.
     """
     share = int(total_bytes * utilization) - used_bytes
     return min(share, free_bytes) - workspace - GPU_RESERVE_BYTES
 
 
 def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
-    """workspace_bytes of the largest step that a config, with derived values, allows, or of a
-    drafter's, with the blocks that its guesses stand in meanwhile; or what encoding takes, if that
-    is more. The encoder cache is part of it."""
+    """Return the workspace bytes of a config with derived values, including the encoder cache. It
+    is the maximum over the model's largest step, the drafter's largest step, and encoding. Kept
+    inputs, encoder cache and spare blocks for draft tokens are added."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -183,7 +184,7 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Count the slots of encoder outputs, which are in float32; see Model.take_encoder_memory."""
+    """Return the bytes of the encoder output slots, in float32; see Model.take_encoder_memory."""
     if spec.encoder is None:
         return 0
     size = max(4, DTYPE_BYTES[config.model.dtype])
@@ -191,8 +192,7 @@ def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def encoding_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bound what the vision tower holds while it encodes the largest item; it encodes one after the
-    other."""
+    """Bound the vision tower's bytes while it encodes the largest item, one item at a time."""
     if spec.encoder is None:
         return 0
     size = max(4 if config.device == "cpu" else 0, DTYPE_BYTES[config.model.dtype])
@@ -200,7 +200,7 @@ def encoding_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def largest_item(config: EngineConfig, encoder: EncoderSize, max_position: int) -> int:
-    """Return the most tokens of an item that fits a prompt and the encoder cache."""
+    """Return the maximum number of tokens of an item that fits a prompt and the encoder cache."""
     length = config.model.max_model_len
     assert length, "it is derived"
     length = max_position if length == AUTO_LENGTH else length
@@ -208,8 +208,8 @@ def largest_item(config: EngineConfig, encoder: EncoderSize, max_position: int) 
 
 
 def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bound what layers that remember a state keep of the rows that guess, until it is known which
-    draft tokens were accepted (ops/attention/states.py)."""
+    """Bound the bytes of inputs that layers with a state retain for drafting rows. They are needed
+    until verification ends (ops/attention/states.py)."""
     scheduler = config.scheduler
     guesses = speculation_of(config.speculative_config, scheduler.pipeline_depth)
     if guesses is None or not spec.linear_layers:
@@ -222,15 +222,15 @@ def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def spare_blocks(config: EngineConfig) -> int:
-    """Count the blocks behind a row's own that its guesses may stand in."""
+    """Return the number of spare blocks for the draft tokens of a row."""
     speculation = parse_speculation(config.speculative_config)
     assert speculation is not None
     return -(-speculation.num_tokens // config.cache.block_size)
 
 
 def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
-    """Return bytes of one block of each cache group, of a rank's part of it where ranks deal out a
-    sequence's tokens."""
+    """Return the bytes of a block of each cache group, or of a rank's part if ranks
+    divide tokens."""
     cache, size = config.cache, DTYPE_BYTES[config.model.dtype]
     own = cut_block(cache.block_size, config.parallel.decode_context_parallel_size)
     return [
@@ -244,8 +244,8 @@ def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
 def _check_rows(
     length: int, num_rows: int, block_size: int, num_groups: int, total_bytes: int
 ) -> None:
-    """Check that each row has room for the token ids and block tables of a whole sequence, also
-    where a window lets it do with few blocks. Raises OutOfMemory."""
+    """Check that token ids and block tables of max_num_seqs whole sequences fit, also with windows.
+    Raises OutOfMemory."""
     needed = 4 * num_rows * (length + num_groups * (length // block_size + 2))
     if needed > total_bytes:
         raise OutOfMemory(
@@ -263,9 +263,9 @@ def make_plan(
     budget: int,
     total_bytes: int,
 ) -> MemoryPlan:
-    """Cut the budget (or kv_cache_memory_bytes, if given) into blocks.
+    """Cut the budget (or kv_cache_memory_bytes, if set) into blocks.
 
-    The plan's max_model_len is the config's, and if that is to be what fits, what does.
+    The plan's max_model_len is the config's. If that is automatic, it is the longest that fits.
     """
     cache, scheduler = config.cache, config.scheduler
     length = config.model.max_model_len
@@ -292,12 +292,13 @@ def make_plan(
 def host_tier_limits(
     config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, free_bytes: int, num_ranks: int = 1
 ) -> tuple[int, ...] | None:
-    """Count blocks of host memory for what the pool has no room for, by cache group; None: no tier.
+    """Return the number of host blocks for evicted or swapped KV, by cache group; None: no host
+    tier.
 
-    If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory,
-    and stores pass through a little; if peers are served, some times the pool. config: with all
-    derived values filled in. num_ranks: that share the host's memory. Raises ConfigError for more
-    than there is.
+    By default a GPU gets as many blocks as its pool has, within a quarter of the free memory.
+    Stores get a small number of blocks in transit, and serving peers gets several times the pool.
+    config: with all derived values filled in. num_ranks: ranks that share the host's memory. Raises
+    ConfigError if more than the free memory is requested.
     """
     cache = config.cache
     has_stores, on_cpu = bool(cache.stores), config.device == "cpu"
@@ -328,26 +329,24 @@ def host_tier_limits(
 
 
 def ladder(max_rows: int) -> list[int]:
-    """Return sizes up to max_rows, none of which has more than 16 rows too many, or twice as
-    many."""
+    """Return step sizes up to max_rows. A step padded to the next size has less than 16 surplus
+    rows, or less than twice its rows."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_rows + 16, 16)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 def most_mixed_tokens(max_rows: int) -> int:
-    """Count the tokens of the largest mixed step that is recorded."""
+    """Return the number of tokens of the largest mixed step that is recorded."""
     return max(MIXED_TOKENS[-1], max_rows)
 
 
 def all_graphs_bytes(max_rows: int, tensors_bytes: int) -> int:
-    """Return what all graphs take, if the largest one's tensors, which the others share, take so
-    much."""
+    """Return the bytes of all graphs. tensors_bytes: of the largest graph, shared by all."""
     return tensors_bytes + GRAPH_BYTES * (len(ladder(max_rows)) + MOST_MIXED)
 
 
 def estimated_graph_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Estimate what graphs take, from the model's shape, on a GPU. config: with all derived values
-    filled in."""
+    """Estimate the bytes of graphs on a GPU from the model's shape and a complete config."""
     num_rows = config.scheduler.max_num_seqs
     assert num_rows
     if config.enforce_eager:
@@ -361,10 +360,9 @@ Least = Callable[[Sequence[int]], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class MachineShare:
-    """num_ranks: that share the machine's memory. free_bytes: of it, before any of them took some;
-    None: as many as it finds. least: tells of numbers, one by one, the least that any of all
-    ranks has; each calls it as often as the others.
-    """
+    """Share of a machine's memory for one rank. num_ranks: ranks that share the memory. free_bytes:
+    free memory before any rank allocated; None: measured by each rank. least: returns the
+    elementwise minimum of numbers over all ranks; all ranks must call it."""
 
     num_ranks: int = 1
     free_bytes: int | None = None
@@ -375,12 +373,11 @@ class MachineShare:
         return self.num_ranks == 1
 
     def cpu_bytes(self, found: int) -> int:
-        """Return the part of the free host memory that is for this rank. found: what is free, as it
-        looks to this rank before it loads."""
+        """Return this rank's part of the free host memory. found: bytes that it finds free."""
         return (found if self.free_bytes is None else self.free_bytes) // self.num_ranks
 
     def agree(self, plan: MemoryPlan, block_bytes: Sequence[int]) -> MemoryPlan:
-        """Return the plan that all ranks can keep to: blocks have the same numbers everywhere."""
+        """Return a plan that fits all ranks, since block numbers are the same on every rank."""
         *blocks, length, states = self.least(
             (*plan.num_blocks, plan.max_model_len, plan.num_states)
         )
@@ -397,7 +394,7 @@ class MachineShare:
     def agree_on_limits(
         self, limits: tuple[int, ...] | None, num_groups: int
     ) -> tuple[int, ...] | None:
-        """Return how many blocks of host memory each rank can have; None if one has none."""
+        """Return the number of host blocks that every rank can have; None if a rank has none."""
         found = self.least(limits or (0,) * num_groups)
         return found if all(found) else None
 

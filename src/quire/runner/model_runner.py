@@ -24,8 +24,8 @@ from quire.runner.steps import StepRunner
 
 
 class DecoderModel(Protocol):
-    """The interface of every model (T 4.3.1). Positions are [T], or [3, T] with M-RoPE. An id below
-    0 stands for an encoder output (runner/media)."""
+    """Interface of every model (T 4.3.1). Positions are [T], or [3, T] with M-RoPE. An id below 0
+    stands for an encoder output (runner/media)."""
 
     def __call__(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend

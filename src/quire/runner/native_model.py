@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class NativePass:
-    """A traced forward pass over one backend's layers; raises Untraceable where the core cannot."""
+    """Traced forward pass over a backend's layers. Raises Untraceable if the core cannot run it."""
 
     def __init__(self, draft: ProgramDraft, backend: CpuBackend) -> None:
         self.draft, self._backend = draft, backend  # the draft holds what the program points to
@@ -48,9 +48,9 @@ class NativePass:
         outside: Sequence[torch.Tensor],
         kept: Kept = NOTHING_KEPT,
     ) -> None:
-        """Compute the step that the backend has prepared. positions: [T], or [axes, T] where they
-        have several. outside: the draft's first buffers, float32 [T, width]. kept: where to keep
-        what layers with states are given."""
+        """Compute the step that the backend has prepared. positions: [T], or [axes, T] with several
+        axes. outside: the draft's first buffers, float32 [T, width]. kept: storage for the inputs
+        of layers with states."""
         ids_T, positions_T = ids_T.long(), positions_T.expand(self._axes, -1).contiguous()
         groups: list[tuple[CorePlan | CoreStatePlan, int]] = [
             (self._backend.states.plan(group), 0)
@@ -70,11 +70,11 @@ class NativePass:
 
     @property
     def expert_pairs(self) -> int:
-        """Count how often tokens were sent to experts that are here."""
+        """Return how many token-expert pairs were sent to experts of this rank."""
         return self._program.expert_pairs
 
     def time_phases(self) -> None:
-        """Begin to measure how long each phase takes; forget what was measured."""
+        """Start to measure the duration of each phase; discard earlier measurements."""
         self._program.time_phases(True)
 
     def phase_times(self) -> list[tuple[list[Instruction], float]]:
@@ -91,8 +91,8 @@ class NativePass:
 
 
 class NativeModel:
-    """Has what the runner needs of a model; raises Untraceable for one that the core cannot run.
-    model: as it was loaded; compiled: its forward pass."""
+    """Model in the form that the runner needs, run by the core; raises Untraceable if the core
+    cannot. model: as loaded; compiled: its forward pass."""
 
     def __init__(self, model: Any, backend: CpuBackend) -> None:
         self.model, self.backend = model, backend
@@ -110,8 +110,8 @@ class NativeModel:
         *,
         intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute hidden states [T, D] of the step that the backend has prepared, or what the next
-        stage is given, of what the one before gave [T, E]; all float32."""
+        """Compute the hidden states [T, D] of the prepared step, or the next stage's input [T, E].
+        intermediate: the previous stage's output, [T, E]. All are float32."""
         kept = attention if isinstance(attention, KeptInputs) else None
         assert (attention if kept is None else kept.inner) is self.backend
         num_tokens = len(input_ids_T)
@@ -133,7 +133,7 @@ class NativeModel:
 
     @property
     def expert_pairs(self) -> int:
-        """Count how often tokens were sent to experts that are here, in all mixtures so far."""
+        """Return how many token-expert pairs this rank's experts got so far, in all mixtures."""
         return self.compiled.expert_pairs
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -143,14 +143,14 @@ class NativeModel:
 
 
 def expert_pairs_of(model: Any) -> int:
-    """Count how often tokens were sent to a model's experts; 0 where that is not counted, because
-    it runs operation by operation. From any thread."""
+    """Return how many token-expert pairs were sent to a model's experts. It is 0 for a model that
+    runs operation by operation, which does not count them. Any thread may call it."""
     return model.expert_pairs if isinstance(model, NativeModel) else 0
 
 
 class OperationsBesideCore:
-    """A model that runs operation by operation, all large products of which are the core's: torch
-    computes the rest with one thread."""
+    """Model run operation by operation: the core computes large products, one torch thread the
+    rest."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -176,8 +176,8 @@ class OperationsBesideCore:
 
 
 def native_or_same(model: Any, backend: AttentionBackend) -> Any:
-    """Return the model in its native form where there is one, else itself, or with what keeps
-    torch's threads out of the core's way."""
+    """Return the native form of a model if the core can run it. Else return the model itself, or a
+    wrapper that keeps torch's threads from competing with the core's."""
     if backend.name != CpuBackend.name:
         return model
     try:

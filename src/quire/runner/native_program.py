@@ -1,6 +1,6 @@
-"""Programs of the C++ core: traced from models, and what they keep of rows that verify drafts.
+"""Programs of the C++ core, traced from models, and inputs that they retain for drafting rows.
 
-Shape legend: T tokens of the step, D model dim, G tokens that are kept, C their numbers.
+Shape legend: T tokens of the step, D model dim, G retained tokens, C numbers of a retained token.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ TRACED_TOKENS = 3  # any number that no other dimension is likely to have
 
 
 def trace(model: Any) -> tuple[ProgramDraft, int]:
-    """Trace the model: its program, and the size of the hidden states that it returns."""
+    """Trace a model; return its program and the size of the hidden states that it returns."""
 
     def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
         is_read = isinstance(model, Model) and model.reads is not None
@@ -40,14 +40,14 @@ def trace(model: Any) -> tuple[ProgramDraft, int]:
 
 
 def takes_rows(model: Any) -> bool:
-    """Tell whether a model is a stage that goes on with what another has computed."""
+    """Return whether a model is a stage that continues from another stage's hidden states."""
     return isinstance(model, Model) and model.entering > 0
 
 
 @torch.inference_mode()
 def traced(run: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]) -> ProgramDraft:
-    """Trace what computes its result of ids and positions. It returns that first, then all memory
-    of the caller's that it has read or written."""
+    """Trace a function that computes its result from ids and positions, [T] or [axes, T]. It
+    returns the result first, then each of the caller's tensors that it has read or written."""
     ids_T = torch.zeros(TRACED_TOKENS, dtype=torch.int64)
     positions_T = torch.arange(TRACED_TOKENS)
     with record_ops(keeps_values=True) as record:
@@ -56,14 +56,14 @@ def traced(run: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]) 
 
 
 def position_axes(draft: ProgramDraft) -> int:
-    """Count the axes of the positions that the draft reads."""
+    """Return the number of axes of the positions that the draft reads."""
     kind = Kind.ROTARY_FACTORS
     return max((each.count for each in draft.instructions if each.kind == kind), default=1)
 
 
 def query_heads(draft: ProgramDraft, backend: CpuBackend) -> dict[int, int | None]:
-    """Count the query heads of a KV head for each cache group that the draft uses, in order, None
-    for a group of states; they must be equally many in all layers."""
+    """Return the query heads of each KV head, by cache group of the draft, in order; None for
+    layers with a state. Raises Untraceable if layers of a group differ."""
     found: dict[int, int | None] = {}
     for instruction in draft.instructions:
         if instruction.kind in (Kind.CONVOLVE, Kind.DELTA_RULE):
@@ -77,8 +77,9 @@ def query_heads(draft: ProgramDraft, backend: CpuBackend) -> dict[int, int | Non
 
 
 def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> CoreProgram:
-    """Make the core's program. The draft must outlive it: it holds the memory that it points to.
-    groups: those that it uses, as a step gives them; a layer of another group is not run."""
+    """Build the core's program. The draft must outlive it, because it holds the memory that the
+    program points to. groups: cache groups of its layers, in a step's order; layers of other groups
+    do not run."""
 
     def add_layers(program: CoreProgram) -> None:
         for layer in backend.layers:
@@ -94,13 +95,13 @@ def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> Cor
 
 
 def layer_places(backend: CpuBackend) -> dict[int, int]:
-    """Return the places of layers among all that the backend has memory for."""
+    """Return the index of each layer among the layers that the backend has memory for."""
     return {layer: place for place, layer in enumerate(backend.layers)}
 
 
 class KeptByProgram:
-    """What a program keeps of the rows that guess (KeptInputs in csrc/program.h): [G, width], all
-    layers' inputs of a token side by side. The memory serves one step after the other."""
+    """Inputs that a program retains for drafting rows (KeptInputs in csrc/program.h), [G, width]. A
+    row holds all layers' inputs of a token. All steps reuse the memory."""
 
     def __init__(self, draft: ProgramDraft) -> None:
         kinds = Kind.CONVOLVE, Kind.DELTA_RULE
@@ -112,7 +113,7 @@ class KeptByProgram:
         self._memory = torch.empty(0, sum(self._widths))
 
     def memory_for(self, kept: KeptInputs) -> Kept:
-        """Make room for a step's tokens; returns what the program takes of it."""
+        """Allocate room for a step's tokens; return addresses and sizes for the program."""
         count, width = len(kept.places_G), sum(self._widths)
         if width == 0:
             return NOTHING_KEPT
@@ -122,7 +123,7 @@ class KeptByProgram:
         return values, width, places, count
 
     def tell(self, kept: KeptInputs) -> None:
-        """Tell what was kept of each layer."""
+        """Report each layer's retained inputs."""
         parts = self._memory[: len(kept.places_G)].split(self._widths, dim=1)
         for part_GC, each in zip(parts, self._instructions, strict=True):
             assert each.weight is not None

@@ -1,14 +1,14 @@
-"""What becomes of hidden states in a model that pools, in place of logits and sampling.
+"""Pooling of hidden states, in place of logits and sampling.
 
-A step computes parts of some prompts. Of the last token no more than its own hidden state counts;
-of the mean, and of the first token, a row keeps what its parts have come to so far, in float64 and
-token by token, so that it makes no difference where a prompt is cut.
+A step computes parts of some prompts. Pooling by the last token uses its hidden state alone. For
+the mean or the first token, each row stores its result so far, in float64, and adds token by token.
+So the result does not depend on where a prompt is cut.
 
     sums[row]   0 when a row begins, + each token's hidden state   | mean: / tokens of the prompt
                 the first token's hidden state                     | cls
 
 Shape legend: T tokens of the step, S scheduled rows, N rows that end with it, D model dim, K
-numbers that a prompt comes to.
+numbers of a pooled prompt.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from quire.runner.steps import PlainStep, StepRunner
 
 
 class Pooler:
-    """Pools rows, and carries out the layers after that."""
+    """Pooling of rows, and the layers after it."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Pooler:
         self._sums_RD = torch.zeros(num_kept, width, dtype=torch.float64, device=device)
 
     def take(self, plan: Plan, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Take a step's hidden states in; return what the prompts of the rows that end with it come
-        to, float64 [N, K]."""
+        """Add a step's hidden states, [T, D]. Return the pooled prompts of the rows that end with
+        it, float64 [N, K]."""
         ends_S = np.cumsum(plan.num_tokens, dtype=np.int64)
         if self._kind == LAST:
             places_N = self._index(ends_S[plan.sample_places] - 1)
@@ -59,7 +59,7 @@ class Pooler:
         return x_ND
 
     def _keep(self, plan: Plan, hidden_TD: torch.Tensor, begins_S: np.ndarray) -> None:
-        """Add a step's part to what rows have."""
+        """Add a step's part to the rows' sums."""
         begin = plan.computed_bound == 0
         fresh_rows = self._index(plan.rows[begin])
         if self._kind == CLS:
@@ -75,7 +75,7 @@ class Pooler:
 
 
 class PoolingStep(PlainStep):
-    """A step of a model that pools: rows that end get the token 0, which says nothing."""
+    """Step of a model that pools. A row that ends gets the token 0 as a placeholder."""
 
     def __init__(
         self, runner: StepRunner, plan: Plan, masks: MaskPromise | None, pooler: Pooler
@@ -93,7 +93,7 @@ class PoolingStep(PlainStep):
         return []
 
     def second(self) -> list[torch.Tensor]:
-        """Move the counters; return what the prompts came to."""
+        """Move the counters; return the pooled prompts."""
         gathered, pooled_NK = self._pooled.pop()
         is_valid_N = pooled_NK.isfinite().all(1)
         ids_N = torch.zeros_like(is_valid_N, dtype=torch.int64)

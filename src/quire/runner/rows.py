@@ -1,10 +1,9 @@
 """Rows: the state of running sequences on the device. The host writes only what changed. No torch.
 
-This file reads of each plan what it changes of the rows, for every kind of operations
-(`step_ops.py`). The order of a plan is kept: rows started, then forked, then the rest. A row that
-is reused is safe because all work has one order: a plan writes it after every earlier step has
-ended. Counters change last in a step (`StepOps.advance`), so a step that failed leaves the rows as
-they were.
+This file derives from each plan its changes to the rows, for every implementation of `StepOps`
+(`step_ops.py`). The order is fixed: rows started, then forked, then all other changes. A row can be
+reused safely because all work has one order: a plan writes it after every earlier step has ended.
+Counters change last in a step (`StepOps.advance`), so a failed step leaves the rows unchanged.
 
 Shape legend: R rows, M tokens a row can hold, N sampling rows, Q result slots, F forks.
 """
@@ -31,9 +30,9 @@ from quire.runner.step_ops import (
 
 Int32 = npt.NDArray[np.int32]
 
-# What rows sample with: columns of their state.
+# Sampling parameters of a row: columns of its state.
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-NARROW_COLUMNS = (*FLOATS, "edits", "penalised")  # the row's place among edits, or -1; 0 or 1
+NARROW_COLUMNS = (*FLOATS, "edits", "penalised")  # the row's index among edits, or -1; 0 or 1
 WIDE_COLUMNS = ("top_k", "seed", "sample_index", "num_prompt_tokens")
 PROMPT_COLUMN = WIDE_COLUMNS.index("num_prompt_tokens")
 
@@ -42,15 +41,15 @@ _INDICES = (0, *range(len(NARROW_COLUMNS)), *range(2 * len(WIDE_COLUMNS)))
 
 
 class Forks:
-    """Which forks of a step were carried out. A step that is repeated does not fork once more: the
-    plan may have changed the parent's table since."""
+    """Record of the forks of a step that were carried out. A repeated step does not fork again,
+    because the plan may have changed the parent's table since."""
 
     def __init__(self) -> None:
         self._step_id = -1
         self._done: set[RowFork] = set()
 
     def to_do(self, plan: Plan) -> list[RowFork]:
-        """Return the forks that no try of this step has carried out."""
+        """Return the forks that no earlier attempt at this step has carried out."""
         if plan.step_id != self._step_id:
             self._step_id, self._done = plan.step_id, set()
         return [fork for fork in plan.forked if fork not in self._done]
@@ -60,8 +59,8 @@ class Forks:
 
 
 class DeviceRows:
-    """The rows of a device. state: `RowTensors`, or `RowArrays` without torch. prompt_lens: the
-    host's copy of the rows' prompt lengths."""
+    """Rows of a device. state: `RowTensors`, or `RowArrays` without torch. prompt_lens: the host's
+    copy of the rows' prompt lengths."""
 
     def __init__(self, device: Device, state: Any, ops: StepOps) -> None:
         self.state, self.ops = state, ops
@@ -79,10 +78,11 @@ class DeviceRows:
         return int(self.state.tokens_RM.shape[1])
 
     def apply(self, plan: Plan, has_edits: Flags, asked: Asked) -> tuple[Update, StepLists]:
-        """Get a plan's changes ready, to be taken by the step's own work (`run_with`).
+        """Prepare a plan's changes, which the step's own work applies (`run_with`); return them and
+        the step's lists.
 
-        has_edits: whether rows, of all, are masked or biased, with this plan. asked: what the
-        plan's sampling rows requested. Also returns the step's lists.
+        has_edits: whether each row is masked or biased, including this plan's rows. asked:
+        requested sampling features of the plan's sampling rows.
         """
         updates = self.changes(plan, has_edits)
         self._result_slot = (self._result_slot + 1) % NUM_RESULTS
@@ -93,8 +93,8 @@ class DeviceRows:
         return self.ops.prepare(updates, lists), lists
 
     def changes(self, plan: Plan, has_edits: Flags) -> RowUpdates:
-        """Return what a plan changes of the rows, before its step. Forks, which come before that,
-        are carried out after all earlier work."""
+        """Return a plan's changes to the rows before its step. If the plan forks rows, the forks
+        are carried out now, after all earlier work."""
         updates = RowUpdates()
         for start in plan.started:
             self.prompt_lens[start.row] = start.num_prompt_tokens
@@ -109,13 +109,13 @@ class DeviceRows:
         return updates
 
     def expect_nothing(self) -> None:
-        """Get ready for a step of no rows: for what is run or recorded without a plan."""
+        """Prepare a step without rows, for work that is run or recorded without a plan."""
         nothing, flags = Plan(step_id=-1), SamplingFlags.of_rows(0)
         update, _ = self.apply(nothing, flags.has_edits, Asked(nothing.sample_rows, flags))
         self.run_with(update, list)
 
     def run_with(self, update: Update, work: Work) -> Arrival:
-        """Take changes, then do the work, as one piece."""
+        """Apply changes and run the work, as one unit."""
 
         def both() -> Tensors:
             update.take()
@@ -124,13 +124,13 @@ class DeviceRows:
         try:
             arrival = self._device.run(both)
         except Exception:
-            update.hold(self._device.run(list))  # it may be read until here
+            update.hold(self._device.run(list))  # the device may read it until here
             raise
         update.hold(arrival)
         return arrival
 
     def _fork(self, plan: Plan, has_edits: Flags) -> RowUpdates:
-        """Copy rows; returns in what the children differ from their parents."""
+        """Copy rows; return the changes by which the children differ from their parents."""
         updates, batch = RowUpdates(), list[RowFork]()
         for fork in self._forks.to_do(plan):
             touched = {row for each in batch for row in (each.parent, each.child)}
@@ -153,7 +153,7 @@ class DeviceRows:
             self._forks.did(*batch)
 
     def _add_rest(self, plan: Plan, updates: RowUpdates) -> None:
-        """Add what comes after rows have started and were forked."""
+        """Add the changes that follow started and forked rows."""
         for row, num_tokens in plan.truncated:
             updates.deltas.append(np.array([(COMPUTED, row, 0, num_tokens)], np.int32))
         for host in plan.host_tokens:
@@ -172,7 +172,7 @@ class DeviceRows:
 
 
 def _add_places(plan: Plan, updates: RowUpdates) -> None:
-    """Add where rows of a model in stages are, and the last token that each computes."""
+    """Add the positions of the rows of a model in stages, and the last token that each computes."""
     deltas = np.zeros((len(plan.rows), 4), np.int32)
     deltas[:, 0], deltas[:, 1], deltas[:, 3] = COMPUTED, plan.rows, plan.computed_bound
     updates.deltas.append(deltas)
@@ -182,8 +182,8 @@ def _add_places(plan: Plan, updates: RowUpdates) -> None:
 
 
 def start_deltas(start: RowStart, edits: int) -> Int32:
-    """Return [K, 4] that start a row. edits: the row's place among edits, or -1. Temperature 0 is
-    the greedy choice."""
+    """Return the deltas [K, 4] that start a row. edits: the row's index among edits, or -1.
+    Temperature 0 means greedy sampling."""
     params = start.params
     floats = (
         0.0 if params.is_greedy else params.temperature,
@@ -206,12 +206,12 @@ def start_deltas(start: RowStart, edits: int) -> Int32:
 
 
 def wide_deltas(row: int, name: str, value: int) -> list[tuple[int, int, int, int]]:
-    """Return two deltas that set a column of 64 bits."""
+    """Return the two deltas that set a 64-bit column of a row."""
     lower, upper = np.array([value], np.int64).view(np.int32).tolist()
     at = 2 * WIDE_COLUMNS.index(name)
     return [(WIDE, row, at, lower), (WIDE, row, at + 1, upper)]
 
 
 def edits_delta(row: int) -> tuple[int, int, int, int]:
-    """Return the delta that gives the row a place among edits."""
+    """Return the delta that assigns the row an index among edits."""
     return NARROW, row, NARROW_COLUMNS.index("edits"), row

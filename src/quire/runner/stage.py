@@ -1,22 +1,23 @@
-"""A stage of a model at work: rows come from the stage before, and go to the next.
+"""A pipeline stage at work: it receives rows from the previous stage and sends them to the next.
 
     first stage    plan -> embed, layers --rows-->                              (counters)
     last stage     plan                             layers, norm, head, sample -> result
 
-All stages carry out all plans, each with its own layers' memory; blocks have the same numbers
-everywhere. Only the last one samples: the others choose token 0 for all rows, which the next plan
-puts right (`Plan.last_ids`), so that rows are started, forked, advanced and released as they are
-there. Wrong guesses are taken back by the next plan, too, which says where each row is.
+All stages carry out all plans, each with its own layers' memory. Blocks have the same numbers
+everywhere. Only the last stage samples. The others choose token 0 for all rows, so that rows are
+started, forked, advanced and released there as in the last stage. The next plan corrects these
+tokens (`Plan.last_ids`). It also reverts rejected draft tokens, since it states each row's
+position.
 
-Of each plan with rows one message goes from each stage to the next, also where it fails or is not
-carried out: then the stages behind it fail as well. What stages before have done counts for
-nothing; the plans behind it, which they may have begun, neither (`EngineCore._recover`).
+For each plan with rows, one message goes from each stage to the next, even if the plan fails or is
+skipped. Then the later stages fail on it as well. Work that earlier stages did for it is
+discarded, as are later plans that they may have begun (`EngineCore._recover`).
 
-A message of a `SocketLink` is the number of rows, -1 for a plan that failed, how many numbers each
-has, their bytes, 4 or 8, and the rows as they stand. It goes one way only, so a stage that is ahead
-waits while the socket is full, and no two stages wait for each other.
+A message of a `SocketLink` is a header and the rows. The header holds the number of rows (-1 for
+a plan that failed), the numbers of each row, and their bytes, 4 or 8. Messages go one way only. So
+an early stage waits while the socket is full, and no two stages wait for each other.
 
-Shape legend: T tokens, R rows, D model dim, E numbers of a token that cross.
+Shape legend: T tokens, R rows, D model dim, E numbers of each token in a message.
 """
 
 import contextlib
@@ -48,23 +49,23 @@ DTYPES = {4: torch.float32, 8: torch.float64}
 
 
 class StageFailed(Exception):
-    """Another stage has failed on a plan."""
+    """Failure of another stage on the same plan."""
 
 
 class StageLink(Protocol):
-    """What connects a stage with the next one. Both calls raise RankLost where that is gone."""
+    """Channel from a stage to the next. Both methods raise RankLost if the connection is lost."""
 
     def send(self, rows_TE: torch.Tensor | None) -> None:
-        """Hand over the rows of a plan; None where there are none, because it failed."""
+        """Send the rows of a plan, [T, E]; None if the plan failed."""
         ...
 
     def receive(self) -> torch.Tensor | None:
-        """Wait for the rows of the next plan."""
+        """Wait for the rows of the next plan, [T, E]; None if the plan failed."""
         ...
 
 
 class SocketLink:
-    """One end. Rows cross in the dtype that their sums are made in."""
+    """One end of a socket between stages. Rows are sent in the dtype of their sums."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -108,8 +109,7 @@ class SocketLink:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """What connects a stage with others: with the one before it and the next one, None at the ends
-    of the model."""
+    """Channels of a stage to the previous and the next stage; None at the ends of the model."""
 
     before: StageLink | None = None
     behind: StageLink | None = None
@@ -119,12 +119,12 @@ NO_LINKS = StageLinks()
 
 
 class StageModel:
-    """Has what the runner needs of a model, native or not. dtype: of what it takes."""
+    """Stage of a model as the runner needs it, native or not. dtype: of its input rows."""
 
     def __init__(self, model: Any, dtype: torch.dtype, links: StageLinks) -> None:
         self._model, self._dtype = model, dtype
         self._before, self._behind = links.before, links.behind
-        self._is_owed = self._owes = False  # by the stage before; to the next one
+        self._is_owed = self._owes = False  # message due from the previous stage; to the next stage
 
     @property
     def is_last(self) -> bool:
@@ -136,13 +136,14 @@ class StageModel:
         return expert_pairs_of(self._model)
 
     def native(self, backend: AttentionBackend) -> "StageModel":
-        """Return the same with the model in its native form, where there is one."""
+        """Return this stage with the model in its native form, if the core can run it."""
         links = StageLinks(self._before, self._behind)
         return StageModel(native_or_same(self._model, backend), self._dtype, links)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Within it the model runs once; or the stages behind hear that it did not."""
+        """Guard one run of the model. If the model did not run, receive the message that is due,
+        and notify later stages of the failure."""
         self._is_owed, self._owes = self._before is not None, self._behind is not None
         try:
             yield
@@ -168,7 +169,7 @@ class StageModel:
         return out_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Compute logits [R, V]; before the last stage those of one token, [R, 1]."""
+        """Compute logits [R, V]; before the last stage, placeholders for one token, [R, 1]."""
         if not self.is_last:
             return hidden_RD.new_zeros(len(hidden_RD), 1, dtype=torch.float32)
         logits_RV: torch.Tensor = self._model.logits(hidden_RD)
@@ -186,8 +187,8 @@ class StageModel:
 
 
 def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
-    """Raise ConfigError for what a model in stages cannot do, before it is loaded. device: its
-    type."""
+    """Raise ConfigError for features that a model in stages does not support, before it is loaded.
+    device: its type."""
     what = f"pipeline_parallel_size={config.parallel.pipeline_parallel_size}"
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.model is not None:
@@ -211,8 +212,7 @@ def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
 def run_stage(
     runner: StepRunner, model: StageModel, plan: Plan, masks: MaskPromise | None = None
 ) -> StepResult:
-    """Carry out a plan by the runner of a stage and wait for it. Raises StageFailed where a stage
-    before could not."""
+    """Run a stage's plan and wait for it. Raises StageFailed if an earlier stage failed."""
     if not model.is_last:
         plan, masks = plan_of_earlier_stage(plan), None
     if len(plan.rows) == 0:
@@ -222,15 +222,15 @@ def run_stage(
 
 
 def skip_stage(model: StageModel, plan: Plan) -> None:
-    """Let the stages behind know of a plan that is not carried out, because one before failed."""
+    """Notify the later stages of a plan that is skipped because an earlier plan failed."""
     if len(plan.rows):
         with model.step():
             pass
 
 
 def plan_of_earlier_stage(plan: Plan) -> Plan:
-    """Return what stages before the last one do: all but to choose. Guesses are tokens like any
-    others there."""
+    """Return the plan for the stages before the last one: the same without sampling. Draft tokens
+    become ordinary tokens in it."""
     started = tuple(
         replace(start, params=GREEDY, stop_token_ids=(), bad_words_token_ids=())
         for start in plan.started

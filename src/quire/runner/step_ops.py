@@ -1,11 +1,11 @@
-"""The operations of a step on rows and logits, for kernels, torch or the C++ core. No torch.
+"""Operations of a step on rows and logits: the interface of kernels, torch and core. No torch.
 
 A step is
 
     take an update  ->  gather  ->  forward pass  ->  edit  ->  choose  ->  advance
 
-and the step's masks, if any, are read before `edit`. A part may run long after the host requested
-it, so it must not read host memory that may change in the meantime.
+and the step's masks, if any, are read before `edit`. An operation may run long after the host
+submitted it, so it must not read host memory that may change in the meantime.
 
 Shape legend: S scheduled rows, N sampling rows, T tokens of the step, V vocabulary, F forks.
 """
@@ -31,7 +31,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-NO_LOGPROBS = -2  # -1 asks for the whole vocabulary
+NO_LOGPROBS = -2  # -1 requests the whole vocabulary
 ALL_LOGPROBS = -1
 # Numbers of candidates for which steps are recorded; others are rounded up to the next one.
 RECORDED_CANDIDATES = (0, 5, 20)
@@ -40,14 +40,14 @@ NUM_RESULTS = 8  # maximum number of steps whose tokens are in flight to the hos
 
 @dataclass
 class RowUpdates:
-    """The changes of a plan to rows, in its order. deltas: [K, 4] (`quire.ops.rows.row_arrays`).
-    runs: (row, first position, tokens)."""
+    """Changes of a plan to rows, in its order. deltas: [K, 4] (`quire.ops.rows.row_arrays`). runs:
+    (row, first position, tokens)."""
 
     deltas: list[Int32] = field(default_factory=list)
     runs: list[tuple[int, int, Int32]] = field(default_factory=list)
 
     def merged_deltas(self) -> Int32:
-        """Return all deltas, [K, 4] int32; the last of several deltas to one place wins."""
+        """Return all deltas, [K, 4] int32; of several deltas to one entry, the last one wins."""
         if not self.deltas:
             return np.empty((0, 4), np.int32)
         merged = np.concatenate(self.deltas)
@@ -61,12 +61,12 @@ class RowUpdates:
 
 @dataclass
 class SamplingFlags:
-    """The sampling features that rows use, as arrays indexed by row. An entry is valid between
-    `start` and `release`.
+    """Requested sampling features, as arrays indexed by row. An entry is valid between `start` and
+    `release`.
 
-    has_edits: lists of tokens or biases. has_extras: what no kernel does, or named tokens. is_beam:
-    its candidates are for a beam search. top_k: 0 is off. num_logprobs: candidates, NO_LOGPROBS or
-    ALL_LOGPROBS.
+    has_edits: lists of tokens or biases. has_extras: features without a kernel, or named tokens.
+    is_beam: row of a beam search. top_k: 0 is off. num_logprobs: number of candidates, NO_LOGPROBS
+    or ALL_LOGPROBS.
     """
 
     is_greedy: Flags
@@ -115,7 +115,7 @@ class SamplingFlags:
             array[child] = array[parent]
 
     def at(self, rows: Int32) -> "SamplingFlags":
-        """Return a copy of the entries of some rows."""
+        """Return a copy of the entries of these rows."""
         return SamplingFlags(*(array[rows] for array in vars(self).values()))
 
 
@@ -127,20 +127,19 @@ def asks_for_edits(start: RowStart) -> bool:
 
 
 def has_least_length(start: RowStart) -> bool:
-    """Return whether tokens that stop the row are forbidden at its beginning."""
+    """Return whether stop tokens are forbidden at the beginning of the row's output."""
     return start.params.min_tokens > 0 and len(start.stop_token_ids) > 0
 
 
 def asks_for_extras(start: RowStart) -> bool:
-    """Return whether the row requests what no kernel does, or names tokens for
-    log-probabilities."""
+    """Return whether the row requests features without a kernel, or names tokens."""
     params = start.params
     has_own = bool(params.logits_processors or params.logprob_token_ids)
     return params.has_dry or params.has_xtc or has_own
 
 
 def asks_for_features(start: RowStart) -> bool:
-    """Return whether the row requests more than the columns of its state can say."""
+    """Return whether the row requests more than the columns of its state express."""
     params = start.params
     has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
     return has_logprobs or asks_for_edits(start) or asks_for_extras(start)
@@ -148,8 +147,8 @@ def asks_for_features(start: RowStart) -> bool:
 
 @dataclass(frozen=True)
 class StepShape:
-    """How large a step is, on the host: new tokens and context of each place for a row, which are
-    upper bounds of what the device has; num_samples: rows that sample."""
+    """Size of a step on the host. query_lens, context_lens: new tokens and context of each row
+    slot; upper bounds of the device's values. num_samples: rows that sample."""
 
     query_lens: Int32
     context_lens: Int32
@@ -162,8 +161,8 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a step's sampling rows requested. spans: of their edits, by their place. masked: the
-    places of those with a token mask."""
+    """Requested sampling features of a step's sampling rows. spans: spans of their edits, by
+    position among them. masked: positions of rows with a mask."""
 
     rows: Int32
     flags: SamplingFlags
@@ -172,7 +171,7 @@ class Asked:
 
     @property
     def masked_beams(self) -> Flags:
-        """[N] which of them choose the candidates of a beam search among allowed tokens."""
+        """Return which rows choose beam search candidates among allowed tokens, bool [N]."""
         found = np.zeros(len(self.rows), bool)
         found[self.masked] = self.flags.is_beam[self.masked]
         return found
@@ -180,8 +179,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Who samples, and what the host knows of each of them: tokens, an upper bound of what the
-    device has, and how many of these are prompt."""
+    """Sampling rows with the host's knowledge of them. lengths: numbers of tokens, upper bounds of
+    the device's values. prompt_lens: how many of these tokens are prompt."""
 
     asked: Asked
     lengths: npt.NDArray[np.integer]
@@ -190,9 +189,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StepLists:
-    """What a step serves: scheduled rows and how many tokens of each; sampling rows, and at which
-    places among the scheduled ones those stand whose logits they use; where the step's tokens
-    go."""
+    """Rows of a step. rows, num_tokens: scheduled rows and their numbers of tokens. sampling:
+    sampling rows. sample_places: for each of them, the index of the scheduled row whose logits it
+    uses. result_slot: slot for the step's tokens."""
 
     rows: Int32
     num_tokens: Int32
@@ -207,9 +206,9 @@ class StepLists:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step's sampling does, beside choosing: part of a graph's key. edits: the generation of
-    the table, None without. num_candidates: NO_LOGPROBS, or how many for each row. has_beams: masks
-    are for the candidates of beam searches, too. has_extras: see SamplingFlags."""
+    """Needs of a step's sampling in addition to the choice; part of a graph's key. edits:
+    generation of the edit table; None without edits. num_candidates: of each row, or NO_LOGPROBS.
+    has_beams: masks also apply to beam search candidates. has_extras: see SamplingFlags."""
 
     has_filters: bool = False
     has_penalties: bool = False
@@ -226,21 +225,21 @@ class Needs:
 
     @property
     def all_logits(self) -> bool:
-        """Tell whether more is done than a choice among all tokens by their logits and noise."""
+        """Return whether sampling does more than a choice among all tokens by logits and noise."""
         is_changed = self.has_penalties or self.edits is not None or self.has_masks
         is_told = self.num_candidates != NO_LOGPROBS
         return self.has_filters or is_changed or is_told or self.has_beams or self.has_extras
 
     @property
     def makes_copy(self) -> bool:
-        """Tell whether `edit` changes a copy of the logits."""
+        """Return whether `edit` changes a copy of the logits."""
         return self.edits is not None or self.has_penalties
 
 
 @dataclass(frozen=True)
 class Update:
-    """Changes on their way to the rows. take: bring them in, before anything else of the step.
-    hold: told by when they were read."""
+    """Prepared changes to the rows. take: apply them, before any other work of the step. hold: keep
+    their memory until the given arrival, when they have been read."""
 
     take: Callable[[], None]
     hold: Callable[[Arrival], None]
@@ -251,8 +250,8 @@ NO_UPDATE = Update(lambda: None, lambda arrival: None)
 
 @dataclass(frozen=True)
 class Gathered:
-    """inputs: of the forward pass, without padded rows. contexts: tokens that each place for a row
-    has with this step."""
+    """Gathered inputs of a step. inputs: of the forward pass, without padded rows. contexts: number
+    of tokens of each row slot after this step."""
 
     inputs: "StepInputs"
     samples: "SampleInputs"
@@ -260,33 +259,34 @@ class Gathered:
 
 
 class StepOps(Protocol):
-    """can_be_recorded: whether a graph can hold what it launches. results_QR: the tokens of the
-    last NUM_RESULTS steps, int32, -1 where there was none to choose."""
+    """Operations of a step on rows and logits. can_be_recorded: whether a graph can hold their
+    launches. results_QR: tokens of the last NUM_RESULTS steps, int32, -1 where no token could be
+    chosen."""
 
     can_be_recorded: bool
     results_QR: "torch.Tensor"
 
     def fork(self, pairs_F2: Int32) -> None:
-        """Make rows (parent, child) copies of others, behind all work that was given before. No
-        child may be another fork's parent or child."""
+        """Copy rows, as pairs (parent, child), [F, 2], after all earlier work. No child may be
+        another fork's parent or child."""
         ...
 
     def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
-        """Get changes ready; with a step's lists, that step comes next."""
+        """Prepare changes. lists: of the step that comes next, if any."""
         ...
 
     def prepare_masks(self, places: Int32, words: Int32) -> Update:
-        """Get token masks ready, [M] places among the step's sampling rows and [M, W] words
-        (`quire.ops.sampling.logit_edits`), for `edit` to apply."""
+        """Prepare token masks for `edit`. places: [M], among the step's sampling rows. words: [M,
+        W] (`quire.ops.sampling.logit_edits`)."""
         ...
 
     def gather(self, shape: StepShape) -> Gathered:
-        """Gather the inputs of the step whose lists were taken last."""
+        """Gather the inputs of the step whose lists were applied last."""
         ...
 
     def serve(self, sampling: Sampling) -> None:
-        """Let `edit` and `choose` serve these, a row as often as it is among them, instead of those
-        of the step whose lists were taken last."""
+        """Make `edit` and `choose` serve these rows, which may repeat, instead of the
+        last step's."""
         ...
 
     def edit(
@@ -296,27 +296,27 @@ class StepOps(Protocol):
         needs: Needs,
         table: "EditTable | None",
     ) -> "torch.Tensor":
-        """Return the logits with lists, biases, penalties and masks. Only masks change the given
-        ones. table: of lists and biases; None where `needs` has no edits."""
+        """Return the logits [N, V] with lists, biases, penalties and masks applied. Only masks
+        change the input in place. table: of lists and biases; None if `needs` has no edits."""
         ...
 
     def choose(
         self, logits_NV: "torch.Tensor", samples: "SampleInputs", needs: Needs
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Choose a token per row, int64 [N], and whether there was one to choose, bool [N]."""
+        """Choose a token per row, int64 [N]; return also whether any was allowed, bool [N]."""
         ...
 
     def best_of_part(
         self, logits_NW: "torch.Tensor", samples: "SampleInputs", first: int
     ) -> "torch.Tensor":
-        """Choose among the tokens from `first` on, without filters: pairs of a score and a token
-        id, float64 [N, 2]. The score is -inf where there is nothing to choose, inf where the logits
-        make no sense."""
+        """Choose among the tokens from `first` on, without filters. Return pairs of a score and a
+        token id, float64 [N, 2]. The score is -inf if no token can be chosen, inf if the logits are
+        malformed."""
         ...
 
     def advance(
         self, gathered: Gathered, ids_N: "torch.Tensor", is_valid_N: "torch.Tensor"
     ) -> None:
-        """Store the chosen tokens, move the counters, and leave the tokens, -1 where there was
-        none, in the step's result slot. A second time it changes nothing."""
+        """Store the chosen tokens [N], move the counters, and write the tokens (-1 where invalid)
+        to the step's result slot. Repeated calls change nothing."""
         ...

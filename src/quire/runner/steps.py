@@ -1,4 +1,4 @@
-"""Steps: what becomes of a plan between its rows and its result. No torch.
+"""Steps: from a plan and its rows to a result. No torch.
 
 Every step is a `Step`: `begin` launches the work of its plan, `end` waits for it and returns the
 result. On a GPU, which works alongside the host:
@@ -7,16 +7,16 @@ result. On a GPU, which works alongside the host:
     stream   ...  step N ........... | changes N+1 | moves | step N+1 ...
     side                               tokens of N -> host
 
-A CPU does each piece of work at once, so the result is there when `begin` returns. A step's inputs
-are gathered on the device from the rows' state. Its tokens stay there for the next step, and cross
-to the host in one place, the device's. A step with token masks is launched in two halves, between
-which the host waits for the masks; meanwhile the device computes the first half. Counters change
-last in a step, so a step that failed can be launched again.
+A CPU does each piece of work at once, so the result is ready when `begin` returns. A step's inputs
+are gathered on the device from the rows' state. Its tokens stay there for the next step; only
+`Device` copies them to the host. A step with token masks is launched in two halves. Between them
+the host waits for the masks, while the device computes the first half. Counters change last in a
+step, so a failed step can be launched again.
 
-Features attach as `attachment.py` says. A plain step has no parts.
+Features attach as described in `attachment.py`. A plain step has no parts.
 
-Shape legend: T tokens of the step, S scheduled rows (and places for sampling rows), N sampling
-rows, D model dim, V vocabulary.
+Shape legend: T tokens of the step, S scheduled rows (and slots for sampling rows), N sampling rows,
+D model dim, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,13 +63,13 @@ _NOTHING_ALLOWED = (
 
 
 class Moves:
-    """A plan's moves, in their order. A step that is repeated does not swap out once more: the
-    blocks may have been written since, by a load or by the step itself."""
+    """Block moves of plans, in their order. A repeated step does not swap out again, because a load
+    or the step itself may have written the blocks since."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend = backend  # an `AttentionBackend`, or what moves blocks as it does
+        self._backend = backend  # an `AttentionBackend`, or `WarmBlocks`
         self._step_id = -1
-        self._num_swaps = 0  # that were carried out; a part of a plan has all of them, or none
+        self._num_swaps = 0  # swaps carried out; a part of a plan has all swaps or none
 
     def carry_out(self, plan: Plan) -> None:
         backend, place = self._backend, 0
@@ -90,7 +90,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Computed:
-    """The first half of a step. logits: None if no row samples. found: tensors of the parts."""
+    """First half of a step. logits: None if no row samples. found: tensors of the parts."""
 
     gathered: Gathered
     logits_NV: "torch.Tensor | None"
@@ -98,10 +98,10 @@ class Computed:
 
 
 class StepRunner:
-    """Rows, model, attention backend and sampler of one device, which carry out plans.
+    """Rows, model, attention backend and sampler of one device; runs plans.
 
-    attachments: features of the forward pass. make_step, make_draft_step: of plans without and
-    with draft tokens; features set them.
+    attachments: features of the forward pass. make_step, make_draft_step: constructors of steps
+    without and with draft tokens; features set them.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class StepRunner:
         self.make_step: MakeStep = PlainStep
         self.make_draft_step: MakeStep | None = None
         self.moves = Moves(backend)
-        self.unread: dict[int, Arrival] = {}  # tokens on their way, by result slot
+        self.unread: dict[int, Arrival] = {}  # tokens in transit to the host, by result slot
 
     @property
     def is_async(self) -> bool:
@@ -121,12 +121,11 @@ class StepRunner:
         return self.device.is_async
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-        """Carry out a plan and wait for it."""
+        """Run a plan and wait for its result."""
         return self.launch(plan, masks).end()
 
     def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Step:
-        """Begin a plan's step, after all before it. masks: which tokens its masked rows may
-        choose."""
+        """Begin a plan's step, after all earlier steps. masks: promise of allowed tokens."""
         if plan.drafts or plan.is_guessing:
             assert self.make_draft_step is not None, "the runner has no steps with drafts"
             step = self.make_draft_step(self, plan, masks)
@@ -136,7 +135,7 @@ class StepRunner:
         return step
 
     def follow(self, plan: Plan) -> list[ForwardPart]:
-        """Note which rows a plan starts, forks and releases, and what they request; return the
+        """Note the rows that a plan starts, forks and releases, and their requests; return the
         attachments' parts in its step."""
         if len(plan.released):
             self.sampler.release_rows(plan.released)
@@ -148,7 +147,7 @@ class StepRunner:
         return [part for part in parts if part is not None]
 
     def find_recorded(self, plan: Plan, needs: Needs) -> Work | None:
-        """Return the recorded work that has room for a plan's step; None: launch it as it is."""
+        """Return recorded work that has room for a plan's step; None: launch the step directly."""
         return None
 
     def hidden(
@@ -158,7 +157,7 @@ class StepRunner:
         backend: "AttentionBackend",
         parts: Sequence[ForwardPart] = (),
     ) -> "torch.Tensor":
-        """Compute the hidden states of a step, [T, D], after the last norm."""
+        """Compute the hidden states of a step after the last norm, [T, D]."""
         step = self.attention_step(inputs, shape)
         ids_T, positions_T = inputs.ids_T, inputs.positions_T
         for part in parts:
@@ -169,13 +168,14 @@ class StepRunner:
         return hidden_TD
 
     def attention_step(self, inputs: "StepInputs", shape: StepShape) -> Any:
-        """Return what attention needs of a step whose inputs are gathered there."""
+        """Return the step's description for attention, from its gathered inputs."""
         raise NotImplementedError
 
     def logits(
         self, hidden_TD: "torch.Tensor", last_N: "torch.Tensor", needs: Needs
     ) -> "torch.Tensor":
-        """Compute the logits after these tokens that sampling needs, [N, V] or a rank's part."""
+        """Compute the logits after tokens last_N of hidden states [T, D]: [N, V], or a
+        rank's part."""
         raise NotImplementedError
 
     def compute(
@@ -186,7 +186,7 @@ class StepRunner:
         backend: "AttentionBackend",
         parts: Sequence[ForwardPart] = (),
     ) -> Computed:
-        """Do the first half of a step's work, up to the logits."""
+        """Run the first half of a step's work, up to the logits."""
         hidden_TD = self.hidden(gathered.inputs, shape, backend, parts)
         found = [tensor for part in parts for tensor in part.after(hidden_TD)]
         if not shape.num_samples:
@@ -196,7 +196,7 @@ class StepRunner:
     def finish(
         self, computed: Computed, needs: Needs, parts: Sequence[SamplingPart]
     ) -> "list[torch.Tensor]":
-        """Choose tokens and, last of all, move the counters; return what the parts found."""
+        """Choose tokens and, last of all, move the counters; return the parts' tensors."""
         samples = computed.gathered.samples
         ids_N, is_valid_N = samples.rows, samples.rows
         if computed.logits_NV is not None:
@@ -209,20 +209,19 @@ MakeStep = Callable[[StepRunner, Plan, MaskPromise | None], Step]
 
 
 class PlainStep:
-    """A step that chooses one token for each sampling row. It is launched as it is, unless recorded
-    work has room for it."""
+    """Step that chooses one token per sampling row; launched directly, or as recorded work."""
 
     num_places = 0
 
     def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
         self._runner, self._plan, self._masks = runner, plan, masks
-        self._errors: dict[int, str] = {}  # what is wrong with rows
+        self._errors: dict[int, str] = {}  # error messages by row
 
     def begin(self) -> None:
         """See Step."""
         runner, plan, rows = self._runner, self._plan, self._runner.rows
         needs = self._follow(plan.sample_rows)
-        # Perhaps recorded now, before the lists are this plan's.
+        # It may be recorded now, before the inbox holds this plan's lists.
         recorded = None
         if len(plan.rows) and all(part.can_be_recorded for part in self._forward):
             recorded = runner.find_recorded(plan, needs)
@@ -272,7 +271,7 @@ class PlainStep:
         return self._result(tokens, np.ones(len(tokens), np.int32), rest)
 
     def _follow(self, rows: Int32) -> Needs:
-        """Note what the plan starts and ends, and what rows that sample request."""
+        """Note the plan's started and released rows, and the requests of its sampling rows."""
         sampler = self._runner.sampler
         self._forward = self._runner.follow(self._plan)
         self._asked = sampler.asked(rows, self._plan.masked_rows)
@@ -281,7 +280,8 @@ class PlainStep:
         return self._needs
 
     def _seen(self, logits_NV: "torch.Tensor | None", longest: int) -> Tensors:
-        """Return what the host looks at between the halves. longest: tokens of a row."""
+        """Return the tensors that the host inspects between the halves, from logits [N, V].
+        longest: length of the longest row in tokens."""
         if logits_NV is None:
             return []
         return [each for part in self._sampling for each in part.seen(logits_NV, longest)]
@@ -294,8 +294,8 @@ class PlainStep:
         sampling: Sampling,
         depths: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        """Give the step to the device, in two halves if the host has something to do between them.
-        depths: after which of its drafts each place is; None: all are after known tokens."""
+        """Submit the step to the device, in two halves if the host has work between them. depths:
+        number of the draft token before each position; None: all follow known tokens."""
         rows, then = self._runner.rows, NO_UPDATE
         hosts = [part for part in self._sampling if part.hosted]
         if not hosts and not self._needs.has_masks:
@@ -310,7 +310,7 @@ class PlainStep:
         self._arrivals.append(rows.run_with(then, second))
 
     def _prepared_masks(self, depths: npt.NDArray[np.int64] | None) -> Update:
-        """Wait for the step's masks and get them ready, of its rows alone."""
+        """Wait for the step's masks and prepare them for its rows."""
         assert self._masks is not None, "a plan with masked rows comes with a promise"
         masks, asked, which = self._masks.wait(), self._asked, self._asked.masked
         behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
@@ -322,8 +322,8 @@ class PlainStep:
     def _result(
         self, tokens_NK: Int32, counts_N: Int32, arrived: "list[torch.Tensor]"
     ) -> StepResult:
-        """Make the result of tokens, -1 where there is none, of which so many count. arrived: what
-        the parts found, sampling first."""
+        """Return the result of a step. tokens: [N, K], -1 for none. counts: valid tokens of each
+        row, [N]. arrived: tensors of the parts, sampling first."""
         rows = self._plan.sample_rows
         processed = [n for part in self._sampling for n in part.processed]
         reasons = reasons_of(rows, tokens_NK[:, 0], self._asked, self._errors, processed)
@@ -343,14 +343,14 @@ class PlainStep:
         return result
 
     def _read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
-        """Add what was found in the place of, or next to, the tokens."""
+        """Add further results of the step, such as pooled vectors or candidates."""
         for part in self._sampling:
             result = part.read(result, arrived, is_recorded=self._is_recorded)
         return result
 
 
 def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
-    """Return the shape of a plan's step, with as many places for rows (0: one for each)."""
+    """Return the shape of a plan's step. num_places: number of row slots; 0: one for each row."""
     num_rows = len(plan.rows)
     query_lens, context_lens = np.zeros((2, num_places or num_rows), np.int32)
     query_lens[:num_rows] = plan.num_tokens
@@ -365,8 +365,8 @@ def reasons_of(
     told: dict[int, str],
     processed: Sequence[int] = (),
 ) -> dict[int, str]:
-    """Say of rows without a token (-1) why there is none. asked: by these rows, at its first
-    places; told: what is known to be wrong with rows; processed: see SamplingPart."""
+    """Return the reasons why rows have no token (-1 in tokens [N]), by row. asked: requests, whose
+    first entries are of these rows. `told`: known errors by row. processed: see SamplingPart."""
     failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in told]
     if not failed:
         return {}
@@ -376,5 +376,5 @@ def reasons_of(
 
 
 def unservable(reasons: dict[int, str]) -> tuple[int, ...]:
-    """List the rows that have no token through no fault of the step."""
+    """Return the rows that have no token although the step itself succeeded."""
     return tuple(row for row, why in reasons.items() if why != NOT_FINITE)

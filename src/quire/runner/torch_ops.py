@@ -1,10 +1,10 @@
-"""A step's work on rows and logits by torch's operations, on any device, and by the C++ core on a
-CPU: only the rows that ask for something cost anything. What the kernels are tested against.
+"""Step operations by torch on any device, with the C++ core on a CPU.
 
-Nothing waits for the device, but for filters that may leave more than the largest logits on a CPU
-(`ops/sampling/choice.py`), which is the host.
+Kernels are tested against them. Only rows that request a feature cost time for it. No operation
+waits for the device, except filters on a CPU, which is the host, if more than the largest logits
+may pass (`ops/sampling/choice.py`).
 
-Shape legend: S scheduled rows, N sampling rows, V vocabulary, M a row's token places, F forks.
+Shape legend: S scheduled rows, N sampling rows, V vocabulary, M token positions of a row, F forks.
 """
 
 import numpy as np
@@ -37,30 +37,30 @@ Indices = npt.NDArray[np.intp]
 
 
 def empty_results(state: RowTensors) -> torch.Tensor:
-    """Make the slots for the tokens of the last steps."""
+    """Allocate the slots for the tokens of the last steps."""
     shape = NUM_RESULTS, len(state.computed_R)
     return torch.zeros(shape, dtype=torch.int32, device=state.device)
 
 
 def narrow(state: RowTensors, name: str) -> torch.Tensor:
-    """Return a column of all rows: float32 for FLOATS, else int32."""
+    """Return a column of all rows, [R]: float32 for FLOATS, else int32."""
     column_R = state.narrow_CR[NARROW_COLUMNS.index(name)]
     return column_R.view(torch.float32) if name in FLOATS else column_R
 
 
 def wide(state: RowTensors, name: str) -> torch.Tensor:
-    """Return a column of all rows, int64."""
+    """Return a column of all rows, int64 [R]."""
     return state.wide_CR[WIDE_COLUMNS.index(name)]
 
 
 def penalties_of(state: RowTensors, rows_N: torch.Tensor) -> Penalties:
-    """Return the penalties of these rows."""
+    """Return the penalties of these rows, [N]."""
     names = ("presence", "frequency", "repetition")
     return Penalties(*(narrow(state, name).index_select(0, rows_N) for name in names))
 
 
 class TorchOps:
-    """The lists of the step that is served are the host's."""
+    """Step operations by torch; the current step's lists are on the host."""
 
     can_be_recorded = False
 
@@ -72,7 +72,7 @@ class TorchOps:
         self._masks: RowMasks | None = None
 
     def fork(self, pairs_F2: Int32) -> None:
-        """Copy rows."""
+        """Copy rows, as pairs (parent, child)."""
 
         def work() -> list[torch.Tensor]:
             row_state.copy_rows(self._state, pairs_F2)
@@ -81,7 +81,7 @@ class TorchOps:
         self._device.run(work)
 
     def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
-        """Merge the changes."""
+        """Merge the changes, to be applied by the step's work."""
         deltas, runs = updates.merged_deltas(), [run for run in updates.runs if len(run[2]) > 1]
         single = [(row, at, int(ids[0])) for row, at, ids in updates.runs if len(ids) == 1]
 
@@ -99,7 +99,7 @@ class TorchOps:
         return Update(take, lambda arrival: None)
 
     def prepare_masks(self, places: Int32, words: Int32) -> Update:
-        """Keep them as they are; on a CPU they are read where they stand."""
+        """Store the masks; on a CPU they are read in place."""
 
         def take() -> None:
             device = self._state.device
@@ -108,7 +108,7 @@ class TorchOps:
         return Update(take, lambda arrival: None)
 
     def gather(self, shape: StepShape) -> Gathered:
-        """Gather as many tokens and rows as there are."""
+        """Gather the step's inputs without padding."""
         lists, state = self._now, self._state
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs = gather_step(state, lists.rows, lists.num_tokens, longest)
@@ -123,7 +123,7 @@ class TorchOps:
         return Gathered(inputs, samples, inputs.context_lens_S)
 
     def serve(self, sampling: Sampling) -> None:
-        """Take who they are."""
+        """Store the sampling rows for `edit` and `choose`."""
         self._sampling = sampling
 
     def edit(
@@ -133,8 +133,7 @@ class TorchOps:
         needs: Needs,
         table: EditTable | None,
     ) -> torch.Tensor:
-        """Apply lists, biases and penalties to a copy in float32, where a row has any; masks where
-        the logits stand."""
+        """Apply lists, biases and penalties to a float32 copy of logits [N, V], masks in place."""
         logits_NV = logits_NV.float().contiguous()
         if needs.makes_copy:
             logits_NV = logits_NV.clone()
@@ -169,7 +168,7 @@ class TorchOps:
     def choose(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the greedy choice, with that of the rows that sample written over it."""
+        """Choose a token per row, int64 [N]: greedy for all, then random where requested."""
         best_N, values_N = arg_max(logits_NV)
         flags = self._served.asked.flags
         is_random, ids_N = ~flags.is_greedy, best_N
@@ -186,7 +185,7 @@ class TorchOps:
     def best_of_part(
         self, logits_NW: torch.Tensor, samples: SampleInputs, first: int
     ) -> torch.Tensor:
-        """Do as `choose`, and score what was chosen."""
+        """Choose as `choose` does, and score the chosen tokens; float64 [N, 2]."""
         best_N, peaks_N = arg_max(logits_NW)
         temperatures_N, streams = self._streams(samples.rows, samples.lengths)
         ids_N, which = best_N, np.flatnonzero(~self._served.asked.flags.is_greedy)
@@ -199,7 +198,7 @@ class TorchOps:
         return torch.stack((scores_N, (ids_N + first).double()), dim=1)
 
     def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:
-        """Write results first, counters last."""
+        """Write the tokens [N] to the result slot first, and the counters last."""
         lists, samples = self._now, gathered.samples
         if len(lists.sample_rows):
             self.results_QR[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
@@ -221,7 +220,7 @@ class TorchOps:
     def _choose_some(
         self, logits_NV: torch.Tensor, samples: SampleInputs, which: Indices, index: torch.Tensor
     ) -> torch.Tensor:
-        """Choose for the rows `which`, either all with filters or all without."""
+        """Choose tokens of the rows `which`; either all or none of them have filters."""
         state, flags = self._state, self._served.asked.flags
         some_NV = logits_NV if len(which) == len(logits_NV) else logits_NV[index]
         rows = samples.rows[index]
@@ -235,7 +234,7 @@ class TorchOps:
         return choose(some_NV, temperatures, streams, filters, largest_k)
 
     def _streams(self, rows: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, Streams]:
-        """Return temperatures and noise of rows of these lengths."""
+        """Return temperatures and noise of rows of these lengths, [N]."""
         state = self._state
         seeds, sample_index = wide(state, "seed")[rows], wide(state, "sample_index")[rows]
         return narrow(state, "temperature")[rows], Streams(seeds, sample_index, lengths)

@@ -1,21 +1,22 @@
-"""Passes of a model that guesses, between two steps, over the rows of the last one.
+"""Passes of a draft model between two steps, over the rows of the last step.
 
-The first pass computes all tokens of a row that the drafter has not seen, the last known one among
-them; each further pass one guess of each row. Every guess is chosen as the row chooses its tokens,
-with the noise of its place: where both models agree on the probabilities, they agree on the token.
-Penalties, biases and masks are left out: they make a guess better or worse, never an answer.
+The first pass computes all tokens of a row that the drafter has not seen, up to the last known
+token. Each further pass computes one draft token of each row. A draft token is sampled with the
+row's own parameters and with the noise of its position. So where both models agree on the
+probabilities, they agree on the token. Penalties, biases and masks are skipped: they affect the
+acceptance rate but never the output.
 
     position      0 ... first ........ known - 1 | known .......... known + k - 2
-    computed by   earlier calls  first pass      | further passes, one guess each
+    computed by   earlier calls  first pass      | further passes, one draft token each
     stands in     the row's own blocks .. capacity | spare blocks of the row
 
-What stands behind a row's own blocks is written into spare blocks behind the pool's, of which the
-scheduler does not know. Nothing there is needed later: a token that turns out to be right is
-computed once more when its row has a block for it.
+Tokens beyond a row's own blocks are written into spare blocks after the pool's, which the
+scheduler does not know. Nothing there is needed later: an accepted token is computed once more
+when its row has a block for it.
 
-Shape legend: T tokens of the pass, S rows of an order, N rows that guess, k most guesses of a row,
-F numbers of the target's hidden states that the drafter reads of each token, R rows of the engine,
-E what comes out of a pass, D the drafter's model dim, V the target's vocabulary.
+Shape legend: T tokens of the pass, S rows of an order, N rows that draft, k maximum number of draft
+tokens of a row, F numbers of the target's hidden states that the drafter reads of each token, R
+rows of the engine, E width of a pass's output, D drafter's model dim, V target's vocabulary.
 """
 
 import logging
@@ -58,11 +59,11 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Drafter(Protocol):
-    """Its layers have numbers behind the target's, and cache groups of their own.
+    """Draft model. Its layer numbers follow the target's, and its cache groups are its own.
 
-    num_read: F. With 0 it reads tokens alone. Else it reads what the target has computed of a token
-    beside the *next* token's id: the hidden state at position p, and the id at p + 1, give what the
-    token at p + 2 may be. Its keys and values of the two stand at p.
+    num_read: F. With 0 the drafter reads token ids alone. Else it reads the target's hidden state
+    at position p together with the id at p + 1, and predicts the token at p + 2. Its keys and
+    values of the pair stand at p.
     """
 
     num_read: int
@@ -74,7 +75,7 @@ class Drafter(Protocol):
         read_TF: torch.Tensor | None,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Compute what is known of the step's tokens, [T, D]. read: None if num_read is 0."""
+        """Compute hidden states of the step's known tokens, [T, D]. read: None if num_read is 0."""
         ...
 
     def further(
@@ -84,19 +85,19 @@ class Drafter(Protocol):
         out_RD: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Compute one more token of each row, which was guessed, [R, D]. out: what the pass before
-        gave at the rows' last tokens."""
+        """Compute the last draft token of each row, [R, D]. out: the previous pass's output at the
+        rows' last tokens, [R, D]."""
         ...
 
     def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
-        """Compute logits of what comes next, [R, V]; -inf for tokens that it does not know."""
+        """Compute logits of the next token, [R, V]; -inf for tokens unknown to the drafter."""
         ...
 
 
 @dataclass(frozen=True)
 class Spare:
-    """Blocks behind the pools of the drafter's cache groups, num for each row. first: the first
-    spare block of each group."""
+    """Spare blocks after the pools of the drafter's cache groups, num for each row. first: the
+    first spare block of each group."""
 
     num: int
     groups: range
@@ -104,9 +105,9 @@ class Spare:
 
 
 class DraftPasses:
-    """A drafter over the rows of a runner, whose counters it leaves as they are. target: whose
-    hidden states the drafter reads; its `last_read` returns them, [T, F], after each forward pass.
-    None: it reads none."""
+    """Drafter over the rows of a runner; it does not move the runner's counters. target: model
+    whose hidden states the drafter reads. Its `last_read` returns them, [T, F], after each forward
+    pass. None if the drafter reads none."""
 
     def __init__(self, drafter: Drafter, target: Any, runner: ModelRunner, spare: Spare) -> None:
         self._drafter, self._target, self._runner, self._spare = drafter, target, runner, spare
@@ -117,12 +118,12 @@ class DraftPasses:
 
     @torch.inference_mode()
     def run(self, order: DraftOrder) -> DraftAnswer:
-        """Carry out an order and wait for it."""
+        """Run an order's passes and wait for the draft tokens."""
         arrival = self._runner.device.run(lambda: [self._carry_out(order)])
         return DraftAnswer(arrival.wait()[0].numpy(), arrival.duration_s())
 
     def _carry_out(self, order: DraftOrder) -> torch.Tensor:
-        """Return the guesses, int32 [S, k]."""
+        """Return the draft tokens, int32 [S, k]; -1 where there is none."""
         most = int(order.num_guesses.max(initial=0))
         found_Sk = torch.full((len(order.rows), most), -1, dtype=torch.int32, device=self._device)
         self._lend_blocks(order)
@@ -159,8 +160,8 @@ class DraftPasses:
     def _prepare(
         self, rows: Int32, first: Int32, num_tokens: Int32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prepare a pass over so many tokens of rows, from these positions on; returns their ids
-        and positions."""
+        """Prepare a pass over tokens of each row from `first` on; return ids and positions, [T]
+        each."""
         state, shape = self._state, StepShape(num_tokens, first + num_tokens, 0)
         state.computed_R[self._index(rows)] = self._index(first)
         longest = -(-int(shape.context_lens.max()) // state.block_size)
@@ -173,8 +174,8 @@ class DraftPasses:
         return state.tokens_RM[rows_T, inputs.positions_T + 1].long(), inputs.positions_T
 
     def _choose(self, out_ND: torch.Tensor, rows: Int32, lengths: Int32) -> torch.Tensor:
-        """Choose what comes next in rows of these lengths, and write it behind them; returns it,
-        int32 [N], -1 where nothing could be chosen."""
+        """Choose the next token of rows of these lengths and append it to them. Return it, int32
+        [N], -1 where no token could be chosen."""
         rows_N, lengths_N = self._index(rows), self._index(lengths)
         asked = Asked(rows, self._runner.sampler.flags.at(rows))
         no_prompts = np.zeros(0, np.int64)
@@ -188,7 +189,7 @@ class DraftPasses:
         return torch.where(is_valid_N, ids_N, -1).int()
 
     def _lend_blocks(self, order: DraftOrder) -> None:
-        """Let spare blocks stand behind the rows' own where guesses need more room."""
+        """Append spare blocks to the block tables of rows whose draft tokens need more room."""
         size, spare = self._state.block_size, self._spare
         ends = order.num_known + order.num_guesses - 1
         deltas = [
@@ -214,8 +215,8 @@ class DraftPasses:
 
 
 class NativeHead:
-    """Computes what the head does, in float32 between its weights. Raises Untraceable where the
-    core cannot. The head is attached to its target before."""
+    """EAGLE-3 head run by the C++ core, with float32 activations. Raises Untraceable if the core
+    cannot run it. The head must be attached to its target first."""
 
     def __init__(self, head: Eagle3, backend: CpuBackend) -> None:
         self.num_read, self._head, self._backend = head.num_read, head, backend
@@ -256,7 +257,7 @@ class NativeHead:
 
 
 def _native(compute: Any, width: int, head: Eagle3, backend: CpuBackend) -> NativePass:
-    """Trace one of the head's passes; width: of what it is given beside ids and positions."""
+    """Trace one of the head's passes. width: of its third input, after ids and positions."""
 
     def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
         given = torch.zeros(TRACED_TOKENS, width, dtype=head.dtype)
@@ -266,7 +267,7 @@ def _native(compute: Any, width: int, head: Eagle3, backend: CpuBackend) -> Nati
 
 
 def native_head(head: Eagle3, backend: AttentionBackend) -> Eagle3 | NativeHead:
-    """Return the head in its native form where there is one, else itself."""
+    """Return the native form of the head if the core can run it, else the head itself."""
     if not isinstance(backend, CpuBackend):
         return head
     try:
@@ -277,8 +278,7 @@ def native_head(head: Eagle3, backend: AttentionBackend) -> Eagle3 | NativeHead:
 
 
 class PlainDrafter:
-    """A model of its own as a drafter, for which all tokens are text. position_axes: of its
-    tokens."""
+    """Separate draft model, which sees all tokens as text. position_axes: 3 with M-RoPE, else 1."""
 
     num_read = 0
 
@@ -313,7 +313,7 @@ class PlainDrafter:
 def with_spare_blocks(
     config: EngineConfig, spec: ModelSpec, num_blocks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Add what guesses stand in to the pools of the drafter's groups, if there is one."""
+    """Add spare blocks for draft tokens to the pools of the drafter's groups, if any."""
     if spec.drafter is None:
         return num_blocks
     assert config.scheduler.max_num_seqs
@@ -328,8 +328,7 @@ def make_draft_passes(
     runner: ModelRunner,
     num_blocks: tuple[int, ...],
 ) -> DraftPasses | None:
-    """Let a model guess for the rows of a runner, whose pools have so many blocks; None without
-    one."""
+    """Return draft passes over a runner's rows, or None. num_blocks: pools without spare blocks."""
     if drafter is None:
         return None
     own = len(spec.own_groups)

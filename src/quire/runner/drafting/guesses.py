@@ -1,17 +1,18 @@
-"""Steps with guesses: one forward pass, and one choice at each place (T 4.4.4).
+"""Steps with draft tokens: one forward pass, and one choice at each position (T 4.4.4).
 
-The forward pass computes the guesses behind each row's last known token, as if they were known. A
-row's places are this token and its guesses, and the row chooses at all of them at once, each time
-by what it would have known there. What it has chosen counts up to the first that is not the guess:
-those are the tokens that it would have chosen without guesses, whatever it asks for. What wrong
-guesses have left in the cache is written again.
+The forward pass computes the draft tokens after each row's last known token, as if they were known.
+A row's places are its last known token and its draft tokens. The row samples at all of them at
+once, each time from the context up to there. Its sampled tokens count up to the first that differs
+from the draft. They are the tokens that it would have sampled without drafts, whatever its
+parameters are. Cache entries of rejected draft tokens are overwritten later.
 
-What rows hold on the device says where they go on, so the device judges the guesses and moves the
-counters. A step with guesses of the host has ended when `begin` returns. Where the device makes
-them, the host has only bounds of its rows, and the next step may be launched behind this one.
+The rows' state on the device defines where they continue, so the device verifies the draft tokens
+and moves the counters. A step with draft tokens of the host has ended when `begin` returns. If the
+device makes the drafts, the host has only bounds of the rows' lengths. The next step may then be
+launched without waiting for this one.
 
-Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K most guesses of a row, P
-places: the sampling rows' own, then those of all guesses.
+Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K maximum number of draft
+tokens of a row, P places: first the places of the sampling rows, then one for each draft token.
 """
 
 from dataclasses import replace
@@ -40,8 +41,9 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """Where rows choose, arrays [P]. sampling: which of the sampling rows; depths: 0, or which of
-    its guesses, from 1; last: which of the step's tokens; lengths: tokens known there."""
+    """Positions where rows sample, arrays [P]. sampling: index of the sampling row. depths: 0, or
+    the number of its draft token, from 1. last: index of the step's token. lengths: number of
+    tokens known there."""
 
     rows: Int32
     sampling: Int64
@@ -51,7 +53,7 @@ class Places(NamedTuple):
 
 
 def places_of(plan: Plan) -> Places:
-    """List the places of a plan with guesses."""
+    """Return the places of a plan with draft tokens."""
     rows_N, num_samples = plan.sample_rows, len(plan.sample_rows)
     counts = np.array([len(draft.token_ids) for draft in plan.drafts])
     order = np.argsort(rows_N, kind="stable")
@@ -71,8 +73,8 @@ def places_of(plan: Plan) -> Places:
 
 
 class GuessedStep(PlainStep):
-    """A plan with guesses on its way through a runner. runs: how the device makes guesses that the
-    plan leaves to it."""
+    """Plan with draft tokens on its way through a runner. runs: drafter on the device, for the
+    draft tokens that the plan leaves to it."""
 
     def __init__(
         self,
@@ -84,11 +86,11 @@ class GuessedStep(PlainStep):
         super().__init__(runner, plan, masks)
         self._places, self._runs = places_of(plan), runs
         self._kept: KeptInputs | None = None  # until the rows' states are settled
-        self._logits: torch.Tensor | None = None  # of the first half, for the other
+        self._logits: torch.Tensor | None = None  # of the first half, for the second
         self._scored: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Give it to the device, and wait for it if the guesses are the host's."""
+        """Launch the step; wait for it if its draft tokens come from the host."""
         self._launch()
         if not self._plan.is_guessing:
             _, counts_N, *_ = self._chosen.wait()
@@ -101,7 +103,7 @@ class GuessedStep(PlainStep):
         return self._result(tokens_NK1.numpy(), counts_N.numpy(), found)
 
     def _launch(self) -> None:
-        """Give it to the device."""
+        """Submit the step to the device."""
         plan, rows, places = self._plan, self._runner.rows, self._places
         self._follow(places.rows)
         updates = rows.changes(plan, self._runner.sampler.flags.has_edits)
@@ -112,8 +114,8 @@ class GuessedStep(PlainStep):
         self._chosen = self._arrivals[-1]
 
     def first(self, shape: StepShape) -> Tensors:
-        """Compute logits and what the parts want; returns what the host looks at before the other
-        half."""
+        """Compute logits and the inputs of the sampling parts. Return the tensors that the host
+        inspects before the second half."""
         runner, plan, places = self._runner, self._plan, self._places
         runner.moves.carry_out(plan)
         for part in self._forward:
@@ -128,8 +130,8 @@ class GuessedStep(PlainStep):
         return self._seen(self._logits, int(places.lengths.max()))
 
     def _hidden(self, shape: StepShape) -> torch.Tensor:
-        """Write the guesses behind the rows' tokens, or let the device guess there; compute the
-        hidden states of all that the plan schedules, [T, D]."""
+        """Write the draft tokens after the rows' tokens, or let the device draft them there.
+        Compute the hidden states of all scheduled tokens, [T, D]."""
         plan, state, backend = self._plan, self._runner.rows.state, self._runner.backend
         longest = int(shape.context_lens.max())
         if plan.is_guessing:
@@ -148,8 +150,8 @@ class GuessedStep(PlainStep):
         return self._runner.hidden(inputs, shape, backend, self._forward)
 
     def second(self) -> Tensors:
-        """Choose at all places and move the counters, unless states are settled before. Returns the
-        tokens that count, how many these are, log-probabilities, scores."""
+        """Sample at all places, and move the counters unless states must be settled first. Return
+        the accepted tokens, their counts, log-probabilities and scores."""
         plan, places, state = self._plan, self._places, self._runner.rows.state
         rows_S, known_S = self._index(plan.rows), self._index(plan.num_tokens - plan.num_drafts)
         at_N = self._index(plan.sample_places)
@@ -162,7 +164,7 @@ class GuessedStep(PlainStep):
         tokens_NK1, counts_N = accept_guesses(state, sampling_N, lengths_N, chosen_P, tries)
         more_N = counts_N.long() - 1
         last_N = tokens_NK1.gather(1, more_N[:, None])[:, 0].clamp(min=0)
-        # Who samples from another row's logits guesses nothing, and neither does that row.
+        # A row that samples from another row's logits has no draft tokens, nor has the other.
         contexts_S = contexts_S.index_add(0, at_N, more_N)
         moved = rows_S, contexts_S, sampling_N, lengths_N + more_N, last_N
         self._advance = partial(advance, state, *moved)
@@ -186,8 +188,7 @@ class GuessedStep(PlainStep):
         return [torch.where(is_valid_P, ids_P, NO_TOKEN), *found, *self._scored]
 
     def _settle_states(self, kept: KeptInputs, counts_N: Int32) -> None:
-        """Leave the states of rows that guess behind the guesses that were right, and move the
-        counters."""
+        """Advance drafting rows' states past their accepted draft tokens; move the counters."""
         plan = self._plan
         num_tokens = plan.num_tokens - plan.num_drafts
         is_own = np.isin(plan.sample_rows, plan.rows)
@@ -202,7 +203,7 @@ class GuessedStep(PlainStep):
         self._arrivals[-1].wait()
 
     def _read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:
-        """Add candidates."""
+        """Add candidates to the result."""
         for part in self._sampling:
             if isinstance(part, CandidatesPart):
                 result = self._with_candidates(result, part.by_place(arrived))

@@ -1,1 +1,1 @@
-"""Plans on a GPU: the host launches, and never waits."""
+"""Execution of plans on a GPU: the host launches work and never waits."""

@@ -1,4 +1,4 @@
-"""A CUDA device: work is queued on a stream, and results cross to the host beside it."""
+"""A CUDA device: work is queued on one stream; results are copied to the host on another."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +10,7 @@ from quire.runner.device import Arrival, Graph, Tensors, Work
 
 
 class _Crossing:
-    """Copies on their way, on the side stream."""
+    """Results on their way to the host, on the side stream."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class _Crossing:
 
 
 class CudaDevice:
-    """A stream for the work, one beside it for what crosses, and one pool of memory for graphs.
+    """One stream for work, another for copies to the host, and one memory pool for graphs.
 
-    forbids_waiting: raise where work makes the host wait for the device (torch's own check). It
-    sees copies to the host, `.item()` and the like; for finding mistakes, not for serving, since it
-    holds for the whole process while work is given.
+    forbids_waiting: raise if work makes the host wait for the device (torch's own check). It
+    detects copies to the host, `.item()` and similar calls. Use it to find mistakes, not for
+    serving: it applies to the whole process while work is launched.
     """
 
     is_async = True
@@ -55,7 +55,7 @@ class CudaDevice:
 
     def run(self, work: Work) -> Arrival:
         begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-        # What this thread launched elsewhere, such as zeros for new memory, comes before.
+        # Earlier launches of this thread elsewhere, such as zeros for new memory, come first.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), self._watched():
             begin.record(self._stream)
@@ -65,7 +65,7 @@ class CudaDevice:
             return _Crossing([], (begin, end), end)
         try:
             return self._sent(tensors, begin, end)
-        except Exception as error:  # what was launched cannot be launched again
+        except Exception as error:  # launched work cannot be launched again
             raise EngineError(f"a step's results cannot be sent to the host: {error}") from error
 
     def _sent(self, tensors: Tensors, begin: torch.cuda.Event, end: torch.cuda.Event) -> _Crossing:
@@ -77,8 +77,8 @@ class CudaDevice:
         return _Crossing(here, (begin, end), arrived)
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Send values to the host: the one place where they leave the device. Pinned memory is
-        torch's, which keeps it until the copy is done, and gives it out again."""
+        """Send values to the host: only this function copies from the device. Torch owns the pinned
+        memory, keeps it until the copy is done, and then reuses it."""
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         here.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._side)
@@ -86,7 +86,7 @@ class CudaDevice:
 
     def begin_capture(self) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # Other threads wait for events meanwhile: what they do is none of this graph's business.
+        # Other threads may wait for events meanwhile; that does not concern this graph.
         with self._allocator_put_right():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
@@ -102,14 +102,13 @@ class CudaDevice:
 
     @contextmanager
     def _allocator_put_right(self) -> Iterator[None]:
-        """Put torch's allocator right after an error: it leaves that as it is while recording if
-        CUDA does not begin or end that (CUDAGraph.cpp): memory that crossed to another stream would
-        never be used again."""
+        """Restore torch's allocator after an error. If CUDA fails to begin or end a capture, it
+        stays in its recording state (CUDAGraph.cpp), and crossing memory would never be reused."""
         try:
             yield
         except BaseException:
             index = self._stream.device.index
-            with suppress(RuntimeError, AttributeError):  # it was put right
+            with suppress(RuntimeError, AttributeError):  # the allocator was not recording
                 torch._C._cuda_endAllocateToPool(index, self._pool)
             raise
 
@@ -127,7 +126,7 @@ class CudaDevice:
 
 
 class _Place:
-    """Where a tensor's values are; whoever reads it there does not keep them."""
+    """Address of a tensor's values; an array made from it does not keep them alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()

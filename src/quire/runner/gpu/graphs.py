@@ -1,17 +1,17 @@
 """Recorded steps: one launch, or some dozens, in place of hundreds (T 4.6, fig. 4.6).
 
-Steps are recorded whole, at a ladder of sizes: a step takes the next size that has room for its
-rows, and for its tokens, if it is a mixed one of up to 2,048 tokens. Where attention must know each
-row's lengths, mixed steps are recorded in pieces, between its calls; so are all if that is asked
-for. Larger steps keep the device busy for longer than their launches take.
+Steps are recorded whole, at a ladder of sizes: a step uses the next size with room for its rows. A
+mixed step of up to 2,048 tokens also needs room for its tokens. If attention must know each row's
+length, mixed steps are recorded in pieces, between the attention calls. A setting requests pieces
+for all steps. Larger steps keep the device busy for longer than their launches take.
 
-The first steps of a kind (sizes, and what the sampling needs) are launched as they are, the next is
-recorded, so nobody waits at the start. The largest one of the ladder is recorded first, and others
-find room in its memory. In idle moments (`record_next`) what an earlier run used comes first, then
-the ladder from the top, then mixed steps of a kind that came. Recording fails if the device's
-memory is full; then nothing more is recorded, and steps that are not run as they are. So it is with
-whatever else a recording meets: what is wrong with a device, or a step, the step as it is will
-tell.
+A kind of step is its sizes and the needs of its sampling. The first steps of a kind are launched
+directly, and the next one is recorded, so that requests never wait for recordings at the start. The
+largest size of the ladder is recorded first, and the others reuse its memory. In idle moments
+(`record_next`), kinds that an earlier run used come first, then the ladder from the top, then mixed
+steps of kinds that occurred. If the device's memory is full, recording fails. Then nothing more is
+recorded, and all other steps are launched directly. Any other recording error is handled in the
+same way: if the device or the step is at fault, the direct launch will report it.
 """
 
 import dataclasses
@@ -44,17 +44,17 @@ from quire.runner.steps import StepRunner
 
 logger = logging.getLogger("quire")
 
-FIRST_TIMES = 1  # steps of a kind that are launched as they are
-FIRST_TIMES_MIXED = 3  # of which there are more kinds, and some never come again
+FIRST_TIMES = 1  # steps of a kind that are launched directly
+FIRST_TIMES_MIXED = 3  # mixed steps have more kinds, and some never recur
 
 
-# Places for rows and for tokens, whether there are filters, penalties, edits; candidates; masks.
+# Row slots, token slots, has filters, has penalties, has edits, number of candidates, has masks.
 Kind = tuple[int, int, bool, bool, bool, int, bool]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Places for rows and for tokens; no tokens: one for each row, and none has more."""
+    """Numbers of row slots and token slots. tokens is 0 where each row has exactly one token."""
 
     rows: int
     tokens: int = 0
@@ -65,8 +65,7 @@ class Size:
 
 
 def largest_shape(size: Size, max_model_len: int) -> StepShape:
-    """Return the shape of the largest step that fits a size. In a mixed one the first row has all
-    tokens."""
+    """Return the shape of the largest step of a size. If mixed, its first row has all tokens."""
     query_lens = np.ones(size.rows, np.int32)
     if size.is_mixed:
         query_lens[:] = size.tokens, *[0] * (size.rows - 1)
@@ -82,8 +81,8 @@ def carry_out(
     backend: AttentionBackend,
     between: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
-    """Do the work of a step, from gathered inputs to counters; returns what the sampling parts
-    found. between: called where masks come in."""
+    """Run a step's work from gathered inputs to counters; return its sampling parts' tensors.
+    between: called where the masks are applied."""
     parts = [each.at_rest for each in runner.attachments]
     computed = runner.compute(gathered, shape, needs, backend, parts)
     if needs.has_masks:
@@ -93,8 +92,8 @@ def carry_out(
 
 @torch.inference_mode()
 def measured_bytes(runner: StepRunner) -> int:
-    """Measure the largest recorded steps' tensors, which the others share, by running them; and
-    add what each graph has of its own."""
+    """Measure the tensors of the largest recorded steps by running them; other steps share their
+    memory. Add each graph's own bytes."""
     device, rows = runner.device.device, runner.rows
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -115,8 +114,8 @@ def measured_bytes(runner: StepRunner) -> int:
 
 @dataclass
 class Recorded:
-    """The `Work` of a step of a size; what the device has made of it is there once it was recorded.
-    inputs: the step's, for attention that is launched again."""
+    """`Work` of a step of one size, with its graphs once they are recorded. inputs: the step's
+    inputs, for attention calls that are launched again."""
 
     runner: StepRunner
     size: Size
@@ -130,8 +129,8 @@ class Recorded:
         return self.size.rows
 
     def first(self, shape: StepShape) -> list[torch.Tensor]:
-        """Carry it out for a step of this shape, which has as many places, up to where it needs
-        masks. The host looks at nothing before the other half."""
+        """Run the first half, up to the masks, for a step of this shape with equally many row
+        slots. The host inspects nothing before the second half."""
         if self.in_pieces:
             assert self.inputs is not None, "it is recorded first"
             self.runner.backend.prepare(self.runner.attention_step(self.inputs, shape))
@@ -139,25 +138,25 @@ class Recorded:
         return []
 
     def second(self) -> list[torch.Tensor]:
-        """Carry out the rest; returns copies of what rows wanted: the next replay writes over
-        it."""
+        """Run the second half. Return copies of the outputs, which the next replay overwrites."""
         self.pieces.end()
         return [tensor.clone() for tensor in self.pieces.outputs]
 
 
 class UsedSizes:
-    """Which graphs an engine used, remembered for its next start in a small file of the user's
-    cache directory. Its errors are logged and never stop anything. Triton keeps compiled kernels
+    """Kinds of graphs that an engine used, in a small file of the user's cache directory, for its
+    next start. File errors are logged and never stop the engine. Triton caches compiled kernels
     itself.
 
-    directory: where the file lies. facts: what must be the same for it to be of use."""
+    directory: folder of the file. facts: texts that must be equal for the file to be valid.
+    """
 
     def __init__(self, directory: Path, facts: Iterable[str]) -> None:
         digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
         self.path = directory / f"{digest}.json"
 
     def read(self) -> list[Kind]:
-        """Read what was written last; nothing if that cannot be read."""
+        """Return the kinds in the file; an empty list if the file cannot be read."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             return [
@@ -171,7 +170,7 @@ class UsedSizes:
             return []
 
     def write(self, kinds: Iterable[Kind]) -> None:
-        """Replace the file, at once for those who read it."""
+        """Replace the file atomically."""
         passing = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +189,8 @@ Key = tuple[Size, Needs]
 
 
 class Graphs:
-    """in_pieces: attention is left out of all graphs. used: what to remember for the next start."""
+    """Recorded steps of a runner. in_pieces: attention calls are not part of any graph. used: file
+    of used kinds for the next start."""
 
     def __init__(
         self,
@@ -211,9 +211,9 @@ class Graphs:
         self._expected = sorted(set() if used is None else set(used.read()), reverse=True)
 
     def find(self, num_rows: int, num_tokens: int, needs: Needs) -> Recorded | None:
-        """Find the graph for a step with so many places for rows and so many tokens (0: one for
-        each row), perhaps recorded now; None if it is to be launched as it is. The inbox is not
-        this step's yet."""
+        """Return the graph for a step with num_rows row slots and num_tokens tokens; 0 tokens: one
+        for each row. It may be recorded now, when the inbox does not hold this step yet. None:
+        launch the step directly."""
         size = self._size(num_rows, num_tokens)
         if size is None or not needs.can_be_recorded:
             return None
@@ -233,16 +233,16 @@ class Graphs:
         if num_tokens == 0:
             return next(size for size in self.sizes if size.rows >= num_rows)
         rows = next(rows for rows in self._mixed_rows if rows >= num_rows)
-        tokens = max(num_tokens, rows)  # no place for a row without one for its token
+        tokens = max(num_tokens, rows)  # each row slot needs a token slot
         return Size(rows, next((each for each in MIXED_TOKENS if each >= tokens), tokens))
 
     def record_next(self) -> bool:
-        """Record one more, if there was an answer and one is left; whether it did."""
+        """Record one more step if any step has run and a kind is left; return whether it did."""
         if not self._times:
             return False
         while self._expected and not self._is_full:
             rows, tokens, filters, penalties, edits, num, masks = self._expected.pop(0)
-            if edits:  # which table they will be in is not known yet
+            if edits:  # their table is not known yet
                 continue
             size, needs = Size(rows, tokens), Needs(filters, penalties, None, num, masks)
             if self._size(rows, tokens) == size and (size, needs) not in self._recorded:
@@ -282,14 +282,14 @@ class Graphs:
         return recorded
 
     def _drop_edits_before(self, generation: int) -> None:
-        """Drop graphs that read a table of edits which has moved."""
+        """Drop graphs that read an edit table which was since reallocated."""
         for size, needs in list(self._recorded):
             if needs.edits is not None and needs.edits < generation:
                 del self._recorded[size, needs]
 
     def _record(self, size: Size, needs: Needs) -> Recorded:
-        """Carry it out once, for a step without rows, so that all is compiled; then record it. The
-        recorded one's inputs are in the memory of graphs, which all sizes share."""
+        """Run a step without rows once, so that all kernels are compiled; then record it. The
+        recorded inputs lie in the memory of graphs, which all sizes share."""
         runner = self._runner
         in_pieces = self._in_pieces or (size.is_mixed and not runner.backend.takes_any_lengths)
         shape = largest_shape(size, runner.rows.max_model_len)

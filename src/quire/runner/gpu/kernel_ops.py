@@ -1,9 +1,10 @@
-"""A step's work on rows and logits by Triton's kernels: a fixed sequence of launches for what the
-rows of a step need, so that it can be recorded. The lists of the step that is served are the
-device's, in an inbox.
+"""Operations of a step on rows and logits, by Triton kernels.
 
-Shape legend: S scheduled rows (and places for sampling rows), N sampling rows of the step (or
-places for them), V vocabulary, F forks.
+The needs of a step's rows define a fixed sequence of launches, so that it can be recorded. The
+lists of the current step lie on the device, in an inbox.
+
+Shape legend: S scheduled rows (and slots for sampling rows), N sampling rows of the step (or
+slots for them), V vocabulary, F forks.
 """
 
 import numpy as np
@@ -38,7 +39,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class KernelOps:
-    """Changes cross in slots of pinned memory, which the kernels read."""
+    """Step operations by Triton kernels, which read changes from slots of pinned memory."""
 
     can_be_recorded = True
 
@@ -54,7 +55,7 @@ class KernelOps:
         self._many_masks: RowMasks | None = None  # of the next step, which is not recorded
 
     def fork(self, pairs_F2: Int32) -> None:
-        """Copy rows, in one launch."""
+        """Copy rows in one launch."""
         slot, layout, state = self._ring.take(), self._ring.layout, self._state
         slot.array[layout.forks_at : layout.forks_at + pairs_F2.size] = pairs_F2.ravel()
 
@@ -65,7 +66,7 @@ class KernelOps:
         slot.used = self._device.run(work)
 
     def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
-        """Launch all chunks of the changes but the last, which goes with the step's lists."""
+        """Launch all chunks of the changes except the last, which goes with the step's lists."""
         ring = self._ring
         *chunks, last = ring.cut(updates)
         for chunk in chunks:
@@ -88,8 +89,9 @@ class KernelOps:
         return Update(lambda: self._receive(contents, lists is not None), hold)
 
     def prepare_masks(self, places: Int32, words: Int32) -> Update:
-        """Write them into a slot, from which they are copied to where recorded steps read; those
-        of a step that guesses, if they are more than there are rows, cross by themselves."""
+        """Write masks into a slot, from which they are copied to the memory that recorded steps
+        read. If a step with draft tokens has more masks than there are rows, they are copied
+        directly. places: [M], words: [M, W]."""
         if len(places) <= len(self._state.computed_R):
             return self._masks.prepare(places, words)
 
@@ -100,7 +102,7 @@ class KernelOps:
         return Update(take, lambda arrival: None)
 
     def gather(self, shape: StepShape) -> Gathered:
-        """Gather into buffers with places for all rows that are scheduled, and all that sample."""
+        """Gather inputs into buffers with slots for all scheduled rows and all sampling rows."""
         state, num_rows = self._state, len(shape.query_lens)
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         num_places, num_groups = max(num_rows, shape.num_samples), len(state.tables_GRL)
@@ -117,7 +119,7 @@ class KernelOps:
         return Gathered(inputs, buffers.first_samples(shape.num_samples), buffers.context_lens_S)
 
     def serve(self, sampling: Sampling) -> None:
-        """Do nothing: the kernels read all that they need of a row from the device."""
+        """Do nothing: the kernels read all row data from the device."""
 
     def edit(
         self,
@@ -126,7 +128,7 @@ class KernelOps:
         needs: Needs,
         table: EditTable | None,
     ) -> torch.Tensor:
-        """Edit all rows at once; in the model's dtype if no row has any."""
+        """Edit the logits [N, V] of all rows at once, in the model's dtype if no row has edits."""
         x_NV = logits_NV if logits_NV.dtype in DTYPES else logits_NV.float()
         if needs.edits is not None:
             assert table is not None
@@ -148,7 +150,7 @@ class KernelOps:
     def choose(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose in two launches."""
+        """Choose in two launches; see StepOps. Return int64 [N] and bool [N]."""
         return sample(
             logits_NV, self._columns, samples.lengths, samples.rows, has_filters=needs.has_filters
         )
@@ -156,18 +158,18 @@ class KernelOps:
     def best_of_part(
         self, logits_NW: torch.Tensor, samples: SampleInputs, first: int
     ) -> torch.Tensor:
-        """Choose in two launches."""
+        """Choose in two launches; see StepOps. Return float64 [N, 2]."""
         return best_of_part(logits_NW, self._columns, samples.lengths, samples.rows, first)
 
     def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:
-        """Advance in one launch."""
+        """Advance the rows in one launch. ids_N, is_valid_N: [N]."""
         step_inputs.advance(
             self._state, self._inbox, gathered.contexts, ids_N, is_valid_N, self.results_QR
         )
 
     @property
     def _masks(self) -> MaskSlots:
-        """Make it when the first masks come, or are recorded."""
+        """Return the mask slots; make them at the first masks or the first recording."""
         if self._mask_slots is None:
             num_rows = len(self._state.computed_R)
             self._mask_slots = MaskSlots(self._device, num_rows, self._vocab_size)
@@ -179,8 +181,8 @@ class KernelOps:
         row_deltas.receive(self._state, self._inbox, words, layout, *counts, has_lists)
 
     def _penalise(self, logits_NV: torch.Tensor, samples: SampleInputs) -> None:
-        """Penalise all rows, as many at once as there are counts for: those without penalties count
-        as if they had no tokens."""
+        """Penalise all rows, in batches of the counts' size. Rows without penalties count no
+        tokens."""
         state, num_rows, device = self._state, len(logits_NV), logits_NV.device
         most = len(state.computed_R)
         if self._counts_RV is None:
@@ -203,7 +205,7 @@ class KernelOps:
 
 
 def sampling_columns(state: RowTensors) -> SamplingColumns:
-    """Return views, as the sampling kernel reads them."""
+    """Return views of the state's columns, as the sampling kernel reads them."""
     return SamplingColumns(
         temperature=narrow(state, "temperature"),
         top_k=wide(state, "top_k"),
@@ -215,6 +217,6 @@ def sampling_columns(state: RowTensors) -> SamplingColumns:
 
 
 def sample_pairs(lists: StepLists) -> Int32:
-    """Return [N, 2] sampling rows and their places."""
+    """Return [N, 2] of sampling rows and their positions among the scheduled rows."""
     pairs: Int32 = np.stack((lists.sample_rows, lists.sample_places), axis=1).astype(np.int32)
     return pairs

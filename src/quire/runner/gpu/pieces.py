@@ -1,9 +1,9 @@
 """Work recorded as one graph, or in pieces between the calls of attention.
 
-Attention does most of the work of a long context and chooses how to cut it by the step's lengths;
-left out of the graphs it is launched anew each time, and all else is replayed (T 4.6). The pieces
-are found by running the model once: its attention calls end one graph and begin the next. A step
-with token masks is cut between logits and sampling, too: there the host waits for them.
+Attention does most of the work of a long context and chooses how to cut it by the step's lengths.
+In pieces, attention is launched again in each step, and all other work is replayed (T 4.6). Running
+the model once finds the pieces: each attention call ends one graph and begins the next. A step with
+token masks is also cut between logits and sampling, where the host waits for the masks.
 """
 
 import gc
@@ -22,8 +22,8 @@ Step = Callable[[AttentionBackend, Callable[[], None]], list[torch.Tensor]]
 
 @dataclass
 class Pieces:
-    """Launches, in their order, and what the work returned: memory that each replay fills anew.
-    num_before: how many come before the step's masks."""
+    """Launches in their order, and the outputs of the work, whose memory each replay overwrites.
+    num_before: launches before the step's masks."""
 
     launches: list[Callable[[], object]] = field(default_factory=list)
     outputs: Sequence[torch.Tensor] = ()
@@ -39,7 +39,7 @@ class Pieces:
 
 
 class CutAtAttention(ForwardingBackend):
-    """A backend whose `run` ends a graph, notes the call, and begins the next graph."""
+    """Backend whose `run` ends a graph, notes the call, and begins the next graph."""
 
     name = "cut"
     can_be_recorded = True
@@ -59,7 +59,7 @@ class CutAtAttention(ForwardingBackend):
             self._pieces.launches.append(graph.replay)
 
     def cut_for_masks(self) -> None:
-        """End a graph, and begin the one that comes after the step's masks."""
+        """End the current graph and begin the graph that follows the step's masks."""
         self.end()
         self._pieces.num_before = len(self._pieces.launches)
         self.begin()
@@ -67,9 +67,9 @@ class CutAtAttention(ForwardingBackend):
     def run(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """End a graph, note the call, begin the next. Attention's result has its place in the
-        memory of graphs, as its queries have: later layers and other sizes use both again, as
-        launches keep their order."""
+        """End a graph, note the call, begin the next. Queries and result, [T, N, H], lie in the
+        memory of graphs. Later layers and other sizes reuse it safely, as launches keep their
+        order."""
         if out_TNH is None:
             out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         self.end()
@@ -80,12 +80,12 @@ class CutAtAttention(ForwardingBackend):
 
 
 def record(device: Device, backend: AttentionBackend, step: Step, *, in_pieces: bool) -> Pieces:
-    """Record what `step` launches with this backend; nothing of it is done. The step calls its
-    second argument where masks come in. Raises what the step raises, and OutOfMemoryError."""
+    """Record the launches of `step` with this backend, without executing them. The step calls its
+    second argument where masks are applied. Raises the step's errors, and OutOfMemoryError."""
     pieces = Pieces()
     cutting = CutAtAttention(backend, device, pieces)
     collects = gc.isenabled()
-    gc.disable()  # what it frees might ask the device something, which would end the recording
+    gc.disable()  # freed objects might query the device, which would end the recording
     try:
         cutting.begin()
         try:

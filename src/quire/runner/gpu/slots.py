@@ -1,7 +1,7 @@
-"""The way from a plan, and its token masks, to the device: rings of slots in pinned memory.
+"""Transfer of plans and token masks to the device: rings of slots in pinned memory.
 
-What a plan changes is cut into chunks, each of which fills a slot, and the device is told to take
-it from there (`ops/kernels/row_deltas.py`). A slot is not written again before it has done so.
+A plan's changes are cut into chunks, each of which fills a slot. A kernel reads the changes from
+there (`ops/kernels/row_deltas.py`). A slot is not written again before the kernel has read it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from quire.runner.step_ops import RowUpdates, Update
 Int32 = npt.NDArray[np.int32]
 
 NUM_SLOTS = 8
-NUM_MASK_SLOTS = 2  # masks of a step need the tokens of the one before
+NUM_MASK_SLOTS = 2  # masks of a step need the tokens of the previous step
 MOST_DELTAS = 8192
 MOST_RUNS = 512
 MOST_TOKENS = 32768
@@ -28,7 +28,7 @@ MOST_TOKENS = 32768
 
 @dataclass
 class Slot:
-    """words: the memory, array: the same for numpy. used: until when the device reads it."""
+    """Pinned memory, as a tensor (words) and for numpy (array). used: device work that reads it."""
 
     words: torch.Tensor
     array: Int32
@@ -37,7 +37,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SlotContents:
-    """A slot and how much is in it."""
+    """A filled slot and the numbers of its deltas and runs."""
 
     slot: Slot
     num_deltas: int
@@ -46,7 +46,7 @@ class SlotContents:
 
 @dataclass
 class Chunk:
-    """What goes into one slot. Its runs are written at once, so no two may overlap."""
+    """Contents of one slot. Its runs are written in parallel, so no two may overlap."""
 
     deltas: Int32 = field(default_factory=lambda: np.empty((0, 4), np.int32))
     runs: list[tuple[int, int, Int32]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Chunk:
     places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of runs, by row
 
     def takes(self, row: int, start: int, length: int) -> bool:
-        """Return whether such a run can be added."""
+        """Return whether the chunk has room for a run that overlaps no other."""
         if self.num_tokens + length > MOST_TOKENS or len(self.runs) == MOST_RUNS:
             return False
         end = start + length
@@ -67,7 +67,7 @@ class Chunk:
 
 
 class Ring:
-    """Slots of pinned memory, taken in turn."""
+    """Slots of pinned memory, used in rotation."""
 
     def __init__(self, device: Device, num_words: int, num_slots: int) -> None:
         words = [device.pinned(num_words) for _ in range(num_slots)]
@@ -75,7 +75,7 @@ class Ring:
         self._next = 0
 
     def take(self) -> Slot:
-        """Take the next slot, as soon as the device has read what was in it."""
+        """Return the next slot, after waiting until the device has read its contents."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         if slot.used is not None:
@@ -85,14 +85,14 @@ class Ring:
 
 
 class SlotRing(Ring):
-    """Slots for what plans change."""
+    """Ring of slots for plans' changes."""
 
     def __init__(self, device: Device, max_rows: int, *, num_slots: int = NUM_SLOTS) -> None:
         self.layout = SlotLayout(max_rows, MOST_DELTAS, MOST_RUNS, MOST_TOKENS)
         super().__init__(device, self.layout.num_words, num_slots)
 
     def cut(self, updates: RowUpdates) -> list[Chunk]:
-        """Cut into what fits into one slot each; at least one chunk."""
+        """Cut changes into chunks that each fit one slot; at least one chunk."""
         chunks, deltas = [Chunk()], updates.merged_deltas()
         for row, position, tokens in updates.runs:
             for start in range(0, len(tokens), LONGEST_RUN):
@@ -121,7 +121,7 @@ class SlotRing(Ring):
         return SlotContents(slot, num_deltas, num_runs)
 
     def write_lists(self, slot: Slot, header: Sequence[int], lists: Sequence[Int32]) -> None:
-        """Write the inbox: the header's words and the lists, each of which has its own room."""
+        """Write the inbox: the header's words and the lists, each in its own region."""
         array, max_rows = slot.array, self.layout.max_rows
         array[: len(header)] = header
         at = HEADER
@@ -131,8 +131,8 @@ class SlotRing(Ring):
 
 
 class MaskSlots:
-    """Two slots and the memory on the device: each 5 MB for 256 rows of 151,936 tokens. Slots are
-    made when the first masks come; a step may be recorded before, and reads only the memory."""
+    """Two pinned slots for masks, allocated at the first masks, and their memory on the device.
+    Each has 5 MB for 256 rows of 151,936 tokens. Recorded steps read only the device memory."""
 
     def __init__(self, device: Device, max_rows: int, vocab_size: int) -> None:
         self._num_rows, self._num_words = max_rows, num_words(vocab_size)
@@ -142,12 +142,12 @@ class MaskSlots:
         self._here = torch.full((self._total,), -1, dtype=torch.int32, device=device.device)
 
     def of(self, num_places: int) -> RowMasks:
-        """Return where the masks of a step with so many places for sampling rows stand."""
+        """Return the masks of a step with num_places sampling rows: places [num_places], words."""
         words_RW = self._here[self._num_rows :].view(self._num_rows, self._num_words)
         return RowMasks(self._here[:num_places], words_RW[:num_places])
 
     def prepare(self, places: Int32, words: Int32) -> Update:
-        """Write masks into a slot. words: [M, any number]; those that are missing forbid."""
+        """Write masks into a slot. places: [M]; words: [M, any number], missing words forbid."""
         if self._ring is None:
             self._ring = Ring(self._device, self._total, NUM_MASK_SLOTS)
         slot, count = self._ring.take(), len(places)

@@ -1,1 +1,1 @@
-"""Media in a runner: encoding items, and what the model reads at the place of their tokens."""
+"""Media in a runner: encoding items, and model inputs in place of their placeholder tokens."""

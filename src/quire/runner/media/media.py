@@ -1,4 +1,4 @@
-"""What a runner does about media: follows the rows' items, encodes, and makes model inputs.
+"""Media of a runner: track the rows' items, encode them, and make the model's inputs.
 
 Shape legend: T tokens of the step, M tokens that read slots, W width of a slot.
 """
@@ -32,7 +32,7 @@ NUM_VALUES = 256  # of a pixel in uint8
 
 @dataclass(frozen=True)
 class ItemArrays:
-    """An item as the vision tower reads it; see ImageArrays."""
+    """Arrays of an item as the vision tower reads them; see ImageArrays."""
 
     pixels: npt.NDArray[np.uint8]
     table: npt.NDArray[np.float32]
@@ -46,10 +46,10 @@ class ItemArrays:
 
 
 class Encoder:
-    """A vision tower and the memory of its outputs, [slots, W].
+    """Vision tower and the memory of its outputs, [slots, W].
 
-    Everything here runs on the device's side, in the order of its work. An item that cannot be
-    encoded fails the steps that read its slots, and no other step.
+    Its methods run on the device's side, in the order of its work. An item that cannot be encoded
+    fails the steps that read its slots, and no other step.
     """
 
     def __init__(self, tower: VisionTower, memory: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class Encoder:
         self._failed: dict[int, Exception] = {}  # by slot
 
     def encode(self, inputs: Sequence[EncoderInput]) -> None:
-        """Encode items into their slots. A second time it writes the same numbers."""
+        """Encode items into their slots. Encoding an item again writes the same numbers."""
         for each in inputs:
             slots = each.slots.tolist()
             try:
@@ -93,11 +93,12 @@ def _no_ints() -> Int64:
 
 @dataclass(frozen=True)
 class StepMedia(ForwardPart):
-    """What media mean to one step: turns its inputs into those of the model.
+    """Media of one step; turns the step's inputs into the model's inputs.
 
-    encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3. items: those
-    to encode. places, slots: which of the step's tokens read which slots, [M]. offsets:
-    positions minus indices, [3, T]; None if they are 0. ends: see AttentionStep.
+    encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3.
+    items: items to encode. places, slots: indices of the step's tokens that read encoder outputs,
+    and the slots that they read, [M]. offsets: positions minus indices, [3, T]; None if they are 0.
+    ends: see AttentionStep.
     """
 
     encoder: Encoder | None = None
@@ -110,11 +111,11 @@ class StepMedia(ForwardPart):
 
     @property
     def can_be_recorded(self) -> bool:
-        """Return whether the model's inputs follow from the step's inputs alone."""
+        """Return whether the model's inputs depend only on the step's inputs."""
         return len(self.places) == 0 and self.offsets is None and self.ends is None
 
     def attention(self, step: AttentionStep) -> AttentionStep:
-        """Return the step with the ends of what its tokens see."""
+        """Return the step with the end of each token's visible keys, int32 [T]."""
         return step if self.ends is None else replace(step, ends_T=self.ends)
 
     def before(self) -> None:
@@ -149,9 +150,9 @@ class StepMedia(ForwardPart):
 
 
 def reads_of(plan: Plan) -> tuple[Int64, Int64]:
-    """Return which of a step's tokens read which slots, [M] each.
+    """Return the step's tokens that read slots, and their slots, [M] each.
 
-    Reads of rows that are not among the plan's are left out: a part of a plan has all its reads.
+    Reads of rows outside the plan are skipped: a part of a plan carries all reads of the whole.
     """
     begins = (np.cumsum(plan.num_tokens) - plan.num_tokens - plan.computed_bound).tolist()
     begin_of = dict(zip(plan.rows.tolist(), begins, strict=True))
@@ -164,10 +165,10 @@ def reads_of(plan: Plan) -> tuple[Int64, Int64]:
 
 
 class Media:
-    """The media of a runner's rows, an `Attachment` of its forward pass.
+    """Media of a runner's rows, an `Attachment` of its forward pass.
 
-    encoder: None where nothing is encoded: the model has no vision tower, or an earlier stage
-    encodes. rule: of a model with three positions for each token; None: they are the indices.
+    encoder: None if the model has no vision tower, or an earlier stage encodes. rule: of a model
+    with three positions for each token; None: positions are token indices.
     """
 
     def __init__(self, encoder: Encoder | None = None, rule: PositionRule | None = None) -> None:
@@ -177,7 +178,7 @@ class Media:
         self.at_rest = StepMedia(num_axes=1 if rule is None else NUM_AXES)
 
     def prepare(self, plan: Plan) -> StepMedia:
-        """Note which rows a plan starts, forks and releases; return what its step does."""
+        """Note which rows a plan starts, forks and releases; return the media of its step."""
         offsets = None
         self._spans.follow(plan)
         ends = self._spans.of_step(plan)
@@ -199,9 +200,9 @@ class Media:
 
 
 def make_media(model: Any, directory: Path) -> Media | None:
-    """Make the media of a runner; None of a model that reads only text. model: as it was loaded,
-    with its encoder memory; one of another package reads only text. directory: the model's. Raises
-    ModelError for its config."""
+    """Return the media attachment of a runner; None for a model that reads only text. model:
+    loaded, with its encoder memory; a model of another package reads only text. directory: of the
+    model. Raises ModelError for a faulty config."""
     if not isinstance(model, Model) or (model.vision is None and model.position_axes == 1):
         return None
     rule = None if model.position_axes == 1 else PositionRule.from_config(read_config(directory))

@@ -5,8 +5,8 @@ A row's KV slots, masks and lengths use the index of a token. Only the rotation 
     index      0 ... first item ... last item | end ...
     offset     0     one for each axis        | delta, the same in all axes and for all tokens
 
-So an offset depends on the items before a token and on nothing else: the same prompt has the same
-positions however it was cut, and whichever of its tokens were an answer before.
+So an offset depends only on the items before a token. The same prompt has the same positions,
+however it was cut into chunks, and even if some of its tokens were generated before.
 
 Shape legend: M tokens up to the end of a row's last item, T tokens of a step.
 """
@@ -34,7 +34,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PositionRule:
-    """What the positions of a model's items follow besides their grids.
+    """Rule for the positions of a model's items, apart from their grids.
 
     merge_size: patches on each side of the group that one token stands for. tokens_per_second: of
     videos; None where frames count by one.
@@ -45,7 +45,7 @@ class PositionRule:
 
     @classmethod
     def from_config(cls, raw: dict[str, Any]) -> Self:
-        """Return the rule of a model. raw: its `config.json`, the whole of it."""
+        """Return the rule of a model. raw: the contents of its `config.json`."""
         inner = raw.get("vision_config")
         fields = Fields(inner if isinstance(inner, dict) else {}, "config.json: vision_config", {})
         default = TIMED_FAMILIES.get(str(raw.get("model_type")))
@@ -53,7 +53,7 @@ class PositionRule:
         return cls(fields.integer("spatial_merge_size", default=DEFAULT_MERGE_SIZE), per_second)
 
     def offsets(self, items: Sequence[MediaItem]) -> "Offsets":
-        """Return the offsets of a row with these items, of which there is at least one."""
+        """Return the offsets of a row with these items, at least one."""
         images = [(item.start, _grid(item)) for item in items]
         end = items[-1].end
         positions, _ = mrope_positions(end + 1, images, self.merge_size, self._intervals(items))
@@ -70,7 +70,7 @@ class PositionRule:
 
 @dataclass(frozen=True)
 class Offsets:
-    """The offsets of a row: of_items, int64 [3, M], up to the end of its last item; delta after."""
+    """Offsets of a row: of_items, int64 [3, M], up to the end of its last item; delta after."""
 
     of_items: Int64
     delta: int
@@ -84,7 +84,7 @@ class Offsets:
 
 
 class RowOffsets(RowItems[Offsets]):
-    """The offsets of the rows that have items."""
+    """Offsets of the rows that have items."""
 
     def __init__(self, rule: PositionRule) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ class RowOffsets(RowItems[Offsets]):
     def of_step(self, plan: Plan) -> Int64 | None:
         """Return the offsets of a step's tokens, [3, T]; None if they are 0.
 
-        `computed_bound` is exact up to the end of the prompt. After it a row may have fewer tokens
-        than that, but has all its items, so its offsets are the delta.
+        `computed_bound` is exact up to the end of the prompt. After it a row may have fewer tokens,
+        but it has all its items, so its offsets are the delta.
         """
         if not self.are_in(plan):
             return None

@@ -1,7 +1,7 @@
-"""The media items of rows, on the host. Of whole items: which tokens of a step attend to each other
-in both directions.
+"""The media items of rows, on the host. Tokens of a whole item attend to each other in both
+directions; this file finds them in each step.
 
-Shape legend: T tokens of a step. Frozen arrays: a device may carry the step out much later.
+Shape legend: T tokens of a step. Arrays are frozen, because a device may run the step much later.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,18 @@ Kept = TypeVar("Kept")
 
 
 class RowItems(Generic[Kept]):
-    """Follows the rows that have media items. A subclass makes what it keeps of a row's items."""
+    """Data of the rows that have media items. A subclass computes the data from a row's items."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Kept] = {}
 
     def made_of(self, items: tuple[MediaItem, ...]) -> Kept | None:
-        """Return what to keep for a row with these items, of which there is at least one."""
+        """Return the data of a row with these items, at least one; None: nothing to store."""
         raise NotImplementedError
 
     def follow(self, plan: Plan) -> None:
-        """Note which rows a plan releases, starts and forks. A second time it changes nothing."""
+        """Note which rows a plan releases, starts and forks. Repeated calls with one plan change
+        nothing."""
         if self._rows:
             for row in [*plan.released.tolist(), *(start.row for start in plan.started)]:
                 self._rows.pop(row, None)
@@ -39,13 +40,13 @@ class RowItems(Generic[Kept]):
                 self._rows[fork.child] = self._rows[fork.parent]
 
     def are_in(self, plan: Plan) -> bool:
-        """Return whether a plan computes tokens of such rows."""
+        """Return whether a plan computes tokens of rows that have items."""
         return bool(self._rows) and not self._rows.keys().isdisjoint(plan.rows.tolist())
 
 
 def key_ends(items: Sequence[MediaItem], first: int, last: int) -> Int32:
-    """Return the ends of what the tokens first..last-1 of a row see, [last - first], as
-    `AttentionStep.ends_T` has them. items: of the row, those that are whole."""
+    """Return the end of the visible keys of tokens first..last-1 of a row, int32 [last - first].
+    Its format is `AttentionStep.ends_T`. items: the row's items that are whole."""
     found = np.zeros(last - first, np.int32)
     for item in items:
         begin = max(item.start, first)
@@ -56,7 +57,7 @@ def key_ends(items: Sequence[MediaItem], first: int, last: int) -> Int32:
 
 
 class RowSpans(RowItems[tuple[MediaItem, ...]]):
-    """The whole items of the rows that have any."""
+    """Whole items of the rows that have any."""
 
     def made_of(self, items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...] | None:
         """See RowItems."""

@@ -1,1 +1,1 @@
-"""What rows sample with, and how a step chooses tokens."""
+"""Sampling parameters of rows, and the choice of a step's tokens."""

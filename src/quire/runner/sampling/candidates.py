@@ -1,10 +1,10 @@
 """Log-probabilities that rows request: of the tokens that they choose, and of their prompts.
 
-A step tells them as three tensors for each group of positions (`logprob_tensors`): token ids,
-log-probabilities, ranks. The chosen token, or the prompt's, comes first, then its candidates: the
-most probable tokens, or those that the request names.
+A step reports them as three tensors for each group of positions (`logprob_tensors`): token ids,
+log-probabilities, ranks. The chosen token, or the prompt's, comes first, then its candidates. These
+are the most probable tokens, or the tokens that the request names.
 
-Shape legend: N sampling rows of the step (or places for them), P positions, C candidates, T tokens
+Shape legend: N sampling rows of the step (or slots for them), P positions, C candidates, T tokens
 of the step, D model dim, V vocabulary.
 """
 
@@ -25,18 +25,18 @@ from quire.runner.step_ops import ALL_LOGPROBS, NO_LOGPROBS, Asked, Needs
 
 Int64 = npt.NDArray[np.int64]
 
-SCORED_AT_ONCE = 64  # positions whose logits exist at the same time: those of a chunk would not fit
+SCORED_AT_ONCE = 64  # positions whose logits exist at the same time; a chunk's would not fit
 NUM_TENSORS = 3  # of a group of positions
 
 
 def logprob_tensors(found: TokenLogprobs) -> list[torch.Tensor]:
-    """Return what is sent to the host of log-probabilities."""
+    """Return the tensors of log-probabilities that are sent to the host."""
     return [found.token_ids, found.logprobs, found.ranks]
 
 
 def to_candidates(tensors: list[torch.Tensor], counts: Int64) -> list[Candidates]:
-    """Return candidates of each row, from `logprob_tensors` on the host. counts: how many
-    candidates each row requested, besides its own token."""
+    """Return candidates of each row, from `logprob_tensors` on the host. counts: number of
+    candidates that each row requested, besides its own token."""
     ids, logprobs, ranks = tensors[0].int().numpy(), tensors[1].numpy(), tensors[2].tolist()
     return [
         Candidates(ids[r, : count + 1], logprobs[r, : count + 1], ranks[r])
@@ -45,7 +45,7 @@ def to_candidates(tensors: list[torch.Tensor], counts: Int64) -> list[Candidates
 
 
 def padded(lists: Sequence[Sequence[int]]) -> tuple[Int64, Int64]:
-    """Return how long each list is, and all of them, [lists, longest], padded with 0."""
+    """Return the lists' lengths, [lists], and the lists padded with 0, [lists, longest]."""
     counts = np.array([len(ids) for ids in lists], np.int64)
     ids = np.zeros((len(lists), int(counts.max())), np.int64)
     for place, each in enumerate(lists):
@@ -58,9 +58,9 @@ def padded(lists: Sequence[Sequence[int]]) -> tuple[Int64, Int64]:
 
 @dataclass(frozen=True)
 class WantedLogprobs:
-    """Log-probabilities that rows request: how many candidates each, and at which places among
-    the step's sampling rows they are. is_masked: the candidates are those that masks allow.
-    token_ids: the candidates, [places, C], padded; None: the most probable ones."""
+    """Log-probabilities that a group of sampling rows requests. counts: candidates of each row.
+    places: of the rows among the step's sampling rows. is_masked: only allowed tokens are
+    candidates. token_ids: the candidates, [places, C], padded; None: the most probable tokens."""
 
     counts: Int64
     places: Int64
@@ -69,8 +69,8 @@ class WantedLogprobs:
 
 
 class CandidatesOfRows(SamplingFeature):
-    """The sampling feature: log-probabilities of chosen tokens, and the tokens that requests name
-    as candidates (`logprob_token_ids`)."""
+    """Sampling feature for log-probabilities of chosen tokens, and for tokens that requests name as
+    candidates (`logprob_token_ids`)."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -97,9 +97,8 @@ class CandidatesOfRows(SamplingFeature):
         return CandidatesPart(needs, asked, [] if asked is None else self.wanted(asked))
 
     def wanted(self, asked: Asked) -> list[WantedLogprobs]:
-        """Group the rows that request log-probabilities: rows with few candidates share one pass,
-        rows that want the vocabulary another one, as do masked beams, and rows that name
-        tokens."""
+        """Group the rows that request log-probabilities. Few candidates, the whole vocabulary,
+        masked beams and named tokens are separate groups."""
         nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
         masked = asked.masked_beams
         named = np.isin(asked.rows, list(self._named))
@@ -117,8 +116,7 @@ class CandidatesOfRows(SamplingFeature):
 
 
 class CandidatesPart(SamplingPart):
-    """Log-probabilities of a step's rows, group by group, or of all rows of a step that is recorded
-    (without `asked`)."""
+    """Log-probabilities of a step's rows by group, or without `asked` of all rows, if recorded."""
 
     def __init__(self, needs: Needs, asked: Asked | None, wanted: list[WantedLogprobs]) -> None:
         self._needs, self._asked, self._wanted = needs, asked, wanted
@@ -126,7 +124,7 @@ class CandidatesPart(SamplingPart):
         self._tensors: list[torch.Tensor] = []
 
     def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Keep the rows' raw logits, as a copy where masks are written into the given ones."""
+        """Save the rows' raw logits [N, V], as a copy if masks will overwrite them."""
         if self._asked is None:
             is_changed = self._needs.has_masks and not self._needs.makes_copy
             self._raw = [logits_NV.clone() if is_changed else logits_NV]
@@ -138,7 +136,7 @@ class CandidatesPart(SamplingPart):
     def chosen(
         self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
     ) -> torch.Tensor:
-        """Compute log-probabilities of these tokens and their candidates."""
+        """Compute log-probabilities of chosen tokens [N] and candidates, from logits [N, V]."""
         raw, self._raw, self._tensors = self._raw, [], []
         if self._asked is None:
             found = token_logprobs(raw[0], ids_N, self._needs.num_candidates)
@@ -173,8 +171,8 @@ class CandidatesPart(SamplingPart):
     def by_place(
         self, arrived: list[torch.Tensor], *, is_of_all: bool = False
     ) -> dict[int, Candidates]:
-        """Read candidates, by place among the sampling rows. is_of_all: tensors of all rows came,
-        not of each group."""
+        """Return candidates by position among the sampling rows. is_of_all: whether the tensors
+        cover all rows instead of each group."""
         found: dict[int, Candidates] = {}
         for i, part in enumerate(self._wanted):
             tensors = arrived[NUM_TENSORS * i : NUM_TENSORS * (i + 1)]
@@ -191,9 +189,9 @@ class CandidatesPart(SamplingPart):
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Positions first..last-1 of a row, at `place` among the step's known tokens, whose next tokens
-    are known and get log-probabilities. counts: candidates of each. ids: the named ones, [P, C],
-    padded; None: the most probable ones."""
+    """Positions first..last-1 of a row whose next tokens are known and get log-probabilities.
+    place: index of `first` among the step's known tokens. counts: candidates of each position. ids:
+    named candidates, [P, C], padded; None: the most probable tokens."""
 
     row: int
     first: int
@@ -205,8 +203,8 @@ class Scored:
 
 @dataclass
 class _Prompt:
-    """A row's prompt that gets log-probabilities: its tokens so far, candidates of each, and named
-    candidates with their counts."""
+    """Prompt that gets log-probabilities: its number of tokens so far, its number of candidates,
+    and its named candidates with their counts."""
 
     length: int
     num: int
@@ -214,7 +212,7 @@ class _Prompt:
 
 
 class PromptScores(SamplingFeature):
-    """Log-probabilities of prompts: an attachment as long as a row requests some.
+    """Sampling feature for log-probabilities of prompts; an attachment while a row requests them.
 
     attachments: of the runner. state: of the rows. logits: computes [P, V] of hidden states [P, D].
     """
@@ -259,7 +257,7 @@ class PromptScores(SamplingFeature):
         return ScoresPart(scores, self._state, self._logits) if scores else None
 
     def _of(self, plan: Plan) -> list[Scored]:
-        """List what a plan's step tells, in the order of rows and positions."""
+        """Return the parts of a plan's step that get log-probabilities, by row and position."""
         found: list[Scored] = []
         ends = np.cumsum(plan.num_tokens)
         for i, row in enumerate(plan.rows.tolist()):
@@ -278,7 +276,7 @@ class PromptScores(SamplingFeature):
 
 
 class ScoresPart(ForwardPart):
-    """Log-probabilities of the prompt tokens that follow some positions of a step."""
+    """Log-probabilities of the prompt tokens after some positions of a step."""
 
     def __init__(
         self,

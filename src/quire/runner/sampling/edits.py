@@ -1,8 +1,8 @@
-"""Masks and biases of rows, as one table on the device: lists are written when a row starts.
+"""Masks and biases of rows, as one table on the device; a row's lists are written at its start.
 
-`ops/sampling/logit_edits.py` says what stands in it. Lists are put one behind the other; when the
-room is used up they are packed anew, and the table grows if it must. Then it has a new generation:
-graphs that were recorded with the old one read memory that nobody writes any more.
+`ops/sampling/logit_edits.py` defines the table's format. Lists are appended. When the table is
+full, they are packed, and the table grows if necessary. A grown table has a new generation: graphs
+recorded with the old one would read memory that is no longer written.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ FIRST_CAPACITY = 1 << 16  # entries
 
 @dataclass(frozen=True)
 class _Lists:
-    """A row's entries and values, and its span as if they stood at the table's beginning."""
+    """Entries and values of a row, and its span relative to the first entry."""
 
     entries: npt.NDArray[np.int32]
     values: npt.NDArray[np.float32]
@@ -31,8 +31,7 @@ class _Lists:
 
 
 class Edits(SamplingFeature):
-    """The sampling feature, and the table of a runner's rows. generation: how often it has got
-    other memory."""
+    """Sampling feature for lists and biases of rows. generation: count of table reallocations."""
 
     def __init__(self, device: Device, max_num_rows: int) -> None:
         self._device = device
@@ -52,12 +51,12 @@ class Edits(SamplingFeature):
         self._add(start.row, _Lists(*arrays))
 
     def copy(self, parent: int, child: int) -> None:
-        """Give a fork its parent's lists."""
+        """Copy the parent's lists to its fork."""
         if parent in self._lists:
             self._add(child, self._lists[parent])
 
     def release(self, row: int) -> None:
-        """Forget a row's lists."""
+        """Remove a row's lists."""
         self._lists.pop(row, None)
 
     def spans(self, rows: Int32, places: npt.NDArray[np.intp]) -> dict[int, Int32]:
@@ -80,10 +79,10 @@ class Edits(SamplingFeature):
         )
 
     def _pack(self) -> None:
-        """Write the lists of all rows anew, without the holes between them."""
+        """Write the lists of all rows again, without the gaps between them."""
         needed = sum(len(lists.entries) for lists in self._lists.values())
         if 2 * needed > len(self.table.entries):
-            # Steps that are under way read the old one, whose memory somebody else will get.
+            # Steps in flight read the old table, whose memory will be reused.
             self._device.run(list).wait()
             self.table = self._make(2 * needed)
             self.generation += 1
@@ -91,7 +90,7 @@ class Edits(SamplingFeature):
         self._write(list(self._lists))
 
     def _write(self, rows: list[int]) -> None:
-        """Put these rows' lists behind what is used."""
+        """Append the lists of these rows to the used part of the table."""
         table, first = self.table, self._used
         spans = np.stack([self._lists[row].span for row in rows])
         for span, row in zip(spans, rows, strict=True):
@@ -114,7 +113,7 @@ class Edits(SamplingFeature):
 
 
 def row_edits(start: RowStart) -> RowEdits:
-    """Return what a row asks for."""
+    """Return the masks and biases that a row requests."""
     params = start.params
     is_least = has_least_length(start)
     return RowEdits(

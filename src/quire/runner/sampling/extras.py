@@ -1,13 +1,13 @@
-"""What few rows ask for and no kernel does: DRY, XTC and logits processors.
+"""Rare sampling features without a kernel: DRY, XTC and logits processors.
 
 A step with such a row is not recorded. DRY and processors work on the host, between the halves of a
-step: tokens (and logits, for processors) of these rows come to the host, and the changes go back.
-XTC works on the device. A step without such a row pays nothing.
+step. The tokens of these rows (and logits, for processors) are copied to the host, and the changes
+are copied back. XTC works on the device. A step without such a row pays nothing.
 
 Processors are functions of requests or plug-ins. They can harm only their own request: each runs on
 a thread of its own, for a bounded time, and what it returns is checked.
 
-Shape legend: N sampling rows, H of them that the host looks at, P with processors, V vocabulary.
+Shape legend: N sampling rows, H of them that the host inspects, P with processors, V vocabulary.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from quire.runner.torch_ops import wide
 
 Int32 = npt.NDArray[np.int32]
 LIMIT_S = 1.0  # of all processors of a row in a step
-MOST_STUCK = 8  # threads that are left to themselves
+MOST_STUCK = 8  # abandoned threads
 
 Tokens = list[int]
 Processor = Callable[[Tokens, Tokens, torch.Tensor], torch.Tensor]
@@ -44,7 +44,7 @@ Processor = Callable[[Tokens, Tokens, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Extra:
-    """What a row asks for."""
+    """Requested extras of a row."""
 
     row: int
     params: SamplingParams
@@ -53,7 +53,7 @@ class Extra:
 
 
 class Extras(SamplingFeature):
-    """The sampling feature: the rows that request something of this kind."""
+    """Sampling feature for DRY, XTC and logits processors: the rows that request them."""
 
     def __init__(self, state: RowTensors, processors: "LogitsProcessors") -> None:
         self._state, self._processors = state, processors
@@ -97,8 +97,7 @@ def dry_of(params: SamplingParams) -> Dry | None:
 
 
 class StepExtras(SamplingPart):
-    """What rows of a step request, by their place among the sampling ones, and what the host made
-    of it."""
+    """Extras of a step's rows, by position among the sampling rows, and the host's results."""
 
     def __init__(
         self, state: RowTensors, processors: "LogitsProcessors", extras: dict[int, Extra]
@@ -111,7 +110,8 @@ class StepExtras(SamplingPart):
         self.processed = [n for n, extra in extras.items() if extra.processors is not None]
 
     def seen(self, logits_NV: torch.Tensor, longest: int) -> list[torch.Tensor]:
-        """Return what the host must see: tokens of rows, up to the longest, and logits."""
+        """Return what the host inspects: tokens [H, longest], and processors' rows of logits [N,
+        V]."""
         if not self.hosted:
             return []
         rows = np.array([self.extras[n].row for n in self.hosted], np.int64)
@@ -136,7 +136,7 @@ class StepExtras(SamplingPart):
     ) -> None:
         assert extra.processors is not None
         if logits_V.isnan().any():
-            return  # it is the model's fault
+            return  # malformed logits: the model's fault, not the processor's
         prompt, output = text[:prompt_len].tolist(), text[prompt_len:].tolist()
         try:
             found = self.processors.run(extra.processors, prompt, output, logits_V)
@@ -146,7 +146,7 @@ class StepExtras(SamplingPart):
         self.new_logits[n] = found.numpy()
 
     def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits with those that processors made."""
+        """Return the logits [N, V] in float32, including the processors' results."""
         logits_NV = logits_NV.float()
         if self.new_logits:
             index = to_device(np.array(list(self.new_logits), np.int64), logits_NV.device)
@@ -155,7 +155,7 @@ class StepExtras(SamplingPart):
         return logits_NV
 
     def edited(self, logits_NV: torch.Tensor) -> None:
-        """Take DRY's penalties off, in place."""
+        """Subtract DRY's penalties from the logits [N, V], in place."""
         for n, (ids, values) in self.penalties.items():
             if len(ids):
                 device = logits_NV.device
@@ -164,7 +164,7 @@ class StepExtras(SamplingPart):
     def chosen(
         self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
     ) -> torch.Tensor:
-        """Choose for the rows with XTC; return all rows' tokens [N]."""
+        """Choose tokens for the rows with XTC; return all rows' tokens [N]."""
         for has_filters in (False, True):
             places = [
                 n
@@ -206,12 +206,12 @@ class StepExtras(SamplingPart):
 
 
 class ProcessorError(Exception):
-    """A processor failed; the message is for its request."""
+    """Failure of a processor; the message is for its request."""
 
 
 class LogitsProcessors:
-    """names: of packages' classes that requests may ask for; they are imported now. Raises
-    ConfigError for one that cannot be used."""
+    """Logits processors of plug-ins. names: classes that requests may name, imported now. Raises
+    ConfigError for a class that cannot be used."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._classes = {name: load_plugin(LOGITS_PROCESSORS, name, ()) for name in names}
@@ -220,11 +220,10 @@ class LogitsProcessors:
     def run(
         self, processors: "RowProcessors", prompt: Tokens, output: Tokens, logits_V: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits [V], float32, that a row's processors make of these. Raises
-        ProcessorError."""
+        """Return a row's logits [V] after its processors, float32. Raises ProcessorError."""
 
         def work() -> torch.Tensor:
-            # A copy, which was not made in inference mode: a processor may write to it.
+            # A copy that is not an inference tensor, so a processor may write to it.
             changed = torch.from_numpy(logits_V.numpy().copy())
             for process in processors.made(self._classes):
                 changed = process(prompt, output, changed)
@@ -234,7 +233,7 @@ class LogitsProcessors:
 
 
 class RowProcessors:
-    """The processors of a row, which are made at its first step. asked: as the request has them."""
+    """Processors of a row, constructed at its first step. asked: as the request names them."""
 
     def __init__(self, asked: Sequence[Any]) -> None:
         self.asked = asked
@@ -253,13 +252,13 @@ def _made(asked: Any, classes: dict[str, type[Any]]) -> Processor:
         if name not in classes:
             raise ProcessorError(f"this engine has no logits processor {name!r}.")
         function = classes[name](**(kwargs or {})).process
-    if len(inspect.signature(function).parameters) == 3:  # as vLLM's take
+    if len(inspect.signature(function).parameters) == 3:  # vLLM's signature with the prompt
         return function
     return lambda prompt, output, logits: function(output, logits)
 
 
 def checked(changed: Any, vocab_size: int) -> torch.Tensor:
-    """Return logits as float32. Raises ProcessorError for anything else."""
+    """Return the logits [V] as float32. Raises ProcessorError for any other value."""
     if not isinstance(changed, torch.Tensor) or not changed.is_floating_point():
         raise ProcessorError(f"it must return a tensor of logits, not {type(changed).__name__}.")
     if changed.shape != (vocab_size,):
@@ -273,7 +272,7 @@ def checked(changed: Any, vocab_size: int) -> torch.Tensor:
 
 
 class BoundedCalls:
-    """Calls functions on a thread of its own; one that takes too long is left to itself."""
+    """Runner of functions on a thread of its own; a call that exceeds its limit is abandoned."""
 
     def __init__(self, limit_s: float, most_stuck: int) -> None:
         self._limit_s, self._most_stuck = limit_s, most_stuck
@@ -281,7 +280,8 @@ class BoundedCalls:
         self._stuck: list[_Worker] = []
 
     def call(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what it returns. Raises ProcessorError for whatever goes wrong."""
+        """Call a function and return its result.
+        Raises ProcessorError for any failure or timeout."""
         self._stuck = [worker for worker in self._stuck if worker.is_busy]
         if len(self._stuck) >= self._most_stuck:
             raise ProcessorError(f"{self._most_stuck} calls before it still have not ended.")
@@ -300,20 +300,21 @@ class BoundedCalls:
 
 
 class _Worker:
-    """A thread, which ends when it was left: nobody waits for its answer any more."""
+    """Thread for calls. After a timeout it is abandoned, and it ends when its call returns."""
 
     def __init__(self) -> None:
         self.is_busy = False
         self._is_left = False
         self._jobs: SimpleQueue[Callable[[], torch.Tensor] | None] = SimpleQueue()
         self._answers: SimpleQueue[torch.Tensor | BaseException] = SimpleQueue()
-        # A daemon: a function that never returns must not keep the process.
+        # A daemon: a function that never returns must not keep the process alive.
         threading.Thread(target=self._work, name="quire-processors", daemon=True).start()
 
     def call(
         self, function: Callable[[], torch.Tensor], limit_s: float
     ) -> torch.Tensor | BaseException:
-        """Raises Empty if there is no answer in time; then the thread is of no use any more."""
+        """Run the function on the thread and return its result or error. Raises Empty on a timeout,
+        after which the thread must not be used."""
         self.is_busy = True
         self._jobs.put(function)
         try:

@@ -1,12 +1,11 @@
-"""From logits to tokens: what each row requested, with as little work as the rows of a step need.
-No torch.
+"""Sampling: from logits to tokens, with only the work that a step's rows need. No torch.
 
-Order, as in vLLM: log-probabilities from the raw logits; logits processors, lists, biases,
-penalties, the mask of a grammar, DRY; the greedy choice, or temperature, min-p, top-k, top-p, XTC
-and a random choice. A row's token never depends on which other rows are in the step. A step of
-greedy rows is one arg max.
+Order, as in vLLM: log-probabilities come from the raw logits. Then logits processors, lists,
+biases, penalties, the grammar's mask and DRY change them. The choice is greedy, or uses
+temperature, min-p, top-k, top-p, XTC and random noise. A row's token never depends on which other
+rows are in the step. A step of greedy rows is one arg max.
 
-Shape legend: N sampling rows of the step (or places for them), V vocabulary.
+Shape legend: N sampling rows of the step (or slots for them), V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -37,29 +36,29 @@ Rows = npt.NDArray[np.int32]
 
 
 class Vocabulary:
-    """The vocabulary that a step's rows choose from: all of it is here. size: of its tokens."""
+    """Vocabulary that a step's rows choose from, whole on this rank. size: number of its tokens."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def whole(self, logits: "torch.Tensor") -> "torch.Tensor":
-        """Return logits [N, V] of what the model gives a rank."""
+        """Return the logits of the whole vocabulary, [N, V], from a rank's logits."""
         return logits
 
     def needed(self, logits: "torch.Tensor", needs: Needs) -> "torch.Tensor":
-        """Return as many of the logits as sampling needs."""
+        """Return the part of the logits [N, V] that sampling needs."""
         return logits
 
     def choose(
         self, ops: StepOps, logits: "torch.Tensor", samples: "SampleInputs", needs: Needs
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Choose among these; see StepOps."""
+        """Choose from the logits [N, V]; see StepOps."""
         return ops.choose(logits, samples, needs)
 
 
 class Sampler:
-    """How each row samples, and the choice for a step. The rows' columns hold the same for the
-    device. edits: one of the features, which the operations carry out; None without any."""
+    """Sampling of each row, and the choice for a step. The rows' columns hold the same parameters
+    for the device. edits: the feature that the step operations carry out; None if there is none."""
 
     def __init__(
         self,
@@ -72,11 +71,11 @@ class Sampler:
         self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
         self.flags = SamplingFlags.of_rows(max_num_rows)
         self.features = list(features)
-        self._with_features = set[int]()  # rows that request something of the features
+        self._with_features = set[int]()  # rows that request one of the features
         self._ops, self._edits = ops, edits
 
     def start_row(self, start: RowStart) -> None:
-        """Give a row to a sequence."""
+        """Assign a row to a sequence."""
         self.flags.start(start)
         self._forget(start.row)
         if asks_for_features(start):
@@ -85,13 +84,13 @@ class Sampler:
                 feature.start(start)
 
     def release_rows(self, rows: Rows) -> None:
-        """Forget rows that sequences have left."""
+        """Release rows that sequences have left."""
         self.flags.release(rows)
         for row in self._with_features.intersection(rows.tolist()):
             self._forget(row)
 
     def copy_row(self, parent: int, child: int) -> None:
-        """Let a forked child sample as its parent."""
+        """Copy a parent's sampling features to its forked child."""
         self.flags.copy(parent, child)
         self._forget(child)
         if parent in self._with_features:
@@ -106,8 +105,7 @@ class Sampler:
                 feature.release(row)
 
     def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
-        """Return what these rows requested. masked_rows: those with a mask; others may be among
-        them."""
+        """Return the requested features of rows. masked_rows: rows with a mask, also others."""
         flags, masked = self.flags.at(rows), np.empty(0, np.intp)
         if masked_rows is not None and len(masked_rows):
             masked = np.flatnonzero(np.isin(rows, masked_rows))
@@ -118,7 +116,7 @@ class Sampler:
         return Asked(rows, flags, self._edits.spans(rows, places), masked)
 
     def needs(self, asked: Asked) -> Needs:
-        """Return what a step does whose sampling rows requested this."""
+        """Return the needs of a step whose sampling rows requested these features."""
         num_logprobs = asked.flags.num_logprobs
         wanted = int(num_logprobs.max(initial=NO_LOGPROBS))
         if wanted != NO_LOGPROBS and (num_logprobs == ALL_LOGPROBS).any():
@@ -136,7 +134,7 @@ class Sampler:
         )
 
     def parts(self, needs: Needs, asked: Asked | None = None) -> list[SamplingPart]:
-        """Return the features' parts in a step; without `asked` in one that is recorded."""
+        """Return the features' parts in a step; without `asked`, in a recorded step."""
         if needs.num_candidates == NO_LOGPROBS and not needs.has_extras:
             return []
         parts = (feature.part_of(needs, asked) for feature in self.features)
@@ -149,10 +147,11 @@ class Sampler:
         needs: Needs,
         parts: Sequence[SamplingPart] = (),
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Choose a token per row, int64 [N]; tell whether there was one to choose, bool [N].
+        """Choose a token per row, int64 [N]; also return whether any token could be chosen, bool
+        [N].
 
-        logits: of any float dtype, as many of the model's as the vocabulary says are needed; masks
-        and parts may be written into them.
+        logits: [N, V] of any float dtype, as much of the model's as the vocabulary needs; masks and
+        parts may be written into them.
         """
         for part in parts:
             logits_NV = part.before(logits_NV)

@@ -1,10 +1,10 @@
-"""The vocabulary that a step's rows choose from: all of it here, or a part at each rank.
+"""Vocabulary that a step's rows choose from: whole on this rank, or a part on each rank.
 
-Noise belongs to a token's id. So what a rank chooses of its part competes with what others choose
-of theirs by its score alone, and a pair of numbers for each row crosses instead of its logits. All
-ranks find the same token, that of one rank with all logits. Where a row of a step needs more than
-that (filters, penalties, lists, masks, log-probabilities), the logits of the step's rows are put
-together first, and from there on all ranks do what one rank does.
+Noise belongs to a token's id. So the ranks' choices from their parts compete by their scores alone.
+Ranks exchange a pair of numbers for each row instead of its logits. All ranks find the same token,
+which is also the token that one rank with all logits finds. A step with filters, penalties, lists,
+masks or log-probabilities needs more. Then the ranks first gather the logits of the step's rows,
+and each does the same work as a single rank.
 
 Shape legend: N rows, V vocabulary, W columns of a part, G ranks.
 """
@@ -20,8 +20,9 @@ Chosen = tuple[torch.Tensor, torch.Tensor]
 
 
 class SharedVocabulary(Vocabulary):
-    """Rank g has the logits of the tokens from g * W on, W = ceil(V / G); columns beyond the last
-    token are never looked at. A model may also give all ranks all logits."""
+    """Vocabulary divided among ranks. Rank g has the logits of tokens g * W to (g + 1) * W - 1,
+    with W = ceil(V / G). Columns after the last token are ignored. A model may also give all ranks
+    all logits."""
 
     def __init__(self, size: int, group: RankGroup) -> None:
         super().__init__(size)
@@ -51,7 +52,8 @@ class SharedVocabulary(Vocabulary):
     def _best_of_own(
         self, ops: StepOps, logits: torch.Tensor, samples: SampleInputs
     ) -> torch.Tensor:
-        """Choose among the columns that are tokens; what a model makes of others is nothing."""
+        """Choose among the columns [N, W] that are tokens; ignore the padding after the
+        last token."""
         num = min(max(self.size - self._first, 0), logits.shape[1])
         if num == 0:
             return logits.new_tensor([-torch.inf, 0.0], dtype=torch.float64).repeat(len(logits), 1)
@@ -65,9 +67,9 @@ def vocabulary_of(size: int, group: RankGroup) -> Vocabulary:
 
 
 def best_of_parts(pairs_GN2: torch.Tensor) -> Chosen:
-    """Return the ids of the largest scores, int64 [N], of equal ones the smallest, and where there
-    is any, bool [N]. pairs: score and id, float64; a score of inf says that a row makes no sense.
-    """
+    """Return the ids of the largest scores, int64 [N], and whether they are valid, bool [N]. Of
+    equal scores the smallest id wins. pairs: score and id, float64; a score of inf marks a row with
+    malformed logits."""
     scores_GN, ids_GN = pairs_GN2.unbind(-1)
     best_N = scores_GN.amax(dim=0)
     ids_N = torch.where(scores_GN == best_N, ids_GN, torch.inf).amin(dim=0)

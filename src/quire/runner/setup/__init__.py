@@ -1,1 +1,1 @@
-"""From a configuration to a runner: memory plan, load, assembly."""
+"""Steps from a configuration to a runner: memory plan, loading, assembly."""

@@ -1,4 +1,4 @@
-"""From a model and a backend to a runner: the device says what carries out its work."""
+"""Assemble a runner from a model and a backend; the device selects the implementations."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ Sizes = tuple[int, int, int, int]  # rows, length, cache groups, tokens of a blo
 def empty_rows(
     device: torch.device, max_num_rows: int, max_model_len: int, num_groups: int, block_size: int
 ) -> RowTensors:
-    """Make the state of max_num_rows rows of up to max_model_len tokens, which request nothing."""
+    """Allocate the state of max_num_rows rows of up to max_model_len tokens, with no requests."""
     num_blocks = -(-max_model_len // block_size) + 1
     narrow_CR = torch.zeros(len(NARROW_COLUMNS), max_num_rows, dtype=torch.int32, device=device)
     narrow_CR[NARROW_COLUMNS.index("edits")] = -1
@@ -47,7 +47,7 @@ def empty_rows(
 
 
 def as_tensors(rows: RowArrays) -> RowTensors:
-    """Return tensors over the memory of these rows."""
+    """Return tensors that share the memory of these rows."""
     return RowTensors(
         torch.from_numpy(rows.tokens_RM),
         torch.from_numpy(rows.computed_R),
@@ -60,14 +60,14 @@ def as_tensors(rows: RowArrays) -> RowTensors:
 
 
 def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Device:
-    """Make what queues a torch device's work, or does it at once."""
+    """Return the queue of a torch device's work, or a device that does the work at once."""
     if device.type == "cuda":
         return CudaDevice(device, forbids_waiting=forbids_waiting)
     return HostDevice(device)
 
 
 def make_ops(device: Device, state: RowTensors, vocab_size: int, most_guesses: int = 0) -> StepOps:
-    """Take kernels on a GPU that has them, torch's operations elsewhere."""
+    """Return step operations: kernels on a GPU that has them, torch's operations elsewhere."""
     if gpu.kernels_for(state.tokens_RM, "row_deltas", any_dtype=True) is None:
         return TorchOps(device, state)
     from quire.runner.gpu.kernel_ops import KernelOps  # Triton is imported where it is used
@@ -85,8 +85,8 @@ def assemble(
     group: RankGroup = ALONE,
     state: RowTensors | None = None,
 ) -> ModelRunner:
-    """Make a runner that carries out every step as it is. group: ranks that share each layer.
-    state: of the rows, if they are there already."""
+    """Assemble a runner that launches every step directly, without recordings. group: ranks that
+    share each layer. state: existing state of the rows, if any."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes) if state is None else state
     ops = make_ops(device, state, vocab_size)
@@ -109,7 +109,7 @@ def make_sampler(
     ops: StepOps,
     vocabulary: Vocabulary,
 ) -> Sampler:
-    """Make a sampler with all features. processors: names of logits processors."""
+    """Return a sampler with all features. processors: names of logits processors."""
     num_rows = len(state.computed_R)
     edits = Edits(device, num_rows)
     extras = Extras(state, LogitsProcessors(processors))
@@ -120,9 +120,9 @@ def make_sampler(
 def record_graphs(
     runner: ModelRunner, config: EngineConfig, identity: str, *, remembers: bool = True
 ) -> None:
-    """Let a runner record its decoding steps, where it can and shall. identity: of the model's
-    shape, for what is remembered from one start to the next. remembers: not so for ranks, which
-    all record the same ones, in the same order."""
+    """Make a runner record its decoding steps, if it can and the config allows it. identity: of the
+    model's shape, a key for the list of used graphs. remembers: whether that list is saved; ranks
+    do not, because all ranks must record the same steps in the same order."""
     if config.enforce_eager or not runner.can_record:
         return
     facts = [identity, config.compilation, repr(config.deterministic), *_versions(runner)]

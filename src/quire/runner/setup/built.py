@@ -1,4 +1,4 @@
-"""A runner with what it was made from: what an engine holds of a loaded model in its process."""
+"""A runner with its inputs: all that an engine holds of a loaded model in its process."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from quire.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class BuiltRunner:
-    """A runner and what it was made from. config: with all derived values filled in."""
+    """Runner and the objects it was made from. config: with all derived values filled in."""
 
     runner: ModelRunner
     config: EngineConfig
@@ -31,19 +31,19 @@ class BuiltRunner:
     backend_name: str
     copy_bytes_per_s: float = 0.0
     host_limits: tuple[int, ...] | None = None  # blocks of the host tier, by cache group
-    draft: DraftPasses | None = None  # of a model that guesses
+    draft: DraftPasses | None = None  # of a draft model
     draft_source: ModelSource | None = None
     kv_scales: Scales = field(default_factory=dict)  # of keys and values in fp8, by layer
     stage: StageModel | None = None  # of a model in stages
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-        """Carry out a plan and wait for it."""
+        """Run a plan and wait for its result."""
         if self.stage is None:
             return self.runner.run(plan, masks)
         return run_stage(self.runner, self.stage, plan, masks)
 
     def skip(self, plan: Plan) -> None:
-        """Take note of a plan that is not carried out, because one before it failed."""
+        """Note a plan that is not carried out because an earlier plan failed."""
         if self.stage is not None:
             skip_stage(self.stage, plan)
 
@@ -53,17 +53,17 @@ class BuiltRunner:
 
     @property
     def is_async(self) -> bool:
-        """Tell whether the device works beside the host."""
+        """Return whether the device works concurrently with the host."""
         return self.runner.is_async
 
     @property
     def drafts_ahead(self) -> bool | None:
-        """Tell whether the model that guesses reads the served one; None: nobody guesses."""
+        """Return whether the draft model reads the served model's states; None without drafter."""
         return None if self.draft is None else self.draft.is_ahead
 
     @property
     def num_threads(self) -> int:
-        """Threads of a step on a CPU."""
+        """Return the number of threads of a step on a CPU."""
         return num_threads()
 
     @property
@@ -74,6 +74,6 @@ class BuiltRunner:
         return expert_pairs_of(self.runner.model)
 
     def guess(self, order: DraftOrder) -> DraftAnswer:
-        """Carry out what the model that guesses is to do; there must be one."""
+        """Run an order of the draft model, which must exist, and return its draft tokens."""
         assert self.draft is not None, "no drafter is set"
         return self.draft.run(order)

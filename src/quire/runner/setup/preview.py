@@ -1,4 +1,4 @@
-"""What a runner would be made with, found out without loading weights (`quire doctor`)."""
+"""Preview of a runner, computed without loading weights (`quire doctor`)."""
 
 from dataclasses import dataclass, replace
 
@@ -31,10 +31,10 @@ from quire.spec.pooling_spec import with_pooling
 
 @dataclass(frozen=True)
 class Preview:
-    """Of ranks that share layers, each. config: with all derived values filled in. memory: None on
-    a GPU, where it is measured when the engine starts. first_budget: tokens of the first steps, if
-    the engine goes on from there to what steps have time for. runs_by: whose class the model is.
-    encoder: of its vision tower; None without one."""
+    """Preview of a runner; if ranks share layers, of each rank. config: with all derived values
+    filled in. memory: None on a GPU, where it is measured when the engine starts. first_budget:
+    tokens of the first steps, if the engine then adapts the budget to the measured time. runs_by:
+    source of the model's class. encoder: of its vision tower, or None."""
 
     config: EngineConfig
     attention_backend: str
@@ -46,8 +46,8 @@ class Preview:
 
 
 def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
-    """Find out what a runner would be made with. Raises ModelError, ConfigError, OutOfMemory, as
-    `build_runner` would; but weight files may be absent."""
+    """Return the preview of a runner. Raises ModelError, ConfigError and OutOfMemory as
+    `build_runner` does, but weight files may be absent."""
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
@@ -86,7 +86,7 @@ def _outline(
     device: torch.device,
     place: RankPlace,
 ) -> tuple[Model, int]:
-    """Make a model without memory, and count the bytes that it would take."""
+    """Build a model without memory; also return the bytes that its weights would use."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
     model = make_model(spec, dtype, torch.device("meta"), place)
     stored: Stored = {}
@@ -98,8 +98,8 @@ def _outline(
 
 
 def free_and_total_bytes(device: str) -> tuple[int, int]:
-    """Return how much memory a type of device has left and has; of a CPU what this process may
-    still take counts as both."""
+    """Return the free and the total bytes of a type of device. On a CPU, both are the bytes that
+    this process may still use."""
     if device == "cpu":
         available = available_cpu_bytes()
         return available, available
@@ -109,7 +109,7 @@ def free_and_total_bytes(device: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """num_threads: of one operation. gpus: (name, bytes, compute capability) as torch sees them."""
+    """Facts about torch. num_threads: of one operation. gpus: (name, bytes, compute capability)."""
 
     version: str
     cuda: str | None

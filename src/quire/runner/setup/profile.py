@@ -1,4 +1,4 @@
-"""The memory plan of a GPU: run the largest step once and see what it takes (text H)."""
+"""Memory plan of a GPU: run the largest step once and measure its memory (text H)."""
 
 import dataclasses
 import gc
@@ -38,11 +38,11 @@ def plan_gpu_memory(
     free_at_start: int,
     make_runner: MakeRunner,
 ) -> MemoryPlan:
-    """Plan the pool: it gets what the largest step, the graphs and other processes leave of our
-    share.
+    """Plan the KV pool. It gets our share of the GPU, less the memory of the largest step, the
+    graphs and other processes.
 
-    free_at_start: bytes of the device before anything was loaded. make_runner: of a config and
-    pools of these numbers of blocks, with the passes of its drafter. Raises OutOfMemory.
+    free_at_start: bytes of the device before anything was loaded. make_runner: makes a runner, with
+    its drafter's passes, for a config and numbers of blocks. Raises OutOfMemory.
     """
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -65,9 +65,9 @@ def plan_gpu_memory(
     del runner, draft
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # Weights and what libraries hold; another process may have given memory back meanwhile.
+    # Weights and libraries; another process may have freed memory meanwhile.
     used = max(free_at_start - free, torch.cuda.memory_reserved(device)) + GPU_CONTEXT_BYTES
-    # The step that was run had no guesses and no media.
+    # The measured step had no draft tokens and no media.
     workspace = max(workspace, encoding_bytes(config, spec)) + kept_inputs_bytes(config, spec)
     share, taken = config.cache.gpu_memory_utilization, workspace + graphs
     budget = gpu_pool_budget(total, share, used, free, taken)
@@ -82,7 +82,7 @@ def plan_gpu_memory(
 
 
 def worst_case_order(plan: Plan) -> DraftOrder:
-    """Make the order behind such a plan: the same tokens, and a guess for every row."""
+    """Return the draft order after such a plan: the same tokens, and a draft token for each row."""
     nothing = np.zeros_like(plan.num_tokens)
     return DraftOrder(
         rows=plan.rows,
@@ -96,15 +96,15 @@ def worst_case_order(plan: Plan) -> DraftOrder:
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """Count the free bytes of a GPU, after an earlier engine of this process has given back what it
-    had: a runner and its graphs refer to each other, and only a collection ends them."""
+    """Return the free bytes of a GPU, after collecting an earlier engine of this process. A runner
+    and its graphs refer to each other, so only the garbage collector frees them."""
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return what an error says of a GPU."""
+    """Return the description of a GPU's memory for error messages."""
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
     return f"{name} ({free / 1e9:.1f} of {total / 1e9:.1f} GB are free)"
@@ -113,8 +113,9 @@ def describe_memory(device: torch.device) -> str:
 def worst_case_plan(
     config: EngineConfig, num_groups: int, vocab_size: int
 ) -> tuple[Plan, tuple[int, ...]]:
-    """Make a step of max_num_batched_tokens tokens in which as many rows as possible sample with
-    every filter on; and the pool that it needs. All rows write the same blocks: harmless here."""
+    """Return a step of max_num_batched_tokens tokens in which as many rows as possible sample with
+    every filter on. Also return the pool that it needs. All rows write the same blocks, which is
+    harmless here."""
     scheduler, size = config.scheduler, config.cache.block_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     assert config.model.max_model_len

@@ -1,18 +1,18 @@
-"""How many tokens a step has time for: at first from measured kernels, then from measured steps.
+"""Token budget of a step: at first from measured kernels, then from measured steps.
 
 Each decoding row gets one token per step, so a step with a prompt should not take longer than
-`STEP_S`. The time of a token depends on the machine, its load and the contexts. Only steps with a
-prompt count that were large or took too long: a small step mostly reads the weights.
+`STEP_S`. The time of a token depends on the machine, its load and the contexts. Only steps
+with a prompt that were large or slow are counted, because a small step mostly reads the weights.
 
     time of a step = time of reading the weights + tokens x time of a token
 
-Steps of different sizes show the fixed time. If it is most of `STEP_S`, few tokens would make
-prompts slow and answers hardly faster; then a step may take twice the fixed time.
+Steps of different sizes reveal the fixed time. If it is most of `STEP_S`, few tokens would slow
+prompts down and hardly speed answers up. Then a step may take twice the fixed time.
 
-The median of the last three steps counts, so one disturbed step changes nothing. The budget changes
-only by more than a margin, so it does not jump to and fro.
+The budget uses the median of the last three steps, so one disturbed step changes nothing. It
+changes only by more than a margin, so it does not oscillate.
 
-Where chunks are cut changes no bit of the core's results on a CPU (docs/inside/cpu.md).
+The core's results on a CPU do not depend on where chunks are cut (docs/inside/cpu.md).
 """
 
 import math
@@ -25,20 +25,20 @@ from quire.ops.weights.formats import measured_speed
 from quire.spec.model_spec import ModelSpec
 
 STEP_S = 0.25
-MOST_TOKENS = 256  # what memory is planned for
+MOST_TOKENS = 256  # maximum budget, which memory is planned for
 FEWEST_TOKENS, STRIDE = 16, 8
-UNMEASURED_TOKENS = 64  # without the core: a guess, which the first steps correct
+UNMEASURED_TOKENS = 64  # without the core: an estimate, which the first steps correct
 NUM_STEPS, FEWEST_STEPS = 3, 2
 NUM_TIMES, FEWEST_TIMES = 3, 2  # of steps of about one size
-FORGOTTEN = 32  # steps after which the time of another size says nothing any more
+FORGOTTEN = 32  # steps after which the time of another size is outdated
 MOST_FIXED = 0.8  # of a step's time
 MOST_GROWTH = 3  # at a time
-RAISE, LOWER = 1.05, 0.9  # of what a step has time for, over the next budget and under this one
+RAISE, LOWER = 1.05, 0.9  # margins: estimate over the next budget, and under this one
 
 
 def first_budget(config: EngineConfig, spec: ModelSpec, num_threads: int) -> int:
-    """Return the tokens that take a quarter of a second at the measured rate, as `bounded_tokens`.
-    config: with all derived values filled in."""
+    """Return the number of tokens that take a quarter of a second at the measured rate, rounded by
+    `bounded_tokens`. config: with all derived values filled in."""
     layers = weight_formats(config.model).layers
     speed = measured_speed(config.model.dtype if layers is None else layers.format)
     if speed is None:
@@ -48,12 +48,12 @@ def first_budget(config: EngineConfig, spec: ModelSpec, num_threads: int) -> int
 
 
 def bounded_tokens(tokens: float) -> int:
-    """Return so many tokens as a multiple of 8 between 16 and 256, rounded down."""
+    """Return the number of tokens as a multiple of 8 between 16 and 256, rounded down."""
     return int(min(MOST_TOKENS, max(FEWEST_TOKENS, tokens))) // STRIDE * STRIDE
 
 
 def linear_parameters(spec: ModelSpec) -> int:
-    """Count the weights that each token is multiplied with, head and embedding aside."""
+    """Return the number of weights that a token is multiplied with, except head and embedding."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
     mixing = spec.num_layers * attention
     if spec.linear_layers:
@@ -71,7 +71,7 @@ def linear_parameters(spec: ModelSpec) -> int:
 
 
 class StepBudget:
-    """Follows the time of steps. num_tokens: the budget, at first the configured one."""
+    """Token budget that adapts to steps' times. num_tokens: the budget, at first the config's."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -80,11 +80,11 @@ class StepBudget:
 
     @property
     def target_s(self) -> float:
-        """The most time of a step with a prompt."""
+        """Return the maximum time of a step with a prompt, in seconds."""
         return max(STEP_S, 2 * (self._times.fixed_s or 0.0))
 
     def observe(self, plan: Plan, duration_s: float) -> int:
-        """Take the time of a step; return the budget of the next steps."""
+        """Record a step's time; return the budget of the next steps."""
         num_tokens = plan.num_scheduled_tokens
         if duration_s <= 0 or num_tokens == 0:
             return self.num_tokens
@@ -101,13 +101,13 @@ class StepBudget:
         if tokens >= RAISE * (self.num_tokens + STRIDE) or tokens <= LOWER * self.num_tokens:
             wanted = bounded_tokens(min(tokens, MOST_GROWTH * self.num_tokens))
             if wanted == self.num_tokens == FEWEST_TOKENS and self._times.fixed_s is None:
-                wanted = 2 * FEWEST_TOKENS  # see whether larger steps take much longer
+                wanted = 2 * FEWEST_TOKENS  # find out whether larger steps take much longer
             self.num_tokens = wanted
             self._steps.clear()
 
     def _time_for(self, step: tuple[int, float]) -> float:
-        """Estimate the tokens that a step has time for. The estimate lies between all time coming
-        from tokens and the fixed time coming on top: the two overlap in part."""
+        """Estimate how many tokens fit into a step's target time. It is the mean of two models: all
+        time is proportional to tokens, or the fixed time is added. In fact they overlap in part."""
         num_tokens, duration_s = step
         fixed_s = min(self._times.fixed_s or 0.0, MOST_FIXED * duration_s)
         in_all = self.target_s / duration_s
@@ -116,11 +116,11 @@ class StepBudget:
 
 
 class _StepTimes:
-    """The last times of steps, by size in powers of two."""
+    """Recent times of steps, by size in powers of two."""
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._last: dict[int, int] = {}  # when there was a step of this size
+        self._last: dict[int, int] = {}  # number of the last step of this size
         self._times: dict[int, deque[tuple[float, int]]] = {}
 
     def add(self, num_tokens: int, duration_s: float) -> None:
@@ -133,8 +133,8 @@ class _StepTimes:
 
     @property
     def fixed_s(self) -> float | None:
-        """The time of a step without tokens: where the line through the smallest and the largest
-        steps begins. None until there are two sizes."""
+        """Return the time of a step without tokens: the intercept of the line through the smallest
+        and the largest steps. None until there are two sizes."""
         known = [
             sorted(times)[(len(times) - 1) // 2]  # a disturbed step takes longer, never shorter
             for size, times in sorted(self._times.items())

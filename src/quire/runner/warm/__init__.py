@@ -1,1 +1,1 @@
-"""Starts that need no torch: what an earlier start made of a model is kept, and mapped."""
+"""Starts without torch: an earlier start saves its model, and later starts map it."""

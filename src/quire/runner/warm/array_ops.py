@@ -1,4 +1,4 @@
-"""A step's work on rows and logits without torch: arrays of numpy, and the C++ core.
+"""Step operations on rows and logits without torch: numpy arrays and the C++ core.
 
 The third kind of `StepOps`, for plain plans (`conditions.is_plain`). It writes the same bits as
 `torch_ops.py`.
@@ -33,7 +33,7 @@ Indices = npt.NDArray[np.intp]
 
 
 def empty_arrays(num_rows: int, length: int, num_groups: int, block_size: int) -> RowArrays:
-    """Make the state of rows of up to so many tokens, which request nothing."""
+    """Allocate the state of rows of up to `length` tokens, with no requests."""
     num_blocks = -(-length // block_size) + 1
     narrow_CR = np.zeros((len(NARROW_COLUMNS), num_rows), np.int32)
     narrow_CR[NARROW_COLUMNS.index("edits")] = -1
@@ -49,7 +49,7 @@ def empty_arrays(num_rows: int, length: int, num_groups: int, block_size: int) -
 
 @dataclass(frozen=True)
 class SampleArrays:
-    """What `SampleInputs` holds, under the same names."""
+    """Numpy counterpart of `SampleInputs`, with the same field names."""
 
     rows: Int32
     last: Int64
@@ -58,7 +58,7 @@ class SampleArrays:
 
 
 class ArrayOps:
-    """See StepOps. state: of the rows."""
+    """Step operations without torch; see StepOps. state: of the rows."""
 
     can_be_recorded = False
 
@@ -68,12 +68,12 @@ class ArrayOps:
         self._lists: StepLists | None = None
 
     def fork(self, pairs_F2: Int32) -> None:
-        """Copy rows."""
+        """Copy rows, as pairs (parent, child)."""
         for parent, child in pairs_F2.tolist():
             self._state.copy_row(parent, child)
 
     def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
-        """Merge the changes."""
+        """Merge the changes, to be applied by the step's work."""
         deltas = updates.merged_deltas()
 
         def take() -> None:
@@ -87,7 +87,7 @@ class ArrayOps:
         return Update(take, lambda arrival: None)
 
     def gather(self, shape: StepShape) -> Gathered:
-        """Gather as many tokens and rows as there are."""
+        """Gather the step's inputs without padding."""
         lists, state = self._now, self._state
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs: Any = gather_arrays(state, lists.rows, lists.num_tokens, longest)
@@ -101,11 +101,11 @@ class ArrayOps:
         return Gathered(inputs, samples, inputs.context_lens_S)
 
     def edit(self, logits_NV: Any, samples: Any, needs: Needs, table: object) -> Any:
-        """Return the same logits: no plain row has edits."""
+        """Return the logits [N, V] unchanged: no plain row has edits."""
         return logits_NV
 
     def choose(self, logits_NV: Any, samples: Any, needs: Needs) -> Any:
-        """Make the greedy choice, with that of the rows that sample written over it."""
+        """Choose a token per row, int64 [N]: greedy for all, then random where requested."""
         num_rows, vocab_size = logits_NV.shape
         ids_N, values_N = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
         needed_core().arg_max(
@@ -128,7 +128,7 @@ class ArrayOps:
         return np.where(is_valid_N, ids_N, 0), is_valid_N
 
     def advance(self, gathered: Gathered, ids_N: Any, is_valid_N: Any) -> None:
-        """Write results first, counters last."""
+        """Write the tokens [N] to the result slot first, and the counters last."""
         lists, samples, state = self._now, gathered.samples, self._state
         rows_N: Any = samples.rows
         lengths_N: Any = samples.lengths
@@ -150,7 +150,7 @@ class ArrayOps:
     def _choose_some(
         self, logits_NV: Floats, samples: SampleArrays, which: Indices, *, has_filter: bool
     ) -> Int64:
-        """Choose for the rows `which`, either all with filters or all without."""
+        """Choose tokens of the rows `which`; either all or none of them have filters."""
         logits_PV, rows_P, lengths_P = logits_NV[which], samples.rows[which], samples.lengths[which]
         ids_P = np.empty(len(which), np.int64)
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_index")
@@ -174,7 +174,7 @@ class ArrayOps:
         return ids_P
 
     def _column(self, name: str) -> npt.NDArray[Any]:
-        """Return a column of all rows, float32 or int64."""
+        """Return a column of all rows [R], float32 or int64."""
         if name in WIDE_COLUMNS:
             wide: npt.NDArray[Any] = self._state.wide_CR[WIDE_COLUMNS.index(name)]
             return wide

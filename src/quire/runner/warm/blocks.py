@@ -18,8 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer's keys and values stand: its cache group among those that a step gives, the
-    number of that group, and the layer's number in it."""
+    """Position of a layer's keys and values. given: index of its cache group among a step's groups.
+    group: number of that group. layer: the layer's number in it."""
 
     given: int
     group: int
@@ -27,8 +27,8 @@ class LayerPlace(NamedTuple):
 
 
 class WarmBlocks:
-    """kv_format: `auto` is the dtype. data: the bytes of each group's blocks, which take no memory
-    before they are written."""
+    """KV blocks without torch. kv_format: `auto` is the dtype. data: bytes of each group's blocks;
+    they use no memory until they are written."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class WarmBlocks:
         ]
 
     def layer(self, place: LayerPlace) -> CoreKV:
-        """Return a layer's keys and values as the core takes them."""
+        """Return a layer's keys and values in the core's form."""
         keys, values = self._blocks[place.group][:, place.layer]
         return kv_layer(
             self.groups[place.group],

@@ -1,4 +1,4 @@
-"""Which starts, plans and requests can do without torch."""
+"""Conditions under which starts, plans and requests need no torch."""
 
 from pathlib import Path
 
@@ -16,12 +16,11 @@ from quire.runner.warm.start_file import start_path
 from quire.spec.cache_group import FULL, WINDOW
 from quire.spec.model_spec import PART_OF, QUIRE, ModelSpec
 
-GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices that torch may find a GPU behind
+GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # device files that indicate a GPU
 
 
 def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
-    """Return where the start of an engine with these settings is kept; None if it has to be one
-    with torch."""
+    """Return the file of the start with these settings; None if it needs torch."""
     cache, parallel = weight_cache(config.model.weight_cache), config.parallel
     on_cpu = config.device == "cpu" or not any(map(Path.exists, map(Path, GPUS)))
     speculation = parse_speculation(config.speculative_config)
@@ -42,8 +41,8 @@ def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
 
 
 def can_be_kept(spec: ModelSpec) -> bool:
-    """Tell whether a start with such a model, of quire's own classes, can do without torch. A
-    vision tower cannot."""
+    """Return whether a start of this model can do without torch later. The model must be quire's
+    own, generate from text alone, and cache only keys and values."""
     kinds = {group.kind for group in spec.cache_groups}
     is_own = spec.implementation == QUIRE and PART_OF not in spec.raw
     is_text = spec.pooling is None and spec.encoder is None
@@ -51,8 +50,8 @@ def can_be_kept(spec: ModelSpec) -> bool:
 
 
 def is_plain(plan: Plan) -> bool:
-    """Tell whether a plan asks for nothing but tokens, chosen by temperature and filters, of rows
-    that all did so when they started."""
+    """Return whether a plan only needs tokens chosen by temperature and filters, for rows that were
+    plain when they started."""
     if plan.drafts or plan.is_guessing or len(plan.masked_rows) or len(plan.last_ids):
         return False
     if any(move.kind != "copy" for move in plan.moves):
@@ -62,7 +61,7 @@ def is_plain(plan: Plan) -> bool:
 
 
 def is_plain_request(request: Request) -> bool:
-    """Tell whether plans for a request alone are plain."""
+    """Return whether plans of this request alone are plain."""
     start = RowStart(
         row=0,
         token_ids=np.empty(0, np.int32),

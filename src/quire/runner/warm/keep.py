@@ -1,4 +1,4 @@
-"""What a start with torch leaves for those after it."""
+"""Save a start with torch, so that later starts can do without torch."""
 
 import logging
 from bisect import bisect_right
@@ -35,8 +35,8 @@ def keep_start(
     weights_bytes: int,
     copy_bytes_per_s: float,
 ) -> None:
-    """Keep the start of a model, in the place of one that could not be used, unless it cannot be
-    kept. config: as it was given. native: what the runner runs."""
+    """Save the start of a model if possible, replacing an unusable earlier one. config: as given.
+    native: the runner's model."""
     if not isinstance(native, NativeModel) or not isinstance(native.model, Model):
         return
     if not can_be_kept(spec) or spec.model_type not in OWN:
@@ -89,11 +89,11 @@ def _head(model: Model, hidden_size: int) -> ProgramDraft:
 
 
 class _Places:
-    """Finds where tensors are kept: in the file of weights, or else among `own`, which this fills:
-    each with its offset."""
+    """Index of tensors by address: in the file of weights, or else in `own`, which this fills with
+    pairs of an offset and bytes."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model  # as long as its memory has these addresses
+        self._model = model  # keeps the memory at these addresses alive
         self._weights = list[tuple[int, int, int]]()  # address, end, offset; in order
         if model.kept_as is not None:
             for entry, piece in zip(*indexed(model), strict=True):

@@ -1,4 +1,4 @@
-"""Starts without torch: a model that an earlier start has left, until a request needs torch."""
+"""Starts without torch: run a model saved by an earlier start, until a request needs torch."""
 
 import importlib
 import logging
@@ -39,17 +39,17 @@ LOAD_S = 300.0  # for torch and the whole runner; on an idle machine it takes ab
 
 @dataclass
 class WarmModel:
-    """Has what an engine knows of a loaded model (`LoadedModel`), and runs plans.
+    """Loaded model as an engine sees it (`LoadedModel`), which runs plans without torch at first.
 
         executor's thread   plain  plain  plain  plain | takes the whole runner over | any plan
         another thread           load: torch, weights  |
 
-    The first request that is not plain brings torch and the whole runner, over the same memory.
-    `load` makes it, on a thread beside the steps; the requests that need it wait (the engine's
-    `Preparation`), and plain plans go on. The next plan after that takes the rows over. A plan that
-    is not plain before that, which no request announced, loads within its step.
+    The first request that is not plain loads torch and the whole runner, over the same memory.
+    `load` builds it on a separate thread. The requests that need it wait (the engine's
+    `Preparation`), and plain plans continue. The next plan after loading hands the rows over. If a
+    plan that is not plain arrives before any request announced it, it loads within its step.
 
-    asked: the settings as they were given. dtype: its text is a name.
+    asked: the settings as they were given. dtype: by name.
     """
 
     asked: EngineConfig
@@ -69,21 +69,21 @@ class WarmModel:
     drafts_ahead: bool | None = None
     progress: StepProgress = field(default_factory=StepProgress)
     _loading: threading.Lock = field(default_factory=threading.Lock)
-    _loaded: "BuiltRunner | None" = None  # it has none of the rows yet
+    _loaded: "BuiltRunner | None" = None  # does not own the rows yet
     _whole: "BuiltRunner | None" = None
 
     @property
     def num_threads(self) -> int:
-        """Threads of a step."""
+        """Return the number of threads of a step."""
         return num_threads()
 
     @property
     def has_torch(self) -> bool:
-        """Tell whether a plan has brought torch and the whole runner."""
+        """Return whether a plan has loaded torch and the whole runner."""
         return self._whole is not None
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-        """Carry out a plan and wait for it."""
+        """Run a plan and wait for its result."""
         if self._whole is None:
             if self._loaded is None:
                 if is_plain(plan):
@@ -94,12 +94,12 @@ class WarmModel:
         return self._whole.run(plan, masks)
 
     def needs_whole(self, request: Request) -> bool:
-        """Tell whether a request has to wait for `load`."""
+        """Return whether a request must wait for `load`."""
         return self._loaded is None and not is_plain_request(request)
 
     def load(self) -> None:
-        """Import torch and build the whole runner, or wait for another thread that does. Does not
-        touch the rows."""
+        """Import torch and build the whole runner, or wait for a thread that does. Rows stay
+        untouched."""
         with self._loading:
             if self._loaded is None:
                 self.progress.tell(LOAD_S)
@@ -109,17 +109,17 @@ class WarmModel:
                     self.progress.tell()
 
     def skip(self, plan: Plan) -> None:
-        """Take note of a plan that is not carried out, because one before it failed."""
+        """Note a plan that is not carried out because an earlier plan failed."""
 
     def guess(self, order: DraftOrder) -> DraftAnswer:
-        """Nobody guesses here."""
+        """Raise NotImplementedError: this model has no drafter."""
         raise NotImplementedError("a model that started without torch has no drafter")
 
     def _build(self) -> "BuiltRunner":
-        """Build the runner of a start with torch, over the memory of this one."""
+        """Build the runner with torch, over the memory of this one."""
         logger.info("torch is imported, because a request needs it")
-        # Steps go on meanwhile, and the first `np.unique` imports this. Such a step could wait for
-        # Python's import lock, which the import of torch holds for long.
+        # Steps continue meanwhile, and their first `np.unique` imports this. Such a step could wait
+        # for Python's import lock, which the import of torch holds for long.
         importlib.import_module("numpy.ma")
         import_torch()
         from quire.runner.build import Taken, build_runner
@@ -128,7 +128,7 @@ class WarmModel:
         return build_runner(self.asked, self.source, taken=taken)
 
     def _take_over(self) -> None:
-        """Give the whole runner the rows as they are, between two steps."""
+        """Hand the rows over to the whole runner, between two steps."""
         built = self._loaded
         assert built is not None
         built.runner.sampler.flags = self.runner.sampler.flags
@@ -137,8 +137,8 @@ class WarmModel:
 
 
 def start_warm(config: EngineConfig, source: ModelSource) -> WarmModel | None:
-    """Start a model without torch, as an earlier start has left it; None if it has not. Raises
-    ConfigError and OutOfMemory as a start with torch does."""
+    """Start a model without torch from the saved start; None if there is none. Raises ConfigError
+    and OutOfMemory as a start with torch does."""
     path = path_for(config, source)
     start = None if path is None else read_start(path)
     if start is None:

@@ -1,16 +1,16 @@
-"""What a start leaves for the next one, so that this needs no torch.
+"""File of a start: all that a later start needs in order to run without torch.
 
     index: {key, weights, weights_bytes, copy_bytes_per_s, variant, hidden_size, heads, layers,
             model, head}
     data: tensors that the programs read and the file of packed weights does not hold
 
-weights is the key of that file, or null; heads are pairs of a cache group and its query heads of a
-KV head, in the order in which a step gives groups; layers are LayerPlaces, in the program's order;
-model and head are ProgramParts. The place of a tensor is a pair: 0 for the file of weights, 1 for
-this one, and an offset in its data.
+weights is the key of the file of packed weights, or null. heads are pairs of a cache group and its
+query heads of a KV head, in a step's order of groups. layers are LayerPlaces, in the program's
+order. model and head are ProgramParts. A tensor's location is a pair: 0 for the file of weights or
+1 for this file, and an offset in its data.
 
-A file's name is a digest of all that its contents depend on: the checkpoint's files, the settings
-of the model, the instruction sets, and quire's own files.
+A file's name is a digest of all that its contents depend on. These are the checkpoint's files, the
+settings of the model, the instruction sets, and quire's own files.
 """
 
 import hashlib
@@ -49,13 +49,13 @@ logger = logging.getLogger("quire")
 
 VERSION = 1
 IN_WEIGHTS, IN_START = 0, 1
-MOST_BYTES = 256 << 20  # of data; a start that would take more is not kept
+MOST_BYTES = 256 << 20  # of data; a larger start is not saved
 
 
 @dataclass(frozen=True)
 class Start:
-    """See the module. data: of the file of weights and of this one, mapped, not to be written
-    to."""
+    """Contents of the file; see the module. data: bytes of the file of weights and of this file,
+    mapped read-only."""
 
     weights: str | None
     weights_bytes: int
@@ -70,13 +70,13 @@ class Start:
 
 
 def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) -> Path | None:
-    """Return where the start of a model with these settings is kept; None if it is not to be."""
+    """Return the file of the start of a model with these settings; None if it must not be saved."""
     if load_format_of(config, source) == "dummy":
         return None
     place = source.directory
     try:
         files = checkpoint_files(place)
-    except ModelError:  # a start with torch reads the config first, and says what is wrong
+    except ModelError:  # a start with torch reads the config first and reports the error
         return None
     if not is_gguf(place):
         files += sorted(each for each in place.glob("*.json") if each.name != "tokenizer.json")
@@ -93,7 +93,7 @@ def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) ->
 
 
 def _own_files() -> Iterator[tuple[str, int, int]]:
-    """Tell quire's own files from those of another version: names, sizes and times of change."""
+    """Iterate over quire's own files, to identify its version: path, size and modification time."""
     package = str(Path(__file__).parents[2])
     folders = [package]
     for folder in folders:
@@ -108,7 +108,7 @@ def _own_files() -> Iterator[tuple[str, int, int]]:
 
 
 def read_start(path: Path) -> Start | None:
-    """Read what was kept; None if there is nothing, or not what it should be."""
+    """Read a saved start; None if there is none, or if it is invalid."""
     try:
         with in_use(path) as file:
             contents = read_contents(file, path.stem)
@@ -138,7 +138,7 @@ def read_start(path: Path) -> Start | None:
 
 
 def write_start(path: Path, start: Start, pieces: list[tuple[int, Bytes]]) -> None:
-    """Keep a start, whose data are these pieces."""
+    """Save a start with these pieces of data."""
     if sum(len(piece) for _, piece in pieces) > MOST_BYTES:
         return
     index = {name: value for name, value in vars(start).items() if name != "data"}

@@ -1,6 +1,6 @@
-"""A runner without torch: its forward pass runs the kept programs of the core between arrays.
+"""A runner without torch: its forward pass runs the saved programs of the core on arrays.
 
-The plans, the rows and the order of a step are those of every runner (`steps.py`).
+Plans, rows and the order of a step are the same as for every runner (`steps.py`).
 
 Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
 """
@@ -31,7 +31,7 @@ NOTHING_KEPT = (0, 0, 0, 0)
 
 
 class WarmRunner(StepRunner):
-    """Carries out plain plans (`conditions.is_plain`) with the bits of `ModelRunner`."""
+    """Runner of plain plans (`conditions.is_plain`), with the bits of `ModelRunner`."""
 
     def __init__(self, start: Start, arrays: RowArrays, blocks: WarmBlocks) -> None:
         ops, device = ArrayOps(arrays), HostDevice("cpu", np.array)
