@@ -35,7 +35,7 @@ class Reads:
         self._most_tokens, self._memory = most_tokens, torch.empty(0, 0)
 
     def keep(self, layer: int, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> None:
-        """Copy the sum of both inputs of a layer, if the layer is selected."""
+        """Copy the sum of both inputs of a layer, [T, D], if the layer is selected."""
         for place, each in enumerate(self.layers):
             if each == layer:
                 num_tokens, size = x_TD.shape

@@ -108,8 +108,8 @@ def model_spec(
     implementation: `quire`, `transformers`, or `auto`, which uses transformers only for types that
     neither quire nor a plug-in implements. is_compiled: whether torch compiles transformers' class.
 
-    Raises ModelError, MissingDependency if transformers is requested and absent, and ConfigError if
-    a GGUF file is to run by transformers, or a class of quire is to be compiled.
+    Raises ModelError, and MissingDependency if transformers is requested and absent. Raises
+    ConfigError if transformers is to run a GGUF file, or torch is to compile a class of quire.
     """
     is_file = is_gguf(directory)
     if implementation == TRANSFORMERS and is_file:

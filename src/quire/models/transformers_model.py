@@ -27,7 +27,7 @@ MANY_TOKENS, MANY_CORES = 64, 8
 
 
 class TransformersModel(Model):
-    """A model of a class of the transformers package."""
+    """A model that runs by its class in the transformers package."""
 
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
 

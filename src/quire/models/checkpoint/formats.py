@@ -6,7 +6,7 @@ from quire.base.errors import ConfigError
 from quire.base.settings.config import ModelConfig
 from quire.ops.weights.formats import GROUP_SIZES, Quantization, check_quantization
 
-# Scales of int4 are few enough at 32; those of int8 cost less than 2 % at 128.
+# Groups of 32 are enough for int4. The scales of int8 cost less than 2 % in groups of 128.
 DEFAULT_GROUP = {"int8": 128, "int4": 32, "fp8": 0}
 SIZES = {"int8": (0, *GROUP_SIZES), "int4": GROUP_SIZES, "fp8": (0,)}
 

@@ -1,10 +1,10 @@
-"""Where a model comes from: a directory, a GGUF file, the demo model, a named shape, or the hub.
+"""Find a model: in a directory, a GGUF file, the package (demo model, named shapes), or on the hub.
 
 No torch here: the API process resolves a model as well, for its tokenizer.
 
-`hf_overrides` gives a model's config.json other values. The changed copy is a directory of links to
-the model's files with a config.json of its own, so that every process sees the same. Its name is a
-digest of all that it is made of; it stays in the user's cache for the next start.
+`hf_overrides` changes values in a model's config.json. The changed copy is a directory of links to
+the model's files, with its own config.json, so that every process reads the same values. Its name
+is a digest of its contents. It stays in the user's cache for the next start.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from quire.spec.config_fields import read_object
 from quire.spec.gguf.container import is_gguf
 
 CONFIG = "config.json"
-MOST_KEPT = 64  # directories; the oldest go
+MOST_KEPT = 64  # maximum number of directories; the oldest are removed
 UNFINISHED = ".tmp"
 
 
 def overridden(directory: Path, overrides: Mapping[str, Any]) -> Path:
-    """Return a directory like this one, with these values in its config.json. Objects in objects
-    are merged, null is a value like others. Raises ConfigError for a GGUF file, which has no
-    config.json, and ModelError without one."""
+    """Return a copy of a model's directory with these values in its config.json. Nested objects are
+    merged; null replaces a value. Raises ConfigError for a GGUF file, and ModelError if the
+    directory has no config.json."""
     if is_gguf(directory):
         raise ConfigError(
             f"hf_overrides changes config.json, but {directory} is a GGUF file without one; remove"
@@ -56,7 +56,7 @@ def overridden(directory: Path, overrides: Mapping[str, Any]) -> Path:
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with other values; of an object in it, those that are named."""
+    """Return a copy of a config with these values. Nested objects are merged."""
     found = dict(config)
     for name, value in overrides.items():
         before = found.get(name)
@@ -67,7 +67,7 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def _make(place: Path, files: list[Path], config: str) -> None:
-    """Make the directory at once, even if other processes make it as well."""
+    """Create the directory atomically, because other processes may create it as well."""
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_room(place.parent)
@@ -77,7 +77,7 @@ def _make(place: Path, files: list[Path], config: str) -> None:
         (made / CONFIG).write_text(config, "utf-8")
         try:
             made.rename(place)
-        except OSError:  # it is there meanwhile
+        except OSError:  # another process may have created it
             shutil.rmtree(made)
             if not place.is_dir():
                 raise
@@ -96,7 +96,7 @@ def _make_room(parent: Path) -> None:
 
 
 def _change_of(path: Path) -> int:
-    with contextlib.suppress(OSError):  # a link to nothing
+    with contextlib.suppress(OSError):  # a broken link
         return os.stat(path).st_mtime_ns
     return 0
 
@@ -104,11 +104,11 @@ def _change_of(path: Path) -> int:
 DEMO = "demo"
 SHAPE_PREFIX = "shape:"
 
-# What is fetched from the hub: never pickled weights, never code.
+# Patterns of files to download from the hub: never pickled weights, never code.
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # config and tokenizer
 ALL_FILES = ("*.safetensors", *TEXT_FILES)
 CONFIG_ONLY = ("config.json",)
-# The same weights once more, in their maker's own format.
+# A second copy of the weights, in the original format of the model's authors.
 UNUSED_PATTERNS = ["consolidated*", "original/*"]
 
 _WHAT_TO_DO = (
@@ -120,9 +120,9 @@ _WHAT_TO_DO = (
 class ModelSource:
     """A model on this machine.
 
-    directory: holds config.json, and the weights unless load_format is `dummy`; or it is a GGUF
-    file, which holds all of it.
-    load_format: how to load it where the user said `auto`. name: for display.
+    directory: directory with config.json, and the weights unless load_format is `dummy`; or a GGUF
+    file, which holds both. load_format: format that the setting `auto` stands for. name: display
+    name.
     """
 
     directory: Path
@@ -133,8 +133,8 @@ class ModelSource:
 def resolve_source(
     model: ModelConfig, *, progress: bool = True, files: tuple[str, ...] = ALL_FILES
 ) -> ModelSource:
-    """Find the configured model as `resolve_model` does, with the changes that `hf_overrides` makes
-    to its config."""
+    """Find the configured model as `resolve_model` does, and apply `hf_overrides` to its
+    config."""
     source = resolve_model(model.model, model.revision, progress=progress, files=files)
     overrides = json_object("hf_overrides", model.hf_overrides)
     if not overrides:
@@ -149,7 +149,7 @@ def resolve_model(
     progress: bool = True,
     files: tuple[str, ...] = ALL_FILES,
 ) -> ModelSource:
-    """Find the model, downloading it if it is a hub id (with the hub's progress bars or without).
+    """Find the model, downloading it if it is a hub id. progress: whether to show progress bars.
 
     files: patterns of the files to download; TEXT_FILES and CONFIG_ONLY exclude the weights.
 

@@ -79,8 +79,9 @@ class Source:
         return self.destination[0].numel() if self.repeated else self.destination.numel()
 
     def taken(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's values of a checkpoint tensor of shape `checkpoint_shape`, in the
-        shape of the destination, or of one of its rows if repeated. It is a view if possible."""
+        """Return this rank's values of a checkpoint tensor with `checkpoint_shape`, such as [N, K].
+        The result has the shape of the destination, or of one row if repeated. It is a view if
+        possible."""
         if self.part is not None:
             part = self.part
             values = values.narrow(part.dimension, part.first, part.count)
@@ -98,7 +99,8 @@ class Source:
         return values
 
     def fill(self, values: torch.Tensor) -> None:
-        """Copy a checkpoint tensor of shape `checkpoint_shape` to the destination, in its dtype."""
+        """Copy a checkpoint tensor with `checkpoint_shape`, such as [N, K], to the destination, in
+        its dtype."""
         if self.is_elsewhere:
             self.destination.zero_()
             return
@@ -160,8 +162,8 @@ class Rows:
 
 
 def rows_of(size: int | Cut | Sequence[Cut], order: torch.Tensor | None = None) -> Rows:
-    """Return the rows of one module. size: number of rows that are all held, or one part, or
-    several parts. order: see Rows."""
+    """Return the rows of one module. size: number of rows if this rank holds all, else its part or
+    parts. order: index of the checkpoint row for each row, int64 [rows]; see Rows."""
     if isinstance(size, int):
         return Rows((Cut(size, 0, size),), order)
     return Rows((size,) if isinstance(size, Cut) else tuple(size), order)

@@ -1,8 +1,8 @@
-"""BERT: words, positions and segments in one sum, norms after attention and feed-forward layer, and
-tokens that see each other in both directions.
+"""BERT: embeddings that sum words, positions and segments, norms after attention and feed-forward
+layer, and bidirectional attention.
 
 RoBERTa, XLM-RoBERTa and CamemBERT have BERT's layers. Their positions begin after the row of
-padding, and all tokens are of one segment (spec/encoders.py).
+padding, and all tokens belong to one segment (spec/encoders.py).
 
 Shape legend: T tokens, D model dim, F feed-forward dim.
 """
@@ -18,7 +18,7 @@ from quire.spec.cuts import all_of
 from quire.spec.encoders import num_segments, padding_rows
 from quire.spec.model_spec import ModelSpec
 
-# What checkpoints hold for other uses than a token's hidden state: heads, and a constant.
+# Suffixes of tensors that hidden states do not depend on: heads, and a constant.
 UNUSED = (
     "embeddings.position_ids",
     "pooler.dense.weight",
@@ -30,7 +30,7 @@ UNUSED = (
     "classifier.out_proj.weight",
     "classifier.out_proj.bias",
 )
-MASKED_HEADS = ("cls.", "lm_head.")  # which guess a hidden word, or the next sentence
+MASKED_HEADS = ("cls.", "lm_head.")  # prefixes of heads for masked words and next sentences
 
 
 class BertEmbeddings(nn.Module):
@@ -108,7 +108,7 @@ class Bert(Model):
         inputs_embeds_TD: torch.Tensor | None = None,
         intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See Model. Ids may say that a token is of the second text (ops/elementwise.py)."""
+        """See Model. Ids also encode which tokens are of the second text (ops/elementwise.py)."""
         x_TD: torch.Tensor = self.embeddings(input_ids_T, positions_T)
         for layer in self.layers:
             x_TD = layer(x_TD, attention)
@@ -127,6 +127,6 @@ class Bert(Model):
 
 
 class Roberta(Bert):
-    """An encoder from token ids to hidden states."""
+    """RoBERTa, an encoder with BERT's layers and its own tensor prefix."""
 
     base_prefix = "roberta."

@@ -1,5 +1,5 @@
-"""Cohere 2 (Command R7B, Aya): attention and feed-forward layer side by side after one layer norm;
-neighbours are turned as pairs, only in layers with a window.
+"""Cohere 2 (Command R7B, Aya): attention and feed-forward layer in parallel after one layer norm.
+Only layers with a window have RoPE, which rotates neighbouring dimensions as pairs.
 
 Shape legend: T tokens, D model dim.
 """
@@ -21,7 +21,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Cohere2Layer(nn.Module):
-    """One norm, of which both attention and feed-forward layer read."""
+    """A layer whose attention and feed-forward layer read the output of the same norm."""
 
     def __init__(self, at: LayerPlace) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Cohere2Layer(nn.Module):
 
 
 class Cohere2(Decoder):
-    """A whole model of this kind."""
+    """A whole Cohere 2 model."""
 
     layer_kind = Cohere2Layer
 

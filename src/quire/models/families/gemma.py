@@ -1,7 +1,7 @@
-"""Gemma 2: norms before and after attention and feed-forward layer, windows in turn, soft caps.
+"""Gemma 2: norms before and after attention and feed-forward, alternating windows, soft caps.
 
-Gemma 3 has no caps of scores. It has norms of heads, and two rotary embeddings: one for layers with
-a window and one for those without.
+Gemma 3 has no soft cap on scores. It has norms of heads, and two rotary embeddings: one for layers
+with a window and one for the other layers.
 """
 
 from typing import Any

@@ -11,7 +11,7 @@ from quire.spec.rope_options import rope_options
 
 
 class Glm4Layer(SandwichLayer):
-    """A layer with norms before and after each part. Only queries, keys, values can have biases."""
+    """A layer with norms before and after each part, and with gate and up in one tensor."""
 
     after_attention = "post_self_attn_layernorm"
     after_mlp = "post_mlp_layernorm"
@@ -21,7 +21,7 @@ class Glm4Layer(SandwichLayer):
 
 
 class Glm4(Decoder):
-    """Dense GLM 4 of 9 and 32 billion parameters."""
+    """Dense GLM 4 of 9 and 32 billion parameters. Only queries, keys and values may have biases."""
 
     layer_kind = Glm4Layer
 

@@ -1,5 +1,5 @@
-"""GPT-NeoX, and Pythia: layer norms, one projection whose rows are grouped by head, attention and
-feed-forward layer side by side.
+"""GPT-NeoX and Pythia: layer norms, one projection whose rows are grouped by head, and attention
+and feed-forward layer in parallel.
 
 Shape legend: T tokens, D model dim.
 """
@@ -58,7 +58,7 @@ class NeoXLayer(nn.Module):
 
 
 class GPTNeoX(Decoder):
-    """A whole model."""
+    """A whole GPT-NeoX model."""
 
     base_prefix = "gpt_neox."
     ignored_tensors = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
@@ -70,7 +70,7 @@ class GPTNeoX(Decoder):
         super().__init__(spec, DecoderOptions(bias, bias, ropes=ropes), factory)
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """See Model. transformers 5 calls the head as it does others'."""
+        """See Model. transformers 5 names the head `lm_head`."""
         return super().names_of(self.head_tensor if name == "lm_head.weight" else name)
 
     def make_norm(self, spec: ModelSpec, factory: ParamFactory) -> nn.Module:
@@ -83,7 +83,7 @@ def layer_norm_of(spec: ModelSpec, name: str, factory: ParamFactory) -> StreamNo
 
 
 def neox_rope(spec: ModelSpec) -> RopeOptions:
-    """Read its rotary embedding, of which two fields have names of their own."""
+    """Read the rotary embedding, which has its own names for two fields."""
     fields = spec.fields
     if fields.has("head_dim") and fields.integer("head_dim") != spec.head_dim:
         raise fields.error("head_dim", f"heads of gpt_neox have {spec.head_dim} dimensions here")

@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, windows in turn, and experts with biases and a clamped gate, in MXFP4."""
+"""gpt-oss: attention sinks, alternating windows, MXFP4 experts with biases and clamped gates."""
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from quire.spec.config_fields import Fields
 from quire.spec.model_spec import ModelSpec
 from quire.spec.rope_options import RopeOptions, rope_of
 
-# What transformers takes where a config says nothing about the rotary embedding.
+# The defaults of transformers for a config without a rotary embedding.
 ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -21,7 +21,7 @@ ROPE = {
 
 
 class GptOssLayer(DecoderLayer):
-    """All layers have experts."""
+    """A layer with experts, as all layers have. Their rows of gate and up alternate."""
 
     def make_mlp(self, at: LayerPlace) -> nn.Module:
         fields, experts = at.spec.fields, at.options.experts
@@ -38,7 +38,7 @@ class GptOssLayer(DecoderLayer):
 
 
 class GptOss(Decoder):
-    """A whole model."""
+    """A whole gpt-oss model."""
 
     layer_kind = GptOssLayer
 

@@ -10,7 +10,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class GraniteLayer(DecoderLayer):
-    """What attention and feed-forward layer add to the residual stream has a factor."""
+    """A layer that scales the outputs of attention and feed-forward before each addition."""
 
     def __init__(self, at: LayerPlace) -> None:
         super().__init__(at)

@@ -7,7 +7,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Llama(Decoder):
-    """Biases only where the config asks for them."""
+    """A Llama decoder. The config says which layers have biases."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         bias, mlp_bias = spec.layers.attention_bias, spec.layers.mlp_bias

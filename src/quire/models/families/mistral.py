@@ -13,18 +13,18 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Mistral(Decoder):
-    """No biases."""
+    """A Mistral decoder, without biases."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__(spec, DecoderOptions(), factory)
 
 
-HUB, TRANSFORMERS = ".block_sparse_moe.", ".mlp."  # what the layer is called
+HUB, TRANSFORMERS = ".block_sparse_moe.", ".mlp."  # names of its feed-forward layer
 FORM = ExpertForm(parts=("w1", "w3", "w2"))
 
 
 class MixtralLayer(DecoderLayer):
-    """All layers have experts."""
+    """A layer with a mixture of experts, as all layers have."""
 
     def make_mlp(self, at: LayerPlace) -> nn.Module:
         assert at.options.experts is not None
@@ -33,8 +33,8 @@ class MixtralLayer(DecoderLayer):
 
 
 class Mixtral(Decoder):
-    """A whole model, from files that the hub has, or that transformers 5 wrote with the experts of
-    a layer in one tensor."""
+    """A whole Mixtral model. Files come from the hub, or from transformers 5, which stores the
+    experts of a layer in one tensor."""
 
     layer_kind = MixtralLayer
 

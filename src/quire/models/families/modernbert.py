@@ -1,6 +1,8 @@
-"""ModernBERT: rotary embeddings, gated feed-forward layers, norms before both, of which the first
-layer's attention has none, as it follows the norm of the embeddings. Most layers see what is near,
-in both directions; every third sees all tokens, and is turned more slowly.
+"""ModernBERT: a bidirectional encoder with rotary embeddings and gated feed-forward layers.
+
+Attention and feed-forward have a norm before each, except the first attention, which follows the
+norm of the embeddings. Most layers attend within a window on both sides. Every third layer attends
+to all tokens, with lower rotary frequencies.
 
 Shape legend: T tokens, D model dim.
 """
@@ -18,9 +20,9 @@ from quire.spec.layer_windows import FULL, SLIDING
 from quire.spec.model_spec import ModelSpec
 from quire.spec.rope_options import LEAST_FACTOR, RopeOptions, rope_of
 
-# By kind of layer: the base of its rotary embedding, and what old configs call it.
+# By kind of layer: the default base of its rotary embedding, and its name in old configs.
 THETAS = {FULL: (160_000.0, "global_rope_theta"), SLIDING: (10_000.0, "local_rope_theta")}
-# What checkpoints hold for other uses than a token's hidden state.
+# Suffixes of tensors that hidden states do not depend on.
 UNUSED = (
     "head.dense.weight",
     "head.dense.bias",
@@ -34,7 +36,7 @@ UNUSED = (
 
 
 class ModernBertLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before it, but for the first attention."""
+    """Attention and feed-forward, each with a norm before it, except the first attention."""
 
     def __init__(self, at: LayerPlace) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ def _norm(name: str, spec: ModelSpec, factory: ParamFactory) -> StreamNorm:
 
 
 def modernbert_rope(spec: ModelSpec, kind: str) -> RopeOptions:
-    """Read the rotary embedding of layers of a kind."""
+    """Read the rotary embedding of one kind of layers. Raises ModelError."""
     fields, (theta, old_name) = spec.fields, THETAS[kind]
     every = fields.inner("rope_parameters") or Fields({})
     for name in every.names():

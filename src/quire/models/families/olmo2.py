@@ -1,5 +1,5 @@
-"""OLMo 2: norms only after attention and feed-forward layer; queries and keys have norms over all
-of their heads together.
+"""OLMo 2: norms only after attention and feed-forward layer, and norms over all query heads and
+over all key heads of a token.
 
 Shape legend: T tokens, D model dim, N query heads, K KV heads, H head dim.
 """
@@ -51,7 +51,7 @@ class Olmo2Attention(DecoderAttention):
         return out
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise both over all ranks' heads."""
+        """Normalise queries [T, N * H] and keys [T, K * H] over the heads of all ranks."""
         if self._group.size == 1:
             return self.q_norm(q)[0], self.k_norm(k)[0]
         sums_T2 = all_reduce(square_sums(q, k), self._group)
@@ -59,16 +59,16 @@ class Olmo2Attention(DecoderAttention):
 
 
 class PartNorm(RMSNorm):
-    """RMS normalisation of vectors of which a rank has a part, `part`."""
+    """RMS normalisation of vectors that are divided among ranks. part: this rank's part."""
 
     def __init__(self, name: str, part: Cut, eps: float, factory: ParamFactory) -> None:
         super().__init__(name, part.count, eps, factory)
-        # A part that several ranks have is in their sum as often.
+        # The sum counts a part once for each rank that holds it.
         self._num_summed = part.count * factory.place.tensor.size
         self._rows = None if part.is_whole else part
 
     def by_sum(self, x: torch.Tensor, sums_T2: torch.Tensor, index: int) -> torch.Tensor:
-        """Normalise by a sum of squares over all ranks, the one of this index."""
+        """Normalise x [T, D] by column `index` of the sums of squares over all ranks, [T, 2]."""
         return rms_norm_by_sum(x, self.weight, sums_T2, index, self._num_summed, self._eps)
 
     def sources(self) -> list[Source]:

@@ -1,4 +1,4 @@
-"""OPT: learned positions, ReLU, biases everywhere (opt-350m: norms after, and projections).
+"""OPT: learned positions, ReLU, biases. opt-350m has norms after each part, and projections.
 
 Shape legend: T tokens, R rows, D model dim, W embedding dim, V vocabulary, N heads, H head dim.
 """
@@ -99,7 +99,7 @@ class OPT(PositionedModel):
             self._end(spec, name, factory)
 
     def _end(self, spec: ModelSpec, name: str, factory: ParamFactory) -> None:
-        """Make what stands behind the layers."""
+        """Build the modules after the layers."""
         options, size = spec.opt, spec.hidden_size
         if options.width != size:
             self.project_out = Linear([f"{name}.project_out"], size, [options.width], factory)

@@ -1,7 +1,8 @@
 """Phi 3 and 4, mini and medium: fused projections, and rotary embeddings for long contexts.
 
-Of its two sets of divisors (longrope) one is taken for all prompts of an engine: the one for long
-contexts where `max_model_len` exceeds `original_max_position_embeddings` (ModelSpec.served_up_to).
+Its longrope has two sets of divisors, and an engine uses one set for all prompts. It uses the set
+for long contexts if `max_model_len` exceeds `original_max_position_embeddings`
+(ModelSpec.served_up_to).
 """
 
 from torch import nn
@@ -19,11 +20,11 @@ from quire.spec.rope_options import (
     rotated_dims,
 )
 
-LONGROPES = ("longrope", "su", "yarn")  # the last two are old names of the first in these configs
+LONGROPES = ("longrope", "su", "yarn")  # the last two are old names of longrope in these configs
 
 
 class Phi3Layer(DecoderLayer):
-    """Queries, keys and values are one tensor in the checkpoint, gate and up are another."""
+    """A layer whose checkpoints fuse queries, keys and values, and fuse gate and up."""
 
     def make_attention(self, at: LayerPlace) -> nn.Module:
         return DecoderAttention(at, ("qkv_proj", "o_proj"))
@@ -33,7 +34,7 @@ class Phi3Layer(DecoderLayer):
 
 
 class Phi3(Decoder):
-    """No biases."""
+    """A Phi 3 or Phi 4 decoder, without biases."""
 
     layer_kind = Phi3Layer
 
@@ -43,7 +44,7 @@ class Phi3(Decoder):
 
 
 def phi3_rope(spec: ModelSpec) -> RopeOptions:
-    """Read its rotary embedding, which may turn a part of each head. Raises ModelError."""
+    """Read the rotary embedding, which may rotate only a part of each head. Raises ModelError."""
     fields = spec.fields
     own, kind = own_fields(fields), rope_kind(own_fields(fields))
     if kind in LONGROPES:

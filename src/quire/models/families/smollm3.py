@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama in which some layers do not turn queries and keys."""
+"""SmolLM 3: Llama in which some layers have no rotary embedding."""
 
 from quire.models.parts.decoder import Decoder
 from quire.models.parts.layers import ParamFactory
@@ -8,7 +8,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class SmolLM3(Decoder):
-    """Every fourth layer has no rotary embedding, if the config does not say otherwise."""
+    """A SmolLM 3 decoder. By default, every fourth layer has no rotary embedding."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         layers, turns = spec.layers, rotated_layers(spec.fields, spec.num_layers)

@@ -80,7 +80,7 @@ def _q8_0(blocks: Records) -> Values:
 def _mxfp4(blocks: Records) -> Values:
     """Dequantise e2m1 numbers, doubled in the table, with one power of two per block."""
     doubled = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
-    table = np.concatenate((doubled, 0 - doubled))  # no zero below zero, as there
+    table = np.concatenate((doubled, 0 - doubled))  # +0 instead of -0, as in llama.cpp
     scale = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128)
     return table[_nibbles(blocks["q"], 16)] * scale[:, None]
 
@@ -161,7 +161,7 @@ def _scaled_groups(
 
 
 def _nibbles(packed: Bytes, count: int) -> Bytes:
-    """Split bytes [B, count] to 4-bit values [B, 2 * count]: all low halves, then all high ones."""
+    """Split bytes [B, count] into 4-bit values [B, 2 * count]: all low halves, then all high."""
     q = np.empty((len(packed), 2 * count), np.uint8)
     np.bitwise_and(packed, 15, out=q[:, :count])
     np.right_shift(packed, 4, out=q[:, count:])
@@ -169,7 +169,7 @@ def _nibbles(packed: Bytes, count: int) -> Bytes:
 
 
 def _fields(packed: Bytes, bits: int) -> Bytes:
-    """Split bytes [B, parts, n] to fields [B, parts, 8 / bits, n], lowest bits first."""
+    """Split bytes [B, parts, n] into fields [B, parts, 8 / bits, n], lowest bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields: Bytes = packed[:, :, None] >> shifts
     fields &= np.uint8((1 << bits) - 1)

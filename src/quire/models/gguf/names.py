@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are called here. No torch."""
+"""Map the tensor names of a GGUF file to the names in quire's layers. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ EXPERT = "{}"  # stands for an expert's number where a tensor holds all experts 
 
 @dataclass(frozen=True)
 class Names:
-    """Our names by llama.cpp's. whole: of the tensors that stand alone. layers: what is in front of
-    a layer's number. in_layer: what comes after it, or all of that: then ours has no kind."""
+    """Names in quire's layers, by llama.cpp's names. whole: modules outside layers. layers: prefix
+    of a layer's number. in_layer: modules of a layer; a key with a kind (`.weight`) is a tensor."""
 
     whole: Mapping[str, str]
     layers: str
     in_layer: Mapping[str, str]
 
     def but(self, **in_layer: str) -> "Names":
-        """Return the same with other names in layers."""
+        """Return a copy with these names in layers added or replaced."""
         return Names(self.whole, self.layers, {**self.in_layer, **in_layer})
 
 
@@ -63,7 +63,7 @@ LINEAR = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
-    "ssm_in": "linear_attn.in_proj_qkvz",  # of older files
+    "ssm_in": "linear_attn.in_proj_qkvz",  # in older files
     "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
@@ -139,8 +139,8 @@ BY_TYPE = {
 
 
 def our_names(place: TensorPlace, spec: ModelSpec) -> list[str]:
-    """Return the names that our layers ask for, one for each expert where a tensor holds them all.
-    What they have no name for keeps its own."""
+    """Return the names of a tensor in quire's layers: one, or one per expert if the tensor holds
+    all experts of a layer. A tensor without a name there keeps its own."""
     name = _our_name(place.name, BY_TYPE.get(spec.model_type, DECODER))
     if EXPERT not in name:
         return [name]

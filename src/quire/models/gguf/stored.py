@@ -47,10 +47,10 @@ def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
 def stored_format(
     outputs: Mapping[str, int], kinds: Mapping[str, TensorKind]
 ) -> StoredFormat | None:
-    """Return the packed format of a layer that these tensors fill; None if one of them holds plain
-    numbers or is missing. outputs: number of outputs by tensor name.
+    """Return the packed format of a layer that these tensors fill; None if one of them is missing
+    or not quantised. outputs: number of outputs by tensor name.
 
-    The core multiplies every quantised format of GGUF directly, and layers that mix several.
+    The core multiplies every quantised format of GGUF directly, also layers that mix formats.
     """
     if not outputs or any(name not in kinds or kinds[name].is_float for name in outputs):
         return None

@@ -1,8 +1,8 @@
-"""The tensors of a GGUF file under the names that our layers ask for, in their order of rows.
+"""Read the tensors of a GGUF file, with the names and the row order of quire's layers.
 
-In: an opened file. Out: `GGUFTensor`s, one per tensor, which hold blocks as the file stores them
-and dequantise or copy them a stretch of rows at a time, so that no second copy of a matrix ever
-exists.
+Input: an opened file. Output: a `GGUFTensor` for each tensor, or for each expert of a tensor. It
+refers to blocks in the mapped file, and dequantises or copies a range of rows at a time. So a
+matrix never exists twice in memory.
 """
 
 import re
@@ -31,18 +31,18 @@ from quire.spec.linear_attention import HYBRID_TYPES
 from quire.spec.model_spec import ModelSpec
 
 PERMUTED = ("llama", "granite", "smollm3")
-SHARED_GATE = "ffn_gate_inp_shexp.weight"  # a row that files hold as a vector
-EXPERTS = "_exps."  # in the names of tensors that hold all experts of a layer
-VALUES_AT_ONCE = 1 << 18  # 1 MB of float32: stays in the cache between its steps
+SHARED_GATE = "ffn_gate_inp_shexp.weight"  # a matrix of one row, which files hold as a vector
+EXPERTS = "_exps."  # part of the names of tensors that hold all experts of a layer
+VALUES_AT_ONCE = 1 << 18  # 1 MB of float32 fits the CPU's cache
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor as the file has it, or one expert's part of it. A vector counts as rows of one value
-    each.
+    """A tensor as stored in the file, or one expert's part of it. A vector counts as rows of one
+    value.
 
-    name: as our layers call it. order, columns: which of the file's rows and columns each of ours
-    is; None: the same. offset: is added to every value.
+    name: name in quire's layers. stored: uint8 [rows, bytes of a row]. order, columns: index in the
+    file of each row and column; None keeps the order. offset: added to every value.
     """
 
     name: str
@@ -58,9 +58,9 @@ class GGUFTensor:
         return self.stored.nbytes
 
     def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Rows from `start` to before `stop`, in our order, as the file stores their values.
+        """Return the blocks of rows `start` to `stop` - 1 in quire's order, uint8 [rows, bytes].
 
-        A row is whole blocks, and a permutation of rows leaves them whole; so must that of columns.
+        A row consists of whole blocks. A permutation of columns must move whole blocks as well.
         """
         rows = self._rows(start, stop)
         if self.columns is None:
@@ -70,7 +70,7 @@ class GGUFTensor:
     def _blocks(
         self, rows: npt.NDArray[np.uint8], places: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.uint8]:
-        """Take the blocks of these numbers of each row."""
+        """Select blocks of each row. places: indices of the blocks in a row."""
         blocks = rows.reshape(len(rows), -1, self.kind.block_bytes)
         return blocks[:, places].reshape(len(rows), -1)
 
@@ -80,16 +80,16 @@ class GGUFTensor:
         return self.stored[self.order[start:stop]]
 
     def fill(self, source: Source) -> None:
-        """Dequantise into the part of a parameter that the source names, converting to its dtype;
-        if that is of bytes, the blocks are copied as they are.
-        Raises ModelError for another shape than the parameter has."""
+        """Fill the part of a parameter that the source describes. A parameter of bytes gets the
+        blocks as stored; otherwise the values are dequantised and converted to its dtype. Raises
+        ModelError if the shapes differ."""
         destination = source.destination
         if source.is_elsewhere:
             return source.fill(destination)
         as_blocks = destination.dtype == torch.uint8
-        # What a checkpoint of gpt2 holds transposed, llama.cpp stores as all the others.
+        # GGUF files do not transpose the matrices of gpt2, although its checkpoints do.
         wanted = source.whole_shape
-        if as_blocks:  # of a merged layer's parts, those of the most bytes fill their rows
+        if as_blocks:  # in a merged layer, only the longest rows of bytes fill theirs
             kind, columns = self.kind, source.columns
             num_bytes = min(self.stored.shape[1], destination.shape[1])
             if columns is not None:
@@ -110,11 +110,11 @@ class GGUFTensor:
         self._taken(source)._fill(destination, as_blocks)
         if offset:
             destination.add_(offset)
-        if source.is_logarithm:  # files hold what it stands for, below 0
+        if source.is_logarithm:  # files hold the negated exponential
             destination.neg_()
 
     def _taken(self, source: Source) -> "GGUFTensor":
-        """Choose the rows that a source asks for, in its order, and the columns."""
+        """Return a copy restricted to the rows and columns of a source, in the source's order."""
         found, part, cut = self, _rows_of(source), source.columns
         if part is not None or source.rows is not None or source.order is not None:
             order = np.arange(self.shape[0]) if self.order is None else self.order
@@ -150,21 +150,22 @@ class GGUFTensor:
 
 
 def _rows_of(source: Source) -> Part | None:
-    """Return the rows that a source takes of a tensor, if not all. A part of another dimension is
-    one that files leave out, of size 1."""
+    """Return the range of rows that a source reads; None for all. A part along another dimension
+    has size 1, and GGUF files omit that dimension."""
     return source.part if source.part is not None and source.part.dimension == 0 else None
 
 
 def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the file cannot be written to
+        warnings.simplefilter("ignore", UserWarning)  # about the read-only file
         return torch.from_numpy(values)
 
 
 def stored_formats(
     file: GGUFFile, spec: ModelSpec, model: nn.Module
 ) -> dict[nn.Module, StoredFormat]:
-    """Choose what to pack the layers as whose weights are quantised in the file."""
+    """Return the packed format of each layer whose weights are quantised in the file. Raises
+    ConfigError if a rank's inputs are not whole blocks."""
     kinds = kinds_by_name(file, spec)
     tables = {id(m.weight): m for m in model.modules() if isinstance(m, Embedding)}
     found: dict[nn.Module, StoredFormat] = {}
@@ -184,8 +185,8 @@ def stored_formats(
 
 
 def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
-    """All tensors of the file, one at a time, those of experts one by one. Those that we have no
-    name for keep theirs."""
+    """Yield the tensors of the file in turn, and each expert separately. A tensor without a name in
+    quire's layers keeps its own. Raises ModelError for a shape that no layer can have."""
     for place in file.tensors.values():
         if place.name in OF_CONFIG or _is_behind_layers(place.name, spec):
             continue
@@ -209,13 +210,13 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
 
 
 def _is_offset_norm(name: str, spec: ModelSpec) -> bool:
-    """Tell whether a file holds 1 + weight where checkpoints hold the weight."""
+    """Return whether a file holds 1 + weight where checkpoints hold the weight."""
     is_such = spec.model_type.startswith("gemma") or spec.model_type in HYBRID_TYPES
     return is_such and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
 def _is_behind_layers(name: str, spec: ModelSpec) -> bool:
-    """Tell whether a tensor is of layers that guess more tokens, which are not run."""
+    """Return whether a tensor belongs to layers for multi-token prediction, which are not run."""
     found = IN_LAYER.fullmatch(name)
     is_hybrid = spec.model_type in HYBRID_TYPES
     return is_hybrid and found is not None and int(found.group(1)) >= spec.num_layers
@@ -224,12 +225,13 @@ def _is_behind_layers(name: str, spec: ModelSpec) -> bool:
 def _row_order(
     name: str, file: GGUFFile, spec: ModelSpec, num_rows: int
 ) -> npt.NDArray[np.int64] | None:
-    """Return which of the file's rows each row of a checkpoint's tensor is; None: the same.
+    """Return the file's row for each row of a checkpoint's tensor, int64 [num_rows]; None if the
+    orders are equal.
 
-    For architectures of PERMUTED, llama.cpp turns neighbours (0, 1), (2, 3), ... of a head where
-    checkpoints mean (0, H/2), (1, H/2+1), ..., so their files hold the rows of each head of queries
-    and keys as 0, H/2, 1, H/2+1, ... Of gpt_neox, checkpoints hold queries, keys and values of one
-    head together, files all queries, all keys, all values.
+    For architectures in PERMUTED, llama.cpp rotates the pairs (0, 1), (2, 3), ... of a head. In
+    checkpoints the pairs are (0, H/2), (1, H/2+1), .... So files hold the rows of each query and
+    key head as 0, H/2, 1, H/2+1, .... For gpt_neox, checkpoints group queries, keys and values by
+    head; files hold all queries, then all keys, then all values.
     """
     size, of_values = spec.head_dim, row_order(name, spec)
     if of_values is not None:

@@ -38,13 +38,13 @@ from quire.ops.weights.mapped_tensors import MappedTensors
 from quire.ops.weights.pack import block_row_bytes, can_pack_natively, pack_parts
 from quire.spec.model_spec import ModelSpec
 
-Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs
+Fill = Callable[[Source], None]  # copies a checkpoint's tensor to the destination of its source
 LARGE_BYTES = 1 << 20
 META = torch.device("meta")
 
 
 class EmptyParamFactory(ParamFactory):
-    """Makes parameters without memory, on the meta device."""
+    """Factory of parameters without memory, on the meta device."""
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         values = torch.empty(shape, dtype=dtype or self.dtype, device=META)
@@ -197,12 +197,12 @@ class Assembly:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the tensors that have not come."""
+        """Return the names of the tensors that have not arrived."""
         return sorted(name for unit in self._units for name in unit.sources)
 
     def fill(self, name: str, fill: Fill) -> bool:
-        """Fill what the tensor of this name belongs to, in all layers that take a part of it; False
-        if none asks for it. One that comes again is ignored."""
+        """Call `fill` with every source that reads the tensor of this name. Return whether a layer
+        needs the tensor. A tensor that arrives twice is ignored."""
         places = self._places.get(name, [])
         for unit, layer in places:
             if name in unit.sources:
@@ -214,8 +214,8 @@ class Assembly:
         return bool(places)
 
     def put(self, name: str, tensor: torch.Tensor) -> bool:
-        """Do that with a tensor that is mapped from a safetensors file, where it may wait until all
-        of a unit have come. Raises ModelError for values that cannot be."""
+        """Fill from a mapped tensor of any shape, such as [N, K], or store it until its unit is
+        complete. Return whether a layer needs it. Raises ModelError for a bias that must be 0."""
         if name not in self._waiting:
             return self.fill(name, lambda source: source.fill(tensor))
         if name in self._zeros and tensor.any():
@@ -232,7 +232,7 @@ class Assembly:
         return True
 
     def fill_all(self, fill: Callable[[nn.Module, str, nn.Parameter], None]) -> None:
-        """Fill each parameter once, in the order of the model's modules."""
+        """Call `fill` once for each parameter, in the order of the model's modules."""
         for unit in self._units:
             self._make(unit)
             for module, name in unit.parameters:
@@ -241,7 +241,7 @@ class Assembly:
             self._pack(unit)
 
     def finish(self) -> Model:
-        """The model, once nothing is missing; with memory for what no tensor fills."""
+        """Return the complete model. Allocate the parameters that no tensor fills."""
         assert not self.missing
         for unit in self._units:
             if not unit.is_packed:
@@ -271,8 +271,8 @@ class Assembly:
         unit.is_packed = True
 
     def _pack_parts(self, layer: Linear | LMHead, unit: Unit) -> None:
-        """Pack a plain weight from where its tensors are; a table that is tied to it is looked up
-        there, or else filled."""
+        """Pack a plain weight straight from its mapped tensors. A tied table shares the packed
+        weight if that supports look-ups; otherwise it is filled."""
         parts = [source.taken(unit.arrived[source.name]) for source in self._parts[layer]]
         format = format_of(layer, self._formats)
         tables = _tables_of(layer, unit)
@@ -301,7 +301,7 @@ class Assembly:
 
 
 def _tables_of(layer: nn.Module, unit: Unit) -> list[Embedding]:
-    """The embeddings whose table a head shares."""
+    """Return the embeddings whose table a head shares."""
     if not isinstance(layer, LMHead):
         return []
     tables = [module for module in unit.modules if isinstance(module, Embedding)]
@@ -309,7 +309,7 @@ def _tables_of(layer: nn.Module, unit: Unit) -> list[Embedding]:
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """In the order of the model's modules."""
+    """Return the units in the order of the model's modules."""
     units: dict[Unit, None] = {}
     unit_of: dict[int, Unit] = {}
     for module in model.modules():
@@ -326,8 +326,8 @@ def _units(model: nn.Module) -> list[Unit]:
 
 
 def all_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name in the model, owner, name there) of each parameter and each packed weight, also where
-    two share one."""
+    """Yield (name in the model, owner, name in the owner) of each parameter and packed weight. A
+    shared weight appears once for each owner."""
     for prefix, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if "weight" not in names and "weight" in vars(module):

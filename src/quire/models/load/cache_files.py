@@ -1,19 +1,20 @@
-"""Files of the weight cache: how they are laid out, made, read and removed. No torch.
+"""Write, read and remove the files of the weight cache. No torch.
 
     "QUIREWTS" | start of data u64 | bytes of data u64 | bytes of index u64 | SHA-256 of index
     index: JSON {key, ...}
     data, from a multiple of 4 KiB on
 
-A file appears under its name when it is complete. A process that maps one holds a lock on it. All
-files together take a limited part of the disk; the least recently used ones are removed first.
+A file gets its name when it is complete. A process that maps a file holds a lock on it. All files
+together use a limited share of the disk; the least recently used files are removed first.
 
-A checkpoint's file is identified without reading all of it, by name, size, time of change, and
+The cache identifies a checkpoint's file without reading all of it, by name, size, modification time
+and
 
-    small files   a digest of everything
-    large ones    a digest of the beginning (a safetensors file's whole header), of PAGES pages
+    small files   a digest of the whole file
+    large files   a digest of the beginning (a safetensors file's whole header), of PAGES pages
                   spread over the file, and of one page within each tensor, up to MAX_TENSORS
 
-A large file that is changed in place, outside these pages, with its time set back, is not noticed.
+The cache misses a change of a large file that avoids these pages and resets the modification time.
 """
 
 import contextlib
@@ -47,19 +48,19 @@ MAGIC = b"QUIREWTS"
 HEADER = struct.Struct("<8sQQQ32s")
 PAGE = 4096
 MAX_INDEX_BYTES = 1 << 26
-WEIGHTS, STARTS, UNFINISHED = ".weights", ".start", ".tmp"  # endings of names
+WEIGHTS, STARTS, UNFINISHED = ".weights", ".start", ".tmp"  # suffixes of file names
 WRITTEN_AT_ONCE = 64 << 20  # large writes give the page cache large pages
 
 MOST_BYTES = 50_000_000_000
-SHARE_OF_DISK = 0.2  # of what would be free without the cache
-LEAST_BYTES = 64_000_000  # of weights in the default directory; less is packed in no time
-UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what a bad file raises
+SHARE_OF_DISK = 0.2  # of the space that would be free without the cache
+LEAST_BYTES = 64_000_000  # minimum in the default directory; packing less is fast
+UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # raised for a bad file
 
 
 @dataclass(frozen=True)
 class WeightCache:
-    """least_bytes: weights of smaller models are not kept. keeps_dummies: random weights are kept,
-    too."""
+    """A directory of packed weights. least_bytes: minimum size of the weights of a cached model.
+    keeps_dummies: whether random weights are cached, too."""
 
     directory: Path
     least_bytes: int = 0
@@ -67,7 +68,7 @@ class WeightCache:
 
 
 def weight_cache(setting: str) -> WeightCache | None:
-    """Return what the setting names: `off`, `auto` (the user's cache directory), or a directory."""
+    """Return the cache of a setting: `off`, `auto` (the user's cache directory) or a directory."""
     if setting == "off":
         return None
     if setting == "auto":
@@ -77,8 +78,8 @@ def weight_cache(setting: str) -> WeightCache | None:
 
 @dataclass(frozen=True)
 class Contents:
-    """A file that was read: its index, and its data, mapped from `start` on, not to be written
-    to."""
+    """Contents of a cache file: its index, and the read-only mapping, whose data begins at
+    `start`."""
 
     index: dict[str, Any]
     mapped: mmap.mmap
@@ -87,18 +88,18 @@ class Contents:
 
 @contextlib.contextmanager
 def in_use(path: Path) -> Iterator[int]:
-    """Open a file, which nobody removes as long as its mapping is there; it was used now. Raises
-    OSError."""
+    """Open a file and lock it against removal as long as it is mapped. On exit, record that it was
+    used now. Raises OSError."""
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield file.fileno()
-        with contextlib.suppress(OSError):  # not ours; it only says what was used last
+        with contextlib.suppress(OSError):  # another user's file; the time only orders removals
             os.utime(file.fileno())
 
 
 def read_contents(file: int, key: str) -> Contents:
-    """Read an opened file. Raises one of UNUSABLE for one that is not what `write_contents`
-    makes for this key."""
+    """Read the index of an opened file and map its data. Raises one of UNUSABLE for a file that
+    `write_contents` did not write for this key."""
     magic, start, num_bytes, index_bytes, digest = HEADER.unpack(_read_bytes(file, 0, HEADER.size))
     if magic != MAGIC or index_bytes > MAX_INDEX_BYTES or start % PAGE:
         raise ValueError("it is damaged (its header)")
@@ -116,10 +117,10 @@ def read_contents(file: int, key: str) -> Contents:
 def write_contents(
     path: Path, index: dict[str, Any], pieces: Sequence[tuple[int, Bytes]], what: str
 ) -> bool:
-    """Write a file, if there is room; whether it is there now. What goes wrong is logged.
+    """Write a file if there is room, and return whether it exists now. Errors are logged.
 
-    index: with its key. pieces: data, and where each begins; what lies between is zero. what: is
-    kept, for the log.
+    index: includes the key. pieces: (offset in the data, bytes), in order of offset; gaps are zero.
+    what: name of the contents, for the log.
     """
     num_bytes = max((offset + len(piece) for offset, piece in pieces), default=0)
     head, start = _head(index, num_bytes)
@@ -138,7 +139,7 @@ def write_contents(
             fcntl.flock(opened, fcntl.LOCK_EX)
             writer = _Writer(file, total)
             writer.put(0, head)
-            for offset, piece in pieces or [(0, head[:0])]:  # also of no data there is a beginning
+            for offset, piece in pieces or [(0, head[:0])]:  # without data, pad to its start
                 writer.put(start + offset, piece)
             writer.flush()
             os.fsync(file)
@@ -153,8 +154,8 @@ def write_contents(
 
 
 def make_room(directory: Path, needed: int, replaced: Path) -> bool:
-    """Remove what was used longest ago until so many bytes fit; what is in use stays. Whether they
-    do. replaced: a file that does not count, because it is written again. Raises OSError."""
+    """Remove the least recently used files until `needed` bytes fit; return whether they do. Files
+    in use stay. replaced: a file to be rewritten, which does not count. Raises OSError."""
     files = []
     for path in directory.iterdir():
         if path.suffix == UNFINISHED:
@@ -173,8 +174,8 @@ def make_room(directory: Path, needed: int, replaced: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a file unless another process, which maps or writes it, locks it; tell if it is
-    gone."""
+    """Remove a file unless another process maps or writes it and so holds a lock. Return whether
+    the file no longer exists."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,7 +188,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _head(index: dict[str, Any], num_bytes: int) -> tuple[Bytes, int]:
-    """Header and index, and where the data begins."""
+    """Return the header with the index, and the offset of the data."""
     text = json.dumps(index).encode()
     start = aligned(HEADER.size + len(text), PAGE)
     digest = hashlib.sha256(text).digest()
@@ -203,7 +204,7 @@ def _read_bytes(file: int, offset: int, num_bytes: int) -> bytes:
 
 
 class _Writer:
-    """Writes pieces in the order of their places, in large parts; what lies between is zero."""
+    """Writer of pieces in order of offset, with large writes; gaps between pieces are zero."""
 
     def __init__(self, file: int, total: int) -> None:
         self._file = file
@@ -239,8 +240,8 @@ PAGES, MAX_TENSORS = 1024, 4096
 
 
 def file_identity(path: Path) -> list[Any]:
-    """Name, size, time of change in ns, and a digest of contents, as the module says. Raises
-    OSError."""
+    """Return name, size, modification time in ns, and digest of a file, as the module describes.
+    Raises OSError."""
     with path.open("rb") as file:
         facts, digest = os.fstat(file.fileno()), hashlib.sha256()
         if facts.st_size <= WHOLE_BYTES:
@@ -254,7 +255,7 @@ def file_identity(path: Path) -> list[Any]:
 
 
 def _places(path: Path, size: int) -> Iterable[int]:
-    """List where a large file is looked at, in order."""
+    """List the offsets of the pages of a large file that its digest covers, in order."""
     last = size - PAGE_BYTES
     spread = {last * i // (PAGES - 1) for i in range(PAGES)}
     middles = {(start + end) // 2 for start, end in _ranges(path)[:MAX_TENSORS]}
@@ -262,7 +263,7 @@ def _places(path: Path, size: int) -> Iterable[int]:
 
 
 def _ranges(path: Path) -> list[tuple[int, int]]:
-    """List where each tensor begins and ends; nothing of a file that is neither format."""
+    """List the first byte of each tensor and the byte after its last; empty for other formats."""
     try:
         if is_gguf(path):
             places = GGUFFile(path).tensors.values()

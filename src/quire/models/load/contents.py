@@ -1,7 +1,7 @@
-"""What weight files hold, held against a model that has no memory yet.
+"""Check the tensors of weight files against a model that has no memory yet.
 
-Only headers are read, but for a tied head that is stored beside its embedding. A checkpoint that
-contradicts itself or the config is refused before anything is allocated or filled.
+Only headers are read, except for a tied head that is stored in addition to its embedding. A
+checkpoint that contradicts itself or the config is rejected before any memory is allocated.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from quire.spec.cuts import Cut
 
 COMPARED_ROWS = 1024
 INTEGERS = ("I64", "I32")
-# Ends of names of tensors that only quantised weights have.
+# Suffixes of tensor names that only quantised weights have.
 QUANTISED_ENDS = (
     ".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks",
     ".absmax", ".quant_map",
@@ -32,12 +32,12 @@ QUANTISED_ENDS = (
 
 
 class Contents:
-    """What the files of a checkpoint hold for a model. headers: by the names that its sources
-    have, or would have of quantised tensors."""
+    """The tensors of a checkpoint, by their names in a model. headers: shape and dtype by the name
+    of a source, or by the name that extends the module of a source (quantised tensors)."""
 
     def __init__(self, files: Iterable[Path], model: Model) -> None:
-        """Raises ModelError for a file that cannot be read, and for a tensor that stands in two
-        files, or under two names in one."""
+        """Read the headers of the files. Raises ModelError for an unreadable file, and for a tensor
+        that two files hold, or one file under two names."""
         self._model = model
         self._wanted = {source.name: source for source in _sources(model)}
         modules = {name.rpartition(".")[0] for name in self._wanted}
@@ -52,8 +52,8 @@ class Contents:
                 self.headers[full] = header
 
     def check(self, stored: Stored = MappingProxyType({})) -> None:
-        """Raise ModelError for tensors that are missing or that nothing asks for, for one of
-        another shape or kind than the model's, and for a head that is not what it is tied to."""
+        """Raise ModelError for missing and unknown tensors, and for shapes or dtypes that the model
+        does not have. Also raise it if a stored head differs from its tied embedding."""
         parts = [
             (name, part)
             for found in stored.values()
@@ -85,7 +85,7 @@ def tensor_names(files: Iterable[Path]) -> Iterator[str]:
 
 
 def check_complete(missing: list[str], unknown: list[str]) -> None:
-    """Raise ModelError if there are any of these tensors."""
+    """Raise ModelError if a tensor is missing or unknown."""
     problems = []
     if missing:
         problems.append(f"lack {listed(missing)}")
@@ -135,7 +135,7 @@ def _check(name: str, header: TensorHeader, source: Source) -> None:
 
 
 def _tied_table(model: Model) -> str:
-    """The name of the embedding's table where the head is tied to it, or nothing."""
+    """Return the tensor name of the embedding that the head is tied to; empty without one."""
     head = model.head
     for layer in model.modules():
         if isinstance(layer, Embedding) and head is not None and layer.weight is head.weight:
@@ -144,7 +144,8 @@ def _tied_table(model: Model) -> str:
 
 
 def _check_tied(head: tuple[Path, str], table: tuple[Path, str], rows: Cut | None) -> None:
-    """rows: those of a rank, which alone are compared."""
+    """Raise ModelError if a stored head differs from its table. rows: rows to compare; None for
+    all."""
     (head_file, head_name), (table_file, table_name) = head, table
     with safe_open(head_file, "pt") as one, safe_open(table_file, "pt") as other:
         ours, theirs = one.get_tensor(head_name), other.get_tensor(table_name)
@@ -162,7 +163,7 @@ def _check_tied(head: tuple[Path, str], table: tuple[Path, str], rows: Cut | Non
 
 
 def _first_difference(one: torch.Tensor, other: torch.Tensor) -> int | None:
-    """The first row that differs, in float32; None if all are the same."""
+    """Return the first row of [V, D] that differs in float32; None if all are equal."""
     for first in range(0, len(one), COMPARED_ROWS):
         rows = slice(first, first + COMPARED_ROWS)
         differs = (one[rows].float() != other[rows].float()).any(dim=1)

@@ -1,9 +1,9 @@
-"""Fills a model's parameters: from safetensors or GGUF files, or with seeded random numbers.
+"""Fill a model's parameters from safetensors or GGUF files, or with seeded random numbers.
 
-Files are mapped into memory and copied tensor by tensor to where they belong, and each layer is
-packed when it is whole (assembly.py), so there is never a second copy of the model; weights that
-are packed as they are stored are read instead (ops/weights/mapped_tensors.py). What was packed may
-come from a cache (weight_cache.py). Formats that can run code are not read.
+Files are mapped into memory, and each tensor is copied to its parameters. Each layer is packed when
+it is complete (assembly.py), so the model never exists twice in memory. Weights that are packed
+straight from the file are read instead (ops/weights/mapped_tensors.py). Packed weights may come
+from a cache (weight_cache.py). Formats that can run code are not read.
 """
 
 import logging
@@ -45,19 +45,19 @@ from quire.spec.model_spec import PART_OF, ModelSpec
 
 logger = logging.getLogger("quire")
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # (bytes loaded, total bytes)
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded.
+    """Options of loading a model.
 
-    load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
-    stands in its place; `dummy` reads nothing, and takes random numbers of this seed. formats:
-    without any, what a GGUF file holds in 8 bits or fewer stays so (gguf/stored.py) where the core
-    multiplies it. cache: where packed weights are kept. most_bytes: of all weights; None is any
-    number. place: of the rank, whose part of the model is loaded.
+    load_format: `auto` and `safetensors` read *.safetensors in the directory, or the GGUF file in
+    its place. `dummy` reads no files, and uses random numbers of this seed. formats: by default,
+    weights that a GGUF file quantises keep its format (gguf/stored.py) if the core multiplies it.
+    cache: cache of packed weights, if any. most_bytes: limit of all weights; None for no limit.
+    place: position of the rank whose part of the model is loaded.
     """
 
     load_format: str = "auto"
@@ -76,10 +76,10 @@ def load_model(
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """Load the model, or a rank's part of it, to the device, ready to run. spec: the whole one's.
+    """Load the model, or a rank's part of it, to the device. spec: spec of the whole model.
 
-    Raises ModelError for an unknown architecture and for tensors that are missing, unknown, there
-    twice or of another shape than the config says, and OutOfMemory before anything is loaded.
+    Raises ModelError for an unknown architecture, and for tensors that are missing, unknown,
+    duplicated or of a wrong shape. Raises OutOfMemory before loading if the weights do not fit.
     """
     options = options or LoadOptions()
     formats, cache, reads = options.formats, options.cache, options.load_format != "dummy"
@@ -120,7 +120,7 @@ def load_model(
 
 
 def _names(directory: Path, spec: ModelSpec, files: list[Path]) -> Iterable[str]:
-    """Return the names of all tensors, those of a GGUF file as our layers ask for them."""
+    """Return the names of all tensors; for a GGUF file, their names in quire's layers."""
     if is_gguf(directory):
         return kinds_by_name(GGUFFile(directory), spec)
     return tensor_names(files)
@@ -146,11 +146,11 @@ def formats_of_file(
     device: torch.device,
     quantization: WeightFormats,
 ) -> Stored:
-    """Find the layers whose weights come quantised, and what they are packed as.
+    """Return the packed format of each layer whose weights the checkpoint holds quantised.
 
-    Nothing of a GGUF file where it is dequantised. The weights of another checkpoint stay what they
-    are, unless the settings say how weights are stored or the dtype is float64, which is for
-    reference: then they are computed.
+    The result is empty for a GGUF file that is dequantised. Weights of other checkpoints keep their
+    format, unless the settings request a format or the dtype is float64, which serves as a
+    reference. Then they are dequantised.
     """
     as_stored = quantization == AS_THEY_ARE
     if is_gguf(path):
@@ -180,8 +180,8 @@ def _contents(files: list[Path], model: Model) -> Contents:
 
 
 def check_files(files: Iterable[Path], spec: ModelSpec, place: RankPlace = WHOLE) -> None:
-    """Raise ModelError if a checkpoint's tensors are not those that the config asks for, and
-    ConfigError if a rank cannot have a part of them."""
+    """Raise ModelError if a checkpoint's tensors do not match the config, and ConfigError if a rank
+    cannot hold a part of them."""
     model = empty_model(spec, torch.bfloat16, torch.device("cpu"), place)
     contents, config = _contents(list(files), model), spec.quantization
     stored: Stored = {}
@@ -193,7 +193,8 @@ def check_files(files: Iterable[Path], spec: ModelSpec, place: RankPlace = WHOLE
 def fill_from_files(
     assembly: Assembly, files: Iterable[Path], mapped: MappedTensors, report: Progress
 ) -> None:
-    """Copy each tensor of the files to the parameters that it fills. mapped: the assembly's."""
+    """Copy each tensor of the files to the parameters that it fills. mapped: the same object that
+    the assembly has."""
     files, model = list(files), assembly.model
     Contents(files, model).check(assembly.stored)
     total, done = sum(file.stat().st_size for file in files), 0
@@ -221,9 +222,9 @@ def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Prog
 
 
 def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
-    """Fill in small random numbers, always the same for a seed and a tensor's name, and ones for
-    norms' weights. So ranks and stages have parts of the numbers that one process has, but for a
-    GPU's ranks with whole experts, which stand side by side."""
+    """Fill parameters with neutral values (such as ones for norms), or else with small random
+    numbers. These depend on the seed and the tensor's name, so ranks and stages get parts of a
+    single process's numbers. Whole experts on GPUs are an exception: they share a parameter."""
     numbers = _RandomNumbers(seed)
     total, done = model_bytes(assembly.model), 0
     prefixes = {module: prefix for prefix, module in assembly.model.named_modules()}
@@ -245,8 +246,8 @@ def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
 
 
 def _first_tensor(module: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Return the name of the first tensor of a checkpoint that fills a parameter, which is the same
-    on all ranks and stages; None if no source says so."""
+    """Return the name of the first checkpoint tensor that fills a parameter; None without one. The
+    name is equal on all ranks and stages."""
     if not isinstance(module, Layer):
         return None
     place = parameter.untyped_storage().data_ptr()
@@ -261,14 +262,14 @@ def _first_tensor(module: nn.Module, parameter: nn.Parameter) -> str | None:
 
 
 def _clear_elsewhere(layer: Layer) -> None:
-    """Let what another rank adds be zeros here."""
+    """Set the values that another rank adds to zero on this rank."""
     for source in layer.sources():
         if source.is_elsewhere:
             source.destination.zero_()
 
 
 class _RandomNumbers:
-    """One stretch of normal numbers, that large parameters repeat: drawing all of them is slow."""
+    """A sequence of normal numbers that large parameters repeat, because drawing all is slow."""
 
     LENGTH = 1 << 20
 
@@ -278,8 +279,8 @@ class _RandomNumbers:
         self._twice = torch.cat((stretch, stretch))
 
     def fill(self, parameter: torch.Tensor, start: int, part: Stretches = ALL) -> None:
-        """Fill the parameter from the stretch, where the whole parameter, of which it is this part,
-        begins at element `start` of it."""
+        """Fill a parameter of any shape from the sequence. start: where the sequence begins for the
+        whole parameter, in elements. part: this rank's part of the whole parameter."""
         self._twice = self._twice.to(parameter.device, parameter.dtype)
         if part.is_all:
             return self._fill(parameter, start)
@@ -307,7 +308,7 @@ class _RandomNumbers:
 
 def _tensors(files: Iterable[Path], mapped: MappedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors of the files, one at a time, backed by the mapped file. The files stay open
-    until all have come: tensors may wait for those of another file."""
+    until the end, because a tensor may wait for a tensor of another file."""
     with ExitStack() as stack:
         for path in files:
             try:

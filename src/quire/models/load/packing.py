@@ -1,5 +1,5 @@
-"""Puts loaded linear layers in the order that the device multiplies fastest with, quantised if that
-is asked for; and says what all of a model takes, before and after.
+"""Pack loaded linear layers in the layout that the device multiplies fastest, quantised if
+requested. Also count the bytes of a model's weights, and predict the count after packing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ from quire.ops.weights.formats import Quantization
 from quire.ops.weights.opaque import OpaqueWeight
 from quire.ops.weights.pack import pack_blocks
 
-# Of layers whose weights come quantised: from a GGUF file, or another checkpoint.
+# Layers whose weights a GGUF file or another checkpoint holds quantised.
 Stored = Mapping[nn.Module, StoredFormat | QuantisedLayer]
 
 
@@ -28,10 +28,10 @@ def pack_modules(
     memory: HugeMemory | None = None,
     stored: Stored = MappingProxyType({}),
 ) -> None:
-    """Pack the linear layers and heads among them; the table of an embedding that is tied to a head
-    is then looked up in the head's, if it can be. memory: where packed weights are put.
+    """Pack the linear layers, heads and stacked experts among the modules. A tied embedding then
+    reads the head's packed weight, if that supports look-ups.
 
-    Layers that share a parameter must come together.
+    memory: memory for packed weights. Pass modules that share a parameter together.
     """
     modules = list(modules)
     for head, tables in _tied(modules):
@@ -58,7 +58,7 @@ def _pack(
 def _stretches(
     layer: Linear | LMHead, format: Quantization | None, stored: Stored, *, is_gpu: bool = False
 ) -> tuple[tuple[int, Quantization | None], ...]:
-    """Return how many outputs of a layer are packed in which format, in their order."""
+    """Return (number of outputs, packed format) for each range of a layer's outputs, in order."""
     found = stored.get(layer)
     if isinstance(found, StoredFormat):
         return found.stretches
@@ -68,14 +68,14 @@ def _stretches(
 
 
 def format_of(layer: Linear | LMHead, formats: WeightFormats) -> Quantization | None:
-    """Return what the settings pack a layer's plain weight as."""
+    """Return the packed format that the settings request for a layer's plain weight."""
     if isinstance(layer, LMHead):
         return formats.head
     return None if layer.keeps_dtype else formats.layers
 
 
 def _tied(modules: Iterable[nn.Module]) -> list[tuple[LMHead, list[Embedding]]]:
-    """Each head with the embeddings whose table it shares."""
+    """Return each head with the embeddings whose table it shares."""
     modules = list(modules)
     tables = [module for module in modules if isinstance(module, Embedding)]
     heads = [module for module in modules if isinstance(module, LMHead)]
@@ -83,7 +83,7 @@ def _tied(modules: Iterable[nn.Module]) -> list[tuple[LMHead, list[Embedding]]]:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of all weights as they are; a shared one counts once."""
+    """Return the bytes of all weights in their current form; a shared weight counts once."""
     return sum({id(weight): _bytes(weight) for weight in _weights(model)}.values())
 
 
@@ -100,7 +100,7 @@ def planned_bytes(
     formats: WeightFormats = AS_THEY_ARE,
     stored: Stored = MappingProxyType({}),
 ) -> int:
-    """Foretell model_bytes of this model, which may be without memory, once it is packed."""
+    """Predict model_bytes of this model after packing. The model may still be without memory."""
     how = packing(dtype, device)
     packed = [m for m in model.modules() if isinstance(m, Linear | LMHead)]
     experts = _stacked_experts(model) if how.is_gpu else []
@@ -120,13 +120,13 @@ def planned_bytes(
 
 
 def _stacked_experts(model: nn.Module) -> list[torch.Tensor]:
-    """Return the weights of all experts together, [E, N, K]."""
+    """Return all joint weights of experts, [E, N, K] each."""
     stacks = (module for module in model.modules() if isinstance(module, StackedExperts))
     return [weight for stack in stacks for weight in (stack.gate_up, stack.down)]
 
 
 def _bytes(weight: torch.Tensor | OpaqueWeight) -> int:
-    """Count the bytes of a weight; oneDNN's tensors do not tell theirs."""
+    """Count the bytes of a weight. oneDNN's tensors do not report theirs."""
     if isinstance(weight, OpaqueWeight):
         return weight.nbytes
     return weight.numel() * weight.itemsize

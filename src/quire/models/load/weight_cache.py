@@ -1,13 +1,12 @@
-"""Packed weights of the CPU core, kept in files (cache_files.py) that the next start maps.
+"""Cache packed weights of the CPU core in files (cache_files.py) that the next start maps.
 
     index: {key, weights: [{names, offset, nbytes, shape, dtype | numbers}]}
     data: each weight at a multiple of 64
 
-A file's name is a digest of all that its contents depend on: the checkpoint's files, the model's
-config, the formats, their instruction sets and the versions of this code. A file holds all of a
-model's weights, so that the checkpoint's are not read; all processes that use it share one copy.
-One that is damaged is ignored and written again. What goes wrong with the cache itself is logged,
-and never keeps a model from being loaded.
+A file's name is a digest of all inputs: the checkpoint's files, the model's config, the formats,
+their instruction sets and this code's version. A file holds all weights of a model, so the
+checkpoint is not read. All processes that use the file share one copy. A damaged file is ignored
+and written again. Errors of the cache are logged, and never prevent loading.
 """
 
 import hashlib
@@ -42,7 +41,7 @@ from quire.ops.weights.packed import Packed, PackedParts, PackedWeight
 
 logger = logging.getLogger("quire")
 
-VERSION = 4  # raised whenever what is written, or what packing makes of a weight, changes
+VERSION = 4  # raised when the layout of a file or of a packed weight changes
 
 
 def entry_of(
@@ -53,10 +52,10 @@ def entry_of(
     seed: int,
     made_with: object,
 ) -> "Entry | None":
-    """Find where the weights of this empty model belong; None if they are not to be kept.
+    """Return the cache entry of this empty model's weights; None if they are not to be cached.
 
-    num_bytes: of all packed weights. files: the checkpoint's; none for random weights, of this
-    seed. made_with: what else the weights depend on; its repr counts.
+    num_bytes: size of all packed weights. files: the checkpoint's files; empty for random weights
+    of this seed. made_with: other inputs of the weights, whose repr enters the key.
     """
     if num_bytes < cache.least_bytes or not (files or cache.keeps_dummies):
         return None
@@ -77,7 +76,7 @@ def entry_of(
 
 
 def _sources(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """List which tensors of a checkpoint fill which layers, in order."""
+    """Yield the facts of each source that the key depends on, in order."""
     for prefix, layer in model.named_modules():
         for source in layer.sources() if isinstance(layer, Layer) else ():
             order = None if source.order is None else source.order.tolist()
@@ -88,7 +87,7 @@ def _sources(model: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One model's weights in the cache. key: a digest."""
+    """The cached weights of one model. key: digest of everything that they depend on."""
 
     directory: Path
     key: str
@@ -98,8 +97,8 @@ class Entry:
         return self.directory / f"{self.key}{WEIGHTS}"
 
     def restore(self, model: nn.Module) -> bool:
-        """Give an empty model its weights, mapped and not to be written to; False if they are not
-        there or not what they should be. Then the model is unchanged."""
+        """Give an empty model its weights, mapped read-only. Return False, with the model
+        unchanged, if the file is missing or invalid."""
         try:
             with in_use(self.path) as file:
                 weights = _read(read_contents(file, self.key), model)
@@ -115,7 +114,7 @@ class Entry:
         return True
 
     def store(self, model: nn.Module) -> bool:
-        """Keep a packed model's weights, if there is room; whether they are there now."""
+        """Write a packed model's weights if there is room, and return whether the file exists."""
         index, pieces = indexed(model)
         places = zip((each["offset"] for each in index), pieces, strict=True)
         contents = {"key": self.key, "weights": index}
@@ -123,8 +122,8 @@ class Entry:
 
 
 def indexed(model: nn.Module) -> tuple[list[dict[str, Any]], list[Bytes]]:
-    """Return the index, and each weight's bytes, of the file that `store` makes; a weight that
-    several modules share comes once."""
+    """Return the index and the bytes of each weight, as `store` writes them. A weight that several
+    modules share appears once."""
     found: dict[int, dict[str, Any]] = {}
     pieces, offset = list[Bytes](), 0
     for full_name, module, name in all_weights(model):
@@ -147,10 +146,10 @@ def indexed(model: nn.Module) -> tuple[list[dict[str, Any]], list[Bytes]]:
 
 
 def _read(contents: Contents, model: nn.Module) -> list[nn.Parameter | Packed]:
-    """The weights in the order of all_weights. Raises one of UNUSABLE for a file that is not
-    what `store` writes for this model."""
+    """Return the weights in the order of all_weights. Raises one of UNUSABLE for a file that
+    `store` did not write for this model."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
+        warnings.simplefilter("ignore", UserWarning)  # about the read-only mapping
         data = torch.frombuffer(contents.mapped, dtype=torch.uint8)[contents.start :]
     by_name: dict[str, nn.Parameter | Packed] = {}
     shapes = {name: getattr(module, own).shape for name, module, own in all_weights(model)}

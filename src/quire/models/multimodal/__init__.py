@@ -1,1 +1,1 @@
-"""Architectures that read images: a decoder and a vision tower each, one file per family."""
+"""Architectures that read images, each with a decoder and a vision tower; one file per family."""

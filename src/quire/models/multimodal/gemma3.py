@@ -1,8 +1,8 @@
 """Gemma 3 with images (arXiv 2503.19786): Gemma 3 with SigLIP.
 
-Tokens of an image see all tokens of the same image, as far back as a layer's window lets them. So
-their `MediaItem` is whole, and the step says where what they see ends (`ops/attention/base.py`).
-Only the embeddings of text are scaled.
+A token of an image attends to all tokens of its image, later ones too, but not to tokens before
+the layer's window. So its `MediaItem` is whole, and the step gives the end of the tokens that it
+attends to (`ops/attention/base.py`). Only the embeddings of text are scaled.
 """
 
 from quire.models.families.gemma import Gemma2Layer, gemma3_options
@@ -13,7 +13,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Gemma3Images(VisionDecoder):
-    """Layers, norms and rotations are those of the text model."""
+    """The text model of Gemma 3 with SigLIP; layers, norms and rotations are unchanged."""
 
     tower_spec = Gemma3VisionSpec
     tower_kind = Gemma3Tower

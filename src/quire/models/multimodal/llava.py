@@ -8,7 +8,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Llava(VisionDecoder):
-    """Biases are those of the text part's type."""
+    """A LLaVA model. The type of its text part determines which layers have biases."""
 
     tower_spec = LlavaVisionSpec
     tower_kind = LlavaTower
@@ -24,6 +24,6 @@ class Llava(VisionDecoder):
 
 
 class LlavaNext(Llava):
-    """Images are cut into tiles."""
+    """A LLaVA-NeXT model, which reads each image whole and as tiles."""
 
     tower_kind = LlavaNextTower

@@ -1,6 +1,6 @@
-"""What decoders with M-RoPE share: positions of three axes, frame, row and column.
+"""Shared parts of decoders with M-RoPE: positions with three axes (frame, row and column).
 
-Source: Qwen2-VL, arXiv 2409.12191. Each frequency turns by the position on one axis.
+Source: Qwen2-VL, arXiv 2409.12191. Each frequency rotates by the position on one axis.
 """
 
 from dataclasses import replace
@@ -22,11 +22,12 @@ class MropeDecoder(VisionDecoder):
 def mrope_options(
     spec: ModelSpec, sections: tuple[int, int, int], *, is_interleaved: bool
 ) -> list[RopeOptions]:
-    """Return the rotary embedding of each layer. sections: of each axis the number of frequencies,
-    where the config does not say it.
+    """Return the options of each layer's rotary embedding. sections: default number of frequencies
+    of each axis, for a config without `mrope_section`.
 
-    is_interleaved: rows and columns take every third frequency, from the second and third on;
-    frames take the others. Otherwise the axes follow each other. Raises ModelError.
+    is_interleaved: whether rows and columns use every third frequency, from the second and third
+    on, and frames the rest. Otherwise the axes follow each other. Raises ModelError for a config
+    that contradicts it, or for sections that do not fit.
     """
     rope, own, half = spec.rope, own_fields(spec.fields), spec.head_dim // 2
     given = own.integers(SECTION) or sections

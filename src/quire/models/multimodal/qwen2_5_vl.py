@@ -5,7 +5,7 @@ from quire.models.vision.qwen2_5_vl import Qwen25VLTower, Qwen25VLVisionSpec
 
 
 class Qwen25VL(Qwen2VL):
-    """The text part is that of Qwen2-VL."""
+    """The text part of Qwen2-VL with the vision tower of Qwen2.5-VL."""
 
     tower_spec = Qwen25VLVisionSpec
     tower_kind = Qwen25VLTower

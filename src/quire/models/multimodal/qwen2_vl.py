@@ -12,7 +12,7 @@ SECTIONS = (16, 24, 24)  # frequencies of frames, rows and columns, if the confi
 
 
 class Qwen2VL(MropeDecoder):
-    """Queries, keys and values have biases."""
+    """A Qwen 2 decoder with M-RoPE and biases on queries, keys and values."""
 
     tower_spec: ClassVar[Any] = Qwen2VLVisionSpec
     tower_kind: ClassVar[Any] = Qwen2VLTower

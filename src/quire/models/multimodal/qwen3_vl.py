@@ -1,5 +1,5 @@
-"""Qwen3-VL and its mixture of experts (arXiv 2511.21631): Qwen 3 with interleaved M-RoPE, and with
-features of the tower that are added after the first layers (DeepStack)."""
+"""Qwen3-VL and its mixture of experts (arXiv 2511.21631): Qwen 3 with interleaved M-RoPE. Features
+of the vision tower are added after the first layers (DeepStack)."""
 
 from torch import nn
 
@@ -14,12 +14,12 @@ from quire.spec.model_spec import ModelSpec
 SECTIONS = (24, 20, 20)  # frequencies of frames, rows and columns, if the config names none
 
 
-# The authors' checkpoints have inputs before outputs, those that transformers 5 writes have not.
+# The authors' checkpoints store inputs before outputs; transformers 5 writes outputs first.
 EXPERTS = ExpertForm(is_either_way=True)
 
 
 class Qwen3VLLayer(DecoderLayer):
-    """A layer of Qwen 3. Checkpoints hold experts together in tensors of either order."""
+    """A layer of Qwen 3. Checkpoints hold all experts in one tensor, of either orientation."""
 
     def make_mlp(self, at: LayerPlace) -> nn.Module:
         """See DecoderLayer."""
@@ -30,7 +30,7 @@ class Qwen3VLLayer(DecoderLayer):
 
 
 class Qwen3VL(MropeDecoder):
-    """Query and key heads are normalised. Some types have experts."""
+    """A Qwen 3 decoder with M-RoPE and normalised heads; some model types have experts."""
 
     tower_spec = Qwen3VLVisionSpec
     tower_kind = Qwen3VLTower

@@ -230,7 +230,7 @@ def attention_output(at: LayerPlace, name: str) -> Linear:
 
 def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm:
     """Build the norms of query and key heads. name: prefix of the attention's tensor names. order:
-    permutation of a head's dimensions (rope.py)."""
+    permutation of a head's dimensions, int64 [H] (rope.py)."""
     spec = at.spec
     return HeadNorm(
         (f"{name}.q_norm", f"{name}.k_norm"),

@@ -1,10 +1,10 @@
-"""Makes a loaded model batch-invariant: a token's hidden state and logits have the same bits
-whatever else is in its steps, and however its sequence was cut into them.
+"""Make a loaded model batch-invariant.
 
-All that a model computes goes through operations. On a GPU most of them work row by row; products
-of layers and experts get weights whose type asks for one order of sums, and attention has a mode
-of its backend (`TritonBackend(layout, deterministic=True)`). On a CPU with the C++ core packed
-weights keep that promise as they are.
+A token's hidden state and logits then have the same bits, whatever other tokens its steps contain
+and however its sequence is divided into steps. A model computes only through operations. On a GPU,
+most operations work row by row. Layers and experts get weights whose type fixes the order of sums.
+Attention has a backend mode (`TritonBackend(layout, deterministic=True)`). On a CPU with the C++
+core, packed weights are batch-invariant already.
 """
 
 import torch
@@ -27,11 +27,11 @@ MULTIPLIED: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
 
 
 def make_deterministic(model: nn.Module) -> None:
-    """Give the weights that are multiplied a fixed order of sums. No memory is copied, and what
-    shares a weight (a tied embedding) goes on sharing it. Doing it twice changes nothing.
+    """Replace the weights of matrix products by weights with a fixed order of sums.
 
-    Raises ConfigError, with the model unchanged, where a weight can have no fixed order, or where
-    something else than operations computes.
+    No memory is copied, and shared weights (of a tied embedding) stay shared. A second call changes
+    nothing. Raises ConfigError, with the model unchanged, if a weight does not support a fixed
+    order, or if code other than quire's operations computes.
     """
     if isinstance(model, Model) and not model.only_operations:
         raise ConfigError(
@@ -59,7 +59,7 @@ def make_deterministic(model: nn.Module) -> None:
 
 
 def _multiplied(model: nn.Module) -> list[tuple[str, torch.Tensor | OpaqueWeight]]:
-    """Weights and what they are called."""
+    """List the names and weights that matrix products use."""
     return [
         (f"{prefix}.{name}", getattr(module, name))
         for prefix, module in model.named_modules()

@@ -41,7 +41,8 @@ class TensorOfAll:
     def sources(
         self, weight: torch.Tensor, bias: torch.Tensor | None, expert: int | None = None
     ) -> list[Source]:
-        """List the sources of the weight and bias of one expert, or of all of this rank's."""
+        """List the sources of weight and bias. expert: index of one expert ([N, K] and [N]); None
+        for all experts of this rank ([E, N, K] and [E, N])."""
         rows, order = self.rows.taken()
         dimension = 1 if expert is None else 0
         of_rows: dict[str, Any] = {"rows": rows, "order": order, "order_dimension": dimension}

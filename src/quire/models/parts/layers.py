@@ -215,8 +215,9 @@ class Embedding(Layer):
 class LMHead(Layer):
     """The projection of hidden states to logits, tied to the embedding in some models.
 
-    vocabulary: number of tokens, or this rank's part. A tied head takes no memory before packing.
-    After packing the embedding reads the packed weight, or keeps its own table if it cannot.
+    vocabulary: number of tokens, or this rank's part. A tied head shares the embedding's table
+    before packing. Afterwards `Embedding.share` lets the embedding read the packed weight, if
+    possible.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Linear attention by the gated delta rule (Gated Delta Networks, Yang et al. 2025), as Qwen 3 Next
-and Qwen 3.5 have it.
+"""Linear attention with the gated delta rule (Gated Delta Networks, Yang et al. 2025), as in Qwen 3
+Next and Qwen 3.5.
 
-Shape legend: T tokens, D model dim, C channels of the convolution, N value heads, E the size of
-their vectors, M = N E, K key heads.
+Shape legend: T tokens, D model dim, C channels of the convolution, N value heads, E value head dim,
+M = N E, K key heads.
 """
 
 from collections.abc import Container
@@ -25,8 +25,8 @@ INSIDE = "linear_attn"
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads that a rank has, of the whole layer's sizes; where ranks are more than key heads,
-    several have the same."""
+    """The heads of a rank, and the sizes of the whole layer. If ranks outnumber key heads, several
+    ranks share a key head."""
 
     whole: LinearAttention
     keys: Cut
@@ -34,32 +34,35 @@ class Heads:
 
     @classmethod
     def of_rank(cls, whole: LinearAttention, factory: ParamFactory) -> "Heads":
-        """Raises ConfigError where ranks cannot have as many each."""
+        """Return the heads of this rank. Raises ConfigError if the ranks cannot divide them."""
         keys = factory.place.cut_or_repeat(whole.key_heads, "linear_num_key_heads")
         return cls(whole, keys, factory.place.cut(whole.value_heads, "linear_num_value_heads"))
 
     @property
     def of_values(self) -> Cut:
-        """The numbers of these value heads."""
+        """Return the rank's range of value dimensions (M)."""
         return self.values.times(self.whole.value_dim)
 
     @property
     def channels(self) -> list[Cut]:
-        """The channels of the convolution: queries, keys and values."""
+        """Return the rank's channels of the convolution: queries, keys and values."""
         keys = self.keys.times(self.whole.key_dim)
         return [keys, keys, self.of_values]
 
 
 class PlainLinear(Linear):
-    """A linear layer that is never quantised: it is small, and checkpoints that are quantised have
-    it in plain numbers."""
+    """A linear layer that is never quantised. It is small, and quantised checkpoints hold it in
+    plain numbers."""
 
     keeps_dtype = True
 
 
 class DeltaRule(Layer):
-    """What is not a matrix: weights of the convolution, how fast each head's memory decays, and the
-    norm of what is read of it."""
+    """The parameters that are not matrices of inputs and outputs.
+
+    convolution: [C, width]. rate, shift: decay of each head's state, [N]. norm: weight of the norm
+    of a head's output, [E].
+    """
 
     neutral = MappingProxyType({"rate": 1.0, "shift": 0.0, "norm": 1.0})
 
@@ -85,15 +88,15 @@ class DeltaRule(Layer):
         ]
 
     def stretches(self, name: str) -> Stretches:
-        """See Layer; the others are not random."""
+        """See Layer. Only the convolution gets random values."""
         return Stretches(self._channels.cuts) if name == "convolution" else ALL
 
 
 class Inputs(Linear):
-    """Queries, keys and values, and gates of the output.
+    """The projection to queries, keys, values and output gates.
 
-    by_key_head: whether checkpoints have one module of them all, in which they stand together for
-    each key head. GGUF files have a matrix of the first three and one of the gates all the same.
+    by_key_head: whether checkpoints merge all four in one module, grouped by key head. GGUF files
+    always have one matrix of queries, keys and values, and one of gates.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Inputs(Linear):
         self._by_key_head = self._is_usual = by_key_head
 
     def adopt(self, stored: Container[str]) -> None:
-        """Learn which of them the weight files hold."""
+        """Detect which layout the weight files have."""
         apart = super().sources()[0].name
         self._by_key_head = self._is_usual and apart not in stored
 
@@ -127,7 +130,7 @@ class Inputs(Linear):
 
 
 class LinearAttentionLayer(nn.Module):
-    """Queries, keys and values, convolved; the delta rule; a gated norm and the output."""
+    """Projections, a convolution, the delta rule, a gated norm and the output projection."""
 
     def __init__(self, at: LayerPlace, *, by_key_head: bool) -> None:
         super().__init__()
@@ -163,8 +166,8 @@ class LinearAttentionLayer(nn.Module):
 
 
 def rows_of_key_heads(sizes: tuple[int, ...], key_heads: int) -> torch.Tensor:
-    """Order the rows of a projection, int64, whose parts of these sizes stand together for each key
-    head, so that they stand one after the other."""
+    """Return the row order that ungroups a projection whose parts are stored key head by key head,
+    int64 [sum of sizes]. The parts then follow each other. sizes: rows of each part."""
     each = [size // key_heads for size in sizes]
     rows_KM = torch.arange(sum(sizes)).view(key_heads, -1)
     return torch.cat([part.flatten() for part in rows_KM.split(each, dim=1)])

@@ -1,5 +1,5 @@
-"""Numbers and switches in which decoders of Llama's kind differ. A model with another structure
-defines a layer class in its own file."""
+"""Options in which Llama-like decoders differ. A model with another structure defines a layer class
+in its own file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

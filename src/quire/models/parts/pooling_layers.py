@@ -170,7 +170,7 @@ def _needed(files: Sequence[Path], names: tuple[str, ...]) -> torch.Tensor:
 
 
 def _tensor(files: Iterable[Path], names: tuple[str, ...]) -> torch.Tensor | None:
-    """Return the first of these tensors that a file holds; None without one."""
+    """Return one of these tensors from the first file that holds any; None without one."""
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
@@ -183,7 +183,7 @@ def _tensor(files: Iterable[Path], names: tuple[str, ...]) -> torch.Tensor | Non
 
 
 def _rows(files: Sequence[Path], token_ids: tuple[int, ...]) -> torch.Tensor:
-    """Return rows of the language model's head, or of the embedding that it is tied to."""
+    """Return rows of the language model's head, or of its tied embedding, [tokens, D]."""
     for table in TABLES:
         found = _tensor(files, (table,))
         if found is not None and max(token_ids) < len(found):

@@ -1,10 +1,9 @@
-"""Rotary embedding of a model: its frequencies, from what the config says (spec/rope_options.py).
+"""Compute the frequencies of a model's rotary embedding from its options (spec/rope_options.py).
 
 Shape legend: T tokens, H head dim, E = H / 2, A axes of positions.
 
-Frequencies are radians per token; a dimension that is not turned has frequency 0. The variant
-`divisors` comes from GGUF files, which hold a number for each frequency instead of the rule that
-gives them.
+Frequencies are radians per token; a dimension that is not rotated has frequency 0. The variant
+`divisors` comes from GGUF files, which hold a divisor for each frequency instead of a rule.
 """
 
 import math
@@ -18,7 +17,7 @@ from quire.spec.rope_options import RopeOptions
 
 
 class Rotary:
-    """The model's rotary embedding. Called once per step; all layers share what it returns."""
+    """The model's rotary embedding, called once per step. All layers share the result."""
 
     def __init__(self, options: RopeOptions, head_dim: int, factory: ParamFactory) -> None:
         frequencies_E = rope_frequencies(options, head_dim)
@@ -28,13 +27,13 @@ class Rotary:
         self._scale, self._dtype = options.scale, factory.dtype
 
     def __call__(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Return the factors of these positions, as ops.rotary takes them. positions: of M-RoPE
-        [A, T], or [T] where they are the same in all axes."""
+        """Return the factors of these positions for ops.rotary. positions: [T], or [A, T] with
+        M-RoPE."""
         return rotary_rows(positions_T, self._frequencies_E, self._scale, self._dtype)
 
 
 def rope_frequencies(options: RopeOptions, head_dim: int) -> torch.Tensor:
-    """[E] in float64."""
+    """Return the frequency of each pair of dimensions, float64 [E]."""
     turned_E = _turned(options)
     frequencies_E = torch.zeros(head_dim // 2, dtype=torch.float64)
     frequencies_E[: len(turned_E)] = turned_E
@@ -49,11 +48,11 @@ def by_axis(frequencies_E: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
 
 
 def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> torch.Tensor | None:
-    """Order the dimensions of a head, int64 [H], so that a rotation of halves turns the pairs that
-    the checkpoint means; None where they stand so. What a head's dot products are does not change.
+    """Return the order of a head's dimensions, int64 [H], in which a rotation of halves rotates the
+    checkpoint's pairs; None for the checkpoint's order. Dot products of heads do not change.
 
-    rotated: the first dimensions, which are turned; the others stay as they are. interleaved: pairs
-    are (0, 1), (2, 3), ... instead of (0, rotated / 2), (1, rotated / 2 + 1), ...
+    rotated: number of first dimensions that are rotated; the others stay as they are. interleaved:
+    whether pairs are (0, 1), (2, 3), ... instead of (0, rotated / 2), (1, rotated / 2 + 1), ...
     """
     if rotated == head_dim and not interleaved:
         return None
@@ -66,7 +65,7 @@ def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> torch.Tenso
 
 
 def rows_of_heads(order_H: torch.Tensor | None, num_heads: int) -> torch.Tensor | None:
-    """Order the rows of a projection to so many heads, int64 [N * H], each in the same order."""
+    """Return the row order of a projection, int64 [N * H], with the same order in each head."""
     if order_H is None:
         return None
     first_N1 = torch.arange(num_heads)[:, None] * len(order_H)
@@ -76,10 +75,11 @@ def rows_of_heads(order_H: torch.Tensor | None, num_heads: int) -> torch.Tensor 
 def fused_rows(
     orders: Sequence[torch.Tensor | None], sizes: Sequence[int], head_dim: int, *, by_head: bool
 ) -> torch.Tensor | None:
-    """Order the rows of one projection to queries, keys and values, int64; None: as they are.
+    """Return the row order of a fused projection, int64 [sum of sizes]; None if it is unchanged.
+    Queries come first, then keys, then values.
 
-    orders, sizes: of the three. by_head: whether the checkpoint has them as [heads, 3, H] instead
-    of one after the other; then they are of one size.
+    orders, sizes: row order and number of rows of each. by_head: whether the checkpoint groups rows
+    as [heads, 3, H] instead; then all sizes are equal.
     """
     if not by_head and all(order is None for order in orders):
         return None
@@ -106,7 +106,7 @@ def _turned(options: RopeOptions) -> torch.Tensor:
 
 
 def _llama3(frequencies_E: torch.Tensor, options: RopeOptions) -> torch.Tensor:
-    """Slow turns are slowed by `factor`, fast ones kept, those between are blended."""
+    """Divide low frequencies by `factor`, keep high ones, and blend in between; [E] to [E]."""
     turns_E = options.trained * frequencies_E / (2 * math.pi)
     low, high = options.low_turns, options.high_turns
     keep_E = ((turns_E - low) / (high - low)).clamp(0.0, 1.0)
@@ -114,10 +114,10 @@ def _llama3(frequencies_E: torch.Tensor, options: RopeOptions) -> torch.Tensor:
 
 
 def _yarn(frequencies_E: torch.Tensor, options: RopeOptions) -> torch.Tensor:
-    """Blend as llama3 does, but along the index of the frequency instead of its value."""
+    """Blend as llama3 does, but by the index of a frequency instead of its value; [E] to [E]."""
 
     def index_of(turns: float) -> float:
-        """Find the place of the frequency that makes so many turns in `trained` tokens."""
+        """Return the index of the frequency with this number of turns in `trained` tokens."""
         wanted = math.log(options.trained / (turns * 2 * math.pi))
         return len(frequencies_E) * wanted / math.log(options.theta)
 
@@ -125,7 +125,7 @@ def _yarn(frequencies_E: torch.Tensor, options: RopeOptions) -> torch.Tensor:
     if options.truncates:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * len(frequencies_E) - 1)
-    width = last - first if last != first else 0.001  # as transformers, also where it is below 0
+    width = last - first if last != first else 0.001  # as in transformers, even if negative
     index_E = torch.arange(len(frequencies_E), dtype=torch.float64)
     keep_E = 1 - ((index_E - first) / width).clamp(0.0, 1.0)
     return keep_E * frequencies_E + (1 - keep_E) * frequencies_E / options.factor

@@ -1,6 +1,6 @@
-"""AWQ's order for its product `gemm`, as AutoAWQ writes it, 4 bits.
+"""Read weights in AWQ's layout for its `gemm` kernel, as AutoAWQ writes it: 4 bits.
 
-    qweight  int32 [K, N / 8]    outputs side by side in a word, in an order of their own
+    qweight  int32 [K, N / 8]    8 outputs in a word, in the order of PLACES
     qzeros   int32 [G, N / 8]
     scales   [G, N]
 
@@ -27,7 +27,7 @@ from quire.ops.weights.stored_rows import IntegerRows
 from quire.spec.quantization_config import StoredWeight
 
 OF_WORD = 8
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each output in its word, counted from the lowest bits
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # index of each output in its word, lowest bits first
 
 
 def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:

@@ -1,10 +1,10 @@
-"""MXFP4: e2m1 numbers in blocks of 32 inputs with a power of two each.
+"""Read MXFP4: e2m1 numbers in blocks of 32 inputs, with a power of two per block.
 
     NAME_blocks  uint8 [N, K / 32, 16]    two inputs in a byte, the first in its low half
-    NAME_scales  uint8 [N, K / 32]        exponents, plus 127
+    NAME_scales  uint8 [N, K / 32]        exponents plus 127
 
-as gpt-oss has them, of all experts in one tensor; compressed-tensors (`mxfp4-pack-quantized`) calls
-them weight_packed [N, K / 2] and weight_scale.
+gpt-oss uses these names, with all experts in one tensor. compressed-tensors
+(`mxfp4-pack-quantized`) uses weight_packed [N, K / 2] and weight_scale.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from quire.ops.weights.stored_rows import FLOAT4_BLOCK, Float4Rows
 from quire.spec.quantization_config import StoredWeight
 
 BYTES = FLOAT4_BLOCK // 2
-AXES = (OUTPUTS, 1), (INPUTS, FLOAT4_BLOCK)  # of scales; blocks of all experts are cut one by one
+AXES = (OUTPUTS, 1), (INPUTS, FLOAT4_BLOCK)  # axes of scales; experts are cut one at a time
 
 
 def block_tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:

@@ -1,10 +1,10 @@
-"""e4m3 numbers with scales: per tensor, per output, in groups of inputs or in blocks of both.
+"""Read e4m3 numbers with scales per tensor, output, group of inputs, or block of both.
 
     weight                            float8_e4m3fn [N, K]
-    weight_scale_inv or weight_scale  [blocks of N, blocks of K], or as many as there are
+    weight_scale_inv or weight_scale  [blocks of N, blocks of K], or fewer
 
-weight[n, k] = weight[n, k] * scale of its block, by whichever name. Which blocks there are is seen
-from the shape of the scales: what a config says is not always what its file holds.
+weight[n, k] = weight[n, k] * scale of its block, under either name. The shape of the scales
+determines the blocks, because a file does not always hold the blocks that its config describes.
 """
 
 from collections.abc import Mapping
@@ -59,5 +59,5 @@ def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> 
 
 
 def _scopes(how: StoredWeight) -> tuple[StoredWeight, ...]:
-    """What the config says, a scale per output, and one for all."""
+    """Return the possible scopes of scales: as configured, per output, and per tensor."""
     return how, replace(how, rows=1, group_size=0), replace(how, rows=0, group_size=0)

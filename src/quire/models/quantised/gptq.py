@@ -1,12 +1,11 @@
-"""GPTQ's order, as AutoGPTQ and GPTQModel write it.
+"""Read weights in GPTQ's layout, as AutoGPTQ and GPTQModel write it.
 
-    qweight  int32 [K * bits / 32, N]    inputs side by side in a word
-    qzeros   int32 [G, N * bits / 32]    outputs side by side; in version 1 each word is less by one
-                                         in each of its numbers
+    qweight  int32 [K * bits / 32, N]    several inputs in a word
+    qzeros   int32 [G, N * bits / 32]    several outputs in a word; version 1 subtracts 1 from each
     scales   [G, N]
-    g_idx    int32 [K]                   each input's group: with desc_act they were sorted
+    g_idx    int32 [K]                   group of each input; desc_act sorts inputs before grouping
 
-weight[n, k] = scales[g, n] * (qweight[k, n] - qzeros[g, n]), g the group of k.
+weight[n, k] = scales[g, n] * (qweight[k, n] - qzeros[g, n]), where g is the group of k.
 """
 
 from collections.abc import Mapping
@@ -57,7 +56,7 @@ def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> 
     bits, group = how.bits, group_of(how, inputs)
     integers = signed(unpacked(found[".qweight"].t(), bits)[:, :inputs], bits)
     words = found[".qzeros"]
-    if how.zero_offset:  # whole words, with carries, as they were made
+    if how.zero_offset:  # add to whole words with carries, as GPTQ subtracted
         words = (words.long() + ONES[bits] * how.zero_offset).to(torch.int32)
     zeros_GN = signed(unpacked(words, bits)[:, :outputs], bits)
     scales_GN = found[".scales"]

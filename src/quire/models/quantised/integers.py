@@ -1,8 +1,8 @@
-"""Integers of a byte each, as compressed-tensors writes them (`int-quantized`).
+"""Read 8-bit integers as compressed-tensors writes them (`int-quantized`).
 
     weight             int8 [N, K]
-    weight_scale       [N, G], or as many as there are
-    weight_zero_point  int8, as the scales
+    weight_scale       [N, G], or fewer rows
+    weight_zero_point  int8, the shape of the scales
 
 weight[n, k] = weight_scale[n, g] * (weight[n, k] - weight_zero_point[n, g]).
 """

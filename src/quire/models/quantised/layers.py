@@ -1,8 +1,8 @@
 """Find the layers that a checkpoint holds quantised, and convert their tensors to one weight each.
 
-In: the headers of the weight files, the config, a model without memory. Out: a `QuantisedLayer` for
-each quantised layer, or an error for inconsistent tensors. The config says how weights are
-quantised. The files decide which ones are: a module with a plain weight stays plain.
+Input: the headers of the weight files, the config, a model without memory. Output: a
+`QuantisedLayer` for each quantised layer, or an error for inconsistent tensors. The config says how
+weights are quantised. The files decide which: a module with a plain weight stays plain.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -30,13 +30,13 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 class TensorsOf(Protocol):
-    """Describes the tensors of a module, by the suffixes of their names."""
+    """Function that describes the tensors of a module, by the suffixes of their names."""
 
     def __call__(self, how: StoredWeight, shape: Shape) -> dict[str, Wanted]: ...
 
 
 class RowsOf(Protocol):
-    """Makes the rows of a weight from its tensors, `found`."""
+    """Function that makes the rows of a weight from its tensors, `found`."""
 
     def __call__(
         self, how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
@@ -130,15 +130,17 @@ class QuantisedPart:
 
 @dataclass(frozen=True, eq=False)
 class QuantisedLayer:
-    """A layer with quantised parts. parts: by their sources. outputs: of each source, also of the
-    plain ones, in their order. is_kept: whether the weight stays so; else it is computed."""
+    """A layer with quantised parts. parts: quantised parts by source name. outputs: number of
+    outputs of each source in order, including plain sources. is_kept: whether the weight stays
+    quantised; otherwise it is dequantised."""
 
     parts: Mapping[str, QuantisedPart]
     outputs: Mapping[str, int]
     is_kept: bool
 
     def stretches(self, *, is_gpu: bool = False) -> tuple[tuple[int, Quantization | None], ...]:
-        """Return how many outputs are packed in which format, in their order, if it is kept."""
+        """Return (number of outputs, packed format) for each range of outputs, in order. It applies
+        only if the weight stays quantised."""
         found: list[tuple[int, Quantization | None]] = []
         for name, outputs in self.outputs.items():
             part, format = self.parts.get(name), None
@@ -153,7 +155,9 @@ class QuantisedLayer:
     def pieces(
         self, sources: Iterable[Source], found: Mapping[str, torch.Tensor]
     ) -> list[StoredRows | torch.Tensor]:
-        """Make what stands one under the other of the layer's sources."""
+        """Return the rows of each source of the layer, in order, quantised or plain [N, K].
+
+        found: tensors by name."""
         return [
             self.parts[source.name].rows(found)
             if source.name in self.parts
@@ -171,9 +175,11 @@ def quantised_layers(
     is_kept: bool,
     is_gpu: bool = False,
 ) -> dict[nn.Module, QuantisedLayer]:
-    """Find the layers whose weights the files hold quantised. headers: by the names that sources
-    have. Raises ModelError for tensors that are missing, and of another shape or dtype, and on a
-    GPU for modules that are multiplied together and differ."""
+    """Find the layers whose weights the files hold quantised. headers: headers by source name.
+
+    Raises ModelError for missing tensors and for a wrong shape or dtype. On a GPU, also raises it
+    for modules that are multiplied together but stored in different formats.
+    """
     found: dict[nn.Module, QuantisedLayer] = {}
     for layer in model.modules():
         if not isinstance(layer, Linear | LMHead):
@@ -185,7 +191,7 @@ def quantised_layers(
         if not quantised:
             continue
         outputs = {each.name: each.destination.shape[0] for each in sources}
-        # A part of inputs that were sorted has groups of all sizes, which no kernel multiplies.
+        # A part of sorted inputs has groups of unequal sizes, which kernels cannot multiply.
         cuts_sorted = any(p.cuts_sorted_groups for p in quantised.values())
         found[layer] = QuantisedLayer(quantised, outputs, is_kept and not cuts_sorted)
         if found[layer].is_kept:
@@ -205,8 +211,8 @@ def _part(
     headers: Mapping[str, TensorHeader],
     biases: Container[str],
 ) -> QuantisedPart | None:
-    """Find the tensors of one module; None if it is plain, or not there at all. biases: that the
-    layer has; AutoGPTQ writes one of zeros for each layer that has none."""
+    """Find the tensors of one module; None if it is plain or absent. biases: names of the layer's
+    biases. AutoGPTQ writes a bias of zeros for each layer without one."""
     module = source.name.removesuffix(WEIGHT)
     how = config.stored_as(module)
     plain = headers.get(source.name)
@@ -241,7 +247,7 @@ def _part(
 
 
 def _present(stem: str, end: str, wanted: Wanted, headers: Mapping[str, TensorHeader]) -> str:
-    """Return the name that a tensor has, the first one if it is not there."""
+    """Return the name under which files hold a tensor; the first name if they lack it."""
     names = [f"{stem}{each}" for each in (end, *wanted.other_names)]
     return next((name for name in names if name in headers), names[0])
 
@@ -261,7 +267,7 @@ def _check(name: str, header: TensorHeader, wanted: Wanted) -> None:
 
 
 def _whole_shape(source: Source) -> Shape:
-    """Return the shape [N, K] of the stored module, or [experts, N, K] of all. Quantised weights
-    are stored so also where plain ones are transposed."""
+    """Return the shape of the stored module, [N, K], or [experts, N, K] for all experts. Quantised
+    weights have this layout even if plain weights are transposed."""
     shape = source.checkpoint_shape
     return (*shape[:-2], shape[-1], shape[-2]) if source.transposed else shape

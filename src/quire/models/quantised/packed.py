@@ -1,10 +1,10 @@
-"""Integers in words, as compressed-tensors writes them (`pack-quantized`).
+"""Read integers packed in words, as compressed-tensors writes them (`pack-quantized`).
 
-    weight_packed      int32 [N, K * bits / 32]    inputs side by side in a word
+    weight_packed      int32 [N, K * bits / 32]    several inputs in a word
     weight_scale       [N, G], or one number
-    weight_zero_point  int32 [N * bits / 32, G]    outputs side by side; one number: int8 as it is
+    weight_zero_point  int32 [N * bits / 32, G]    several outputs in a word; a single one is int8
     weight_shape       [2]                         N and K
-    weight_g_idx       int32 [K]                   each input's group, where they were sorted
+    weight_g_idx       int32 [K]                   group of each input, if inputs were sorted
 
 weight[n, k] = weight_scale[n, g] * (weight_packed[n, k] - weight_zero_point[n, g]).
 """

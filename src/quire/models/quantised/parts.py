@@ -23,7 +23,7 @@ def quantised_parts(
         how = next((_stored_as(config, name) for name in part.tensors), None)
         cuts_sorted = how is not None and how.sorts_inputs and how.group_size > 0
         if cuts_sorted and part.columns is not None:
-            continue  # it is computed
+            continue  # it is dequantised
         if how is not None:
             format = quantization_of(how, part.shape[-1], is_gpu=is_gpu)
             found[index] = StoredFormat(((part.shape[0], format),), as_blocks=False)

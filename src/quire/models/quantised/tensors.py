@@ -1,5 +1,4 @@
-"""Shared parts of the quantised formats: the tensors of a module, and numbers of 4 or 8 bits packed
-in words.
+"""Describe the tensors of a quantised module, and unpack 4-bit and 8-bit numbers from words.
 
 Shape legend: N outputs, K inputs, G groups of inputs.
 """
@@ -24,7 +23,7 @@ EXPONENT_BIAS = 127
 
 @dataclass(frozen=True)
 class Wanted:
-    """The description of a tensor that a quantised module has."""
+    """The description of one tensor of a quantised module."""
 
     shapes: tuple[Shape, ...]  # permitted shapes
     dtypes: tuple[str, ...]  # permitted dtypes
@@ -76,7 +75,7 @@ def group_of(how: StoredWeight, inputs: int) -> int:
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return e8m0 exponents as float32 powers of two, in the same shape."""
+    """Return e8m0 exponents of any shape, such as [N, G], as float32 powers of two."""
     return torch.exp2(exponents.view(torch.uint8).float() - EXPONENT_BIAS)
 
 
@@ -92,7 +91,7 @@ def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = Non
 
 
 def signed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Convert unsigned numbers, uint8, to int8 by subtracting 2 ** (bits - 1); any shape."""
+    """Convert uint8 numbers of any shape, such as [N, K], to int8: subtract 2 ** (bits - 1)."""
     return (numbers ^ 0x80).view(torch.int8) if bits == 8 else numbers.view(torch.int8) - 8
 
 

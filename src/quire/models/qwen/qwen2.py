@@ -7,7 +7,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Qwen2(Decoder):
-    """Queries, keys and values have biases."""
+    """A Qwen 2 decoder, with biases on queries, keys and values."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__(spec, DecoderOptions(qkv_bias=True), factory)

@@ -1,4 +1,4 @@
-"""Qwen 2 with a mixture of experts, and an expert beside them that all tokens are sent to.
+"""Qwen 2 with a mixture of experts, and with a shared expert that every token uses.
 
 Shape legend: T tokens, D model dim.
 """
@@ -16,7 +16,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class SharedMLP(nn.Module):
-    """A mixture of experts, and the shared expert as far as its gate lets it."""
+    """The output of a mixture of experts plus the gated output of the shared expert."""
 
     def __init__(self, at: LayerPlace, shared_size: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class SharedMLP(nn.Module):
 
 
 class Qwen2MoeLayer(DecoderLayer):
-    """Of the layers some may have no experts, as the config says."""
+    """A layer with experts, or with a dense feed-forward layer if the config says so."""
 
     def make_mlp(self, at: LayerPlace) -> nn.Module:
         experts = at.options.experts
@@ -40,7 +40,7 @@ class Qwen2MoeLayer(DecoderLayer):
 
 
 class Qwen2Moe(Decoder):
-    """A whole model."""
+    """A whole model, with experts in the layers that the config selects."""
 
     layer_kind = Qwen2MoeLayer
 

@@ -7,7 +7,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Qwen3(Decoder):
-    """Query and key heads are normalised before they are rotated."""
+    """A Qwen 3 decoder, which normalises query and key heads before rotation."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         bias = spec.layers.attention_bias

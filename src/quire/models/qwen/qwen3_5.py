@@ -1,5 +1,5 @@
-"""Qwen 3.5, with and without experts: Qwen 3 Next whose linear attention has a matrix for each of
-its inputs."""
+"""Qwen 3.5, with and without experts: like Qwen 3 Next, but checkpoints store the inputs of linear
+attention in separate matrices."""
 
 from typing import ClassVar
 
@@ -9,12 +9,12 @@ from quire.models.parts.options import DecoderOptions
 from quire.models.qwen.qwen3_next import MORE_TOKENS, Qwen3NextLayer, hybrid_options
 from quire.spec.model_spec import PART_OF, ModelSpec
 
-AROUND = "language_model."  # what such a checkpoint puts around the text part
+AROUND = "language_model."  # prefix of the text part in checkpoints with a vision tower
 
 
 class TextPart(Decoder):
-    """A decoder that may be such a part. of_images: beginnings of names of tensors that are of no
-    use here, where it is one."""
+    """A decoder that may be the text part of a model that reads images. of_images: prefixes of the
+    names of tensors that a text part ignores."""
 
     of_images: ClassVar[tuple[str, ...]] = ()
 
@@ -27,7 +27,7 @@ class TextPart(Decoder):
         return super().names_of(self._without_whole(name))
 
     def ignores(self, name: str) -> bool:
-        """See Model; and what reads images, where this is only the text part."""
+        """See Model. A text part also ignores the tensors that read images."""
         of_images = self._is_part and name.removeprefix(self.base_prefix).startswith(self.of_images)
         return of_images or super().ignores(self._without_whole(name))
 
@@ -36,14 +36,14 @@ class TextPart(Decoder):
 
 
 class Qwen3_5Layer(Qwen3NextLayer):  # noqa: N801 (as it is called)
-    """Without experts its feed-forward layer is dense."""
+    """A layer of Qwen 3.5, with a dense feed-forward layer if the config has no experts."""
 
     by_key_head = False
 
 
 class Qwen3_5(TextPart):  # noqa: N801
-    """The text model (`qwen3_5_text`, `qwen3_5_moe_text`), also as a part of one that reads images
-    (`qwen3_5`, `qwen3_5_moe`), whose three positions are one for text."""
+    """The text model (`qwen3_5_text`, `qwen3_5_moe_text`), also as the text part of `qwen3_5` and
+    `qwen3_5_moe`. These read images and have three positions per token, which are equal in text."""
 
     layer_kind = Qwen3_5Layer
     of_images = ("visual.",)
@@ -52,5 +52,5 @@ class Qwen3_5(TextPart):  # noqa: N801
         super().__init__(spec, hybrid_options(spec), factory)
 
     def ignores(self, name: str) -> bool:
-        """See TextPart; and the part that guesses more tokens."""
+        """See TextPart. Also ignore the layers for multi-token prediction."""
         return name.startswith(MORE_TOKENS) or super().ignores(name)

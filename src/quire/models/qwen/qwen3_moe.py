@@ -7,7 +7,7 @@ from quire.spec.model_spec import ModelSpec
 
 
 class Qwen3Moe(Decoder):
-    """Qwen 3 whose feed-forward layers, or some of them, are mixtures of experts."""
+    """A Qwen 3 decoder in which all or some feed-forward layers are mixtures of experts."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         bias = spec.layers.attention_bias

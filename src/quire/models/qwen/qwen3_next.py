@@ -1,5 +1,5 @@
-"""Qwen 3 Next: linear attention in three of four layers, attention with a gated output in the
-others, and a mixture of experts with one that all tokens are sent to.
+"""Qwen 3 Next: linear attention in three of four layers, and attention with a gated output in the
+others. Feed-forward layers are mixtures of experts with a shared expert.
 
 Shape legend: T tokens, D model dim, N query heads, K KV heads, M = N + 2 K, H head dim.
 """
@@ -30,11 +30,11 @@ from quire.spec.rope_options import rope_options
 
 
 class GatedAttention(nn.Module):
-    """Queries with a gate each, keys and values, norms of heads, a rotation of a part of each, and
-    the output projection of what the gates let through.
+    """Attention with normalised and partly rotated heads. The sigmoid of a gate per query
+    dimension multiplies the output before the output projection.
 
-    Of the merged projection the gates come first, so that the others stand side by side. In
-    checkpoints each head's gate stands behind its query.
+    The rows of gates come first in the merged projection, so that queries, keys and values are
+    adjacent. In checkpoints each head's gate follows its query.
     """
 
     def __init__(self, at: LayerPlace, inside: str = "self_attn") -> None:
@@ -76,21 +76,21 @@ class GatedAttention(nn.Module):
 
 
 def gates_first(heads: int, size: int, order_H: torch.Tensor | None) -> torch.Tensor:
-    """Order the rows of a projection to [query | gate] of each head, int64: all gates, then all
-    queries, the dimensions of each in an order of their own."""
+    """Return the row order of a projection stored as [query | gate] per head, int64 [2 N H].
+    All gates come first, then all queries. order: permutation of a query head's dimensions."""
     queries_NH, gates_NH = torch.arange(2 * heads * size).view(heads, 2, size).unbind(1)
     if order_H is not None:
         queries_NH = queries_NH[:, order_H]
     return torch.cat((gates_NH.flatten(), queries_NH.flatten()))
 
 
-MORE_TOKENS = "mtp."  # tensors of a part that guesses more tokens, which is not run
+MORE_TOKENS = "mtp."  # prefix of layers for multi-token prediction, which are not run
 
 
 class Qwen3NextLayer(Qwen2MoeLayer):
-    """Attention of the kind that the config says of this layer."""
+    """A layer with linear attention or gated attention, as the config says."""
 
-    by_key_head: ClassVar[bool] = True  # how checkpoints have what goes into linear attention
+    by_key_head: ClassVar[bool] = True  # layout of linear attention (`Inputs`)
 
     def make_attention(self, at: LayerPlace) -> nn.Module:
         if at.layer in at.spec.linear_layers:
@@ -99,7 +99,7 @@ class Qwen3NextLayer(Qwen2MoeLayer):
 
 
 class Qwen3Next(Decoder):
-    """A whole model."""
+    """A whole Qwen 3 Next model."""
 
     layer_kind = Qwen3NextLayer
 
@@ -107,7 +107,7 @@ class Qwen3Next(Decoder):
         super().__init__(spec, hybrid_options(spec), factory)
 
     def adopt(self, names: Iterable[str]) -> None:
-        """See Model: what goes into linear attention stands there in one matrix or two, too."""
+        """See Model. Detect the layout of the inputs of linear attention, too."""
         names = list(names)
         super().adopt(names)
         stored = {own for name in names for own in self.names_of(name)}
@@ -116,12 +116,12 @@ class Qwen3Next(Decoder):
                 module.adopt(stored)
 
     def ignores(self, name: str) -> bool:
-        """See Model; and the part that guesses more tokens."""
+        """See Model. Also ignore the layers for multi-token prediction."""
         return name.startswith(MORE_TOKENS) or super().ignores(name)
 
 
 def hybrid_options(spec: ModelSpec) -> DecoderOptions:
-    """Read what Qwen 3 Next and Qwen 3.5 share."""
+    """Return the decoder options that Qwen 3 Next and Qwen 3.5 share."""
     bias = spec.layers.attention_bias
     rope = rope_options(spec.fields, spec.head_dim, spec.max_position, default_part=0.25)
     layers = range(spec.num_layers)

@@ -1,1 +1,1 @@
-"""Vision towers: they turn preprocessed images into embeddings that take the place of tokens."""
+"""Vision towers, which turn preprocessed images into embeddings of placeholder tokens."""

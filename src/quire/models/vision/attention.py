@@ -18,20 +18,20 @@ Int64 = npt.NDArray[np.int64]
 
 
 class BlockAttention(Protocol):
-    """The attention of a tower's blocks. A cut is the number of one way to divide all patches into
-    ranges: frames or windows."""
+    """Attention of a tower's blocks within ranges of patches, such as frames or windows. A cut is
+    the index of one division of all patches into ranges."""
 
     def write(self, cut: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, /) -> None:
-        """Take the keys and values of a block."""
+        """Store the keys and values of a block, [T, N, H] each."""
         ...
 
     def run(self, cut: int, q_TNH: torch.Tensor, scores: Scores, /) -> torch.Tensor:
-        """Return what the queries of the same block take from their ranges, [T, N, H]."""
+        """Attend with the queries of the same block within their ranges; return [T, N, H]."""
         ...
 
 
 class RangeAttention:
-    """Attention by torch's operations, on any device. cuts: the bounds of each cut's ranges."""
+    """Attention with torch's operations, on any device. cuts: bounds of the ranges of each cut."""
 
     def __init__(self, cuts: Sequence[Sequence[int]]) -> None:
         self._cuts = cuts
@@ -56,8 +56,8 @@ def range_attention(
 ) -> torch.Tensor:
     """Return softmax(q k^T * scale) v within each range of patches, [T, N, H].
 
-    bounds: the cumulative lengths of the ranges, from 0 to T. A patch sees all patches of its own
-    range and no others. Neighbouring ranges of one length are computed in one call.
+    bounds: cumulative lengths of the ranges, from 0 to T. A patch attends to all patches of its own
+    range and to no others. Neighbouring ranges of equal length are computed in one call.
     """
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     start = 0
@@ -76,10 +76,11 @@ def range_attention(
 def axial_rotary_rows(
     positions_T2: Int64, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return the factors that `ops/rotary.py` turns heads with, [T, 1, 2 H] in the accumulation
-    type: the first half of the angles comes from a patch's row, the second from its column.
+    """Return the factors of a two-dimensional rotation for `ops/rotary.py`, [T, 1, 2 H] in the
+    accumulation dtype. positions: row and column of each patch, int64 [T, 2].
 
-    The two-dimensional rotation of Qwen2-VL (arXiv 2409.12191). Angles are computed in float64.
+    The first half of the angles comes from a patch's row, the second half from its column
+    (Qwen2-VL, arXiv 2409.12191). Angles are computed in float64.
     """
     per_axis = head_dim // 2
     frequencies = theta ** -(np.arange(0, per_axis, 2) / per_axis)

@@ -1,8 +1,8 @@
 """The CLIP tower (arXiv 2103.00020) with the projector of LLaVA 1.5 (arXiv 2310.03744).
 
-The projector reads the states between layers, in most checkpoints those before the last layer.
-LLaVA-NeXT (LLaVA 1.6, the authors' report of January 2024) joins the features of the tiles, cuts
-the padding off, and ends each row with a learned newline feature.
+The projector reads states between layers; in most checkpoints, the input of the last layer.
+LLaVA-NeXT (LLaVA 1.6, the authors' report of January 2024) joins the features of the tiles and
+removes the padding. It ends each row with a learned newline feature.
 
 Shape legend: S squares, T positions of all squares, L positions of one, D tower width, W output
 width.
@@ -49,18 +49,17 @@ class LlavaVisionSpec:
     """The sizes of the tower and of the projector."""
 
     tower: SquareSpec
-    outputs: int  # W
-    layers: tuple[int, ...]  # the states that the projector reads; 0 is what enters the first layer
-    keeps_class: bool  # whether the class token becomes an embedding, too
-    activation: str  # of the projector
-    bias: bool  # of the projector
+    outputs: int  # output width (W)
+    layers: tuple[int, ...]  # states that the projector reads; 0 is the input of layer 0
+    keeps_class: bool  # whether the class token also becomes an embedding
+    activation: str  # activation of the projector
+    bias: bool  # whether the projector has biases
 
     @classmethod
     def from_config(cls, config: Fields, hidden_size: int) -> Self:
-        """Return the spec that `config.json` describes. hidden_size: of the text model.
+        """Return the spec that `config.json` describes. Raises ModelError for an unsupported field.
 
-        Raises ModelError for a field that the tower does not implement.
-        """
+        hidden_size: width of the text model."""
         tower = SquareSpec.from_config(config, MODEL_TYPE, DEFAULTS, "quick_gelu")
         strategy = config.text("vision_feature_select_strategy", DROPS_CLASS)
         if strategy not in (DROPS_CLASS, KEEPS_CLASS):
@@ -82,7 +81,7 @@ class LlavaVisionSpec:
 
 
 def _feature_layers(config: Fields, depth: int) -> tuple[int, ...]:
-    """Return the states that the projector reads, counted from 0."""
+    """Return the indices of the states that the projector reads, counted from 0."""
     name = "vision_feature_layer"
     value = -2 if config.value(name) is None else config.value(name)
     found = value if isinstance(value, list) else [value]
@@ -97,7 +96,7 @@ def _feature_layers(config: Fields, depth: int) -> tuple[int, ...]:
 class LlavaTower(VisionTower):
     """CLIP with LLaVA's projector, up to the embeddings [num_tokens, W].
 
-    Images have pixels uint8 [S, H, W, 3] of the tower's size; those of LLaVA 1.5 are one square.
+    Images have pixels uint8 [S, H, W, 3] of the tower's size; LLaVA 1.5 has one square per image.
     """
 
     prefixes: tuple[str, ...] = (f"{PREFIX}.", f"{PROJECTOR}.")
@@ -133,7 +132,7 @@ class LlavaTower(VisionTower):
 
     @property
     def numbers_per_token(self) -> int:
-        """See VisionTower. All states are kept, as the projector reads some of them."""
+        """See VisionTower. All states exist at once, because the projector reads some of them."""
         spec, num = self.spec, self.spec.tower.side**2
         states = (len(self.blocks) + 1 + len(spec.layers)) * spec.tower.width
         return spec.tower.numbers // num + 2 * states + 5 * self.width
@@ -186,7 +185,7 @@ class LlavaNextTower(LlavaTower):
 
     @property
     def most_tokens(self) -> int | None:
-        """See VisionTower. Tiles are many."""
+        """See VisionTower. The number of tiles is not bounded here."""
         return None
 
     @property
@@ -195,7 +194,7 @@ class LlavaNextTower(LlavaTower):
         return 2 * super().numbers_per_token
 
     def encode(self, image: ImageArrays) -> torch.Tensor:
-        """See VisionTower. The rows of the whole image come first, then those of the tiles."""
+        """See VisionTower. Rows of the whole image come first, then rows of the tiles."""
         whole, tiles = self.projected(image).split((1, len(image.pixels) - 1))
         return torch.cat((whole[0], self._assembled(tiles, image.grid)))
 

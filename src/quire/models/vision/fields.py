@@ -1,6 +1,6 @@
 """Read the parts of a model's `config.json` that describe its vision tower.
 
-A field that changes the result is obeyed or refused by name.
+A field that changes the result is either implemented or rejected by name.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ NUM_CHANNELS = 3
 
 
 def vision_fields(config: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """Return the fields of `vision_config`. defaults: transformers', for fields that are absent."""
+    """Return the fields of `vision_config`. defaults: transformers' values for absent fields."""
     raw = config.value("vision_config")
     if not isinstance(raw, dict):
         raise config.error("vision_config", "it must be an object with fields of its own")
@@ -32,7 +32,7 @@ def vision_fields(config: Fields, defaults: Mapping[str, Any]) -> Fields:
 
 
 def head_dim_of(fields: Fields, width: int, heads: int, multiple: int = 1) -> int:
-    """Return the size of a head, which must be a multiple of this number."""
+    """Return the size of a head. Raises ModelError unless it is a multiple of this number."""
     size = width // heads
     if size * heads != width or size % multiple:
         names = ("num_heads", "num_attention_heads")
@@ -46,7 +46,7 @@ def head_dim_of(fields: Fields, width: int, heads: int, multiple: int = 1) -> in
 
 
 def function_of(fields: Fields, name: str, default: str, known: Mapping[str, Activation]) -> str:
-    """Return the name of an activation, one of the known."""
+    """Return the name of an activation. Raises ModelError if it is not one of the known."""
     found = fields.text(name, default)
     if found not in known:
         raise fields.error(name, f"supported are {', '.join(sorted(known))}")
@@ -54,7 +54,7 @@ def function_of(fields: Fields, name: str, default: str, known: Mapping[str, Act
 
 
 def axial_theta(fields: Fields) -> float:
-    """Return the base of the two-dimensional rotation."""
+    """Return the base of the two-dimensional rotation. Raises ModelError for other rotations."""
     theta = fields.number("rope_theta", 10_000.0)
     if fields.has("rope_scaling"):
         raise fields.error("rope_scaling", "rotations of a tower cannot be scaled; remove it")

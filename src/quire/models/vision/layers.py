@@ -21,10 +21,10 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PatchLinear(Linear):
-    """The embedding of patches. Checkpoints hold it as a convolution whose stride is its kernel.
+    """The embedding of patches. Checkpoints hold it as a convolution with a stride of one patch.
 
-    kernel: the shape of a patch in the checkpoint's weight [D, *kernel], channels first. Quantising
-    leaves it out, since the size of a patch is rarely a multiple of a group.
+    kernel: shape of a patch in the checkpoint's weight [D, *kernel], channels first. The layer is
+    never quantised, because the size of a patch is rarely a multiple of a group.
     """
 
     keeps_dtype = True
@@ -42,7 +42,7 @@ class PatchLinear(Linear):
 
 
 class NamedVector(Layer):
-    """A learned vector that the checkpoint stores under this very name."""
+    """A learned vector [size], stored under exactly this name in the checkpoint."""
 
     def __init__(self, name: str, size: int, factory: ParamFactory) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class NamedVector(Layer):
 
 
 class VisionAttention(nn.Module):
-    """Queries, keys and values of equally many heads, attention within ranges, and the output."""
+    """Attention within ranges, with as many KV heads as query heads, and its projections."""
 
     def __init__(self, qkv: Linear, output: Linear, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class VisionAttention(nn.Module):
         cut: int,
         rotary_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return [T, D]. cut: of the ranges; rotary_rows: None where positions are embedded."""
+        """Return [T, D]. cut: see BlockAttention. rotary_rows: None if positions are embedded."""
         qkv_TMH = self.qkv(x_TD).unflatten(1, (3 * self._heads, self._head_dim))
         q_TNH, k_TNH, v_TNH = qkv_TMH.split(self._heads, dim=1)
         if rotary_rows is not None:
@@ -83,7 +83,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """down(activation(up(x))). A gate's `up` holds gate and up, side by side."""
+    """down(activation(up(x))). With a gated activation, `up` computes gate and up together."""
 
     def __init__(self, up: Linear, activation: Activation, down: Linear) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class VisionMLP(nn.Module):
         self._activation = activation
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return [T, outputs of `down`]."""
+        """Map x [T, D] to the outputs of `down`, [T, outputs]."""
         out: torch.Tensor = self.down(self._activation(self.up(x_TD)))
         return out
 

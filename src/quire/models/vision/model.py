@@ -1,7 +1,7 @@
-"""A decoder with a vision tower, which loads from one checkpoint with it.
+"""A decoder with a vision tower, both from one checkpoint.
 
-The runner computes the tower's rows (`tower.py`) and writes them to the encoder memory; the decoder
-reads them in place of embeddings (`ops/embedding.py`). Text alone computes nothing of the tower.
+The runner computes the tower's rows (`tower.py`) and writes them to the encoder memory. The decoder
+reads them in place of embeddings (`ops/embedding.py`). Prompts without images do not run the tower.
 """
 
 from dataclasses import replace
@@ -19,14 +19,14 @@ AROUND = "language_model."  # prefix of the text part in checkpoints
 
 
 class VisionDecoder(Decoder):
-    """A decoder that has a tower if its config describes one. Every rank and stage has all of the
+    """A decoder that has a tower if its config describes one. Every rank and stage holds the whole
     tower.
 
-    tower_spec: the class of the tower's sizes; `from_config` takes all but the text part of
-    `config.json`, and the width of the text model. It raises ModelError. tower_kind: the class of
-    the tower, which takes the sizes and the factory.
+    tower_spec: class of the tower's sizes. Its `from_config` gets `config.json` without the text
+    part, and the width of the text model; it may raise ModelError. tower_kind: class of the tower,
+    which gets the sizes and the factory.
 
-    `--quantization` does not apply to the tower; a tower that a checkpoint quantised stays so.
+    `--quantization` does not apply to the tower. A tower that a checkpoint quantises stays so.
     """
 
     tower_spec: ClassVar[Any]

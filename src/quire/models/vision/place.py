@@ -9,11 +9,11 @@ from quire.spec.model_spec import ModelSpec
 
 
 def encoder_size(model: Any, spec: ModelSpec, place: RankPlace) -> EncoderSize | None:
-    """Return how much memory a rank's vision tower takes; None where no layer reads its outputs.
+    """Return the memory that a rank's vision tower needs; None if no layer here reads its outputs.
 
     The first stage reads them in place of embeddings. Layers that add features (DeepStack) may
-    belong to later stages as well, which then run the tower again. model: one of another package
-    need not know of media. spec: of the whole model.
+    belong to later stages as well, which then run the tower again. model: any module; only a Model
+    can have a tower. spec: spec of the whole model.
     """
     tower = model.vision if isinstance(model, Model) else None
     if tower is None:

@@ -25,8 +25,8 @@ def mrope_positions(
 
     images: for each image or video the index of its first placeholder token and its grid, in the
     order of the prompt. merge_size: patches on each side of the group that one token stands for.
-    intervals: for each image the positions from one frame to the next (`frame_interval`); 1 for all
-    if empty. The position of a later token i is i + delta in all three rows.
+    intervals: for each image the number of positions between two frames (`frame_interval`); 1 for
+    all if empty. The position of a later token i is i + delta in all three rows.
 
     A video of Qwen2-VL and Qwen2.5-VL is one entry of `images`. Qwen3-VL writes a timestamp before
     each frame, so each frame is an entry of its own (`frames_of`).
@@ -58,10 +58,10 @@ def _image_positions(grid: Grid, merge_size: int, interval: float) -> Int64:
 
 
 def frame_interval(tokens_per_second: float, seconds_per_frame: float) -> float:
-    """Return the positions between two frames of a video of Qwen2.5-VL.
+    """Return the number of positions between two frames of a video of Qwen2.5-VL.
 
-    tokens_per_second: of `vision_config`. seconds_per_frame: between two entries of the grid's
-    first dimension, each of which holds temporal_patch_size pictures.
+    tokens_per_second: field of `vision_config`. seconds_per_frame: time between two entries of the
+    grid's first dimension, each of which holds temporal_patch_size pictures.
     """
     return float(np.float32(tokens_per_second) * np.float32(seconds_per_frame))
 

@@ -1,9 +1,9 @@
-"""The blocks of a vision tower as one call into the C++ core (csrc/program.h), on a CPU.
+"""Run the blocks of a vision tower in one call of the C++ core (csrc/program.h), on a CPU.
 
 The blocks are traced once, as text models are. For each image the core gets its embedded patches,
-their rotation factors, and room for the states that the rest of the tower reads. A range of patches
-is a row of a step: keys and values of all blocks stand in the same memory, one block after another.
-Memory is taken for each image and given back. Between its weights the core rounds nothing.
+their rotation factors, and memory for the states that the rest of the tower reads. Each range of
+patches is a row of a step. The blocks run in sequence and reuse one memory for keys and values.
+Memory is allocated for each image and then freed. Between its weights the core rounds nothing.
 
 Shape legend: T patches, D tower width, H head dim.
 """
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 Blocks = Callable[[torch.Tensor, BlockAttention, torch.Tensor | None], list[torch.Tensor]]
 
 BLOCK_SIZE = 16  # patches
-TRACED_PATCHES = 3  # any number that no other dimension is likely to have
+TRACED_PATCHES = 3  # an arbitrary number that other dimensions are unlikely to have
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """A traced tower. draft: holds the memory that the parts point to. heads, head_dim: of the
-    attention of all blocks."""
+    """A traced tower. draft: owner of the memory that `parts` points to. heads, head_dim: heads of
+    the attention in all blocks."""
 
     draft: ProgramDraft
     parts: ProgramParts
@@ -58,7 +58,7 @@ class BlockProgram:
     def traced(
         cls, blocks: Blocks, num_cuts: int, x_TD: torch.Tensor, rotary_rows: torch.Tensor | None
     ) -> Self:
-        """Trace the blocks. x_TD, rotary_rows: of any image. Raises Untraceable."""
+        """Trace the blocks with x [T, D] and rotary_rows of any image. Raises Untraceable."""
         entering = [x_TD.new_zeros(TRACED_PATCHES, *x_TD.shape[1:])]
         if rotary_rows is not None:
             entering.append(rotary_rows.new_zeros(TRACED_PATCHES, *rotary_rows.shape[1:]))
@@ -67,7 +67,7 @@ class BlockProgram:
             found = [torch.empty_like(state) for state in states]
             for out_TD, state_TD in zip(found, states, strict=True):
                 add_into(out_TD, state_TD, None)
-        # The blocks have neither, so tracing refuses an operation that reads any.
+        # Blocks read neither ids nor positions, so tracing rejects operations that do.
         ids_T, positions_T = (torch.zeros(TRACED_PATCHES, dtype=torch.int64) for _ in range(2))
         draft = Tracer(record, ids_T, positions_T).trace(found[0], [*found[1:], *entering])
         attends = [each for each in draft.instructions if each.kind == Kind.ATTEND]
@@ -83,11 +83,11 @@ class BlockProgram:
         cuts: Sequence[Sequence[int]],
         rotary_rows: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Return the states of an image; see VisionTower.run_blocks."""
+        """Return the states of an image, [T, D] each; see VisionTower.run_blocks."""
         return [state.to(self.dtype) for state in self._exact_states(x_TD, cuts, rotary_rows)]
 
     def num_bytes(self, num_cuts: int) -> int:
-        """Count the bytes that a patch takes until its states are there, its input included."""
+        """Count the bytes that a run needs for each patch, including its input."""
         floats = self.parts.arena + sum(self.draft.widths[: self.draft.num_outside])
         width = self.heads * self.head_dim
         return 4 * floats + (1 + 2 * num_cuts) * width * self.dtype.itemsize
@@ -98,7 +98,7 @@ class BlockProgram:
         cuts: Sequence[Sequence[int]],
         rotary_rows: torch.Tensor | None,
     ) -> list[torch.Tensor]:
-        """Return the states in float32. All memory but theirs is given back."""
+        """Return the states in float32, [T, D] each. All other memory is freed."""
         entering = [x_TD.float().contiguous()]
         if rotary_rows is not None:
             entering.append(rotary_rows.contiguous())
@@ -123,14 +123,14 @@ class BlockProgram:
         return states
 
     def _attention(self, bounds: Sequence[int]) -> CoreWithinStep:
-        """Return attention in which patches see their range. bounds: of the ranges, from 0."""
+        """Return attention within ranges. bounds: cumulative lengths of the ranges, from 0."""
         starts = np.array(bounds, np.int32)
         lengths = np.diff(starts)
         num_blocks = int((-(-lengths // BLOCK_SIZE)).sum())
         backend = CoreWithinStep(layout(self.dtype, self.heads, self.head_dim, num_blocks))
         backend.prepare(
             AttentionStep(
-                positions_T=torch.empty(0),  # attention in both directions reads none
+                positions_T=torch.empty(0),  # bidirectional attention reads no positions
                 query_starts_S1=torch.from_numpy(starts),
                 context_lens_S=torch.from_numpy(lengths),
                 slots_T=(),
@@ -143,7 +143,7 @@ class BlockProgram:
 
 
 def layout(dtype: torch.dtype, heads: int, head_dim: int, num_blocks: int) -> KVLayout:
-    """Return the memory of keys and values of one cut."""
+    """Return the memory layout of the keys and values of one cut."""
     group = CacheGroup(STEP, (0,), heads, head_dim)
     return KVLayout((group,), (num_blocks,), BLOCK_SIZE, dtype, CPU)
 
@@ -151,7 +151,8 @@ def layout(dtype: torch.dtype, heads: int, head_dim: int, num_blocks: int) -> KV
 def trace_blocks(
     blocks: Blocks, num_cuts: int, x_TD: torch.Tensor, rotary_rows: torch.Tensor | None
 ) -> BlockProgram | None:
-    """Trace the blocks where the core can run them; None, with a warning on a CPU, where not."""
+    """Trace the blocks with x [T, D] if the core can run them; otherwise return None. Log a warning
+    if an operation cannot be traced."""
     if x_TD.device != CPU or why_not(layout(x_TD.dtype, 1, 1, 0)) is not None:
         return None
     try:

@@ -1,8 +1,8 @@
 """The vision tower of Qwen2.5-VL (arXiv 2502.13923): RMS norms, gated feed-forward layers, and
 windows. Most blocks attend within windows of the frame, some within the whole frame.
 
-The groups of patches are put in the order of their windows before the blocks, and back after the
-merger. Windows at the right and lower edges are smaller where they do not divide the frame.
+Groups of patches are sorted by window before the blocks, and restored to their order after the
+merger. Windows at the right and lower edges are smaller if windows do not divide the frame.
 
 Shape legend: T patches, G groups of patches, D tower width, W output width.
 """
@@ -55,10 +55,9 @@ class Qwen25VLVisionSpec(QwenVisionSpec):
 
     @classmethod
     def from_config(cls, config: Fields, hidden_size: int) -> Self:
-        """Return the spec that `config.json` describes. hidden_size: of the text model.
+        """Return the spec that `config.json` describes. Raises ModelError for an unsupported field.
 
-        Raises ModelError for a field that the tower does not implement.
-        """
+        hidden_size: width of the text model."""
         fields = vision_fields(config, DEFAULTS)
         inner = fields.integer("intermediate_size")
         common = read_common(fields, hidden_size, inner, "silu", VISION_GATES)
@@ -72,7 +71,7 @@ class Qwen25VLVisionSpec(QwenVisionSpec):
 def window_order(grid: Grid, merge_size: int, window_groups: int) -> tuple[Int64, list[int]]:
     """Return the groups in the order of their windows, int64 [G], and the windows' bounds.
 
-    grid: of patches. The bounds are cumulative lengths in patches, from 0. Windows follow each
+    grid: grid of patches. The bounds are cumulative lengths in patches, from 0. Windows follow each
     other row by row within a frame, and so do the groups within a window.
     """
     frames, rows, columns = grid[0], grid[1] // merge_size, grid[2] // merge_size

@@ -41,10 +41,9 @@ class Qwen2VLVisionSpec(QwenVisionSpec):
 
     @classmethod
     def from_config(cls, config: Fields, hidden_size: int) -> Self:
-        """Return the spec that `config.json` describes. hidden_size: of the text model.
+        """Return the spec that `config.json` describes. Raises ModelError for an unsupported field.
 
-        Raises ModelError for a field that the tower does not implement.
-        """
+        hidden_size: width of the text model."""
         fields = vision_fields(config, DEFAULTS)
         inner = int(fields.integer("embed_dim") * fields.number("mlp_ratio"))
         common = read_common(

@@ -55,15 +55,14 @@ DEFAULTS: dict[str, Any] = {
 class Qwen3VLVisionSpec(QwenVisionSpec):
     """The sizes of the tower."""
 
-    num_positions: int = 2304  # rows of the table, which holds a square grid
+    num_positions: int = 2304  # rows of the position table, a square grid
     deepstack_blocks: tuple[int, ...] = ()  # the blocks after which features are taken
 
     @classmethod
     def from_config(cls, config: Fields, hidden_size: int) -> Self:
-        """Return the spec that `config.json` describes. hidden_size: of the text model.
+        """Return the spec that `config.json` describes. Raises ModelError for an unsupported field.
 
-        Raises ModelError for a field that the tower does not implement.
-        """
+        hidden_size: width of the text model."""
         fields = vision_fields(config, DEFAULTS)
         inner = fields.integer("intermediate_size")
         common = read_common(fields, hidden_size, inner, "gelu_pytorch_tanh")
@@ -77,10 +76,11 @@ class Qwen3VLVisionSpec(QwenVisionSpec):
 
 
 def interpolated_positions(grid: Grid, merge_size: int, side: int) -> tuple[Int64, Float64]:
-    """Return the four entries of a square table of positions that each patch lies between.
+    """Return the four table entries around each patch, int64 [T, 4], and their weights, float64
+    [T, 4], which sum to 1.
 
-    side: of the table. The corners of the table and of the grid coincide. Returns the entries,
-    int64 [T, 4], and their weights, float64 [T, 4], which add up to 1.
+    side: rows and columns of the square table of positions. The corners of the table and of the
+    grid coincide.
     """
     positions_T2 = merge_order_positions(grid, merge_size)
     spans = np.maximum(np.array(grid[1:]) - 1, 1)
@@ -124,14 +124,14 @@ class Qwen3VLTower(QwenTower):
 
     @property
     def numbers_per_token(self) -> int:
-        """See VisionTower. The states of deepstack blocks are kept."""
+        """See VisionTower. The states of all deepstack blocks exist at once."""
         kept = self.spec.group * self.spec.width * len(self.spec.deepstack_blocks)
         return super().numbers_per_token + kept
 
     def states(
         self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """See VisionTower. The last state comes first, then those of the deepstack blocks."""
+        """See VisionTower. The last state comes first, then the states after deepstack blocks."""
         taken = []
         for number, block in enumerate(self.blocks):
             x_TD = block(x_TD, attention, 0, rotary_rows)

@@ -1,4 +1,4 @@
-"""What the vision towers of the Qwen families share: patches in merge order, and their merging.
+"""Shared parts of the Qwen families' vision towers: patches in merge order, and their merging.
 
 A processor cuts images into patches (`render/media/qwen_vl.py`): groups of merge_size x merge_size
 patches follow each other row by row. A tower attends within each frame, and its merger makes one
@@ -51,11 +51,11 @@ class QwenVisionSpec:
     width: int  # D
     heads: int
     head_dim: int
-    inner: int  # of the feed-forward layers
-    outputs: int  # of a merger
-    activation: str  # of the feed-forward layers
+    inner: int  # inner size of feed-forward layers
+    outputs: int  # output width of a merger (W)
+    activation: str  # activation of feed-forward layers
     patch_size: int  # pixels on each side
-    frames_per_patch: int  # an image counts as equal frames
+    frames_per_patch: int  # an image is repeated in all frames
     merge_size: int  # patches on each side of a group
     theta: float  # base of the rotation
 
@@ -76,8 +76,8 @@ def read_common(
 ) -> QwenVisionSpec:
     """Return the spec of a tower.
 
-    hidden_size: of the text model. inner: of the feed-forward layers. activation: theirs where the
-    config names none; known: what it may name. width_name, outputs_name: the fields of these sizes.
+    hidden_size: width of the text model. inner: inner size of feed-forward layers. activation:
+    default activation. known: supported activations. width_name, outputs_name: fields of the sizes.
     """
     heads, width = fields.integer(*HEADS), fields.integer(width_name)
     outputs = fields.integer(outputs_name)
@@ -121,7 +121,7 @@ def layer_norm(name: str, size: int, factory: ParamFactory) -> nn.Module:
 class PatchMerger(nn.Module):
     """A norm and a feed-forward layer that make one row [W] of each group of patches.
 
-    norms_groups: whether the norm is over a whole group instead of each patch.
+    norms_groups: whether the norm covers a whole group instead of each patch.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PatchMerger(nn.Module):
 
 
 class QwenTower(VisionTower):
-    """A tower of the Qwen families. A family makes the blocks and says which ranges they see.
+    """A tower of the Qwen families. Each family builds blocks and chooses their attention ranges.
 
     Images have pixels uint8 [T, 3, P, P], videos [T, 3, frames_per_patch, P, P], and a grid of
     frames, rows and columns of patches.
@@ -210,7 +210,7 @@ class QwenTower(VisionTower):
         return x_TD
 
     def rotary_rows(self, positions_T2: Int64) -> torch.Tensor:
-        """Return the factors that queries and keys are turned with."""
+        """Return the rotation factors of queries and keys, [T, 1, 2 * head_dim]."""
         spec = self.spec
         return axial_rotary_rows(positions_T2, spec.head_dim, spec.theta, self.dtype, self.device)
 

@@ -1,7 +1,8 @@
 """The SigLIP tower (arXiv 2303.15343) with the projector of Gemma 3 (arXiv 2503.19786).
 
-Each square attends by itself. The projector averages the tower's features over groups of patches,
-so that each square becomes mm_tokens_per_image embeddings, then normalises and projects them.
+Attention stays within each square. The projector averages the tower's features over groups of
+patches, so that each square becomes mm_tokens_per_image embeddings. It then normalises and projects
+them.
 
 Shape legend: S squares, T patches of all squares, D tower width, W output width.
 """
@@ -45,15 +46,14 @@ class Gemma3VisionSpec:
     """The sizes of the tower and of the projector."""
 
     tower: SquareSpec
-    outputs: int  # W
+    outputs: int  # output width (W)
     pooled_side: int  # embeddings on each side of a square
 
     @classmethod
     def from_config(cls, config: Fields, hidden_size: int) -> Self:
-        """Return the spec that `config.json` describes. hidden_size: of the text model.
+        """Return the spec that `config.json` describes. Raises ModelError for an unsupported field.
 
-        Raises ModelError for a field that the tower does not implement.
-        """
+        hidden_size: width of the text model."""
         tower = SquareSpec.from_config(config, MODEL_TYPE, DEFAULTS, "gelu_pytorch_tanh")
         tokens = config.integer("mm_tokens_per_image", default=256)
         side = math.isqrt(tokens)
@@ -67,7 +67,7 @@ class Gemma3VisionSpec:
 
 
 class NamedProjection(Linear):
-    """A projection that the checkpoint stores under this very name, as [inputs, outputs]."""
+    """A projection that the checkpoint stores under exactly this name, as [inputs, outputs]."""
 
     def __init__(self, name: str, inputs: int, outputs: int, factory: ParamFactory) -> None:
         super().__init__([name], inputs, [outputs], factory, transposed=True)
@@ -79,7 +79,7 @@ class NamedProjection(Linear):
 
 
 class Gemma3Projector(nn.Module):
-    """Averages groups of patches, normalises, and projects to the text model's width."""
+    """The average of each group of patches, a norm, and a projection to the text model's width."""
 
     def __init__(self, spec: Gemma3VisionSpec, factory: ParamFactory) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Gemma3Projector(nn.Module):
         )
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return [S * pooled_side ** 2, W]."""
+        """Map features x [T, D] to embeddings [num_tokens, W], pooled_side ** 2 for each square."""
         side, pooled = self._patches, self._pooled
         kernel = side // pooled
         grid = x_TD.unflatten(0, (-1, side, side))[:, : pooled * kernel, : pooled * kernel]
@@ -128,7 +128,7 @@ class Gemma3Tower(VisionTower):
 
     @property
     def most_tokens(self) -> int | None:
-        """See VisionTower. Each crop is an item of its own."""
+        """See VisionTower. Each crop is a separate media item."""
         return self.spec.pooled_side**2
 
     @property

@@ -1,5 +1,5 @@
-"""What the towers of SigLIP and CLIP share: squares of one size, learned positions, and layers with
-a norm before attention and before the feed-forward layer (ViT, arXiv 2010.11929).
+"""Shared parts of the SigLIP and CLIP towers: squares of one size, learned positions, and layers
+with a norm before each part (ViT, arXiv 2010.11929).
 
 Shape legend: S squares, T positions of all squares, L positions of one, D tower width.
 """
@@ -23,15 +23,15 @@ PREFIX = "vision_tower"
 
 @dataclass(frozen=True)
 class SquareSpec:
-    """The sizes of a tower for squares."""
+    """The sizes of a tower that reads squares."""
 
     depth: int  # layers
     width: int  # D
     heads: int
     head_dim: int
-    inner: int  # of the feed-forward layers
+    inner: int  # inner size of feed-forward layers
     activation: str
-    eps: float  # of the norms
+    eps: float  # epsilon of the norms
     image_size: int  # pixels on each side of a square
     patch_size: int  # pixels on each side of a patch
 
@@ -41,8 +41,8 @@ class SquareSpec:
     ) -> Self:
         """Return the spec that `vision_config` describes.
 
-        model_type: of the tower. defaults, activation: of absent fields. Raises ModelError for a
-        field that the tower does not implement.
+        model_type: required type of the tower. defaults: values of absent fields. activation:
+        default activation. Raises ModelError for a field that the tower does not implement.
         """
         fields = vision_fields(config, defaults)
         if fields.text("model_type", model_type) != model_type:
@@ -70,15 +70,15 @@ class SquareSpec:
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers a square takes, at most, while the tower computes it."""
-        pixels = 3 * self.image_size**2 // self.side**2  # with those that fill no patch
+        """Return the peak number of values that the tower holds for a square."""
+        pixels = 3 * self.image_size**2 // self.side**2  # includes edges that fill no patch
         return (self.side**2 + 1) * numbers_of_patch(pixels, self.width, self.inner)
 
 
 def cut_into_patches(values: torch.Tensor, spec: SquareSpec) -> torch.Tensor:
     """Return the patches of squares, [S * side * side, 3 * patch * patch], row by row.
 
-    values: [S, H, W, 3]. Pixels at the right and lower edges that fill no patch are left out.
+    values: [S, H, W, 3]. Incomplete patches at the right and lower edges are dropped.
     Raises ModelError for squares of another size than the tower's.
     """
     height, width = values.shape[1:3]
@@ -118,5 +118,5 @@ def _square_block(name: str, spec: SquareSpec, factory: ParamFactory) -> VisionB
 
 
 def square_bounds(squares: int, length: int) -> list[int]:
-    """Return the cumulative lengths of squares with so many positions each, from 0."""
+    """Return the cumulative lengths of squares with `length` positions each, from 0."""
     return [length * number for number in range(squares + 1)]

@@ -4,11 +4,11 @@ Input: images as uint8 pixels with a table of values (`render/media/`). Output: 
 tensor [num_tokens, W] in the tower's dtype, whose rows replace the embeddings of the image's
 placeholder tokens. One file per family; `layers.py` and `attention.py` hold what they share.
 
-A tower embeds patches, runs its blocks on them, and makes rows of the states that the blocks leave.
+A tower embeds patches, runs its blocks on them, and makes rows from the resulting states.
 On a CPU the C++ core runs the blocks (`program.py`).
 
-A tower computes each image by itself. So an image's bits do not depend on the other images of a
-call, whatever order a device's kernels sum in.
+A tower computes each image separately. So the bits of its result do not depend on the other images
+of a call, in whatever order a device's kernels sum.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class ImageArrays(Protocol):
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """Return the pixels; the family says what the axes are."""
+        """Return the pixels; each family defines the axes."""
         ...
 
     @property
@@ -40,15 +40,15 @@ class ImageArrays(Protocol):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Return the layout of the pixels; the family says what the numbers are."""
+        """Return the layout of the pixels; each family defines the numbers."""
         ...
 
 
 class VisionTower(nn.Module):
     """A vision encoder and its projector, up to the width of the text model.
 
-    prefixes: beginnings of the canonical names of its tensors. unused: beginnings of the names of
-    tensors among them that no layer needs. width: W, the numbers of a row of the result.
+    prefixes: prefixes of the canonical names of its tensors. unused: prefixes of the names of
+    tensors that its layers do not need. width: values in a row of the result (W).
     """
 
     prefixes: tuple[str, ...]
@@ -113,7 +113,7 @@ class VisionTower(nn.Module):
     def values(self, image: ImageArrays, channel_axis: int) -> torch.Tensor:
         """Return the model input for an image, in the shape of its pixels.
 
-        The table's float32 values are cast to the tower's dtype. channel_axis: of the pixels.
+        The table's float32 values are cast to the tower's dtype. channel_axis: axis of the pixels.
         """
         table = torch.tensor(image.table, device=self.device).to(self.dtype)
         channels = torch.tensor(image.pixels, device=self.device).unbind(channel_axis)
@@ -123,7 +123,7 @@ class VisionTower(nn.Module):
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return the names that layers may use for a tensor of the weight files.
 
-        Checkpoints differ in what they put around a tower: `model.`, and `vision_model.` inside.
+        Some checkpoints add the prefix `model.`, or `vision_model.` after `vision_tower.`.
         """
         plain = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
         return name, plain
@@ -138,11 +138,11 @@ class VisionTower(nn.Module):
 
 
 def numbers_of_patch(pixels: int, width: int, inner: int) -> int:
-    """Return how many numbers a tower holds at once for a patch, at most.
+    """Return the peak number of values that a tower holds for a patch.
 
-    pixels: of the patch, in all channels and frames; they exist as indices, as values and cut.
-    width: of what enters the blocks, the residual stream, its norm, queries, keys, values, outputs
-    and states; keys and values once more as attention reads them. inner: of the feed-forward layer:
-    gate, up and their product, and that product once more in 16 bits, as the core multiplies it.
+    pixels: values of the patch in all channels and frames. They exist as indices, as values and as
+    patches. width: width of the inputs, residual stream, norm, queries, keys, values, outputs and
+    states. Attention reads a second copy of keys and values. inner: inner size of feed-forward
+    layers. Gate, up and their product exist, and a copy of the product in 16 bits for the core.
     """
     return max(3 * pixels + width, 16 * width, 10 * width + 7 * inner // 2)
