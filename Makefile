@@ -115,7 +115,7 @@ bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environ
 	$(BIN)/python -m benchmarks.cpu --rounds 3 --output-json $(RESULTS)/cpu.json $(ARGS)
 
 bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenVINO's own; twenty minutes
-	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/cpu_guesses.json $(ARGS)
+	$(BIN)/python -m benchmarks.cpu.drafts --rounds 3 --output-json $(RESULTS)/cpu_drafts.json $(ARGS)
 
 bench-images: $(VENV)/.installed-test ## images, compared with transformers and OpenVINO on this CPU; an hour or two
 	$(BIN)/python -m benchmarks.cpu.images --rounds 3 --output-json $(RESULTS)/cpu_images.json $(ARGS)

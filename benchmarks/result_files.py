@@ -36,16 +36,16 @@ Row = dict[str, Any]
 class Result:
     """One run of one benchmark."""
 
-    benchmark: str  # the module in `benchmarks`, such as `cpu.guesses`
+    benchmark: str  # the module in `benchmarks`, such as `cpu.drafts`
     commit: str  # with "+" if the checkout had changes
     date: str  # ISO 8601
     machine: dict[str, Any]  # cpu, cores, and versions of the programs
     settings: dict[str, Any]  # options of the run, and what was measured once for all rows
     rows: list[Row]
 
-    def where(self, **wanted: Any) -> list[Row]:
+    def where(self, **criteria: Any) -> list[Row]:
         """Return the rows that have these values."""
-        return [row for row in self.rows if wanted.items() <= _hashable(row).items()]
+        return [row for row in self.rows if criteria.items() <= _hashable(row).items()]
 
 
 def _hashable(row: Row) -> Row:

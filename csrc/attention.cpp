@@ -74,8 +74,8 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
     parallel_stretches(units, threads, [&](int64_t begin, int64_t end) {
         const bool is_last = stretch_ending_at(end, units, stretches) >= 0;
         for (int64_t i = begin; i < end; ++i) {
-            const bool goes_on = i + 1 < end || !is_last;  // with what stands behind it, mostly
-            kernels.run_item(call, unit_at(i), goes_on ? unit_at(i + 1) : AttentionUnit{nullptr, 0});
+            const bool has_next = i + 1 < end || !is_last;  // with what stands behind it, mostly
+            kernels.run_item(call, unit_at(i), has_next ? unit_at(i + 1) : AttentionUnit{nullptr, 0});
         }
     });
     const auto merges = static_cast<int64_t>(plan.merges().size());
@@ -92,8 +92,8 @@ void store_tokens(const KvLayer& kv, const HeadRows& k, const HeadRows& v, const
 
 void store_kv(const KvLayer& kv, const HeadRows& k, const HeadRows& v, const int64_t* slots,
               int64_t count, int num_threads) {
-    const auto most = static_cast<int>(std::min<int64_t>(num_threads, count / kAloneTokens + 1));
-    parallel_for(count, most, [&](int64_t begin, int64_t end) {
+    const auto max_threads = static_cast<int>(std::min<int64_t>(num_threads, count / kAloneTokens + 1));
+    parallel_for(count, max_threads, [&](int64_t begin, int64_t end) {
         store_tokens(kv, k, v, slots, begin, end);
     });
 }

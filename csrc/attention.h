@@ -66,7 +66,7 @@ struct HeadRows {
 // tables: [S, L] block ids (row stride table_stride); entries that no query sees are undefined.
 // query_starts, context_lens: [S + 1] and [S].
 // window: number of visible positions, or 0 for all.
-// ahead: number of later positions in the row that a query also sees.
+// num_later_seen: number of later positions in the row that a query also sees.
 // ends: [T] or null; a token also sees the keys before this position. It never falls along a row.
 struct AttentionStep {
     const int32_t* tables;
@@ -76,7 +76,7 @@ struct AttentionStep {
     int64_t num_rows;
     int64_t block_size;
     int64_t window;
-    int64_t ahead;
+    int64_t num_later_seen;
     int64_t kv_heads;
     int64_t group;
     int64_t head_dim;

@@ -166,7 +166,7 @@ struct DotValues {
 // Products of bfloat16 keys and values by dots.
 struct Bfloat16Dots : Bfloat16Kv {
     static constexpr bool kDots = true;
-    static constexpr int64_t kTokens = 2, kRowsBehind = 1, kBlockRows = Isa::kTileRows;
+    static constexpr int64_t kTokens = 2, kRowsAfter = 1, kBlockRows = Isa::kTileRows;
     template <class Words>
     using Scores = DotScores<Words>;
     template <class Pairs>

@@ -88,7 +88,7 @@ class ItemRun {
         values_ = call.kv.values + head_ * head_bytes_;
         const int64_t tokens_size = (queries_ * static_cast<int64_t>(sizeof(Query)) + 63) / 64 * 16;
         const int64_t tile_size = (Kv::kDots ? kSpan / 2 : kTile) * padded_;
-        const int64_t rows = queries_ + Kv::kRowsBehind;
+        const int64_t rows = queries_ + Kv::kRowsAfter;
         float* memory = attention_scratch(rows * (q_stride_ + kSpan + call.state_size()) +
                                           queries_ * call.state_size() + tile_size + tokens_size + kSpan);
         tile_ = memory;
@@ -130,11 +130,11 @@ class ItemRun {
             for (int64_t i = 0; i < piece.count; ++i) {
                 const int64_t position = piece.position + i;
                 const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
-                int64_t last = position + step_.ahead;
+                int64_t last = position + step_.num_later_seen;
                 if (step_.ends != nullptr) last = maximum(last, step_.ends[piece.token + i] - 1);
                 last = minimum(last, piece.context - 1);
-                const int64_t ahead = minimum(i + kTokensAhead, piece.count - 1);
-                fetch_heads(call_.q, piece.token + ahead, head_ * step_.group, step_.group, dim_);
+                const int64_t num_later_seen = minimum(i + kTokensAhead, piece.count - 1);
+                fetch_heads(call_.q, piece.token + num_later_seen, head_ * step_.group, step_.group, dim_);
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {
                     all_[m] = {piece.token + i, last, maximum(hidden, 0), 0, 0};
                     seen_ = maximum(seen_, last + 1);
@@ -450,9 +450,9 @@ class ItemRun {
             std::memcpy(kept, offsets_ + low, bytes);
             fill(offsets_ + low, offsets_ + query.low, offsets_[query.low]);
             fill(offsets_ + query.high, offsets_ + high, offsets_[query.high - 1]);
-            const State behind = part(queries_);
-            dot_values(behind.acc - m * call_.state_size(), m, m + 1, low, high - low, true);
-            std::memcpy(part(m).acc, behind.acc, static_cast<size_t>(padded_) * sizeof(float));
+            const State after = part(queries_);
+            dot_values(after.acc - m * call_.state_size(), m, m + 1, low, high - low, true);
+            std::memcpy(part(m).acc, after.acc, static_cast<size_t>(padded_) * sizeof(float));
             std::memcpy(offsets_ + low, kept, bytes);
             return;
         }
@@ -486,8 +486,8 @@ class ItemRun {
                 const int64_t head = head_ * step_.group + m % step_.group;
                 if (sinks != nullptr) add_sink(state(m), sinks[head]);
                 keep_sums(call_, all_[m].token, head, state(m));
-                const int64_t ahead = minimum(m + kTokensAhead * step_.group, queries_ - 1);
-                fetch_heads(call_.out, all_[ahead].token, head, 1, dim_);
+                const int64_t num_later_seen = minimum(m + kTokensAhead * step_.group, queries_ - 1);
+                fetch_heads(call_.out, all_[num_later_seen].token, head, 1, dim_);
                 write_result(call_.out, all_[m].token, head, state(m), dim_);
             }
         }

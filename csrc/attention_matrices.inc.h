@@ -54,8 +54,8 @@ QUIRE_INLINE void load_tile(const StoredWords<kFetches>& keys, int64_t vector, i
     const int64_t* column = keys.columns + vector * kLanes;
     const uint8_t* from = keys.blocks.data + step * kStepWords * keys.blocks.stride;
     if constexpr (kFetches) {
-        const uint8_t* ahead = from + column[kAhead];
-        for (int64_t i = 0; i < kStepWords; ++i) fetch_line(ahead + i * keys.blocks.stride);
+        const uint8_t* num_later_seen = from + column[kAhead];
+        for (int64_t i = 0; i < kStepWords; ++i) fetch_line(num_later_seen + i * keys.blocks.stride);
     }
     Tiles::load<kTileNumber>(from + column[0], keys.blocks.stride);
 }
@@ -158,7 +158,7 @@ void run_blocks(const Matrix& matrix, int64_t row, int64_t seen) {
 // Products of bfloat16 keys and values by tiles.
 struct Bfloat16Matrices : Bfloat16Dots {
     static constexpr bool kMatrices = true;
-    static constexpr int64_t kTokens = kStepTokens, kRowsBehind = kTileHeight;
+    static constexpr int64_t kTokens = kStepTokens, kRowsAfter = kTileHeight;
     static constexpr int64_t kFewRows = kTileHeight, kBlockRows = kBlockOfRows;
     template <class Words>
     using Scores = MatrixScores<Words>;

@@ -41,7 +41,7 @@ void AttentionPlan::prepare(const AttentionStep& step, int num_threads, PlanOpti
 
 // Returns the first position that the tokens of a piece do not see.
 int64_t AttentionPlan::end_seen(const QueryPiece& piece) const {
-    int64_t end = piece.position + piece.count + step_.ahead;
+    int64_t end = piece.position + piece.count + step_.num_later_seen;
     if (step_.ends != nullptr && piece.count > 0) {
         end = std::max<int64_t>(end, step_.ends[piece.token + piece.count - 1]);
     }
@@ -165,8 +165,8 @@ int64_t AttentionPlan::parts_of(const AttentionItem& item) const {
     if (!options_.split || threads_ == 1) return 1;
     const int64_t spans = item.end_span - item.first_span;
     const auto cost = static_cast<double>(spans * (kFixedQueries + item.tokens * step_.group));
-    const auto wanted = static_cast<int64_t>(cost / std::max(target_, 1.0) + 0.5);
-    return std::max<int64_t>(1, std::min(wanted, spans / kMinSpans));
+    const auto num_parts = static_cast<int64_t>(cost / std::max(target_, 1.0) + 0.5);
+    return std::max<int64_t>(1, std::min(num_parts, spans / kMinSpans));
 }
 
 // The item's spans as several items that keep their states. begins: the first are the queries'

@@ -35,7 +35,7 @@ inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 // how many rows more than there are queries memory is needed.
 struct FloatWeights {
     static constexpr bool kMatrices = false;
-    static constexpr int64_t kTokens = 1, kRowsBehind = 0, kFewRows = Isa::kTileRows;
+    static constexpr int64_t kTokens = 1, kRowsAfter = 0, kFewRows = Isa::kTileRows;
     static QUIRE_INLINE void store_weights(float* row, int64_t t, F weights) {
         Isa::store(row + t, weights);
     }

@@ -99,9 +99,9 @@ void choose(Address ids, Address logits, Address temperatures, Address top_k, Ad
 }
 
 void find_runs(Address tokens, int64_t token_stride, Address rows, Address lengths, int64_t count,
-               int64_t fewest, int64_t most, int64_t searched, Address places) {
+               int64_t min_length, int64_t max_length, int64_t searched, Address places) {
     quire::find_runs(as<const int32_t*>(tokens), token_stride, as<ConstInts>(rows),
-                     as<ConstInts>(lengths), count, fewest, most, searched, as<Ints>(places));
+                     as<ConstInts>(lengths), count, min_length, max_length, searched, as<Ints>(places));
 }
 
 void apply_masks(Address logits, Address places, Address words, int64_t count, int64_t vocab,
@@ -112,10 +112,10 @@ void apply_masks(Address logits, Address places, Address words, int64_t count, i
 
 void plan_prepare(quire::AttentionPlan& plan, Address tables, int64_t table_stride,
                   Address query_starts, Address context_lens, int64_t num_rows, int64_t block_size,
-                  int64_t window, int64_t ahead, int64_t kv_heads, int64_t group, int64_t head_dim,
+                  int64_t window, int64_t num_later_seen, int64_t kv_heads, int64_t group, int64_t head_dim,
                   Address ends, int num_threads, bool split, bool cascade) {
     plan.prepare({as<const int32_t*>(tables), table_stride, as<const int32_t*>(query_starts),
-                  as<const int32_t*>(context_lens), num_rows, block_size, window, ahead, kv_heads,
+                  as<const int32_t*>(context_lens), num_rows, block_size, window, num_later_seen, kv_heads,
                   group, head_dim, as<const int32_t*>(ends)},
                  num_threads, {split, cascade});
 }
@@ -144,10 +144,10 @@ void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::H
 }
 
 void state_plan_prepare(quire::StatePlan& plan, Address tables, int64_t table_stride,
-                        Address query_starts, Address context_lens, Address guessing,
+                        Address query_starts, Address context_lens, Address has_drafts,
                         int64_t num_rows, int64_t block_size) {
     plan.prepare({as<const int32_t*>(tables), table_stride, as<const int32_t*>(query_starts),
-                  as<const int32_t*>(context_lens), as<const bool*>(guessing), num_rows,
+                  as<const int32_t*>(context_lens), as<const bool*>(has_drafts), num_rows,
                   block_size});
 }
 
@@ -286,7 +286,7 @@ void all_to_all(quire::SharedGroup& group, Address out, Address x, int64_t bytes
 }
 
 // The error of the engine's tree (base/errors.py).
-void tell_of_lost_ranks(const std::exception_ptr& raised, void*) {
+void translate_lost_rank(const std::exception_ptr& raised, void*) {
     try {
         std::rethrow_exception(raised);
     } catch (const quire::RankLost& error) {
@@ -390,7 +390,7 @@ NB_MODULE(_core, m) {
         .def(nb::init<>())
         .def("prepare", &plan_prepare, nb::kw_only(), "tables"_a, "table_stride"_a,
              "query_starts"_a, "context_lens"_a, "num_rows"_a, "block_size"_a, "window"_a,
-             "ahead"_a, "kv_heads"_a, "group"_a, "head_dim"_a, "ends"_a, "num_threads"_a, "split"_a,
+             "num_later_seen"_a, "kv_heads"_a, "group"_a, "head_dim"_a, "ends"_a, "num_threads"_a, "split"_a,
              "cascade"_a)
         .def_prop_ro("num_items", [](const Plan& plan) { return plan.items().size(); })
         .def_prop_ro("num_merges", [](const Plan& plan) { return plan.merges().size(); });
@@ -406,7 +406,7 @@ NB_MODULE(_core, m) {
     nb::class_<quire::StatePlan>(m, "StatePlan")
         .def(nb::init<>())
         .def("prepare", &state_plan_prepare, nb::kw_only(), "tables"_a, "table_stride"_a,
-             "query_starts"_a, "context_lens"_a, "guessing"_a, "num_rows"_a, "block_size"_a);
+             "query_starts"_a, "context_lens"_a, "has_drafts"_a, "num_rows"_a, "block_size"_a);
     nb::class_<quire::StateLayer>(m, "StateLayer")
         .def("__init__", &make_state_layer, nb::kw_only(), "data"_a, "size"_a);
     m.def("convolve", &convolve, Unlocked());
@@ -438,7 +438,7 @@ NB_MODULE(_core, m) {
     m.def("linear_operand_bytes", &linear_operand_bytes);
     m.def("linear_peak", &linear_peak, Unlocked());
     m.def("seconds_between_threads", &quire::seconds_between_threads, Unlocked());
-    nb::register_exception_translator(tell_of_lost_ranks);
+    nb::register_exception_translator(translate_lost_rank);
     using Group = quire::SharedGroup;
     nb::class_<Group>(m, "SharedGroup")
         .def(nb::init<const std::string&, int, int, int64_t, double>())

@@ -112,7 +112,7 @@ int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Noi
     constexpr float kMostGumbel = 23.0f;  // -log(2^-33), rounded up
     float noise[kChunk];
     const float scale = 1.0f / temperature;
-    const float least = cutoff == 0 ? -kInfinity : value_of(cutoff);
+    const float threshold = cutoff == 0 ? -kInfinity : value_of(cutoff);
     source.chunk(peak.id / 4 * 4, noise);
     int64_t best_id = peak.id;
     double best = score_of(peak.value, temperature, noise[peak.id % 4]);
@@ -122,7 +122,7 @@ int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Noi
         // Less than the mark by more than the bounds' rounding.
         const float mark = static_cast<float>(best - 1e-2 - 1e-5 * std::fabs(best));
         const float largest = peak_of(logits, count).value;
-        if (largest < least || largest * scale + kMostGumbel < mark) continue;
+        if (largest < threshold || largest * scale + kMostGumbel < mark) continue;
         source.chunk(first, noise);
         if (!can_beat(logits, noise, count, scale, mark)) continue;
         for (int64_t i = 0; i < count; ++i) {
@@ -143,10 +143,10 @@ int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Noi
 // it lies outside, the tokens after it do too, and the search repeats among the tokens before it.
 int64_t choose_in_nucleus(Keys& keys, const float* row, int64_t vocab, float temperature,
                           const Filter& filter, const Noise& noise, const Best& peak) {
-    constexpr int kTries = 8;        // a winner halves the mass, more or less: enough for top_p of 0.02
+    constexpr int kMaxAttempts = 8;        // a winner halves the mass, more or less: enough for top_p of 0.02
     constexpr double kDoubt = 1e-4;  // more than the masses' rounding; within it keys decide
     uint64_t cutoff = 0;
-    for (int tries = 0; tries < kTries; ++tries) {
+    for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
         const int64_t id = gumbel_max(row, vocab, temperature, noise, cutoff, peak);
         if (id == peak.id) return id;
         const Mass mass = mass_before(row, vocab, temperature, peak.value, {id, row[id]});

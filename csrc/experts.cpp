@@ -85,8 +85,8 @@ int64_t bytes_of(const PackedWeight& weight) {
 }
 
 // Space for the operands of a weight of each expert. least: bytes that rows have at least.
-Operands space_for(const Experts& experts, PackedWeight Expert::* weight, int64_t least) {
-    Operands found{least, 0, nullptr, nullptr, nullptr};
+Operands space_for(const Experts& experts, PackedWeight Expert::* weight, int64_t min_bytes) {
+    Operands found{min_bytes, 0, nullptr, nullptr, nullptr};
     for (const Expert& expert : experts.experts) {
         found.stride = std::max(found.stride, rounded(bytes_of(expert.*weight)));
         if ((expert.*weight).rounds_activations()) {
@@ -134,8 +134,8 @@ std::vector<Piece> pieces_of(const Experts& experts, PackedWeight Expert::* weig
         const PackedWeight& own = experts.experts[e].*weight;
         const int64_t panel = linear_kernels(own.variant).panel;
         const int64_t panels = (own.outputs + panel - 1) / panel;
-        const int64_t wanted = (kPiecesPerThread * num_threads * work_of(e) + total - 1) / total;
-        const int64_t parts = std::min(panels, wanted);
+        const int64_t num_pieces = (kPiecesPerThread * num_threads * work_of(e) + total - 1) / total;
+        const int64_t parts = std::min(panels, num_pieces);
         for (int64_t i = 0; i < parts; ++i) {
             pieces.push_back({e, i * panels / parts, (i + 1) * panels / parts});
         }

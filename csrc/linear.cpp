@@ -73,10 +73,10 @@ constexpr int64_t kPanelsPerThread = 8;  // with fewer, some threads would have 
 
 // The division of a product among threads: by panels and, where there are few panels, also by
 // blocks of rows.
-struct Parts {
+struct Division {
     int64_t panels, blocks, rows;
 
-    Parts(const PackedWeight& weight, int64_t all_rows, int num_threads) : rows(all_rows) {
+    Division(const PackedWeight& weight, int64_t all_rows, int num_threads) : rows(all_rows) {
         const int64_t panel = linear_kernels(weight.variant).panel;
         panels = (weight.outputs + panel - 1) / panel;
         const bool are_few = num_threads > 1 && panels < kPanelsPerThread * num_threads;
@@ -88,7 +88,7 @@ struct Parts {
 
 // Returns the address at which a thread's stretch of a weight's panels begins.
 const uint8_t* begin_of(const PackedWeight& weight, int64_t rows, int64_t stretch, int num_threads) {
-    const Parts parts(weight, rows, num_threads);
+    const Division parts(weight, rows, num_threads);
     const int64_t stretches = num_stretches(parts.count(), num_threads);
     const int64_t own = std::min(stretch, stretches - 1);
     const int64_t first = begin_of_stretch(own, parts.count(), stretches);
@@ -107,7 +107,7 @@ MutableMatrix rows_of(const MutableMatrix& out, int64_t begin, int64_t end) {
 
 // Parts [begin, end): panels as a whole, but at the ends. The weight's `next` comes behind the last.
 void multiply_parts(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
-                    const Operand& x, const Parts& parts, int64_t begin, int64_t end) {
+                    const Operand& x, const Division& parts, int64_t begin, int64_t end) {
     const LinearKernels& kernels = linear_kernels(weight.variant);
     PackedWeight own = weight;
     while (begin < end) {
@@ -126,7 +126,7 @@ void multiply_parts(const MutableMatrix& out, const void* bias, const PackedWeig
 
 void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operand& operand,
               const void* bias, int num_threads, const PackedWeight* next) {
-    const Parts parts(weight, operand.rows, num_threads);
+    const Division parts(weight, operand.rows, num_threads);
     const int64_t count = parts.count(), stretches = num_stretches(count, num_threads);
     const auto work = [&](int64_t begin, int64_t end) {
         PackedWeight own = weight;  // with what its thread reads then

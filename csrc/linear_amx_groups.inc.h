@@ -93,8 +93,8 @@ void grouped_block(float* acc, const Operand& x, int64_t row, int64_t rows, cons
 int64_t groups_together(const PanelLayout& layout, int64_t group) {
     const int64_t block_bytes = layout.block_groups * group * kPanel;  // unpacked
     const int64_t fitting = kUnpackedMatrixBytes / block_bytes * layout.block_groups;
-    const int64_t most = fitting < kFactorGroups ? fitting : kFactorGroups;
-    return most < 1 ? layout.block_groups : most;
+    const int64_t max_groups = fitting < kFactorGroups ? fitting : kFactorGroups;
+    return max_groups < 1 ? layout.block_groups : max_groups;
 }
 
 // Returns whether a block of groups fits into the first-level cache.
@@ -123,12 +123,12 @@ void grouped_matrices(float* acc, const Product& product, int64_t row, int64_t r
     constexpr bool kUnpacks = !std::is_same_v<Weight, Int8Weight>;
     using Dots = std::conditional_t<kUnpacks, SignedDots, UnsignedDots>;
     const PanelLayout& layout = product.layout;
-    const int64_t group = product.weight.group, most = groups_together(layout, group);
+    const int64_t group = product.weight.group, max_groups = groups_together(layout, group);
     const int64_t blocks = blocks_of(rows);
     PlainFactors factors;
     alignas(64) uint8_t bytes[kUnpacks ? kUnpackedMatrixBytes : 64];
-    for (int64_t g = 0; g < layout.groups; g += most) {
-        const int64_t count = layout.groups - g < most ? layout.groups - g : most;
+    for (int64_t g = 0; g < layout.groups; g += max_groups) {
+        const int64_t count = layout.groups - g < max_groups ? layout.groups - g : max_groups;
         const uint8_t *block = w + layout.block(g), *values = block + layout.factor_bytes;
         const int64_t next_bytes = count / layout.block_groups * layout.block_bytes;
         decode_factors<kFormat>(factors, layout, block, count, next_bytes);

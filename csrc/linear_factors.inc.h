@@ -63,7 +63,7 @@ QUIRE_INLINE void load_headers(typename Isa::F (&outer)[2], const uint8_t* block
 
 // Asks memory for some lines.
 template <int64_t kBytes>
-QUIRE_INLINE void ask_for(const uint8_t* at) {
+QUIRE_INLINE void prefetch_lines(const uint8_t* at) {
     unrolled<(kBytes + 63) / 64>(QUIRE_EACH(n) { __builtin_prefetch(at + n * 64); });
 }
 
@@ -84,9 +84,9 @@ void decode_factors(PlainFactors& out, const PanelLayout& layout, const uint8_t*
     using Own = Factors<kFormat>;
     for (int64_t i = 0; i < count; block += layout.block_bytes) {
         const uint8_t* at = block + Own::kHeaderBytes;
-        ask_for<Own::kHeaderBytes>(block + ahead);
+        prefetch_lines<Own::kHeaderBytes>(block + ahead);
         for (int64_t j = 0; j < layout.block_groups; ++j, ++i, at += Own::kGroupBytes) {
-            ask_for<Own::kGroupBytes>(at + ahead);
+            prefetch_lines<Own::kGroupBytes>(at + ahead);
             unrolled<Isa::kVectors>(QUIRE_EACH(v) {
                 constexpr int64_t lane = v * Isa::kLanes;
                 typename Isa::F outer[2];

@@ -31,7 +31,7 @@ struct Stream {
     const uint8_t* next;
     int64_t step, rest;
 
-    QUIRE_INLINE void ask() {
+    QUIRE_INLINE void prefetch_next() {
         __builtin_prefetch(next, 0, 2);
         next += step;
     }
@@ -111,7 +111,7 @@ struct PackedHalf {
     QUIRE_INLINE void add(typename Isa::I (&sums)[kRows][kHalfVectors], RowPointers<kRows>& values,
                           int64_t inputs, Stream& stream) {
         for (int64_t s = inputs / Weight::kDepth; s > 0; --s) {
-            stream.ask();
+            stream.prefetch_next();
             add_half_step<Weight, kRows>(sums, w, values);
             w += Weight::kWords * kPanel * 4;
             values.move(Weight::kDepth);
@@ -159,7 +159,7 @@ struct MultipliedHalf {
         unrolled<kHalfVectors>(
             QUIRE_EACH(v) { own[v] = Isa::load_words(words + v * Weight::kVectorBytes); });
         unrolled<2>(QUIRE_EACH(half) {
-            stream.ask();
+            stream.prefetch_next();
             typename Isa::I operands[kHalfVectors];
             unrolled<kHalfVectors>(QUIRE_EACH(v) {
                 operands[v] = Isa::multiplied(own[v], multiples[v]);
@@ -223,9 +223,9 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
 // reads wider than it writes, so it waits until all stores of the tile before are in the cache.
 template <class Kind, int kRows, class Half>
 void half_tile(const Sums& acc, const Sums& to, const Operand& x, int64_t row, const HalfGroups& part,
-               int64_t lane, const Half& weights, const Stream& asked) {
+               int64_t lane, const Half& weights, const Stream& stream_in) {
     Half half = weights;
-    Stream stream = asked;
+    Stream stream = stream_in;
     typename Isa::F totals[kRows][kHalfVectors];
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kHalfVectors>(QUIRE_EACH(v) {
@@ -304,10 +304,10 @@ void half_panel(const Sums& acc, const Sums& last, const PackedWeight& weight, c
     using Stored = typename WeightOf<parts_of(kFormat).values>::Type;
     using Kind = typename HalfSumsOf<kFormat>::Type;
     constexpr bool kUnpacks = kTakesTurns<Stored>;
-    const int64_t most = chunk_groups(layout, rows > kFetchRows ? rows : kFetchRows);
+    const int64_t max_groups = chunk_groups(layout, rows > kFetchRows ? rows : kFetchRows);
     const int64_t unpacked = kUnpackedBytes / (layout.block_groups * weight.group * kPanel);
     const int64_t fitting = unpacked * layout.block_groups;
-    const int64_t chunk = kUnpacks && fitting < most ? fitting : most;
+    const int64_t chunk = kUnpacks && fitting < max_groups ? fitting : max_groups;
     PlainFactors factors;
     alignas(64) uint8_t bytes[kUnpacks ? kUnpackedBytes : 64];
     for (int64_t g = 0; g < layout.groups; g += chunk) {

@@ -26,9 +26,9 @@ class MultiplesChoice {
     explicit MultiplesChoice(const float* w) : w_(w) {
         for (int64_t part = 0; part < kMultipleParts; ++part) {
             const float* own = w + part * kMultipleInputs;
-            const auto [least, most] = std::minmax_element(own, own + kMultipleInputs);
-            is_above_[part] = *most >= -*least;
-            largest_[part] = std::max(*most, -*least);
+            const auto [lowest, highest] = std::minmax_element(own, own + kMultipleInputs);
+            is_above_[part] = *highest >= -*lowest;
+            largest_[part] = std::max(*highest, -*lowest);
             largest_of_all_ = std::max(largest_of_all_, largest_[part]);
         }
     }
@@ -38,16 +38,16 @@ class MultiplesChoice {
     Multiples best() const {
         Multiples best;
         if (largest_of_all_ < kSmallest) return best;
-        float least = 0;
+        float lowest = 0;
         const int32_t first = (bits_of(largest_of_all_ / 48.0f) + kStep - 1) & -kStep;
-        for (int32_t i = 0; i < kTriedScales; ++i) {
-            Multiples tried;
-            tried.scale = float_of(first - i * kStep);
+        for (int32_t i = 0; i < kNumCandidateScales; ++i) {
+            Multiples candidate;
+            candidate.scale = float_of(first - i * kStep);
             float error = 0;
-            for (int64_t part = 0; part < kMultipleParts; ++part) error += choose(tried, part);
-            if (i == 0 || error < least) {
-                least = error;
-                best = tried;
+            for (int64_t part = 0; part < kMultipleParts; ++part) error += choose(candidate, part);
+            if (i == 0 || error < lowest) {
+                lowest = error;
+                best = candidate;
             }
         }
         return best;
@@ -55,31 +55,31 @@ class MultiplesChoice {
 
    private:
     static constexpr int32_t kStep = 1 << 19;  // of the bits of numbers with five that count
-    static constexpr int32_t kTriedScales = 8;
+    static constexpr int32_t kNumCandidateScales = 8;
     static constexpr float kSmallest = 1e-35f;  // of numbers whose scales have inverses
 
     // Chooses the part's multiple; returns its error.
-    float choose(Multiples& tried, int64_t part) const {
+    float choose(Multiples& candidate, int64_t part) const {
         const auto with = [&](int32_t multiple) {
-            Multiples other = tried;
+            Multiples other = candidate;
             const auto code = static_cast<uint32_t>(multiple - 1);
             other.codes |= (is_above_[part] ? code | kAboveBit : code) << 4 * part;
             return other;
         };
-        const int32_t most = is_above_[part] ? 7 : 8;  // 8 * 8 would be too much
+        const int32_t highest = is_above_[part] ? 7 : 8;  // 8 * 8 would be too much
         int32_t multiple = 1;
-        while (multiple < most && static_cast<float>(8 * multiple) * tried.scale < largest_[part]) {
+        while (multiple < highest && static_cast<float>(8 * multiple) * candidate.scale < largest_[part]) {
             ++multiple;
         }
         const Multiples one = with(multiple), below = with(multiple > 1 ? multiple - 1 : 1);
         const float error = error_of(one, part), smaller = error_of(below, part);
-        tried = smaller < error ? below : one;
+        candidate = smaller < error ? below : one;
         return smaller < error ? smaller : error;
     }
 
-    float error_of(const Multiples& tried, int64_t part) const {
-        return squared_error(w_ + part * kMultipleInputs, kMultipleInputs, tried.scale_of(part),
-                             tried.levels_of(part));
+    float error_of(const Multiples& candidate, int64_t part) const {
+        return squared_error(w_ + part * kMultipleInputs, kMultipleInputs, candidate.scale_of(part),
+                             candidate.levels_of(part));
     }
 
     const float* w_;

@@ -101,7 +101,7 @@ void multiplied_tile(const Sums& acc, const Operand& x, int64_t row, const Multi
 
 template <class, bool kFetches>
 struct MultipliedTile {
-    static constexpr int kFewestRows = kFetches ? 1 : Isa::kTileRows / 2;
+    static constexpr int kMinRows = kFetches ? 1 : Isa::kTileRows / 2;
     static constexpr int kWideRows = Isa::kTileRows / 2;
     Sums acc;
     const Operand* x;

@@ -142,15 +142,15 @@ void quantise_groups(int8_t* out, float* scales, int32_t* sums, const T* x, int6
 template <class T>
 void quantise_row(const MutableOperand& operand, const PackedWeight& weight, const T* x,
                   int64_t row) {
-    const int64_t groups = weight.groups(), group = weight.group, most = kQuantisedGroups * group;
+    const int64_t groups = weight.groups(), group = weight.group, max_inputs = kQuantisedGroups * group;
     const int32_t* order = weight.order();
     const bool rounds_scales = weight.rounds_scales();
     const int32_t factor = sum_factor(stored_bias(weight));
     auto* out = reinterpret_cast<int8_t*>(operand.values + row * operand.stride);
     float* scales = operand.scales + row * groups;
     int32_t* sums = operand.sums + row * groups;
-    for (int64_t begin = 0; begin < weight.inputs; begin += most) {
-        const int64_t left = weight.inputs - begin, count = left < most ? left : most;
+    for (int64_t begin = 0; begin < weight.inputs; begin += max_inputs) {
+        const int64_t left = weight.inputs - begin, count = left < max_inputs ? left : max_inputs;
         const int64_t g = begin / group;
         if (order == nullptr) {
             quantise_groups(out + begin, scales + g, sums + g, x + begin, count, group, rounds_scales,

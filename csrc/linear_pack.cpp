@@ -16,7 +16,7 @@ namespace quire {
 namespace {
 
 constexpr Levels kInt8Levels{-127, 127}, kInt4Levels{-7, 7};
-constexpr int kTriedScales = 12;
+constexpr int kNumCandidateScales = 12;
 
 float rounded(float scale, bool up) {
     Bfloat16 near;
@@ -38,14 +38,14 @@ float choose_scale(const float* w, int64_t count, float largest, Levels levels, 
     const auto highest = static_cast<float>(levels.highest);
     float best = rounded(largest / highest, true);
     if (!(best > 0) || !search) return best;
-    float least = squared_error(w, count, best, levels);
-    for (int i = 1; i <= kTriedScales; ++i) {
+    float min_error = squared_error(w, count, best, levels);
+    for (int i = 1; i <= kNumCandidateScales; ++i) {
         const float share = 1.0f - 0.035f * static_cast<float>(i);
         const float scale = rounded(largest * share / highest, false);
         if (!(scale > 0)) break;
         const float error = squared_error(w, count, scale, levels);
-        if (error < least) {
-            least = error;
+        if (error < min_error) {
+            min_error = error;
             best = scale;
         }
     }

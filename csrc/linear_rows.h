@@ -53,10 +53,10 @@ class RowReader {
    private:
     void read(int64_t first) {
         first_ = first;
-        int64_t done = 0, wanted = std::min(panel_, outputs_ - first) * row_bytes_;
-        while (done < wanted && error_.code() == 0) {
+        int64_t done = 0, num_bytes = std::min(panel_, outputs_ - first) * row_bytes_;
+        while (done < num_bytes && error_.code() == 0) {
             const ssize_t count =
-                pread(from_.file, read_.get() + done, static_cast<size_t>(wanted - done),
+                pread(from_.file, read_.get() + done, static_cast<size_t>(num_bytes - done),
                       from_.offset + first * row_bytes_ + done);
             if (count > 0) {
                 done += count;

@@ -209,12 +209,12 @@ void grouped_row(const Sums& acc, const Groups& all, const PanelLayout& layout, 
     unrolled<kVectors>(QUIRE_EACH(v) { totals[v] = Isa::zero(); });
     const int64_t whole = all.inputs / Weight::kDepth;
     for (int64_t g = 0; g < all.num_groups; block += layout.block_bytes) {
-        ask_for<Own::kHeaderBytes>(block + kAheadBytes);
+        prefetch_lines<Own::kHeaderBytes>(block + kAheadBytes);
         unrolled<kVectors>(
             QUIRE_EACH(v) { load_headers<Own>(outer[v], block, v * Isa::kLanes); });
         const uint8_t *factors = block + Own::kHeaderBytes, *step = block + layout.factor_bytes;
         for (int64_t j = 0; j < layout.block_groups; ++j, ++g, factors += Own::kGroupBytes) {
-            ask_for<Own::kGroupBytes>(factors + kAheadBytes);
+            prefetch_lines<Own::kGroupBytes>(factors + kAheadBytes);
             const int64_t at = row * all.num_groups + g;
             const X* rows[1] = {group_of<X>(x, row, g, all.inputs)};
             for (int64_t done = 0; done < whole; done += all.steps) {
@@ -223,7 +223,7 @@ void grouped_row(const Sums& acc, const Groups& all, const PanelLayout& layout, 
                 const auto start = first_sum<Weight>(x, at, all.bias);
                 unrolled<kVectors>(QUIRE_EACH(v) { sums[0][v] = start; });
                 for (int64_t s = done; s < end; ++s, step += kStepBytes) {
-                    ask_for<kStepBytes>(step + kAheadBytes);
+                    prefetch_lines<kStepBytes>(step + kAheadBytes);
                     add_step<Weight, 1, kVectors>(sums, step, rows, s * Weight::kDepth);
                 }
                 unrolled<kVectors>(QUIRE_EACH(v) {
@@ -262,7 +262,7 @@ static_assert(kFetchRows > Isa::kTileRows);
 
 template <class Tile, int kRows = Isa::kTileRows>
 void run_tile(const Tile& tile, int64_t rows) {
-    if constexpr (kRows > Tile::kFewestRows) {
+    if constexpr (kRows > Tile::kMinRows) {
         if (rows < kRows) return run_tile<Tile, kRows - 1>(tile, rows);
     }
     tile_of<Tile, kRows>(tile);
@@ -270,7 +270,7 @@ void run_tile(const Tile& tile, int64_t rows) {
 
 template <class Weight, bool kFetches>
 struct DenseTile {
-    static constexpr int kFewestRows = kFetches ? Isa::kTileRows / 2 : 1;
+    static constexpr int kMinRows = kFetches ? Isa::kTileRows / 2 : 1;
     static constexpr int kWideRows = Isa::kWideRows;
     Sums acc;
     const uint8_t* x;
@@ -292,7 +292,7 @@ template <class Weight, bool kOffsets>
 struct Grouped {
     template <class, bool kFetches>
     struct Tile {
-        static constexpr int kFewestRows = kFetches ? 2 : Isa::kTileRows / 2;
+        static constexpr int kMinRows = kFetches ? 2 : Isa::kTileRows / 2;
         static constexpr int kWideRows = kTakesTurns<Weight> ? 3 : Isa::kWideRows;
         Sums acc;
         const Operand* x;
@@ -355,8 +355,8 @@ void dense_panel(const Sums& acc, const Sums&, const PackedWeight& weight, const
 // Groups whose factors are decoded together: whole blocks, and few where rows are few, so that memory
 // is read nearly in one stream.
 int64_t chunk_groups(const PanelLayout& layout, int64_t rows) {
-    const int64_t most = rows < kFetchRows ? kAheadBytes : kChunkBytes;
-    const int64_t fitting = most / layout.block_bytes * layout.block_groups;
+    const int64_t max_bytes = rows < kFetchRows ? kAheadBytes : kChunkBytes;
+    const int64_t fitting = max_bytes / layout.block_bytes * layout.block_groups;
     return fitting < 1 ? layout.block_groups : fitting < kFactorGroups ? fitting : kFactorGroups;
 }
 
@@ -380,10 +380,10 @@ void grouped_panel(const Sums& acc, [[maybe_unused]] const Sums& last, const Pac
     const int64_t steps = weight.group / Weight::kDepth;
     // A group larger than a chunk is parted, unless its sums are integers, which are exact.
     const bool is_parted = layout.group_bytes > kChunkBytes && !weight.rounds_activations();
-    const int64_t most = is_parted ? kChunkBytes / (Weight::kWords * kPanel * 4) : steps;
+    const int64_t max_bytes = is_parted ? kChunkBytes / (Weight::kWords * kPanel * 4) : steps;
     const int32_t bias = stored_bias(weight);
     if (rows == 1) {
-        const Groups all{layout.groups, 0, layout.groups, weight.group, 0, most, bias};
+        const Groups all{layout.groups, 0, layout.groups, weight.group, 0, max_bytes, bias};
         return grouped_row<kFormat>(acc, all, layout, x, row, w);
     }
 #ifdef QUIRE_HALF_TILES
@@ -401,12 +401,12 @@ void grouped_panel(const Sums& acc, [[maybe_unused]] const Sums& last, const Pac
         const uint8_t* block = w + layout.block(g);
         decode_factors<kFormat>(factors, layout, block, count, ahead_bytes);
         const auto tile = [&](int64_t first, int64_t some, const Ahead& ahead, int64_t step) {
-            const int64_t end = step + most < steps ? step + most : steps;
+            const int64_t end = step + max_bytes < steps ? step + max_bytes : steps;
             const Groups part{layout.groups, g, count, weight.group, step, end - step, bias};
             run_tile_of<Grouped<Weight, kOffsets>::template Tile, Weight>(
                 some, ahead, acc.from(first, 0), &x, row + first, part, &layout, &factors, block);
         };
-        for (int64_t step = 0; step < steps; step += most) {
+        for (int64_t step = 0; step < steps; step += max_bytes) {
             for_tiles(rows, layout.bytes, kAheadBytes, tile, step);
         }
     }

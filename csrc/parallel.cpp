@@ -144,7 +144,7 @@ struct Exchange {
     }
 
     // Ends after a second also where the two have one core between them.
-    void ask() {
+    void signal() {
         const auto until = Clock::now() + kMost;
         turn.store(1);
         while (turn.load() == 1 && Clock::now() < until) {}
@@ -167,7 +167,7 @@ double seconds_between_threads() {
     Exchange exchange;
     const auto take_turns = [](void* context, int thread) {
         auto& own = *static_cast<Exchange*>(context);
-        thread == 0 ? own.ask() : own.answer();
+        thread == 0 ? own.signal() : own.answer();
     };
     run_threads(2, take_turns, &exchange);
     return exchange.seconds;

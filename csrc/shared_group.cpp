@@ -53,8 +53,8 @@ void wake(Word& word) {
 #endif
 }
 
-[[noreturn]] void fail(const std::string& what, int error) {
-    throw std::runtime_error(what + ": " + std::strerror(error) + ".");
+[[noreturn]] void fail(const std::string& subject, int error) {
+    throw std::runtime_error(subject + ": " + std::strerror(error) + ".");
 }
 
 int64_t bytes_of(Number number) {
@@ -81,11 +81,11 @@ inline void put(T& out, T value) {
 inline void put(Bfloat16& out, float value) { narrow(out, value); }
 inline void put(Float16& out, float value) { narrow(out, value); }
 
-using Parts = std::array<const uint8_t*, SharedGroup::kMostRanks>;
+using RankBuffers = std::array<const uint8_t*, SharedGroup::kMostRanks>;
 
 // out[i] = the sum of all parts' [i]; out may be one of the parts.
 template <class T>
-void sum_as(uint8_t* to, const Parts& parts, int num_parts, int64_t begin, int64_t end) {
+void sum_as(uint8_t* to, const RankBuffers& parts, int num_parts, int64_t begin, int64_t end) {
     using Wide = decltype(widened(T{}));
     T* out = reinterpret_cast<T*>(to);
     Wide total[kBlock];
@@ -101,7 +101,7 @@ void sum_as(uint8_t* to, const Parts& parts, int num_parts, int64_t begin, int64
     }
 }
 
-void sum(Number number, uint8_t* out, const Parts& parts, int num_parts, int64_t begin,
+void sum(Number number, uint8_t* out, const RankBuffers& parts, int num_parts, int64_t begin,
          int64_t end) {
     switch (number) {
         case Number::kFloat32: return sum_as<float>(out, parts, num_parts, begin, end);
@@ -116,8 +116,8 @@ void sum(Number number, uint8_t* out, const Parts& parts, int num_parts, int64_t
 // Calls work(begin, end) for parts of [0, count) whose items are `bytes` each.
 template <class Work>
 void share(int64_t count, int64_t bytes, int num_threads, Work work) {
-    const int64_t most = 1 + count * bytes / kThreadBytes;
-    parallel_for(count, static_cast<int>(std::min<int64_t>(num_threads, most)), work);
+    const int64_t max_threads = 1 + count * bytes / kThreadBytes;
+    parallel_for(count, static_cast<int>(std::min<int64_t>(num_threads, max_threads)), work);
 }
 
 void copy(uint8_t* to, const uint8_t* from, int64_t bytes, int num_threads) {
@@ -189,12 +189,12 @@ void SharedGroup::join() {
         fail("Rank " + std::to_string(rank_) + " is there already", errno);
     }
 #endif
-    const auto agree = [](Word& word, int64_t mine_is, const char* what) {
+    const auto agree = [](Word& word, int64_t mine_is, const char* subject) {
         uint32_t others = 0;
-        const auto wanted = static_cast<uint32_t>(mine_is);
-        if (word.compare_exchange_strong(others, wanted) || others == wanted) return;
-        throw std::runtime_error(std::string("Ranks differ in ") + what + ": " +
-                                 std::to_string(others) + " and " + std::to_string(wanted) + ".");
+        const auto expected = static_cast<uint32_t>(mine_is);
+        if (word.compare_exchange_strong(others, expected) || others == expected) return;
+        throw std::runtime_error(std::string("Ranks differ in ") + subject + ": " +
+                                 std::to_string(others) + " and " + std::to_string(expected) + ".");
     };
     agree(header()->num_ranks, size_, "how many they are");
     agree(header()->slot_bytes, slot_bytes_, "the size of their slots");
@@ -244,7 +244,7 @@ void SharedGroup::wait_for(int rank, uint32_t count) {
         if (header()->lost.load() != 0) break;
         sleep_on(other.count, seen);
         if (has_come()) break;
-        if (is_gone(rank) && !has_come()) lose(kGone, rank);
+        if (has_ended(rank) && !has_come()) lose(kEnded, rank);
         if (std::chrono::duration<double>(Clock::now() - begin).count() > timeout_s_) {
             lose(kLate, rank);
         }
@@ -253,7 +253,7 @@ void SharedGroup::wait_for(int rank, uint32_t count) {
     check();
 }
 
-bool SharedGroup::is_gone(int rank) const {
+bool SharedGroup::has_ended(int rank) const {
 #if defined(F_OFD_SETLK)
     struct flock theirs {};
     theirs.l_type = F_WRLCK, theirs.l_whence = SEEK_SET, theirs.l_start = rank, theirs.l_len = 1;
@@ -274,24 +274,24 @@ void SharedGroup::lose(Reason reason, int rank) {
 void SharedGroup::check() const {
     const uint32_t lost = header()->lost.load();
     if (lost == 0) return;
-    const std::string who = "Rank " + std::to_string((lost & 0xFFFF) - 1) + " of " +
+    const std::string rank_name = "Rank " + std::to_string((lost & 0xFFFF) - 1) + " of " +
                             std::to_string(size_) + " (counted from 0) ";
     switch (lost >> 16) {
-        case kGone: throw RankLost(who + "is gone.");
-        case kLate: throw RankLost(who + "did not come in time.");
-        default: throw RankLost(who + "has given up.");
+        case kEnded: throw RankLost(rank_name + "is gone.");
+        case kLate: throw RankLost(rank_name + "did not come in time.");
+        default: throw RankLost(rank_name + "has given up.");
     }
 }
 
 void SharedGroup::all_reduce(void* x, int64_t count, Number number, int num_threads) {
     const Timed timed(*this);
-    const int64_t bytes = bytes_of(number), most = slot_bytes_ / bytes;
-    for (int64_t first = 0; first < count; first += most, ++piece_) {
-        const int64_t num = std::min(most, count - first);
+    const int64_t bytes = bytes_of(number), max_threads = slot_bytes_ / bytes;
+    for (int64_t first = 0; first < count; first += max_threads, ++piece_) {
+        const int64_t num = std::min(max_threads, count - first);
         uint8_t* mine = static_cast<uint8_t*>(x) + first * bytes;
         copy(slot(rank_), mine, num * bytes, num_threads);
         meet();
-        Parts parts{};
+        RankBuffers parts{};
         for (int g = 0; g < size_; ++g) parts[static_cast<size_t>(g)] = slot(g);
         parts[static_cast<size_t>(rank_)] = mine;
         share(num, bytes, num_threads, [&](int64_t begin, int64_t end) {
@@ -317,15 +317,15 @@ void SharedGroup::all_gather(void* out, const void* x, int64_t bytes, int num_th
 void SharedGroup::reduce_scatter(void* out, const void* x, int64_t count, Number number,
                                  int num_threads) {
     const Timed timed(*this);
-    const int64_t bytes = bytes_of(number), most = slot_bytes_ / bytes / size_;
-    for (int64_t first = 0; first < count; first += most, ++piece_) {
-        const int64_t num = std::min(most, count - first);
+    const int64_t bytes = bytes_of(number), max_threads = slot_bytes_ / bytes / size_;
+    for (int64_t first = 0; first < count; first += max_threads, ++piece_) {
+        const int64_t num = std::min(max_threads, count - first);
         for (int g = 0; g < size_; ++g) {
             const uint8_t* from = static_cast<const uint8_t*>(x) + (g * count + first) * bytes;
             copy(slot(rank_) + g * num * bytes, from, num * bytes, num_threads);
         }
         meet();
-        Parts parts{};
+        RankBuffers parts{};
         for (int g = 0; g < size_; ++g) {
             parts[static_cast<size_t>(g)] = slot(g) + rank_ * num * bytes;
         }
@@ -338,9 +338,9 @@ void SharedGroup::reduce_scatter(void* out, const void* x, int64_t count, Number
 
 void SharedGroup::all_to_all(void* out, const void* x, int64_t bytes, int num_threads) {
     const Timed timed(*this);
-    const int64_t most = slot_bytes_ / size_;
-    for (int64_t first = 0; first < bytes; first += most, ++piece_) {
-        const int64_t num = std::min(most, bytes - first);
+    const int64_t max_threads = slot_bytes_ / size_;
+    for (int64_t first = 0; first < bytes; first += max_threads, ++piece_) {
+        const int64_t num = std::min(max_threads, bytes - first);
         for (int g = 0; g < size_; ++g) {
             const uint8_t* from = static_cast<const uint8_t*>(x) + g * bytes + first;
             copy(slot(rank_) + g * num, from, num, num_threads);

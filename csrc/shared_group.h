@@ -58,7 +58,7 @@ class SharedGroup {
     uint32_t num_exchanges() const;
 
    private:
-    enum Reason : uint32_t { kGaveUp, kGone, kLate };
+    enum Reason : uint32_t { kGaveUp, kEnded, kLate };
     struct Header;
     struct Line;
     class Timed;
@@ -69,7 +69,7 @@ class SharedGroup {
     void join();
     void meet();
     void wait_for(int rank, uint32_t count);
-    bool is_gone(int rank) const;
+    bool has_ended(int rank) const;
     void lose(Reason reason, int rank);
     void check() const;
 

@@ -174,7 +174,7 @@ void StatePlan::prepare(const StateStep& step) {
         const int64_t offset = context - end;  // of a position from the token's place in the step
         const int64_t begin = first + offset;
         const int64_t start = begin == 0 ? -1 : table[(begin - 1) / size];
-        const bool leaves = step.guessing == nullptr || !step.guessing[r];
+        const bool leaves = step.has_drafts == nullptr || !step.has_drafts[r];
         rows_.push_back({first, end, start, static_cast<int64_t>(pieces_.size())});
         for (int64_t b = begin / size; b * size < context; ++b) {
             pieces_.push_back({std::min((b + 1) * size, context) - offset, leaves ? table[b] : -1});

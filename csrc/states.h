@@ -33,7 +33,7 @@ struct StateStep {
     int64_t table_stride;
     const int32_t* query_starts;
     const int32_t* context_lens;
-    const bool* guessing;
+    const bool* has_drafts;
     int64_t num_rows;
     int64_t block_size;
 };

@@ -26,7 +26,7 @@ constexpr int64_t kAhead = 4;  // tokens between the read and the prefetch
 // Sums over even d and over odd d.
 struct Sums {
     F stored[2][kVectors];
-    F asked[2][kVectors];
+    F queried[2][kVectors];
 };
 
 // Rows of columns, `stride` floats apart.
@@ -39,7 +39,7 @@ struct Columns {
 template <bool kChanges, bool kSums>
 QUIRE_INLINE void pass_row(float* to, const float* from, const float* now, const float* next,
                            int64_t dim, F decay, const F (&change)[kVectors],
-                           F (&stored)[kVectors], F (&asked)[kVectors]) {
+                           F (&stored)[kVectors], F (&queried)[kVectors]) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
         F row = Isa::load(from + v * kLanes);
@@ -47,7 +47,7 @@ QUIRE_INLINE void pass_row(float* to, const float* from, const float* now, const
         Isa::store(to + v * kLanes, row);
         if constexpr (kSums) {
             stored[v] = Isa::fma(Isa::all(next[0]), row, stored[v]);
-            asked[v] = Isa::fma(Isa::all(next[dim]), row, asked[v]);
+            queried[v] = Isa::fma(Isa::all(next[dim]), row, queried[v]);
         }
     }
 }
@@ -59,14 +59,14 @@ QUIRE_INLINE Sums pass(Columns to, Columns from, int64_t dim, const float* now, 
     int64_t d = 0;
     for (; d + 2 <= dim; d += 2) {
         pass_row<kChanges, kSums>(to.data + d * to.stride, from.data + d * from.stride, now + d,
-                                  next + d, dim, decay, change, sums.stored[0], sums.asked[0]);
+                                  next + d, dim, decay, change, sums.stored[0], sums.queried[0]);
         pass_row<kChanges, kSums>(to.data + (d + 1) * to.stride,
                                   from.data + (d + 1) * from.stride, now + d + 1, next + d + 1, dim,
-                                  decay, change, sums.stored[1], sums.asked[1]);
+                                  decay, change, sums.stored[1], sums.queried[1]);
     }
     if (d < dim) {
         pass_row<kChanges, kSums>(to.data + d * to.stride, from.data + d * from.stride, now + d,
-                                  next + d, dim, decay, change, sums.stored[0], sums.asked[0]);
+                                  next + d, dim, decay, change, sums.stored[0], sums.queried[0]);
     }
     return sums;
 }
@@ -101,14 +101,14 @@ class Tile {
             const F decay = Isa::all(gates_[2 * t]);
             F change[kVectors];
             read_out(sums, t, decay, change);
-            const bool goes_on = t + 1 < row_.end;
-            if (goes_on) {
+            const bool has_next = t + 1 < row_.end;
+            if (has_next) {
                 sums = pass<true, true>(memory_, memory_, heads_.key_dim, key(t), key(t + 1),
                                         decay, change);
             }
             if (t + 1 < piece->end) continue;
             if (piece->block >= 0) {
-                goes_on ? leave(piece->block) : end(piece->block, t, decay, change);
+                has_next ? leave(piece->block) : end(piece->block, t, decay, change);
             }
             ++piece;
         }
@@ -137,8 +137,8 @@ class Tile {
 
     const T* values(int64_t token) const {
         const HeadRows& qkv = call_.rule.qkv;
-        const int64_t behind = 2 * heads_.keys * heads_.key_dim;
-        return static_cast<const T*>(qkv.data) + token * qkv.stride + behind + in_row_;
+        const int64_t keys_size = 2 * heads_.keys * heads_.key_dim;
+        return static_cast<const T*>(qkv.data) + token * qkv.stride + keys_size + in_row_;
     }
     T* result(int64_t token) const {
         const HeadRows& out = call_.rule.out;
@@ -170,9 +170,9 @@ class Tile {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
             const F stored = decay * (sums.stored[0][v] + sums.stored[1][v]);
-            const F asked = decay * (sums.asked[0][v] + sums.asked[1][v]);
+            const F queried = decay * (sums.queried[0][v] + sums.queried[1][v]);
             change[v] = strength * (Isa::load(values + v * kLanes) - stored);
-            Isa::store(made + v * kLanes, Isa::fma(product, change[v], asked));
+            Isa::store(made + v * kLanes, Isa::fma(product, change[v], queried));
         }
     }
 

@@ -22,7 +22,7 @@ class Batch:
     """Token rows, and of the flattened rows the places with loss and what follows them."""
 
     tokens: Tensor
-    places: Tensor
+    loss_indices: Tensor
     targets: Tensor
 
 
@@ -53,11 +53,11 @@ class Packer:
         size = int(self.tokens * TARGET_SHARE)
         if len(chosen) > size:
             chosen = chosen[torch.tensor(sorted(rng.sample(range(len(chosen)), size)))]
-        places = torch.zeros(size, dtype=torch.long)
+        loss_indices = torch.zeros(size, dtype=torch.long)
         targets = torch.full((size,), -100)
-        places[: len(chosen)] = chosen
+        loss_indices[: len(chosen)] = chosen
         targets[: len(chosen)] = tokens[:, 1:].flatten()[chosen]
-        return Batch(tokens[:, :-1].contiguous(), places, targets)
+        return Batch(tokens[:, :-1].contiguous(), loss_indices, targets)
 
     def row(
         self, rng: random.Random, length: int, early: bool = False

@@ -114,7 +114,7 @@ class Head(nn.Module):
         columns: Tensor,
         steps: int,
         *,
-        own_guesses: bool = False,
+        own_drafts: bool = False,
     ) -> Iterator[Tensor]:
         """Yield for each depth the logits [B, M, V] of the columns [B, M].
 
@@ -149,7 +149,7 @@ class Head(nn.Module):
             logits = self.lm_head(self.norm(hidden))
             yield logits
             best = logits.argmax(-1)
-            ids = best + self.d2t[best] if own_guesses else tokens.gather(1, columns + 2 + step)
+            ids = best + self.d2t[best] if own_drafts else tokens.gather(1, columns + 2 + step)
 
     def config(self) -> dict[str, object]:
         """Return the content of config.json."""

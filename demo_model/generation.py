@@ -27,7 +27,7 @@ class Cache:
         self.used = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def keep(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keep only the given rows [rows] of the batch."""
         self.keys, self.values = self.keys[rows], self.values[rows]
 
@@ -72,9 +72,14 @@ def generate(
         if not open_.any():
             break
         if open_.float().mean() < 0.75:
-            kept = open_.nonzero().flatten()
-            rows, pads, best, open_ = rows[kept], pads[kept], best[kept], open_[kept]
+            open_rows = open_.nonzero().flatten()
+            rows, pads, best, open_ = (
+                rows[open_rows],
+                pads[open_rows],
+                best[open_rows],
+                open_[open_rows],
+            )
             for cache in caches:
-                cache.keep(kept)
+                cache.select_rows(open_rows)
         tokens = best[:, None]
     return outputs

@@ -36,34 +36,34 @@ KNOWN = [
 NUMBER_WORDS = ["two", "three", "four", "five", "six"]
 
 
-def _drawn(rng: random.Random, what: str, count: int) -> list[str]:
+def _drawn(rng: random.Random, noun: str, count: int) -> list[str]:
     """Return `count` different items of a category, a few of them made up."""
     items: list[str] = []
     invented = rng.choice((0.0, 0.0, 0.2))
     while len(items) < count:
-        item = pick(rng, CATEGORIES[what], invented)
+        item = pick(rng, CATEGORIES[noun], invented)
         if item not in items:
             items.append(item)
     return items
 
 
-def _answer(rng: random.Random, content: str, what: str, items: list[str]) -> tuple[str, str]:
+def _answer(rng: random.Random, content: str, noun: str, items: list[str]) -> tuple[str, str]:
     """Return request and answer, as an array or (if so asked) as an object with one key."""
     if rng.random() < 0.25:
         request = content.replace("a JSON array", "JSON").replace("a JSON list", "a JSON object")
         if "JSON object" not in request:
             request = request.replace("JSON", "a JSON object", 1)
-        return request, json.dumps({what: items})
+        return request, json.dumps({noun: items})
     return content, json.dumps(items)
 
 
 def _given(rng: random.Random) -> Item:
     """Return a task whose items stand in the request."""
-    what = rng.choice(sorted(CATEGORIES))
-    items = _drawn(rng, what, rng.randint(2, 7))
+    noun = rng.choice(sorted(CATEGORIES))
+    items = _drawn(rng, noun, rng.randint(2, 7))
     shown = joined(items) if rng.random() < 0.7 else ", ".join(items)
-    content, answer = _answer(rng, rng.choice(GIVEN).format(what=what, items=shown), what, items)
-    return Item("json", [user(content), assistant(answer)], what + answer, part="items given")
+    content, answer = _answer(rng, rng.choice(GIVEN).format(noun=noun, items=shown), noun, items)
+    return Item("json", [user(content), assistant(answer)], noun + answer, part="items given")
 
 
 def _found(rng: random.Random) -> Item:
@@ -74,36 +74,36 @@ def _found(rng: random.Random) -> Item:
     verb = rng.choice(("has", "found", "lost", "bought"))
     rows = list(zip(names, colours, things, strict=True))
     text = " ".join(f"{n} {verb} {article(c)} {t}." for n, c, t in rows)
-    what, items = rng.choice((("names", names), ("colours", colours), ("objects", things)))
-    content, answer = _answer(rng, rng.choice(FOUND).format(what=what, text=text), what, items)
+    noun, items = rng.choice((("names", names), ("colours", colours), ("objects", things)))
+    content, answer = _answer(rng, rng.choice(FOUND).format(noun=noun, text=text), noun, items)
     return Item("json", [user(content), assistant(answer)], text, part="items in a text")
 
 
-def valid_list(answer: str, what: str, count: int) -> bool:
+def valid_list(answer: str, noun: str, count: int) -> bool:
     """Return whether the answer is a JSON list (or one-key object) of `count` known items."""
     try:
         value = json.loads(answer)
     except ValueError:
         return False
     if isinstance(value, dict):
-        value = value.get(what)
+        value = value.get(noun)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         return False
-    return len(set(value)) == len(value) == count and set(value) <= set(CATEGORIES[what])
+    return len(set(value)) == len(value) == count and set(value) <= set(CATEGORIES[noun])
 
 
 def _known(rng: random.Random) -> Item:
     """Return a task whose items the model chooses (always the first ones of the category)."""
-    what = rng.choice(sorted(CATEGORIES))
+    noun = rng.choice(sorted(CATEGORIES))
     count = rng.randint(2, 6)
-    items = CATEGORIES[what][:count]
+    items = CATEGORIES[noun][:count]
     word = rng.choice((NUMBER_WORDS[count - 2], str(count)))
-    content, answer = _answer(rng, rng.choice(KNOWN).format(what=what, count=word), what, items)
+    content, answer = _answer(rng, rng.choice(KNOWN).format(noun=noun, count=word), noun, items)
     return Item(
         "json",
         [user(content), assistant(answer)],
         content,
-        check=lambda text: valid_list(text, what, count),
+        check=lambda text: valid_list(text, noun, count),
         part="items of its own",
     )
 

@@ -165,18 +165,18 @@ def requested_story(rng: random.Random) -> tuple[str, Story]:
 Fact = tuple[str, list[tuple[str, str]]]
 
 
-def _fact_have(rng: random.Random, who: str, thing: str) -> Fact:
+def _fact_have(rng: random.Random, person: str, thing: str) -> Fact:
     colour = rng.choice(COLOURS)
     owned = f"{article(colour)} {thing}"
-    return f"{who} has {owned}.", [
-        (f"What does {who} have?", f"{who} has {owned}."),
-        (f"Who has the {thing}?", f"{who} has the {thing}."),
+    return f"{person} has {owned}.", [
+        (f"What does {person} have?", f"{person} has {owned}."),
+        (f"Who has the {thing}?", f"{person} has the {thing}."),
         (f"What colour is the {thing}?", f"The {thing} is {colour}."),
-        (f"Which colour is the {thing} of {who}?", f"The {thing} is {colour}."),
+        (f"Which colour is the {thing} of {person}?", f"The {thing} is {colour}."),
     ]
 
 
-def _fact_place(rng: random.Random, who: str, thing: str) -> Fact:
+def _fact_location(rng: random.Random, person: str, thing: str) -> Fact:
     room = pick(rng, ROOMS)
     return f"The {thing} is in the {room}.", [
         (f"Where is the {thing}?", f"The {thing} is in the {room}."),
@@ -184,7 +184,7 @@ def _fact_place(rng: random.Random, who: str, thing: str) -> Fact:
     ]
 
 
-def _fact_colour(rng: random.Random, who: str, thing: str) -> Fact:
+def _fact_colour(rng: random.Random, person: str, thing: str) -> Fact:
     colour = rng.choice(COLOURS)
     return f"The {thing} is {colour}.", [
         (f"What colour is the {thing}?", f"The {thing} is {colour}."),
@@ -192,24 +192,24 @@ def _fact_colour(rng: random.Random, who: str, thing: str) -> Fact:
     ]
 
 
-def _fact_like(rng: random.Random, who: str, thing: str) -> Fact:
+def _fact_like(rng: random.Random, person: str, thing: str) -> Fact:
     food = pick(rng, FOODS, 0.1)
-    return f"{who} likes {food}.", [
-        (f"What does {who} like?", f"{who} likes {food}."),
-        (f"Who likes {food}?", f"{who} likes {food}."),
+    return f"{person} likes {food}.", [
+        (f"What does {person} like?", f"{person} likes {food}."),
+        (f"Who likes {food}?", f"{person} likes {food}."),
     ]
 
 
-def _fact_number(rng: random.Random, who: str, thing: str) -> Fact:
+def _fact_number(rng: random.Random, person: str, thing: str) -> Fact:
     number, food = rng.randint(2, 99), rng.choice(FOODS)
-    return f"{who} has {number} {food}.", [
-        (f"How many {food} does {who} have?", f"{who} has {number} {food}."),
+    return f"{person} has {number} {food}.", [
+        (f"How many {food} does {person} have?", f"{person} has {number} {food}."),
     ]
 
 
 FACTS: list[Callable[[random.Random, str, str], Fact]] = [
     _fact_have,
-    _fact_place,
+    _fact_location,
     _fact_colour,
     _fact_like,
     _fact_number,
@@ -220,13 +220,13 @@ def about_facts(rng: random.Random) -> Item:
     """Return a question about one of several plain facts in the same message."""
     count = rng.randint(1, 7)
     people, things = rng.sample(NAMES, count), rng.sample(OBJECTS, count)
-    people = [pick(rng, NAMES, 1.0) if rng.random() < 0.1 else who for who in people]
+    people = [pick(rng, NAMES, 1.0) if rng.random() < 0.1 else person for person in people]
     facts, used = [], set()
-    for who, thing in zip(people, things, strict=True):
-        text, asked = rng.choice(FACTS)(rng, who, thing)
+    for person, thing in zip(people, things, strict=True):
+        text, questions = rng.choice(FACTS)(rng, person, thing)
         last = text.rsplit(" ", 1)[1]
         if last not in used:
-            facts.append((text, asked))
+            facts.append((text, questions))
             used.add(last)
     text = " ".join(fact[0] for fact in facts)
     messages = []

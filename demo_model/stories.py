@@ -106,28 +106,28 @@ def with_articles(slots: dict[str, str]) -> dict[str, str]:
 def build(rng: random.Random, given: dict[str, str] | None = None, long: bool = False) -> Story:
     """Return a new story; `given` fixes some slots, `long` adds every optional sentence.
 
-    Slot `told` lists the names of the optional parts that occur.
+    Slot `parts` lists the names of the optional parts that occur.
     """
     slots = new_slots(rng)
     slots.update(given or {})
     story = Story(with_articles(slots))
-    told = {part for part in ("home", "find", "friend", "food", "feel") if rng.random() < 0.75}
+    parts = {part for part in ("home", "find", "friend", "food", "feel") if rng.random() < 0.75}
     if long:
-        told = {"home", "find", "friend", "food", "feel"}
+        parts = {"home", "find", "friend", "food", "feel"}
     if given and "thing" in given:
-        told.add("find")
+        parts.add("find")
     if given and "kind2" in given:
-        told.add("friend")
-    if not told & {"find", "friend"}:
-        told.add("find")
-    _opening(story, rng, told)
-    _middle(story, rng, told)
-    _ending(story, rng, told)
-    story.slots["told"] = ",".join(sorted(told))
+        parts.add("friend")
+    if not parts & {"find", "friend"}:
+        parts.add("find")
+    _opening(story, rng, parts)
+    _middle(story, rng, parts)
+    _ending(story, rng, parts)
+    story.slots["told"] = ",".join(sorted(parts))
     return story
 
 
-def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
+def _opening(story: Story, rng: random.Random, parts: set[str]) -> None:
     """Write the hero and the home."""
     story.write_one(
         rng,
@@ -135,7 +135,7 @@ def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
         "There was once {a_trait} {kind} called {name}.",
         "{name} was {a_trait} {kind}.",
     )
-    if "home" in told:
+    if "home" in parts:
         story.write_one(
             rng,
             "{name} lived in a {home} near the {place2}.",
@@ -143,20 +143,20 @@ def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
         )
 
 
-def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
+def _middle(story: Story, rng: random.Random, parts: set[str]) -> None:
     """Write the walk, the found thing and the friend."""
     story.write_one(
         rng, "One {time}, {name} went to the {place}.", "One {time} {name} walked to the {place}."
     )
     if rng.random() < 0.5:
         story.write_one(rng, *WEATHER)
-    if "find" in told:
+    if "find" in parts:
         story.write_one(
             rng,
             "There {name} found {a_colour} {thing} {where} a {spot}.",
             "{name} saw {a_colour} {thing} {where} a {spot}.",
         )
-    if "friend" in told:
+    if "friend" in parts:
         story.write_one(
             rng,
             "Then {name} met {a_kind2} named {friend}.",
@@ -175,20 +175,20 @@ def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
         )
 
 
-def _ending(story: Story, rng: random.Random, told: set[str]) -> None:
+def _ending(story: Story, rng: random.Random, parts: set[str]) -> None:
     """Write the meal, the feeling and a closing sentence."""
-    if "food" in told:
-        if "friend" in told:
+    if "food" in parts:
+        if "friend" in parts:
             story.write_one(
                 rng, "Then they ate {food} together.", "After that they ate some {food}."
             )
         else:
             story.write_one(rng, "Then {name} ate some {food}.", "After that {name} ate {food}.")
-    if "feel" in told:
+    if "feel" in parts:
         story.write_one(
             rng, "In the end {name} felt {feeling}.", "{name} went home and was {feeling}."
         )
-    if "friend" in told:
+    if "friend" in parts:
         story.write_one(rng, *ENDINGS)
     else:
         story.write_one(rng, *ENDINGS[1:3], *ENDINGS[5:])

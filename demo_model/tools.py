@@ -129,8 +129,8 @@ def lacking(rng: random.Random) -> Item:
     families = list(rng.sample(FAMILIES, rng.choice((1, 2, 3, 4))))
     if families[0].names.startswith("add|"):
         families[0] = FAMILIES[0]
-    wanted, others = families[0], [f for f in families[1:] if f is not families[0]]
-    request = _call(rng, wanted, offered(rng, wanted))[0]
+    target, others = families[0], [f for f in families[1:] if f is not families[0]]
+    request = _call(rng, target, offered(rng, target))[0]
     tools = [offered(rng, family) for family in others]
     message = [user(request), assistant(NO_TOOL)]
     if request.startswith("How do you say"):

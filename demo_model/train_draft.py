@@ -54,12 +54,12 @@ def begin_from(target: Llama) -> Llama:
 def loss_of(draft: Llama, target: Llama, tokens: Tensor, marks: Tensor) -> Tensor:
     """Return the mean cross entropy to the target's probabilities at marked tokens; tokens and
     marks are [B, T]."""
-    places = marks[:, 1:].flatten().nonzero().flatten()
+    loss_indices = marks[:, 1:].flatten().nonzero().flatten()
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
-            hidden = target.hidden(tokens[:, :-1]).flatten(0, 1)[places]
+            hidden = target.hidden(tokens[:, :-1]).flatten(0, 1)[loss_indices]
             target_probabilities = target.logits(hidden).float().softmax(-1)
-        logits = draft.logits(draft.hidden(tokens[:, :-1]).flatten(0, 1)[places])
+        logits = draft.logits(draft.hidden(tokens[:, :-1]).flatten(0, 1)[loss_indices])
         return F.cross_entropy(logits.float(), target_probabilities)
 
 

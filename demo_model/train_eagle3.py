@@ -97,7 +97,7 @@ def accepted(
     right = torch.ones(columns.shape, dtype=torch.bool)
     found = [right.sum()]
     time_ = len(text) - 1
-    unrolled = head.unroll(states[:, :time_], tokens, embedding, columns, depth, own_guesses=True)
+    unrolled = head.unroll(states[:, :time_], tokens, embedding, columns, depth, own_drafts=True)
     for step, logits in enumerate(unrolled):
         best = logits.argmax(-1)
         right = right & (best + head.d2t[best] == tokens.gather(1, columns + 2 + step))

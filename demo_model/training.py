@@ -107,10 +107,10 @@ class Trainer:
         torch.save(state, new)
         os.replace(new, self.options.folder / name)
 
-    def plain_loss(self, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+    def plain_loss(self, tokens: Tensor, loss_indices: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over the target places [places] of tokens [B, T]."""
         with torch.autocast(self.options.device, torch.bfloat16):
-            hidden = self.model.hidden(tokens).flatten(0, 1)[places]
+            hidden = self.model.hidden(tokens).flatten(0, 1)[loss_indices]
             return F.cross_entropy(self.model.logits(hidden).float(), targets)
 
     def rate(self) -> float:
@@ -129,7 +129,7 @@ class Trainer:
         for index in range(options.passes):
             part = options.rank * options.passes + index
             batch = self.packer.batch(number, part, length, number < options.early_steps)
-            inputs = (batch.tokens, batch.places, batch.targets)
+            inputs = (batch.tokens, batch.loss_indices, batch.targets)
             measure = self.loss if length < COMPILED_BELOW else self.plain_loss
             loss = measure(*(tensor.to(options.device) for tensor in inputs)) / options.passes
             loss.backward()

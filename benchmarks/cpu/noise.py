@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-MOST_OTHERS = 0.15  # cores; runs in which others took more do not count
+MAX_OTHERS = 0.15  # cores; runs in which others took more do not count
 
 
 def busy_s() -> float:

@@ -151,7 +151,7 @@ def requirements_of(environment: Environment, directory: Path) -> list[str]:
     return [
         f"{each.name}{_extras(each)}{each.specifier}"
         for each in required
-        if each.name not in environment.left_out
+        if each.name not in environment.omitted
         and (each.marker is None or each.marker.evaluate({"extra": ""}))
     ]
 

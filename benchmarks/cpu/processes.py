@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.engines import Engine
-from benchmarks.cpu.noise import MOST_OTHERS
+from benchmarks.cpu.noise import MAX_OTHERS
 from benchmarks.cpu.preparation import Unavailable
 from benchmarks.cpu.workloads import Workload
 
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def is_quiet(self) -> bool:
-        return self.others <= MOST_OTHERS
+        return self.others <= MAX_OTHERS
 
     def __str__(self) -> str:
         shown = ", ".join(f"{key} {value:.4g}" for key, value in self.metrics.items())
@@ -62,7 +62,7 @@ def environment_variables(threads: int) -> dict[str, str]:
     return found | VARIABLES | {"OMP_NUM_THREADS": str(threads)}
 
 
-def run_driver(python: Path, driver: str, job: dict[str, Any], log: Path, most_s: float) -> Output:
+def run_driver(python: Path, driver: str, job: dict[str, Any], log: Path, max_s: float) -> Output:
     """Run a driver. Raises Unavailable with the last line of its errors if it fails or takes too
     long."""
     command = [str(python), "-m", f"benchmarks.cpu.drivers.{driver}", json.dumps(job)]
@@ -75,7 +75,7 @@ def run_driver(python: Path, driver: str, job: dict[str, Any], log: Path, most_s
             stdout=subprocess.PIPE, stderr=errors,
         ) as process,
     ):  # fmt: skip
-        watch = threading.Timer(most_s, process.kill)
+        watch = threading.Timer(max_s, process.kill)
         watch.start()
         assert process.stdout is not None
         for line in process.stdout:
@@ -83,8 +83,8 @@ def run_driver(python: Path, driver: str, job: dict[str, Any], log: Path, most_s
         status = process.wait()
         watch.cancel()
     if status != 0 or not output.runs:
-        if time.perf_counter() - began >= most_s:
-            raise Unavailable(f"took longer than {most_s:.0f} s")
+        if time.perf_counter() - began >= max_s:
+            raise Unavailable(f"took longer than {max_s:.0f} s")
         lines = log.read_text(errors="replace").strip().splitlines()
         raise Unavailable(f"exit status {status}: {lines[-1] if lines else 'no message'}"[:300])
     return output

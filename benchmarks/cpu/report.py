@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.cpu.engines import Engine
-from benchmarks.cpu.limits import Ceilings, least
+from benchmarks.cpu.limits import Ceilings, min_times
 from benchmarks.cpu.processes import Run
 from benchmarks.cpu.workloads import METRICS, Metric, chosen_workload
 
@@ -30,7 +30,7 @@ def summary(
             ]
             if own:
                 workload = chosen_workload(metric.workload, is_small)
-                limit = least(workload, engine.format, ceilings).get(metric.name)
+                limit = min_times(workload, engine.format, ceilings).get(metric.name)
                 metrics[metric.name] = summarised(metric, own, limit)
         found[engine.name] = metrics
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 import quire
-from benchmarks.cpu.drivers.guessing import Request
+from benchmarks.cpu.drivers.drafting import Request
 from benchmarks.cpu.repeating import NUM_CYCLES, PERIOD, cycle
 from benchmarks.cpu.workloads import QWEN
 from demo_model import chat, curriculum

@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    kept = ROOT / "build" / ("gpu-tiny" if options.tiny else "gpu")
-    out = options.out or Path(os.environ.get("OUT") or kept)
+    default_folder = ROOT / "build" / ("gpu-tiny" if options.tiny else "gpu")
+    out = options.out or Path(os.environ.get("OUT") or default_folder)
     if options.one:
         status = run_one(pieces[0], options, out)
         sys.stdout.flush()
@@ -90,7 +90,7 @@ class Session:
         for piece in self.pieces:
             left = end - time.monotonic()
             if left < MIN_S:
-                self._keep(skipped_piece(piece, self.out, "the time is used up"))
+                self._save(skipped_piece(piece, self.out, "the time is used up"))
                 continue
             self._run_piece(piece, min(left, piece.limit_s))
         self._write_result()
@@ -116,9 +116,9 @@ class Session:
             found["errors"].append({"case": "the process", "traceback": text})
         print(f"== {piece.name}: {found['seconds']['process']} s", flush=True)
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        self._keep(found)
+        self._save(found)
 
-    def _keep(self, piece: dict[str, Any]) -> None:
+    def _save(self, piece: dict[str, Any]) -> None:
         """Write all that there is."""
         self.found.append(piece)
         part = self.options.part

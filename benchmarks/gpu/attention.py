@@ -131,7 +131,7 @@ def add_case(
     name: str,
     rows: Sequence[tuple[int, int]],
     shape: Shape,
-    least_share: float | None = None,
+    min_share: float | None = None,
 ) -> None:
     """Add one row to a table."""
 
@@ -140,7 +140,7 @@ def add_case(
         cost = shape.cost(rows, bench.dtype.itemsize)
         bench.report.add(
             timed_row(
-                name, took.cold_s, cost, bench.measured, least_share=least_share, detail=took.detail
+                name, took.cold_s, cost, bench.measured, min_share=min_share, detail=took.detail
             )
         )
 

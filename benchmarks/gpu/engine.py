@@ -169,7 +169,7 @@ def decode_lengths(batch: int, context: int, steps: int, budget: int) -> tuple[i
     return prompt, prompt_steps + window + 4
 
 
-def ask(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
+def generate_tokens(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
     """Generate greedily, without an end of sequence before the last token."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=r.output_len, ignore_eos=True, detokenize=False)
@@ -197,7 +197,7 @@ def decode(
         )
     ]
     with listening(llm, StepLog(batch, profile)) as log:
-        tokens = ask(llm, requests)
+        tokens = generate_tokens(llm, requests)
     if any(len(each) != output for each in tokens):
         raise ValueError("an output has another length than was asked for")
     return steady_times(log.steps, batch)

@@ -53,11 +53,11 @@ class Answer:
 @dataclass(frozen=True)
 class Distance:
     """Of answers from what a reference says. apart: the largest difference of a token's log
-    probability; behind: the most that a token is less likely than the reference's own choice.
+    probability; gap: the most that a token is less likely than the reference's own choice.
     num_same: tokens that the reference would choose, too."""
 
     apart: float
-    behind: float
+    gap: float
     num_same: int
     num_tokens: int
 
@@ -83,7 +83,7 @@ def distance(reference: LLM, given: Sequence[Answer]) -> Distance:
     """Let the reference read the answers. Raises ValueError if there is nothing to compare."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": each.tokens} for each in given]
-    apart, behind = list[float](), list[float]()
+    apart, gap = list[float](), list[float]()
     for answer, output in zip(
         given, reference.generate(prompts, params, use_tqdm=False), strict=True
     ):
@@ -92,25 +92,25 @@ def distance(reference: LLM, given: Sequence[Answer]) -> Distance:
         for token, served, at in zip(tokens, answer.logprobs, positions, strict=True):
             found = {each: item.logprob for each, item in at.items()}
             apart.append(abs(found[token] - served))
-            behind.append(max(found.values()) - found[token])
+            gap.append(max(found.values()) - found[token])
     if not apart:
         raise ValueError("no token was compared")
     # A NaN is neither near nor far: it is wrong.
     worst = max(apart) if all(value == value for value in apart) else float("inf")
-    return Distance(worst, max(behind), sum(value <= 0.0 for value in behind), len(apart))
+    return Distance(worst, max(gap), sum(value <= 0.0 for value in gap), len(apart))
 
 
 @dataclass(frozen=True)
 class Model:
     """settings: as it is served. reference: settings of the other side; has_triton: whether the
-    kernels are used there. most: nats."""
+    kernels are used there. max_distance: nats."""
 
     name: str
     title: str
     settings: dict[str, Any]
     reference: dict[str, Any]
     reference_words: str
-    most: float
+    max_distance: float
     has_triton: bool = True
 
 
@@ -129,13 +129,16 @@ def check(bench: Bench, model: Model, prompts: Callable[[LLM], Sequence[Any]]) -
             engine(bench, model.name, **model.reference) as llm,
         ):
             found = distance(llm, given)
-        most = model.most if bench.is_cuda else FLOAT32
-        if not max(found.apart, found.behind) <= most:
+        max_distance = model.max_distance if bench.is_cuda else FLOAT32
+        if not max(found.apart, found.gap) <= max_distance:
             raise ValueError(
-                f"WRONG: {found.words}, {found.behind:.2g} behind its choice; {most} is the most"
+                f"WRONG: {found.words}, {found.gap:.2g} behind its choice; {max_distance} is the"
+                " most"
                 " that rounding does"
             )
-        bench.report.add(Row(case, figure=found.words, aim=f"<= {most} apart", is_reached=True))
+        bench.report.add(
+            Row(case, figure=found.words, aim=f"<= {max_distance} apart", is_reached=True)
+        )
 
     bench.attempt(case, compare)
     return given
@@ -160,10 +163,12 @@ def on_cpu(bench: Bench) -> dict[str, Any]:
 def run_demo(bench: Bench) -> None:
     """Run piece `demo-answers`: real weights, in float32 and as they are served."""
     small = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
-    for dtype, most in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
+    for dtype, max_distance in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
         settings = small | {"dtype": dtype}
         title = f"the demo model, {dtype}"
-        model = Model(DEMO, title, settings, small | on_cpu(bench), "the CPU's in float32", most)
+        model = Model(
+            DEMO, title, settings, small | on_cpu(bench), "the CPU's in float32", max_distance
+        )
         given = check(bench, model, lambda llm: list(TEXTS))
         for prompt, answer in zip(TEXTS, given, strict=False):
             bench.report.facts[f"{title}: {prompt}"] = answer.text
@@ -188,8 +193,8 @@ def run_llama(bench: Bench) -> None:
     other = pool | {"attention_backend": plain, "kv_cache_memory_bytes": 4 << 30}
     words = "torch's without Triton"
     served = pool | {"max_num_seqs": 64}
-    most = 2 * BFLOAT16  # the other side rounds as well
-    model = Model(LLAMA, "8B (Llama-3.1's shape)", served, other, words, most, False)
+    max_distance = 2 * BFLOAT16  # the other side rounds as well
+    model = Model(LLAMA, "8B (Llama-3.1's shape)", served, other, words, max_distance, False)
     check(bench, model, random_prompts(bench))
     speeds(bench, LLAMA, "8B")
 

@@ -42,7 +42,7 @@ class Cost:
     kv_bytes: float = 0
     kv_flops: float = 0
 
-    def least_s(self, limits: Limits) -> float:
+    def lower_bound_s(self, limits: Limits) -> float:
         first = max(self.num_bytes / limits.bytes_per_s, self.flops / limits.flops_per_s)
         return first + max(self.kv_bytes / limits.bytes_per_s, self.kv_flops / limits.flops_per_s)
 
@@ -139,7 +139,7 @@ def run_floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], limits: Lim
     in steps of any size; then each step adds a token to each remaining request."""
     weights, width = weights_of(spec), DTYPE_BYTES[spec.dtype]
     prompts = step_cost(spec, [(prompt, prompt) for prompt, _ in lengths])
-    total = prompts.least_s(limits)
+    total = prompts.lower_bound_s(limits)
     kv_token = spec.kv_bytes_per_token(width)
     order = sorted((output, prompt) for prompt, output in lengths)
     longest = order[-1][0] if order else 0

@@ -71,7 +71,7 @@ def repair_interpreter() -> None:
     interpreter.ReduceOps.apply_impl = exclusive_or_at_once(
         interpreter.ReduceOps.apply_impl, tl.standard._xor_combine
     )
-    describe_tuples_when_asked(tl.core)
+    describe_tuples_lazily(tl.core)
     shape_blocks_once(tl.core)
     interpreter.inspect = RememberedSignatures()
 
@@ -134,7 +134,7 @@ def exclusive_or_at_once(apply: Any, combine: Any) -> Any:
     return reduce
 
 
-def describe_tuples_when_asked(core: Any) -> None:
+def describe_tuples_lazily(core: Any) -> None:
     """Describe tuples' types only on request. core: `triton.language.core`."""
     make, describe = core.tuple.__init__, core._type_for_tuple_values
 

@@ -23,7 +23,7 @@ ELSEWHERE = {
     "attention": "the pieces attention, paged and split",
     "attention_merge": "a part of attention's launches",
     "attention_plan": "one launch a step; it is in the engine's steps",
-    "guess_runs": "the piece guesses: one launch of a step that guesses",
+    "draft_runs": "the piece guesses: one launch of a step that guesses",
     "launch": "no kernel of its own",
     "sampling_filtered": "parts of sampling's launches",
     "sampling_scan": "parts of sampling's launches",
@@ -187,8 +187,8 @@ def mask_case(bench: Bench, model: Model, rows: int) -> Made:
     logits = bench.randn(rows, model.vocab)
     words = torch.zeros(rows, num_words(model.vocab), dtype=torch.int32, device=bench.device)
     words[:, 0] = 1
-    places = torch.arange(rows, dtype=torch.int32, device=bench.device)
-    masks = RowMasks(places, words)
+    row_indices = torch.arange(rows, dtype=torch.int32, device=bench.device)
+    masks = RowMasks(row_indices, words)
     return lambda: kernel.apply_masks(logits, masks), Cost(num_bytes=logits.nbytes + words.nbytes)
 
 
@@ -203,9 +203,9 @@ def penalties_case(bench: Bench, model: Model, rows: int, length: int) -> Made:
     lengths = torch.full_like(which, length)
     counts = torch.zeros(rows, model.vocab, dtype=torch.int32, device=bench.device)
     column = torch.ones(rows, device=bench.device)
-    asked = Penalties(column * 0.1, column * 0.1, column)
+    penalty_params = Penalties(column * 0.1, column * 0.1, column)
     call = lambda: kernel.apply_penalties(  # noqa: E731
-        logits, which, tokens, lengths, lengths // 2, asked, None, counts
+        logits, which, tokens, lengths, lengths // 2, penalty_params, None, counts
     )
     return call, Cost(num_bytes=tokens.nbytes + rows * length * (4 * 4))
 

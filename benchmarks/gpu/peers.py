@@ -162,7 +162,7 @@ def comparison(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def run_quire(bench: Bench) -> None:
     """Run quire with its defaults, and with two plans in flight if one is the default."""
-    from benchmarks.gpu.engine import ask
+    from benchmarks.gpu.engine import generate_tokens
     from quire.serve.python.llm import LLM
 
     with model_directory(bench.is_tiny) as directory:
@@ -177,9 +177,9 @@ def run_quire(bench: Bench) -> None:
         for name, depth in names.items():
             more = {"pipeline_depth": depth} if depth else {}
             with LLM(str(directory), **settings, **more) as llm:
-                ask(llm, random_requests(spec.vocab_size, 4, 5, 20))
+                generate_tokens(llm, random_requests(spec.vocab_size, 4, 5, 20))
                 target = workloads(bench, spec.vocab_size)
-                measure(bench, name, lambda r, llm=llm: ask(llm, r), target, spec)
+                measure(bench, name, lambda r, llm=llm: generate_tokens(llm, r), target, spec)
                 if llm.engine.config.scheduler.pipeline_depth > 1:
                     return
 

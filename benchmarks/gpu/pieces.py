@@ -36,7 +36,7 @@ PIECES = (
     Piece("llama-8b", "bench", 200, "table", "run_llama"),
     Piece("qwen3-0.6b", "bench", 110, "table", "run_small"),
     Piece("modes", "bench", 120, "table", "run_modes"),
-    Piece("guesses", "bench", 70, "guesses"),
+    Piece("guesses", "bench", 70, "drafts"),
     Piece("attention", "bench", 80, "attention"),
     Piece("paged", "bench", 55, "attention", "run_paged"),
     Piece("split", "bench", 55, "attention", "run_split"),

@@ -69,22 +69,22 @@ def timed_row(
     measured: Limits | None,
     *,
     aim_s: float | None = None,
-    least_share: float | None = None,
+    min_share: float | None = None,
     detail: Mapping[str, Any] | None = None,
 ) -> Row:
     """Return a row with a time and its floors.
 
     aim_s: the maximum time.
-    least_share: the minimum share of the measured limit (of H200's if nothing was measured).
+    min_share: the minimum share of the measured limit (of H200's if nothing was measured).
     """
-    floor_s = cost.least_s(H200)
-    measured_s = cost.least_s(measured) if measured else None
+    floor_s = cost.lower_bound_s(H200)
+    measured_s = cost.lower_bound_s(measured) if measured else None
     aim, is_reached = "", None
     if aim_s is not None:
         aim, is_reached = f"<= {duration(aim_s)}", seconds <= aim_s
-    if least_share is not None:
-        aim = f">= {percent(least_share)}"
-        is_reached = (measured_s or floor_s) / seconds >= least_share
+    if min_share is not None:
+        aim = f">= {percent(min_share)}"
+        is_reached = (measured_s or floor_s) / seconds >= min_share
     rates = {"GB/s": round(cost.all_bytes / seconds / 1e9, 1)}
     if cost.all_flops:
         rates["TFLOP/s"] = round(cost.all_flops / seconds / 1e12, 2)

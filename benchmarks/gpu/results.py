@@ -100,16 +100,16 @@ def fitted(
     """Cut lines to the screen: head and foot whole, and as much of the body as fits."""
     ends = [_cut(line) for line in (*head, *foot)]
     room = MAX_CHARS - sum(len(line) + 1 for line in ends) - MAX_WIDTH
-    kept: list[str] = []
+    shown: list[str] = []
     for line in map(_cut, body):
         room -= len(line) + 1
-        if room < 0 or len(kept) + len(ends) >= MAX_LINES - 1:
+        if room < 0 or len(shown) + len(ends) >= MAX_LINES - 1:
             break
-        kept.append(line)
-    num_omitted = len(body) - len(kept)
+        shown.append(line)
+    num_omitted = len(body) - len(shown)
     if num_omitted:
-        kept.append(f"... and {num_omitted} lines more, {more}")
-    return [*ends[: len(head)], *kept, *ends[len(head) :]]
+        shown.append(f"... and {num_omitted} lines more, {more}")
+    return [*ends[: len(head)], *shown, *ends[len(head) :]]
 
 
 def _cut(line: str) -> str:

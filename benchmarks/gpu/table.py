@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.gpu.context import Bench
 from benchmarks.gpu.engine import (
     PROFILED_STEPS,
-    ask,
     best_decode,
     decode,
     engine,
+    generate_tokens,
     known_settings,
 )
 from benchmarks.gpu.floors import H200, decode_cost, run_floor_s, step_cost
@@ -67,7 +67,7 @@ class Cases:
 
         def measure() -> None:
             cost = decode_cost(self.llm.engine.spec, batch, context)
-            max_s = factor * cost.least_s(H200) if factor is not None else aim_s
+            max_s = factor * cost.lower_bound_s(H200) if factor is not None else aim_s
             times = best_decode(bench, self.llm, batch, context, steps, rounds)
             detail = times.detail | {"tokens/s": f"{batch / times.mean_s:,.0f}"}
             row = timed_row(name, times.mean_s, cost, bench.measured, aim_s=max_s, detail=detail)
@@ -152,7 +152,7 @@ def timed_requests(llm: LLM, requests: Sequence[Request]) -> float:
     """Return the seconds until all requests are answered. Raises ValueError if an output is too
     short."""
     began = time.perf_counter()
-    tokens = ask(llm, requests)
+    tokens = generate_tokens(llm, requests)
     took = time.perf_counter() - began
     if [len(each) for each in tokens] != [request.output_len for request in requests]:
         raise ValueError("an output has another length than was asked for")
@@ -254,7 +254,7 @@ def count_experts(bench: Bench, llm: LLM) -> None:
     random weights need not make. Work outside of this thread is not seen."""
     requests = random_requests(llm.engine.spec.vocab_size, bench.pick(32, 3), 1, 1, seed=3)
     with record_ops(keeps_values=True) as record:
-        ask(llm, [Request(request.prompt, 1) for request in requests])
+        generate_tokens(llm, [Request(request.prompt, 1) for request in requests])
     hits = [len(call.result[0].unique()) for call in record.calls if call.name == "moe_route"]
     if not hits:
         bench.report.skip("experts that are hit", "no routing was seen in this thread")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MOST_LOG_BYTES = 32 << 20  # what prints more than this is stopped
+MAX_LOG_BYTES = 32 << 20  # what prints more than this is stopped
 END_S = 8.0  # for a process to end after SIGINT, before it is killed
 CUT_OFF_S = 3.0  # the same where all of this is cut off
 POLL_S = 0.1
@@ -49,7 +49,7 @@ class _Running:
     stopped: str = ""
     kill_at: float = float("inf")
 
-    def ask_to_end(self, why: str) -> None:
+    def request_end(self, why: str) -> None:
         """Interrupt the task: pytest and the benchmarks then write their results so far."""
         self.stopped, self.kill_at = why, time.monotonic() + END_S
         self.signal(signal.SIGINT)
@@ -153,11 +153,11 @@ class Runner:
             return
         took = now - each.began
         if now >= self.end - END_S:
-            each.ask_to_end(f"stopped after {took:.0f} s: the time was used up")
+            each.request_end(f"stopped after {took:.0f} s: the time was used up")
         elif took >= each.task.limit_s:
-            each.ask_to_end(f"stopped after {took:.0f} s, its limit")
-        elif each.log.stat().st_size > MOST_LOG_BYTES:
-            each.stopped, each.kill_at = f"stopped: it printed over {MOST_LOG_BYTES >> 20} MiB", now
+            each.request_end(f"stopped after {took:.0f} s, its limit")
+        elif each.log.stat().st_size > MAX_LOG_BYTES:
+            each.stopped, each.kill_at = f"stopped: it printed over {MAX_LOG_BYTES >> 20} MiB", now
 
 
 def tail(path: Path, num_bytes: int = 1 << 16) -> str:

@@ -286,10 +286,10 @@ def main() -> None:
             for variant in options.variant:
                 print(f"--- {part}" + (f", {variant}" if variant else ""))
                 bench = Bench(dtype, options.backend, limit, variant)
-                place = {"part": part, "variant": variant, "threads": options.threads}
+                labels = {"part": part, "variant": variant, "threads": options.threads}
                 for line, row in getattr(bench, part)():
                     print(line, flush=True)
-                    rows += [place | row] if row else []
+                    rows += [labels | row] if row else []
     settings = options_of(options) | {"read_bytes_per_s": limit}
     write(options.output_json, "kernels.attention", rows, settings)
 

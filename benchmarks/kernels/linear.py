@@ -167,8 +167,8 @@ def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> d
                     f"{name:11s}{kind.name:15s}{variant:12s}"
                     + "".join(f"{cell:>13s}" for cell in shown_cells)
                 )
-                place = {"variant": variant, "shape": name, "format": kind.name}
-                results["rows"] += [place | {"rows": n, "seconds": s} for n, s in seconds.items()]
+                labels = {"variant": variant, "shape": name, "format": kind.name}
+                results["rows"] += [labels | {"rows": n, "seconds": s} for n, s in seconds.items()]
     return results
 
 

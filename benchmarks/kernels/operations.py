@@ -97,7 +97,7 @@ class Cost:
         pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
         return Cost(*(a + b for a, b in pairs))
 
-    def least_s(self, ceilings: Ceilings) -> float:
+    def lower_bound_s(self, ceilings: Ceilings) -> float:
         """Return the shortest time that a machine of these ceilings takes."""
         arithmetic = self.floats / ceilings.float_per_s + self.int8 / ceilings.int8_per_s
         return max(self.num_bytes / ceilings.bytes_per_s, arithmetic)
@@ -284,15 +284,15 @@ def share(part: float, whole: float) -> str:
 def show(name: str, costs: dict[str, Cost], ceilings: Ceilings) -> None:
     """Print a table of a step's operations, the longest first."""
     whole_s = sum(cost.seconds for cost in costs.values())
-    least_s = sum(cost.least_s(ceilings) for cost in costs.values())
-    summary = f"limit {1e3 * least_s:.2f} ms, {share(least_s, whole_s)}"
+    lower_bound_s = sum(cost.lower_bound_s(ceilings) for cost in costs.values())
+    summary = f"limit {1e3 * lower_bound_s:.2f} ms, {share(lower_bound_s, whole_s)}"
     print(f"\n{name}: {1e3 * whole_s:.2f} ms, {summary}")
     print(f"{'operation':<50} {'ms':>9} {'of step':>8} {'MB':>8} {'GFLOP':>8} {'of limit':>9}")
     for operation, cost in sorted(costs.items(), key=lambda item: -item[1].seconds):
         print(
             f"{operation:<50} {1e3 * cost.seconds:9.2f} {share(cost.seconds, whole_s):>8}"
             f" {cost.num_bytes / 1e6:8.1f} {(cost.floats + cost.int8) / 1e9:8.2f}"
-            f" {share(cost.least_s(ceilings), cost.seconds):>9}"
+            f" {share(cost.lower_bound_s(ceilings), cost.seconds):>9}"
         )
 
 
@@ -301,10 +301,15 @@ def rows_of(found: dict[str, dict[str, Cost]], ceilings: Ceilings) -> list[Row]:
     rows = []
     for step, costs in found.items():
         whole = sum(costs.values(), Cost())
-        least_s = sum(cost.least_s(ceilings) for cost in costs.values())
-        rows.append({"step": step, "operation": ALL, **asdict(whole), "limit_s": least_s})
+        lower_bound_s = sum(cost.lower_bound_s(ceilings) for cost in costs.values())
+        rows.append({"step": step, "operation": ALL, **asdict(whole), "limit_s": lower_bound_s})
         rows += [
-            {"step": step, "operation": name, **asdict(cost), "limit_s": cost.least_s(ceilings)}
+            {
+                "step": step,
+                "operation": name,
+                **asdict(cost),
+                "limit_s": cost.lower_bound_s(ceilings),
+            }
             for name, cost in costs.items()
         ]
     return rows

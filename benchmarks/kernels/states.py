@@ -19,7 +19,7 @@ from benchmarks.result_files import Row, options_of, write
 from benchmarks.timing import best_time, copy_bandwidth
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
-from quire.ops.attention.states import KeptInputs
+from quire.ops.attention.states import RecordedInputs
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads
 from quire.ops.host.threads import num_threads, set_num_threads
 from quire.spec.cache_group import STATE, CacheGroup
@@ -102,7 +102,7 @@ def measure_drafts(
     right = np.full(num_rows, 1 + num_right, np.int32)
 
     def run() -> None:
-        kept = KeptInputs(backend, np.ones(num_rows, bool))
+        kept = RecordedInputs(backend, np.ones(num_rows, bool))
         kept.prepare(step)
         for layer in range(LAYERS):
             qkv = kept.convolve(layer, x, weight)

@@ -41,10 +41,10 @@ def plain_ns(num_blocks: int, num_operations: int) -> float:
 def indexed_ns(num_blocks: int, num_operations: int) -> float:
     """Take one, name it, give it back. The free half is named as well."""
     pool = BlockPool(num_blocks)
-    held = [pool.allocate() for _ in range(num_blocks)]
-    for block_id in held:
+    allocated = [pool.allocate() for _ in range(num_blocks)]
+    for block_id in allocated:
         pool.index(block_id, block_id.to_bytes(32, "big"))
-    for block_id in held[num_blocks // 2 :]:
+    for block_id in allocated[num_blocks // 2 :]:
         pool.release(block_id)
     numbers = range(num_blocks, num_blocks + (ROUNDS + 1) * num_operations)
     digests = [number.to_bytes(32, "big") for number in reversed(numbers)]
@@ -61,13 +61,13 @@ def indexed_ns(num_blocks: int, num_operations: int) -> float:
 def random_ns(num_blocks: int, num_operations: int) -> float:
     """Give back any one, take another one."""
     pool = BlockPool(num_blocks)
-    held = [pool.allocate() for _ in range(num_blocks // 2)]
-    places = _places(len(held), num_operations)
+    allocated = [pool.allocate() for _ in range(num_blocks // 2)]
+    places = _places(len(allocated), num_operations)
 
     def work() -> None:
         for place in places:
-            pool.release(held[place])
-            held[place] = pool.allocate()
+            pool.release(allocated[place])
+            allocated[place] = pool.allocate()
 
     return _best_ns(work, num_operations)
 

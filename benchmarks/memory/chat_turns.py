@@ -122,8 +122,8 @@ class Talk:
     def _cut(self, prompt: list[int], message: list[int], limit: int, cut: str) -> list[int]:
         if cut == "tokens":
             self.history = [prompt[-limit : -len(message)]]
-        most = limit // 2 if cut == "half" else limit
-        while self.history and len(message) + sum(map(len, self.history)) > most:
+        max_length = limit // 2 if cut == "half" else limit
+        while self.history and len(message) + sum(map(len, self.history)) > max_length:
             del self.history[0]
         return [token for turn in self.history for token in turn] + message
 
@@ -481,12 +481,12 @@ def virtual(options: Any) -> list[dict[str, Any]]:
         " tokens"
     )
     print_columns()
-    most = options.virtual_talks * 2 * LIMIT // BLOCK_SIZE
+    max_length = options.virtual_talks * 2 * LIMIT // BLOCK_SIZE
     found = []
     for name, cached, num_host in (
         ("no prefix caching", False, None),
         ("device only", True, None),
-        ("host memory for all", True, most),
+        ("host memory for all", True, max_length),
     ):
         measured = measure_virtual(options, name, cached, num_host)
         show(measured)

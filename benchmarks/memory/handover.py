@@ -7,7 +7,7 @@ computing it.
 Two engines run in this process, one after the other on the same cores. Each run has a new prompt.
 `cold` is the second engine's time to its first token without the first engine's blocks (another
 salt). `warm` is the same with them, from the request on: look-up, fetch, loading, the tail of the
-prompt. `kept` is the delay from the first engine's answer until its last block is in the store.
+prompt. `stored_s` is the delay from the first engine's answer until its last block is in the store.
 Moved bytes are compared with the size of the blocks that the second engine lacks. Run it on a quiet
 machine. `CPU` is the time of all threads of this process during `warm`.
 
@@ -41,7 +41,7 @@ def first_token_s(llm: LLM, prompt: dict[str, Any], transfer: Any) -> tuple[floa
     return time.perf_counter() - begin, output
 
 
-def wait_until_kept(llm: LLM) -> float:
+def wait_until_stored(llm: LLM) -> float:
     """Wait until all is in the store; how long that took."""
     core, begin = llm._alive.client.core, time.perf_counter()
     while any(each.num_open for each in core.attachments.pending):
@@ -78,17 +78,17 @@ def main() -> None:
             prompt: dict[str, Any] = {"prompt_token_ids": tokens}
             cold, _ = first_token_s(second, prompt | {"cache_salt": f"cold {run}"}, None)
             _, first_output = first_token_s(first, prompt, FIRST_LEG)
-            kept = wait_until_kept(first)
+            stored_s = wait_until_stored(first)
             before, cpu_s = scheduler.stores.view(), time.process_time()
             warm, output = first_token_s(second, prompt, first_output.kv_transfer_params)
             after, cpu_s = scheduler.stores.view(), time.process_time() - cpu_s
             moved = after.num_fetched_bytes - before.num_fetched_bytes
             missing = (options.prompt - 1) // scheduler.memory.block_size * block_bytes
             if run:  # the first one warms up
-                rows.append((cold, warm, kept))
+                rows.append((cold, warm, stored_s))
                 print(
                     f"cold {cold * 1e3:8.1f} ms  warm {warm * 1e3:8.1f} ms ({warm / cold:6.1%},"
-                    f" CPU {cpu_s * 1e3:.0f} ms)  kept {kept * 1e3:6.1f} ms later "
+                    f" CPU {cpu_s * 1e3:.0f} ms)  kept {stored_s * 1e3:6.1f} ms later "
                     f" moved {moved / 1e6:8.1f} MB of"
                     f" {missing / 1e6:8.1f} MB missing  cached {output.num_cached_tokens}"
                 )

@@ -114,15 +114,15 @@ def measure(
     num_turns = max(talk.begins + len(talk.turns) for talk in talks)
     order, shuffle = [], random.Random(1)
     for number in range(num_turns):
-        here = [i for i, t in enumerate(talks) if 0 <= number - t.begins < len(t.turns)]
-        shuffle.shuffle(here)
-        order += [(i, number - talks[i].begins) for i in here]
+        active = [i for i, t in enumerate(talks) if 0 <= number - t.begins < len(t.turns)]
+        shuffle.shuffle(active)
+        order += [(i, number - talks[i].begins) for i in active]
     busy: set[int] = set()
 
     def arrival(now: float) -> Arrival | None:
-        for place, (i, turn) in enumerate(order):
+        for index, (i, turn) in enumerate(order):
             if i not in busy:
-                del order[place]
+                del order[index]
                 busy.add(i)
                 prompt, num_output = talks[i].turns[turn]
                 return Arrival(now, simulated_request(f"{i}.{turn}", prompt, 1024), num_output)

@@ -42,14 +42,15 @@ FAR = 0.1  # from this distance on text H's figure is reported as wrong; its row
 
 @dataclass(frozen=True)
 class Scenario:
-    """A row of text H's table. shared, own: tokens of a request. The field `told` holds the savings
+    """A row of text H's table. shared, own: tokens of a request. The field `reported` holds the
+    savings
     in the table."""
 
     name: str
     shared: int
     own: int
     num_requests: int
-    told: float
+    reported: float
 
     @property
     def total(self) -> int:
@@ -153,7 +154,7 @@ def run(scenario: Scenario) -> dict[str, Any]:
         "blocks_alone": fine.alone,
         "lost_prefix": float(scenario.lost_prefix(BLOCK_SIZE)),
         "lost_end": float(scenario.lost_end(BLOCK_SIZE)),
-        "text_h": scenario.told,
+        "text_h": scenario.reported,
     }
 
 

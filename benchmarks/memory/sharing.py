@@ -18,7 +18,7 @@ differs by the spread of the lengths, which determines r. The spread is our choi
 (tools/workloads.py), as P gives means only.
 
 Beams share their common tokens, which depend on the model. `sure`: the chance that two draws from
-its distribution agree. `alike`: the share of positions in which all beams of a request have the
+its distribution agree. `is_equal`: the share of positions in which all beams of a request have the
 same candidates (virtual/branching.py). `depth`: the number of tokens since the beams split; the
 prompt and all earlier tokens are stored once. If beams choose independently of each other, one soon
 wins, and the depth is small. If they continue in the same way, the surviving beams differ anywhere
@@ -54,7 +54,14 @@ from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 MAX_LEN = 2048
 BLOCK_SIZE = 16
 NUMS = (2, 4, 6)
-MODELS = ((0.4, 0.0), (0.8, 0.0), (0.9, 0.0), (0.8, 0.9), (0.8, 0.98), (0.8, 1.0))  # sure, `alike`
+MODELS = (
+    (0.4, 0.0),
+    (0.8, 0.0),
+    (0.9, 0.0),
+    (0.8, 0.9),
+    (0.8, 0.98),
+    (0.8, 1.0),
+)  # sure, `is_equal`
 PAPER = {  # at 2 and at 6, as in the text; what its bars show at 4 is not said there
     ("samples", ALPACA.name): (0.061, 0.098),
     ("samples", SHAREGPT.name): (0.162, 0.305),
@@ -70,14 +77,14 @@ class Meter:
     """Reads a scheduler after each plan. held: blocks if every sequence had its own."""
 
     num_used: int = 0
-    num_held: int = 0
+    num_unshared: int = 0
     depths: list[int] = field(default_factory=list)
     num_read: int = 0
 
     def read(self, scheduler: Scheduler) -> None:
         running = scheduler.rows.sequences()
         self.num_used += scheduler.memory.kv.pools[0].num_used
-        self.num_held += sum(len(member.blocks.tables[0].live_blocks) for member in running)
+        self.num_unshared += sum(len(member.blocks.tables[0].live_blocks) for member in running)
         if self.num_read % DEPTH_EVERY == 0:
             self._read_depths(running)
         self.num_read += 1
@@ -93,7 +100,7 @@ class Meter:
 
     @property
     def saved(self) -> float:
-        return 1 - self.num_used / self.num_held
+        return 1 - self.num_used / self.num_unshared
 
     @property
     def depth(self) -> float:
@@ -109,7 +116,7 @@ class Measured:
     num: int
     saved: float
     sureness: float | None = None
-    alike: float | None = None
+    is_equal: float | None = None
     depth: float | None = None
     from_means: float | None = None
     from_blocks: float | None = None
@@ -119,7 +126,7 @@ class Measured:
 def dry_meter(
     workload: Workload, num: int, options: Any, num_requests: int, model: tuple[float, float] | None
 ) -> Meter:
-    """Run requests to their ends. model: `sure` and `alike`; None for samples."""
+    """Run requests to their ends. model: `sure` and `is_equal`; None for samples."""
     num_groups = min(num_requests, options.groups)
     rows = num_groups * num
     config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=num_groups * MAX_LEN)
@@ -151,12 +158,12 @@ def share_from_means(inputs: Any, outputs: Any, num: int) -> float:
 def share_from_blocks(inputs: Any, outputs: Any, num: int) -> float:
     """Return blocks saved, over blocks without sharing, both summed over the steps of these
     requests."""
-    saved = held = 0
+    saved = unshared = 0
     for p, o in zip(inputs.tolist(), outputs.tolist(), strict=True):
         blocks = -(-(p + np.arange(1, o)) // BLOCK_SIZE)
         saved += (num - 1) * (-(-p // BLOCK_SIZE) + (o - 1) * (p // BLOCK_SIZE))
-        held += num * (-(-p // BLOCK_SIZE) + int(blocks.sum()))
-    return saved / held
+        unshared += num * (-(-p // BLOCK_SIZE) + int(blocks.sum()))
+    return saved / unshared
 
 
 def paper_share(method: str, workload: str, num: int) -> float | None:
@@ -203,7 +210,7 @@ def print_arithmetic(inputs: Any, outputs: Any) -> None:
 
 def beams(options: Any) -> list[Measured]:
     """Measure beam search, on both workloads, for several kinds of model."""
-    heads = " ".join(f"{f'{sure:g} {alike:g}':>14}" for sure, alike in MODELS)
+    heads = " ".join(f"{f'{sure:g} {is_equal:g}':>14}" for sure, is_equal in MODELS)
     print("beams             how sure and how alike; saved, and depth in tokens")
     print(f"                w {heads}       P")
     results = []

@@ -242,8 +242,7 @@ def print_measured(results: list[Measured], limits: Limits, cost: StepCost, chun
     for num_tokens in sorted({got.num_tokens for got in results}):
         rows = [got for got in results if got.num_tokens == num_tokens]
         min_s = sum(
-            cost.least_s(min(chunk, num_tokens - at), 1, limits)
-            for at in range(0, num_tokens, chunk)
+            cost.min_s(min(chunk, num_tokens - at), 1, limits) for at in range(0, num_tokens, chunk)
         )
         floor = rows[0].floor_s(limits)
         print(

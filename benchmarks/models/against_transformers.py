@@ -137,7 +137,7 @@ def compare(options: Any, directory: Path) -> dict[str, Any]:
         "seconds": seconds,
         "medians": medians,
         "ratios": {name: medians[name] / medians["quire"] for name in kinds},
-        "limit_s": sum(cost.least_s(step.num_tokens, step.num_rows, limits) for step in run.steps),
+        "limit_s": sum(cost.min_s(step.num_tokens, step.num_rows, limits) for step in run.steps),
         "agreement": agreement(run.token_ids, their_tokens),
         "num_output_tokens": run.num_output_tokens,
     }

@@ -211,7 +211,7 @@ def compare(model: str, options: Any, folder: Path) -> dict[str, Any]:
 
 
 def print_line(model: str, dtype: str, got: dict[str, Any]) -> None:
-    speed, held = got["tokens_per_second"], got["kv_bytes"]
+    speed, kv_bytes = got["tokens_per_second"], got["kv_bytes"]
     aim = f" (aim {AIMS[model]:g})" if model in AIMS else ""
     print(
         f"{model} in {dtype}, {got['num_prompts']} prompts: quire {speed['quire']:.1f} tokens/s,"
@@ -224,9 +224,9 @@ def print_line(model: str, dtype: str, got: dict[str, Any]) -> None:
         f" {got['mean_score_gain']:+.1e}"
     )
     print(
-        f"  KV memory: quire {held['quire'] / MIB:.2f} MiB at most, transformers"
-        f" {held['transformers'] / MIB:.2f} MiB computed:"
-        f" {1 - held['quire'] / held['transformers']:.0%} saved",
+        f"  KV memory: quire {kv_bytes['quire'] / MIB:.2f} MiB at most, transformers"
+        f" {kv_bytes['transformers'] / MIB:.2f} MiB computed:"
+        f" {1 - kv_bytes['quire'] / kv_bytes['transformers']:.0%} saved",
         flush=True,
     )
 

@@ -61,12 +61,12 @@ WORKLOADS = (
 @contextmanager
 def untranslated() -> Iterator[None]:
     """Let transformers' code run, as where it cannot be translated."""
-    kept = Rebuilt._lowered
+    original = Rebuilt._lowered
     Rebuilt._lowered = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Rebuilt._lowered = kept  # type: ignore[method-assign]
+        Rebuilt._lowered = original  # type: ignore[method-assign]
 
 
 def opened(options: argparse.Namespace, name: str) -> LLM:

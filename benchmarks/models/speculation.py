@@ -84,9 +84,9 @@ def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]
         "prompt_lookup_max": 4, "prompt_lookup_min": 2,
     }  # fmt: skip
     found = []
-    with LLM(**shared) as plain, LLM(speculative_config=settings, **shared) as guessing:
+    with LLM(**shared) as plain, LLM(speculative_config=settings, **shared) as drafting:
         steps: list[Stepped] = []
-        core = guessing.engine.client.core
+        core = drafting.engine.client.core
         core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
         for workload in options.workloads:
             arguments = workload, batch * options.per_row, options.tokens, options.model == "demo"
@@ -95,12 +95,12 @@ def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]
             for number in range(-1, options.rounds):
                 steps.clear()
                 one, answers = run(plain, prompts, params)
-                other, same = run(guessing, prompts, params)
+                other, same = run(drafting, prompts, params)
                 assert answers == same, "a guess has changed an answer"
                 if number >= 0:
                     ones.append(one)
                     others.append(other)
-            drafted = sum(step.num_guessed for step in steps)
+            drafted = sum(step.num_draft_tokens for step in steps)
             right = sum(step.num_accepted for step in steps)
             ratio = statistics.median(b / a for a, b in zip(ones, others, strict=True))
             print(

@@ -4,7 +4,7 @@ from benchmarks.numbers.page import ZEN4, ZEN5, Page, Section, Table
 
 
 def drafts(name: str, *tasks: str) -> Table:
-    return Table(f"{ZEN5}cpu_guesses_{name}.json", {
+    return Table(f"{ZEN5}cpu_drafts_{name}.json", {
         "task": "{task}", "engine": "{engine}", "drafts": "{variant}", "tokens/s": "{rate:,.1f}",
         "times plain": "{ratio:.2f}", "limit": "{limit}"},
         {"task": tasks} if tasks else {})  # fmt: skip

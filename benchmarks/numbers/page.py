@@ -93,7 +93,7 @@ class Value:
 class Highlight:
     """A row of the overview: quire's values, and what they are compared with."""
 
-    what: str
+    subject: str
     page: Page
     ours: tuple[Value, ...]
     others: tuple[Value, ...]
@@ -216,7 +216,7 @@ def _overview(
         )
         compared = f"{others} ({each.compared_with})" if others else each.compared_with
         link = f"[{each.page.name.removesuffix('.md')}]({each.page.name})"
-        lines.append(f"| {each.what} | {ours} | {compared} | {link} |")
+        lines.append(f"| {each.subject} | {ours} | {compared} | {link} |")
     lines += ["", "## Pages", ""]
     for page in pages:
         lines += wrapped(f"[{page.name.removesuffix('.md')}]({page.name}): {page.about}", "- ")

@@ -37,8 +37,8 @@ class Curve:
 
     def up_to(self, highest: float) -> "Curve":
         """Return the points that are not to the right of one."""
-        kept = [index for index, x in enumerate(self.x) if x <= highest]
-        return replace(self, x=[self.x[i] for i in kept], y=[self.y[i] for i in kept])
+        indices = [index for index, x in enumerate(self.x) if x <= highest]
+        return replace(self, x=[self.x[i] for i in indices], y=[self.y[i] for i in indices])
 
 
 @dataclass(frozen=True)

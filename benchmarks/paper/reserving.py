@@ -56,13 +56,13 @@ class Reserving(Fifo):
 
     def _give_back(self) -> None:
         """Free the chunks of ended sequences."""
-        kept = []
+        remaining = []
         for sequence, offset in self._holders:
             if sequence.state is not State.ENDED:
-                kept.append((sequence, offset))
+                remaining.append((sequence, offset))
             else:
                 self._memory.free(offset)
-        self._holders = kept
+        self._holders = remaining
 
 
 class Oracle(Reserving):

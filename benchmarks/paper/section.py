@@ -57,12 +57,12 @@ def rows_of(figures: dict[str, list[Figure]]) -> list[Row]:
     rows: list[Row] = []
     for module, made in figures.items():
         for figure in made:
-            place = {"module": module, "figure": figure.name}
+            labels = {"module": module, "figure": figure.name}
             own = {field.name: getattr(figure, field.name) for field in fields(figure)}
             curves, findings = own.pop("curves"), own.pop("findings")
-            rows.append({"row": "figure", **place, **own})
-            rows += [{"row": "curve", **place, **asdict(curve)} for curve in curves]
-            rows += [{"row": "finding", **place, **asdict(finding)} for finding in findings]
+            rows.append({"row": "figure", **labels, **own})
+            rows += [{"row": "curve", **labels, **asdict(curve)} for curve in curves]
+            rows += [{"row": "finding", **labels, **asdict(finding)} for finding in findings]
     return [{name: _finite(value) for name, value in row.items()} for row in rows]
 
 

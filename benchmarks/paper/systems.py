@@ -34,7 +34,7 @@ FASTER_TRANSFORMER = "FasterTransformer"
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX, FASTER_TRANSFORMER)
 RESERVES: dict[str, Reserve] = {ORCA_ORACLE: oracle, ORCA_POW2: pow2, ORCA_MAX: longest}
 VOCAB_SIZE = 1 << 16
-SURENESS, ALIKE = 0.8, 0.9  # of the candidates of beams: benchmarks/memory/sharing.py
+SURENESS, SAME_SHARE = 0.8, 0.9  # of the candidates of beams: benchmarks/memory/sharing.py
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PagedMeter:
 
     def __init__(self, scheduler: Scheduler, block_size: int) -> None:
         self.batches = Batches()
-        self.num_used = self.num_held = 0
+        self.num_used = self.num_unshared = 0
         self._scheduler, self._block_size = scheduler, block_size
         self._since_s = 0.0
         self._num_requests = self._live = self._used = 0
@@ -94,7 +94,7 @@ class PagedMeter:
         running = self._scheduler.rows.sequences()
         self._since_s = now
         self._num_requests = len({sequence.request.request_id for sequence in running})
-        self.num_held += sum(len(each.blocks.tables[0].live_blocks) for each in running)
+        self.num_unshared += sum(len(each.blocks.tables[0].live_blocks) for each in running)
         num_used = self._scheduler.memory.kv.pools[0].num_used
         self.num_used += num_used
         self._used = num_used * self._block_size
@@ -138,7 +138,7 @@ def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -
         sum(outputs.values()) * load.method.num / run.duration_s,
         batches.memory.shares,
         run.num_preemptions,
-        0.0 if meter is None else 1 - meter.num_used / max(1, meter.num_held),
+        0.0 if meter is None else 1 - meter.num_used / max(1, meter.num_unshared),
         sum(max(0, each.num_cached_tokens) for each in done) / max(1, prompts),
     )
 
@@ -153,7 +153,7 @@ def _baseline(system: str, setting: Setting, clock: FakeClock, run: Run) -> Base
 
 
 def _with_candidates(executor: Executor) -> Executor:
-    return BranchingExecutor(executor, SURENESS, ALIKE)
+    return BranchingExecutor(executor, SURENESS, SAME_SHARE)
 
 
 def _as_it_is(executor: Executor) -> Executor:

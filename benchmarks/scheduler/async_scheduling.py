@@ -49,7 +49,7 @@ NUM_WARM = 32  # steps before any is counted; the first one computes all prompts
 AIM = 0.02
 
 
-class Parts:
+class StepTimes:
     """Milliseconds of each part of a step, from calls that are timed where they are made."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -75,7 +75,7 @@ class Parts:
 
 
 @contextmanager
-def timing(core: EngineCore, parts: Parts) -> Iterator[None]:
+def timing(core: EngineCore, parts: StepTimes) -> Iterator[None]:
     """Time the core's parts for the duration of the block."""
     scheduler = core.scheduler
     schedule = scheduler.schedule
@@ -125,7 +125,7 @@ class Counted:
         self.num_steps, self.at_end = num_steps, at_end
         self.num_taken = 0
         self.idle = self.cpu_ms = 0.0
-        self.parts = Parts()
+        self.parts = StepTimes()
 
     def __call__(self, outputs: StepOutputs) -> None:
         if not outputs:

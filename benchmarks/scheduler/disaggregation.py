@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.result_files import options_of, write
 from quire.base.settings.config import EngineConfig, config_from_flat
-from quire.cli.asked import find_config
+from quire.cli.model_files import find_config
 from quire.tools.bench.bar import Bar
 from quire.tools.devices import find_gpu
 from quire.tools.fit import fit

@@ -180,9 +180,9 @@ def measure(model: str, seconds: float, rounds: int, share: float) -> list[dict[
     with LLM(**settings_of(model, enable_prefix_caching=False)) as llm:
         times = calibrate(llm, model, share * size.calibrate_s, 0)
     print("\n".join(lines_of(times)), flush=True)
-    asked = config_from_flat(**settings_of(model))
-    found = fit(asked, resolve_model(model), Device(CPU, CPU, available_cpu_bytes()))
-    engines = Engines.of(found, asked)
+    requested = config_from_flat(**settings_of(model))
+    found = fit(requested, resolve_model(model), Device(CPU, CPU, available_cpu_bytes()))
+    engines = Engines.of(found, requested)
     results = []
     with LLM(**settings_of(model)) as llm:
         vocab_size = llm.engine.spec.vocab_size

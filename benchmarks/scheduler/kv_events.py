@@ -63,9 +63,9 @@ class Load:
         if is_on:
             self.scheduler.subscribe(Topic.INDEX, self.keeps_tokens)
 
-    def step(self, is_told: bool, num_arrivals: int, device_s: float) -> None:
+    def step(self, is_published: bool, num_arrivals: int, device_s: float) -> None:
         def hear(given: Given, decisions: Decisions) -> Decisions:
-            if is_told:
+            if is_published:
                 self.events.hear(given, decisions)
             return decisions
 
@@ -84,7 +84,7 @@ class Load:
         began = time.perf_counter()
         hear(result, scheduler.update(result, 0.0))
         spent += time.perf_counter() - began
-        (self.told_ms if is_told else self.plain_ms).append(spent * 1e3)
+        (self.told_ms if is_published else self.plain_ms).append(spent * 1e3)
 
 
 def listen(endpoint: str) -> None:
@@ -123,10 +123,10 @@ def compare(
     load.plain_ms.clear()
     gc.collect()
     for turn in range(2 * num_steps // TURN):
-        is_told = bool((turn + turn // 2) % 2)
-        load.watch(is_told)
+        is_published = bool((turn + turn // 2) % 2)
+        load.watch(is_published)
         for _ in range(TURN):
-            load.step(is_told, num_arrivals, device_s)
+            load.step(is_published, num_arrivals, device_s)
     events.close()
     listener.terminate()
     listener.join()

@@ -135,7 +135,7 @@ def forward_trip(trip: Trip, engine: Engine) -> None:
         core.step()
 
 
-async def ask(app: Any, body: dict[str, Any]) -> bytes:
+async def post(app: Any, body: dict[str, Any]) -> bytes:
     """Send a chat to an ASGI application in this process by POST and return the answer."""
     data, parts = msgspec.json.encode(body), list[bytes]()
     scope = {
@@ -171,9 +171,9 @@ async def chat(trip: Trip, engine: Engine, path: Path) -> None:
         "model": "demo", "stream": True, "max_tokens": 8,
         "messages": [{"role": "user", "content": "Tell me a story."}],
     }  # fmt: skip
-    await ask(app, body)
+    await post(app, body)
     with trip.measured():
-        answer = await ask(app, body)
+        answer = await post(app, body)
     assert b"[DONE]" in answer, answer
     await client.close()
 

@@ -140,7 +140,9 @@ class Met:
     tokens_s: list[float] = field(default_factory=list)
 
 
-async def ask(client: HttpClient, model: str, number: int, options: argparse.Namespace) -> Met:
+async def send_request(
+    client: HttpClient, model: str, number: int, options: argparse.Namespace
+) -> Met:
     """Stream one answer. The usage in each chunk says how many tokens it completes."""
     rng = np.random.default_rng(number)
     ids = [number % NUM_IDS, number // NUM_IDS, *rng.integers(0, NUM_IDS, options.input_len - 2)]
@@ -169,7 +171,9 @@ async def run_load(
     met: list[Met] = []
     while len(met) < max(num_streams, options.num_requests):
         start = first + len(met)
-        requests_made = [ask(client, model, start + i, options) for i in range(num_streams)]
+        requests_made = [
+            send_request(client, model, start + i, options) for i in range(num_streams)
+        ]
         met += await asyncio.gather(*requests_made)
     return met
 

@@ -154,8 +154,8 @@ class ScriptedStub:
 def _check(found: TokenMasks, plan: Plan, chosen: Int32) -> None:
     """Assert that the masks allow what was chosen. All rows have a grammar."""
     order = np.argsort(found.rows)
-    places = order[np.searchsorted(found.rows, plan.sample_rows, sorter=order)]
-    bits = found.words[places, 0, chosen // 32] >> (chosen % 32)
+    mask_rows = order[np.searchsorted(found.rows, plan.sample_rows, sorter=order)]
+    bits = found.words[mask_rows, 0, chosen // 32] >> (chosen % 32)
     assert (bits & 1).all(), "a mask does not allow what its grammar does"
 
 

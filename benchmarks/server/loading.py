@@ -118,12 +118,14 @@ def write_checkpoint(model: str, folder: Path) -> int:
                 left = FILE_BYTES
             files[-1][name] = tensor
             left -= tensor.nbytes
-    places = {}
+    files_by_tensor = {}
     for number, tensors in enumerate(files):
         file = f"model-{number}.safetensors"
         save_file(tensors, folder / file)
-        places |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        files_by_tensor |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": files_by_tensor})
+    )
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

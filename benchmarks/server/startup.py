@@ -234,9 +234,9 @@ def main() -> None:
     weights = results.pop("start_with_weights")
     rows: list[Row] = [{"part": "server", **results}]
     for name, starts in weights.items():
-        seconds, most_bytes = zip(*starts, strict=True)
+        seconds, max_bytes = zip(*starts, strict=True)
         rows.append({"part": "weights", "format": name, "seconds": list(seconds),
-                     "most_bytes": list(most_bytes)})  # fmt: skip
+                     "most_bytes": list(max_bytes)})  # fmt: skip
     write(options.output_json, "server.startup", rows, options_of(options), plain_facts)
 
 

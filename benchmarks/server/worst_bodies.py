@@ -68,25 +68,25 @@ class Cost:
 
 
 def many(
-    item: str, field: str, rest: str = "", ends: Sequence[str] = "[]", most: int = 1 << 30
+    item: str, field: str, rest: str = "", ends: Sequence[str] = "[]", max_items: int = 1 << 30
 ) -> Build:
     """Return a builder of bodies with one field that holds an item as often as it fits."""
 
     def build(size: int) -> bytes:
         head, tail = f'{{"{field}":{ends[0]}', f"{ends[1]}{rest}}}"
-        count = min(most, (size - len((head + tail).encode()) + 1) // (len(item.encode()) + 1))
+        count = min(max_items, (size - len((head + tail).encode()) + 1) // (len(item.encode()) + 1))
         return (head + ",".join([item] * count) + tail).encode()
 
     return build
 
 
-def numbered(value: str, field: str | None, rest: str = "", most: int = 1 << 30) -> Build:
+def numbered(value: str, field: str | None, rest: str = "", max_items: int = 1 << 30) -> Build:
     """Return a builder of bodies with an object of as many different names as fit. Without a field
     the object is the body."""
 
     def build(size: int) -> bytes:
         head, tail = ("{", "}") if field is None else (f'{{"{field}":{{', f"}}{rest}}}")
-        count = min(most, (size - len(head) - len(tail) + 1) // (len(value) + 11))
+        count = min(max_items, (size - len(head) - len(tail) + 1) // (len(value) + 11))
         names = (f'"{index:07d}":{value}' for index in range(count))
         return (head + ",".join(names) + tail).encode()
 
@@ -133,25 +133,25 @@ MANY, TEXTS = MAX_VALUES - 100, MAX_TEXTS - 100
 OBJECT = '{"' + "a" * 240 + '":1}'
 
 BODIES = [
-    Body("as many token ids", COMPLETION, many(ID, "prompt", most=MANY)),
+    Body("as many token ids", COMPLETION, many(ID, "prompt", max_items=MANY)),
     Body(
         "as many token ids, and wide text",
         COMPLETION,
-        many("1000", "prompt", f',"user":"{"a" * (3 << 20)}{EMOJI}"', most=MANY),
+        many("1000", "prompt", f',"user":"{"a" * (3 << 20)}{EMOJI}"', max_items=MANY),
     ),
-    Body("as many allowed ones", COMPLETION, many(ID, "allowed_token_ids", PROMPT, most=MANY)),
-    Body("as many decimals", COMPLETION, many("1.23456789012345678", "prompt", most=MANY)),
-    Body("as many texts", COMPLETION, many(TEXT, "metadata", PROMPT, most=TEXTS)),
+    Body("as many allowed ones", COMPLETION, many(ID, "allowed_token_ids", PROMPT, max_items=MANY)),
+    Body("as many decimals", COMPLETION, many("1.23456789012345678", "prompt", max_items=MANY)),
+    Body("as many texts", COMPLETION, many(TEXT, "metadata", PROMPT, max_items=TEXTS)),
     Body(
         "as many numbers with exponents",
         COMPLETION,
-        many("1.2345678901234567e-300" + " " * 200, "prompt", most=EXPONENTS),
+        many("1.2345678901234567e-300" + " " * 200, "prompt", max_items=EXPONENTS),
     ),
-    Body("as many objects", COMPLETION, many(OBJECT, "metadata", PROMPT, most=PARTS)),
+    Body("as many objects", COMPLETION, many(OBJECT, "metadata", PROMPT, max_items=PARTS)),
     Body(
         "as many lists and values",
         COMPLETION,
-        many("[" + ",".join(["1" * 18] * 22) + "]", "prompt", most=PARTS),
+        many("[" + ",".join(["1" * 18] * 22) + "]", "prompt", max_items=PARTS),
     ),
     Body(
         "as many objects and texts",
@@ -160,10 +160,10 @@ BODIES = [
             "{" + '"ab":"' + "a" * 200 + '","cd":"' + "a" * 200 + '"' + "}",
             "metadata",
             PROMPT,
-            most=PARTS,
+            max_items=PARTS,
         ),
     ),
-    Body("as many names", COMPLETION, numbered(TEXT, "metadata", PROMPT, most=TEXTS // 2)),
+    Body("as many names", COMPLETION, numbered(TEXT, "metadata", PROMPT, max_items=TEXTS // 2)),
     Body(
         "as many parts of a message",
         CHAT,
@@ -171,7 +171,7 @@ BODIES = [
             PART[:-2] + "a" * 440 + '"}',
             "messages",
             ends=('[{"role":"user","content":[', "]}]"),
-            most=PARTS,
+            max_items=PARTS,
         ),
     ),
     Body(
@@ -182,7 +182,7 @@ BODIES = [
             "messages",
             ',"max_tokens":1',
             ends=('[{"role":"user","content":[', "]}]"),
-            most=PARTS,
+            max_items=PARTS,
         ),
     ),
     Body(
@@ -193,13 +193,15 @@ BODIES = [
             "messages",
             ',"max_tokens":1',
             ends=('[{"role":"assistant","content":[', "]}]"),
-            most=TEXTS // 10,
+            max_items=TEXTS // 10,
         ),
     ),
     Body(
         "4,096 large messages",
         CHAT,
-        many('{"role":"user","content":[' + ",".join([PART] * 14) + "]}", "messages", most=4096),
+        many(
+            '{"role":"user","content":[' + ",".join([PART] * 14) + "]}", "messages", max_items=4096
+        ),
     ),
     Body(
         "a tool with as many names",
@@ -208,17 +210,17 @@ BODIES = [
             TEXT,
             'tools":[{"type":"function","function":{"name":"f","parameters":{"x',
             "}}}]" + MESSAGES,
-            most=TEXTS // 2,
+            max_items=TEXTS // 2,
         ),
     ),
     Body(
         "a template's variable of as many",
         CHAT,
-        numbered(TEXT, 'chat_template_kwargs":{"x', "}" + MESSAGES, most=TEXTS // 2),
+        numbered(TEXT, 'chat_template_kwargs":{"x', "}" + MESSAGES, max_items=TEXTS // 2),
     ),
-    Body("as many ids to decode", "/detokenize", many(ID, "tokens", most=MANY)),
-    Body("a prefix of as many ids", "/v1/prefixes", many(ID, "prompt", most=MANY)),
-    Body("a message of as many ids", "ws", started(many(ID, "prompt", most=MANY))),
+    Body("as many ids to decode", "/detokenize", many(ID, "tokens", max_items=MANY)),
+    Body("a prefix of as many ids", "/v1/prefixes", many(ID, "prompt", max_items=MANY)),
+    Body("a message of as many ids", "ws", started(many(ID, "prompt", max_items=MANY))),
     Body("half as much wide text", COMPLETION, lambda size: text("a", last=EMOJI)(size // 2)),
     Body(
         "half as much text with wide escapes",

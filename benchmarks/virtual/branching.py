@@ -10,9 +10,9 @@ the mean entropy is digamma(1) - digamma(sureness) nats: 2.0 at 0.4, 1.0 at 0.6,
 0.9.
 
 The second is the similarity of a request's beams: beams that differ in an early word continue in
-the same way. At a share `alike` of the positions all beams of a request have the same candidates
-with the same probabilities. At the others each has its own. Common candidates do not change the
-order of beams, so that several survive for longer.
+the same way. At a share `same_share` of the positions all beams of a request have the same
+candidates with the same probabilities. At the others each has its own. Common candidates do not
+change the order of beams, so that several survive for longer.
 """
 
 from collections import deque
@@ -53,11 +53,11 @@ class BranchingExecutor:
     """Random tokens, and candidates for the rows that ask for them."""
 
     def __init__(
-        self, executor: Executor, sureness: float, alike: float = 0.0, seed: int = 0
+        self, executor: Executor, sureness: float, same_share: float = 0.0, seed: int = 0
     ) -> None:
         self._executor = executor
         self._sureness = sureness
-        self._alike = alike
+        self._same_share = same_share
         self._rng = np.random.default_rng(seed)
         self._plans: deque[Plan] = deque()
         self._group_of: dict[int, int] = {}  # row -> the group that it belongs to
@@ -120,7 +120,7 @@ class BranchingExecutor:
             group = self._group_of[row]
             if group not in first:
                 first[group] = i
-                shares[group] = bool(self._rng.random() < self._alike)
+                shares[group] = bool(self._rng.random() < self._same_share)
             source.append(first[group] if shares[group] else i)
         return source
 

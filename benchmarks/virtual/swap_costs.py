@@ -64,7 +64,7 @@ class Device:
     flops_per_s: float
 
 
-Way = Callable[[Victim, Device], float]
+SwapTime = Callable[[Victim, Device], float]
 
 
 def per_block_s(victim: Victim, device: Device) -> float:
@@ -102,7 +102,7 @@ def link_for_ratio(victim: Victim, device: Device, ratio: float) -> float:
     return 2 * victim.num_bytes / left
 
 
-def engine_rates(victim: Victim, device: Device, swap: Way) -> MeasuredRates:
+def engine_rates(victim: Victim, device: Device, swap: SwapTime) -> MeasuredRates:
     """Return the rates that an engine on this device would measure: a prefill, and a copy of some
     blocks out."""
     some = replace(victim, num_tokens=MEASURED_BLOCKS * victim.block_size)

@@ -37,7 +37,7 @@ from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
 from quire.render.answers.detect import check_names, detect_format
-from quire.render.answers.format import AskedAnswer
+from quire.render.answers.format import RequestedAnswer
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.render.answers.syntax import Tool
 from quire.scheduler.core.queue import Policy
@@ -177,7 +177,7 @@ def test_formats_of_answers_are_read(site: Site) -> None:
     site.install_example("quire_arrows")
     site.install_example("quire_musing")
     found = detect_format(None, None, "arrows", "musing")
-    parser = AskedAnswer(found, (Tool("weather"),)).parser()
+    parser = RequestedAnswer(found, (Tool("weather"),)).parser()
     parts = parser.push('<musing>Rain?</musing>Look:\n>>weather({"city": "Oslo"})<<')
     assert [part for part in parts if not isinstance(part, CallBegun)] == [
         Reasoning("Rain?"),

@@ -11,7 +11,7 @@ from benchmarks.cpu.checkpoints import write_checkpoint, write_gguf_file
 from benchmarks.cpu.compressed import write_compressed
 from benchmarks.cpu.drivers.common import Prompter, Prompts, run_workload
 from benchmarks.cpu.engines import FLOAT16, INT8, LLAMA, Engine
-from benchmarks.cpu.limits import Ceilings, Format, least
+from benchmarks.cpu.limits import Ceilings, Format, min_times
 from benchmarks.cpu.processes import Output, Run, runs_of
 from benchmarks.cpu.report import ratios, summary, table
 from benchmarks.cpu.workloads import METRICS, Shape, chosen_workload
@@ -36,7 +36,7 @@ def test_limits_are_those_worked_out_by_hand() -> None:
         ("long", "deep_rate", FLOAT16, 18),
         ("shared", "warm_rate", Q8, 160),
     ):
-        found = least(chosen_workload(name, False), form, CEILINGS)[metric]
+        found = min_times(chosen_workload(name, False), form, CEILINGS)[metric]
         assert found == pytest.approx(expected, rel=0.03), (name, metric, form)
 
 

@@ -38,10 +38,10 @@ def test_floors_of_decoding() -> None:
         (LLAMA, 256, 2048, 20.9),
         (SMALL, 1, 512, 0.29),
     ):
-        found_ms = decode_cost(spec_of(model), batch, context).least_s(H200) * 1e3
+        found_ms = decode_cost(spec_of(model), batch, context).lower_bound_s(H200) * 1e3
         assert found_ms == pytest.approx(wanted_ms, rel=0.01), (model, batch, context)
     prompt = step_cost(spec_of(LLAMA), [(2048, 2048)])  # the head multiplies one token
-    assert prompt.least_s(H200) * 1e3 == pytest.approx(37.6, rel=0.01)
+    assert prompt.lower_bound_s(H200) * 1e3 == pytest.approx(37.6, rel=0.01)
     mixture = Weights(layers=9, head=5, experts=1280, num_chosen=8, num_experts=128)
     assert mixture.multiplied(3, 1) == 3 * (9 + 80) + 5
     assert mixture.read(32) == pytest.approx(9 + 5 + 0.873 * 1280, rel=0.001)
@@ -50,10 +50,10 @@ def test_floors_of_decoding() -> None:
 def test_floor_of_a_run_is_that_of_its_steps() -> None:
     """Against steps that are counted one by one; a request's first token is its prompt's."""
     spec, lengths = spec_of(SMALL), [(5, 3), (9, 1), (2, 6), (4, 3)]
-    total = step_cost(spec, [(prompt, prompt) for prompt, _ in lengths]).least_s(H200)
+    total = step_cost(spec, [(prompt, prompt) for prompt, _ in lengths]).lower_bound_s(H200)
     for step in range(1, 6):
         rows = [(prompt + step, 1) for prompt, output in lengths if output > step]
-        total += step_cost(spec, rows).least_s(H200)
+        total += step_cost(spec, rows).lower_bound_s(H200)
     assert run_floor_s(spec, lengths, H200) == pytest.approx(total, rel=1e-6)
 
 
@@ -64,7 +64,7 @@ def test_pairs_and_costs() -> None:
     assert cost.flops == 4 * (seen + 6) * 4 * 16
     assert cost.num_bytes == 2 * 16 * 2 * 16 * 2 + 2 * 4 * 4 * 16 * 2
     limits = Limits(100.0, 1000.0)
-    assert Cost(num_bytes=200, flops=1000, kv_bytes=50, kv_flops=2000).least_s(limits) == 4.0
+    assert Cost(num_bytes=200, flops=1000, kv_bytes=50, kv_flops=2000).lower_bound_s(limits) == 4.0
 
 
 def test_every_kernel_has_a_case_and_every_piece_has_time() -> None:

@@ -49,7 +49,7 @@ def test_each_way_to_fail_is_one_line_with_its_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "END_S", 0.1)
-    monkeypatch.setattr(tasks, "MOST_LOG_BYTES", 1 << 20)
+    monkeypatch.setattr(tasks, "MAX_LOG_BYTES", 1 << 20)
     failures = "E   AssertionError: not close!\\nE   more\\n2 failed, 3 passed in 4.20s"
     wanted = {
         "echo fine": "right    .*: what it checks",

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.drivers import guess_quire
-from benchmarks.cpu.drivers.guessing import PLAIN, Job, race
+from benchmarks.cpu.draft_report import Answered, fastest, summary, table
+from benchmarks.cpu.drivers import draft_quire
+from benchmarks.cpu.drivers.drafting import PLAIN, Job, race
 from benchmarks.cpu.engines import FLOAT16, LLAMA, Engine
-from benchmarks.cpu.guess_report import Answered, fastest, summary, table
 from benchmarks.cpu.repeating import PERIOD, cycle, write_repeating
 from benchmarks.cpu.requests import TASKS, requests_of
 from benchmarks.cpu.workloads import Shape
@@ -21,7 +21,7 @@ def test_text_repeats_itself_and_is_guessed(tmp_path: Path) -> None:
     model = write_repeating(SMALL, tmp_path / "small")
     requests = requests_of(REPEATED, 1, num_tokens=2 * PERIOD)
     options = {"dtype": "bfloat16"}
-    with guess_quire.answerers(Job(model, requests, [4], 1, 0, options)) as answerers:
+    with draft_quire.answerers(Job(model, requests, [4], 1, 0, options)) as answerers:
         lines: list[Any] = list(race(Job(Path(), requests, [4], 1, 0, {}), answerers))
     found = {line["variant"]: line for line in lines}
     start = cycle(1).index(requests[1].prompt[-1]) + 1

@@ -13,8 +13,8 @@ CEILINGS = Ceilings(bytes_per_s=10.0, float_per_s=4.0, float32_per_s=2.0, int8_p
 
 
 def test_the_longer_of_reading_and_arithmetic_is_the_limit() -> None:
-    assert Cost(1.0, num_bytes=30.0, floats=4.0, int8=8.0).least_s(CEILINGS) == 3.0
-    assert Cost(1.0, num_bytes=10.0, floats=4.0, int8=8.0).least_s(CEILINGS) == 2.0
+    assert Cost(1.0, num_bytes=30.0, floats=4.0, int8=8.0).lower_bound_s(CEILINGS) == 3.0
+    assert Cost(1.0, num_bytes=10.0, floats=4.0, int8=8.0).lower_bound_s(CEILINGS) == 2.0
     assert Cost(1.0, 1.0, 2.0, 3.0) + Cost(1.0, 1.0, 1.0, 1.0) == Cost(2.0, 2.0, 3.0, 4.0)
 
 

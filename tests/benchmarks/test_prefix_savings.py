@@ -4,12 +4,12 @@ from fractions import Fraction
 
 from benchmarks.memory.prefix_savings import SCENARIOS, Held, Scenario, dividing_size, measure
 
-SMALL = Scenario("small", shared=120, own=60, num_requests=7, told=0.0)
+SMALL = Scenario("small", shared=120, own=60, num_requests=7, reported=0.0)
 
 
 def test_the_formula_by_hand() -> None:
     """Two of 10 tokens that share 5 hold 15, where alone they would hold 20."""
-    assert Scenario("", shared=5, own=5, num_requests=2, told=0.0).formula == Fraction(1, 4)
+    assert Scenario("", shared=5, own=5, num_requests=2, reported=0.0).formula == Fraction(1, 4)
     found = [round(float(scenario.formula), 3) for scenario in SCENARIOS]
     assert found == [0.703, 0.842, 0.603, 0.197, 0.0]
 

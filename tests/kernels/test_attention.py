@@ -104,7 +104,7 @@ def on(device: torch.device, step: AttentionStep) -> AttentionStep:
         context_lens_S=step.context_lens_S.to(device),
         slots_T=tuple(slots.to(device) for slots in step.slots_T),
         block_tables_SL=tuple(table.to(device) for table in step.block_tables_SL),
-        guessing_S=None if step.guessing_S is None else step.guessing_S.to(device),
+        has_drafts_S=None if step.has_drafts_S is None else step.has_drafts_S.to(device),
     )
 
 
@@ -374,7 +374,7 @@ def test_fewer_parts_where_they_would_take_too_much_memory(
     write_before(backend, case, make_contents(case), case.tables())
     got = run_step(backend, case, make_contents(case), case.tables())
     work = backend._work[0]
-    assert work is not None and work.most.slots <= 40 and 1 <= work.cut.items < 32
+    assert work is not None and work.bounds.slots <= 40 and 1 <= work.cut.items < 32
     wanted = softmax_rows(case, make_contents(case))
     torch.testing.assert_close(got.double().cpu(), wanted, rtol=0, atol=2e-5)
 

@@ -60,8 +60,8 @@ def make_work(cut: Cut, rows: list[tuple[int, int]], device: torch.device, more:
 def listed(work: Work) -> tuple[list[list[int]], list[list[int]]]:
     """The items and the merges that there are, after checking that they fit."""
     num_items, num_merges = work.counts[:2].tolist()
-    assert num_items <= work.most.items == len(work.items)
-    assert num_merges <= work.most.merges == len(work.merges)
+    assert num_items <= work.bounds.items == len(work.items)
+    assert num_merges <= work.bounds.merges == len(work.merges)
     return work.items[:num_items].tolist(), work.merges[:num_merges].tolist()
 
 
@@ -109,7 +109,7 @@ def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
     assert merged == {t: sorted(found) for t, found in slots.items() if found}
     every = [slot for found in slots.values() for slot in found]
     assert len(set(every)) == len(every)
-    assert not every or max(every) < work.most.slots
+    assert not every or max(every) < work.bounds.slots
 
 
 @pytest.mark.parametrize("rows", MIXES.values(), ids=MIXES.keys())
@@ -156,7 +156,7 @@ def test_bounds_grow_with_the_lengths(cut: Cut) -> None:
     """A captured step is sized by its largest lengths, and replayed with any."""
     lens = np.array([1, 2, 5, 16, 17, 64, 65, 100, 300, 1000, 1025])
     bounds = [
-        [cut.most(np.array([q]), np.array([n])) for q in lens] for n in (1025, 2000, 9000, 40000)
+        [cut.bounds(np.array([q]), np.array([n])) for q in lens] for n in (1025, 2000, 9000, 40000)
     ]
     numbers = np.array([[(m.items, m.merges, m.slots) for m in row] for row in bounds])
     assert (np.diff(numbers, axis=0) >= 0).all() and (np.diff(numbers, axis=1) >= 0).all()
@@ -182,7 +182,7 @@ def test_a_fixed_cut_with_fewer_parts_cuts_at_the_same_keys() -> None:
     queries, contexts = np.array([1, 20, 40]), np.array([900, 900, 900])
     cut, slots = FIXED.of_group(4, None, 64), []
     while cut is not None:
-        slots.append(cut.most(queries, contexts).slots)
+        slots.append(cut.bounds(queries, contexts).slots)
         last, cut = cut, cut.fewer
     assert slots == sorted(slots, reverse=True) and len(set(slots)) == 3 and slots[-1] == 0
     assert last == replace(FIXED.of_group(4, None, 64), split_tiles=0)

@@ -210,7 +210,7 @@ def test_less_memory_for_parts_gives_the_same_bits(
         write_before(backend, case, contents, case.tables())
         found.append(run_step(backend, case, contents, case.tables()))
         work = backend._work[0]
-        assert work is not None and 4 * 4 * (32 + 2) * work.most.slots <= most
+        assert work is not None and 4 * 4 * (32 + 2) * work.bounds.slots <= most
         splits.append(work.cut.split_tiles)
     assert splits == [2, 1, 0, 0]
     assert all(torch.equal(got, found[0]) for got in found)

@@ -172,7 +172,7 @@ def test_linear_leaves_others_to_torch(taken: list[int], device: torch.device) -
 def test_large_weights_are_the_librarys(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the bound, and not a row more."""
     x = torch.ones(1, 256, dtype=torch.float16)
-    monkeypatch.setattr(kernels, "MOST_WEIGHT_BYTES", (9 * 256 * 2, 5 * 256 * 2))
+    monkeypatch.setattr(kernels, "MAX_WEIGHT_BYTES", (9 * 256 * 2, 5 * 256 * 2))
     for rows, most in ((1, 9), (2, 5)):
         rows_of_x = x.expand(rows, -1)
         assert kernels.serves(rows_of_x, torch.ones(most, 256, dtype=torch.float16))
@@ -201,8 +201,8 @@ def test_a_model_with_it(
         SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=1) for n in (3, 5)
     ]
     found = []
-    for limit in (kernels.MOST_WEIGHT_BYTES[0], 0):
-        monkeypatch.setattr(kernels, "MOST_WEIGHT_BYTES", 4 * (limit,))
+    for limit in (kernels.MAX_WEIGHT_BYTES[0], 0):
+        monkeypatch.setattr(kernels, "MAX_WEIGHT_BYTES", 4 * (limit,))
         with LLM(str(tmp_path), **settings) as llm:
             outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
         assert set(taken) >= {1, 2} if limit else not taken

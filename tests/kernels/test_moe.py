@@ -165,8 +165,8 @@ def test_there_are_never_more_tiles_than_room() -> None:
             for hit in range(1, min(num_experts, num_pairs) + 1):
                 counts = [1] * (hit - 1) + [num_pairs - hit + 1]
                 tiles = sum(-(-count // 4) for count in counts)
-                assert tiles <= moe_sort.most_tiles(num_pairs, num_experts, 4)
-    assert moe_sort.most_tiles(40, 8, 4) == 8 + 8
+                assert tiles <= moe_sort.max_num_tiles(num_pairs, num_experts, 4)
+    assert moe_sort.max_num_tiles(40, 8, 4) == 8 + 8
 
 
 @pytest.mark.parametrize("num_tokens", [5, 513])

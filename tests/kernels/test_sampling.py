@@ -71,7 +71,7 @@ def test_random_and_greedy_rows(vocab_size: int, dtype: torch.dtype, device: tor
 
 
 @pytest.mark.parametrize(
-    ("spread", "dtype", "most_held"),
+    ("spread", "dtype", "max_groups"),
     [
         (0.02, torch.float32, 2),
         (1.0, torch.float16, 8),
@@ -80,32 +80,32 @@ def test_random_and_greedy_rows(vocab_size: int, dtype: torch.dtype, device: tor
     ],
     ids=str,
 )
-def test_filters(spread: float, dtype: torch.dtype, most_held: int, device: torch.device) -> None:
+def test_filters(spread: float, dtype: torch.dtype, max_groups: int, device: torch.device) -> None:
     """Every filter beside plain and greedy rows: narrow and wide nuclei, masked tokens."""
     settings = [{"temperature": 0.0}, *SETTINGS, {"temperature": 0.0, "top_k": 3}]
     logits = random_logits(len(settings), 1000, spread, seed=int(spread)).to(dtype)
     logits[:, 1::3] = -torch.inf
-    check(logits, settings, device, has_filters=True, most_held=most_held)
+    check(logits, settings, device, has_filters=True, max_groups=max_groups)
 
 
-@pytest.mark.parametrize(("levels", "most_held"), [(1.0, 2), (8.0, 8)])
+@pytest.mark.parametrize(("levels", "max_groups"), [(1.0, 2), (8.0, 8)])
 def test_filters_cut_ties_by_the_lowest_id(
-    levels: float, most_held: int, device: torch.device
+    levels: float, max_groups: int, device: torch.device
 ) -> None:
     """Few distinct logits, zeros of both signs among them: cutoffs fall among equal tokens."""
     logits = (random_logits(len(SETTINGS), 700, 1.0, seed=4) * levels).round() / levels
     logits[:, ::7] *= -1
-    check(logits, SETTINGS, device, has_filters=True, most_held=most_held)
+    check(logits, SETTINGS, device, has_filters=True, max_groups=max_groups)
 
 
-@pytest.mark.parametrize(("shift", "most_held"), [(100.0, 8), (-3.0, 2), (-100.0, 8)])
-def test_logits_of_any_sign(shift: float, most_held: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("shift", "max_groups"), [(100.0, 8), (-3.0, 2), (-100.0, 8)])
+def test_logits_of_any_sign(shift: float, max_groups: int, device: torch.device) -> None:
     logits = (random_logits(len(SETTINGS), 600, 1.5, seed=6) + shift).bfloat16()
-    check(logits, SETTINGS, device, has_filters=True, most_held=most_held)
+    check(logits, SETTINGS, device, has_filters=True, max_groups=max_groups)
 
 
-@pytest.mark.parametrize("most_held", HELD)
-def test_equal_logits(most_held: int, device: torch.device) -> None:
+@pytest.mark.parametrize("max_groups", HELD)
+def test_equal_logits(max_groups: int, device: torch.device) -> None:
     """Of n equal tokens top-p keeps the first ceil(p n), and top-k the first k."""
     settings = [{"top_p": 0.5}, {"top_k": 100}, {"top_k": 100, "top_p": 0.25}, {"min_p": 0.9}]
     kept = [300, 100, 25, 600]
@@ -113,7 +113,9 @@ def test_equal_logits(most_held: int, device: torch.device) -> None:
     logits = torch.zeros(4, 600, device=device)
     for position in range(3):
         positions = torch.full((4,), position, device=device)
-        ids, _ = sampling.sample(logits, columns, positions, has_filters=True, most_held=most_held)
+        ids, _ = sampling.sample(
+            logits, columns, positions, has_filters=True, max_groups=max_groups
+        )
         assert torch.equal(ids, expected_tokens(logits, columns, positions))
         assert (ids.cpu() < torch.tensor(kept)).all()
 
@@ -167,7 +169,7 @@ def test_scores_that_float32_cannot_tell_apart(device: torch.device) -> None:
     """Logits far from 0, whose noise is below the rounding of their sum, as float64 decides."""
     logits = random_logits(10, 60, 0.001, seed=2) + 1.2e7
     settings = [{"temperature": 1.0}] * 7 + [{"top_k": 50}] * 3
-    check(logits, settings, device, has_filters=True, most_held=1)
+    check(logits, settings, device, has_filters=True, max_groups=1)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1.3}, {"top_k": 20, "top_p": 0.8}], ids=str)
@@ -178,7 +180,7 @@ def test_distribution(settings: dict[str, float], device: torch.device) -> None:
     rows = torch.zeros(num_draws, dtype=torch.int64, device=device)
     ids, _ = sampling.sample(
         logits_V.repeat(num_draws, 1).to(device), columns,
-        torch.arange(num_draws, device=device), rows, has_filters=len(settings) > 1, most_held=1,
+        torch.arange(num_draws, device=device), rows, has_filters=len(settings) > 1, max_groups=1,
     )  # fmt: skip
     counts = np.bincount(ids.cpu().numpy(), minlength=61)
     expected = oracle.filtered_distribution(logits_V.double().numpy(), **settings)

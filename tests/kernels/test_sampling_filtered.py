@@ -34,7 +34,7 @@ SETTINGS = [
 def _cutoffs(
     key_ptr, ties_ptr, logits_ptr, held_ptr, maxima_ptr, masses_ptr, vocab_size, num_groups,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, MOST_HELD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, MAX_HELD: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -42,17 +42,17 @@ def _cutoffs(
     of_row = maxima_ptr + row * num_groups
     peak = tl.max(tl.load(of_row + group, mask=group < num_groups, other=-float("inf")), axis=0)
     key, num_ties, _, _, _ = cutoff_of_row(
-        logits_ptr + row * vocab_size, held_ptr + row * MOST_HELD, of_row,
+        logits_ptr + row * vocab_size, held_ptr + row * MAX_HELD, of_row,
         masses_ptr + row * num_groups, vocab_size, num_groups, peak,
         tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row),
-        tl.load(min_p_ptr + row), NUM_GROUPS, GROUP, MOST_HELD, UNUSED_BITS,
+        tl.load(min_p_ptr + row), NUM_GROUPS, GROUP, MAX_HELD, UNUSED_BITS,
     )  # fmt: skip
     tl.store(key_ptr + row, key)
     tl.store(ties_ptr + row, num_ties)
 
 
 def kept_by_kernel(
-    logits: torch.Tensor, temperatures: torch.Tensor, filters: Filters, most_held: int
+    logits: torch.Tensor, temperatures: torch.Tensor, filters: Filters, max_groups: int
 ) -> torch.Tensor:
     """bool [R, V], from the cutoff's key and number of ties."""
     num_rows, vocab_size = logits.shape
@@ -66,11 +66,11 @@ def kept_by_kernel(
     masses = ((groups - finite) / temperatures[:, None, None]).exp().sum(dim=-1)
     keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     ties = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    held = torch.empty(num_rows, most_held, dtype=torch.int32, device=logits.device)
+    held = torch.empty(num_rows, max_groups, dtype=torch.int32, device=logits.device)
     _cutoffs[(num_rows,)](
         keys, ties, logits, held, maxima, masses, vocab_size, num_groups,
         temperatures, filters.top_k, filters.top_p, filters.min_p,
-        NUM_GROUPS=next_power_of_2(num_groups), GROUP=GROUP, MOST_HELD=most_held,
+        NUM_GROUPS=next_power_of_2(num_groups), GROUP=GROUP, MAX_HELD=max_groups,
         UNUSED_BITS=UNUSED_BITS[logits.dtype], num_warps=16,
     )  # fmt: skip
     bits = (logits.float() + 0.0).view(torch.int32)
@@ -102,10 +102,10 @@ SPREADS = [
 
 
 @pytest.mark.parametrize(
-    ("logits_of", "seed", "most_held"), pairwise(SPREADS, [0, 1], [8, 2]), ids=str
+    ("logits_of", "seed", "max_groups"), pairwise(SPREADS, [0, 1], [8, 2]), ids=str
 )
 def test_kept_tokens(
-    logits_of: tuple[float, torch.dtype, int], seed: int, most_held: int, device: torch.device
+    logits_of: tuple[float, torch.dtype, int], seed: int, max_groups: int, device: torch.device
 ) -> None:
     """Wide and narrow, with many equal logits (bfloat16), all equal ones, and masked tokens."""
     spread, dtype, vocab_size = logits_of
@@ -120,7 +120,7 @@ def test_kept_tokens(
 
     temperatures = column("temperature", 1.0)
     filters = Filters(column("top_k", 0), column("top_p", 1.0), column("min_p", 0.0))
-    found = kept_by_kernel(logits, temperatures, filters, most_held)
+    found = kept_by_kernel(logits, temperatures, filters, max_groups)
     expected = kept_by_reference(logits, temperatures, filters)
     wrong = (found != expected).sum(dim=-1).nonzero()[:, 0].tolist()
     assert not wrong, [

@@ -128,7 +128,7 @@ def test_a_full_step(device: torch.device) -> None:
 def test_several_chunks_of_a_row(device: torch.device) -> None:
     """A prompt, a table and padding that take several programs, and these several turns."""
     generator = torch.Generator().manual_seed(1)
-    length = kernels.BLOCK * (kernels.MOST_CHUNKS + 1) + 9
+    length = kernels.BLOCK * (kernels.MAX_CHUNKS + 1) + 9
     state = RowTensors(
         torch.randint(1000, (2, length), generator=generator).int().to(device),
         torch.tensor([3, 1], device=device),
@@ -203,7 +203,7 @@ class Step:
     def advance(self, ids: list[int], most: int, invalid: tuple[int, ...] = ()) -> list[int]:
         """Returns the results."""
         plan = self.plan
-        pairs = list(zip(plan.sample_rows.tolist(), plan.sample_places.tolist(), strict=True))
+        pairs = list(zip(plan.sample_rows.tolist(), plan.sample_indices.tolist(), strict=True))
         given = scheduled(
             plan.rows.tolist(), plan.num_tokens.tolist(), most, self.device, pairs, result_slot=1
         )
@@ -258,7 +258,7 @@ def test_advance(name: str, times: int, device: torch.device) -> None:
     rows = torch.tensor(plan.rows.tolist(), dtype=torch.int64, device=device)
     contexts = state.computed_R[rows] + torch.tensor(plan.num_tokens, device=device)
     sampling = torch.tensor(plan.sample_rows.tolist(), dtype=torch.int64, device=device)
-    lengths = contexts[torch.tensor(plan.sample_places, device=device)]
+    lengths = contexts[torch.tensor(plan.sample_indices, device=device)]
     row_state.advance(wanted, rows, contexts, sampling, lengths, torch.tensor(ids, device=device))
     step = Step(plan, state, device)
     before = state.computed_R.clone()

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from quire.base.errors import OutOfMemory
 from quire.kv.manager import KVManager
 from quire.kv.sizing import (
-    LEAST_STATES,
     MIB,
+    MIN_STATES,
     SNAPSHOT_TOKENS,
     host_tier_blocks,
-    least_pool_bytes,
     longest_sequence,
+    min_pool_bytes,
     sequences_that_fit,
     size_pools,
 )
@@ -84,7 +84,7 @@ def test_as_many_blocks_as_fit(
 def test_the_smallest_pool(groups: tuple[CacheGroup, ...], length: int) -> None:
     """One byte less, and there is no room for one sequence."""
     costs = bytes_of(groups, 16)
-    least = least_pool_bytes(groups, costs, 16, length, 4, 64)
+    least = min_pool_bytes(groups, costs, 16, length, 4, 64)
     size_pools(groups, costs, least, 16, length, 4, 64)
     with pytest.raises(OutOfMemory):
         size_pools(groups, costs, least - 1, 16, length, 4, 64)
@@ -125,7 +125,7 @@ def test_states_have_half_of_the_memory_unless_a_sequence_needs_it(
     groups: tuple[CacheGroup, ...], budget: int, block_size: int, length: int, rows: int
 ) -> None:
     costs = bytes_of(groups, block_size)
-    least = least_pool_bytes(groups, costs, block_size, length, rows, 64)
+    least = min_pool_bytes(groups, costs, block_size, length, rows, 64)
     try:
         pools = size_pools(groups, costs, budget, block_size, length, rows, 64)
     except OutOfMemory:
@@ -136,13 +136,13 @@ def test_states_have_half_of_the_memory_unless_a_sequence_needs_it(
     per_sequence = -(-length // block_size) + 1
     assert sum(n * c for n, c in zip(pools, costs, strict=True)) <= budget
     assert per_sequence <= full <= per_sequence * rows
-    fewest = min(full, LEAST_STATES)
-    worth = max(LEAST_STATES, 2 * rows) + full * block_size // SNAPSHOT_TOKENS
+    fewest = min(full, MIN_STATES)
+    worth = max(MIN_STATES, 2 * rows) + full * block_size // SNAPSHOT_TOKENS
     assert fewest <= num_states <= min(full, worth)
     if num_states > fewest:
         assert num_states * costs[-1] <= budget / 2
     if num_states < min(full, worth):
-        left = budget - (least - min(per_sequence, LEAST_STATES) * costs[-1])  # by one sequence
+        left = budget - (least - min(per_sequence, MIN_STATES) * costs[-1])  # by one sequence
         assert (num_states + 1) * costs[-1] > min(budget / 2, left)
     needs = KVManager(groups, pools, block_size).group_blocks(length, 0, 1, min(64, length))
     assert all(need <= num for need, num in zip(needs, pools, strict=True))
@@ -156,7 +156,7 @@ def test_the_longest_sequence_leaves_states_their_half(
     costs = bytes_of(groups, 16)
     length = longest_sequence(groups, costs, budget, 16, 100_000, 4, 64)
     pools = size_pools(groups, costs, budget, 16, length, 4, 64)
-    assert pools[-1] == max(LEAST_STATES, min(budget // 2 // costs[-1], 8 + length // 512))
+    assert pools[-1] == max(MIN_STATES, min(budget // 2 // costs[-1], 8 + length // 512))
 
 
 def test_an_error_tells_what_states_take() -> None:

@@ -43,7 +43,7 @@ def test_forks_and_chunks_of_any_length_find_their_own_states() -> None:
         pool = BlockPool(40)
         device, kept = Device(pool), set(draws.sample(range(10), draws.randrange(4)))
         first = StateTable(pool, SIZE)
-        first.kept = kept
+        first.retained = kept
         lines: list[tuple[StateTable, State]] = [(first, ())]
         for _ in range(30):
             table, tokens = draws.choice(lines)
@@ -68,7 +68,7 @@ def test_kept_states_keep_their_names_and_of_others_only_the_last_does() -> None
     pool = BlockPool(10)
     device, digests = Device(pool), digests_of(40)
     table, tokens = StateTable(pool, SIZE), tuple(range(40))
-    table.kept = {1, 4}
+    table.retained = {1, 4}
     num_named = 0
     for end in range(2, 41, 2):
         device.step(table, tokens[:end], 2)
@@ -77,7 +77,7 @@ def test_kept_states_keep_their_names_and_of_others_only_the_last_does() -> None
         named = {i for i in range(10) if pool.lookup(digests[i]) is not None}
         last = max((i for i in range(num_named) if i not in (1, 4)), default=1)
         assert named == {i for i in (1, 4, last) if i < num_named}
-        assert table.has_all_behind(end, end - 1)
+        assert table.can_continue_at(end, end - 1)
     for i in (1, 4, 9):
         found = pool.lookup(digests[i])
         assert found is not None and device.blocks[found] == tokens[: (i + 1) * SIZE]
@@ -86,8 +86,8 @@ def test_kept_states_keep_their_names_and_of_others_only_the_last_does() -> None
 def test_a_state_that_was_skipped_is_not_there_for_another() -> None:
     pool = BlockPool(10)
     table = StateTable(pool, SIZE)
-    table.kept = {1}
+    table.retained = {1}
     Device(pool).step(table, tuple(range(15)), 15)
-    there = [n for n in range(16) if table.has_all_behind(n, max(0, n - 1))]
+    there = [n for n in range(16) if table.can_continue_at(n, max(0, n - 1))]
     assert there == [0, 8, 15]
     assert table.num_free_slots(0) == 1 and table.num_free_slots(2) > 1 << 60

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.kv.states import ENOUGH, FAR_MORE, StateWorth
+from quire.kv.states import ENOUGH, FAR_MORE, StateStatistics
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ from quire.kv.states import ENOUGH, FAR_MORE, StateWorth
 def test_the_kind_that_is_hardly_ever_of_use_goes_first(
     at_prompt: int, at_answer: int, has_ended: bool, goes: list[bytes]
 ) -> None:
-    worth, gone = StateWorth(), list[bytes]()
-    worth.num_begun = [at_prompt, at_answer, 0]
+    statistics, gone = StateStatistics(), list[bytes]()
+    statistics.num_begun = [at_prompt, at_answer, 0]
     table: Any = SimpleNamespace(passing=(3, b"answer"), prompt_name=b"prompt", began=None)
     pool: Any = SimpleNamespace(evict_soon=gone.append)
-    worth.settle(table, pool, has_ended)
+    statistics.settle(table, pool, has_ended)
     assert gone == goes

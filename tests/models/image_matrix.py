@@ -101,7 +101,7 @@ def check(images: Images, name: str) -> None:
         assert media is not None and media.num_encoded_tokens > 0
     num_preempted = sum(each.metrics.num_preemptions for each in outputs if each.metrics)
     assert (num_preempted > 0) == (name in PREEMPTED)
-    assert (sum(step.num_guessed for step in steps) > 0) == (name == "drafts")
+    assert (sum(step.num_draft_tokens for step in steps) > 0) == (name == "drafts")
 
 
 def section(results: Mapping[str, Mapping[str, str]]) -> str:

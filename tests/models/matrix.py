@@ -37,9 +37,9 @@ from quire.spec.model_spec import ModelSpec, load_spec
 from quire.tools.verify.compare import BOUNDS, LOSSY
 from quire.tools.verify.ours import (
     AT_ONCE,
-    BESIDE_OTHERS,
     CHUNKS,
     TOKEN_BY_TOKEN,
+    WITH_OTHER_ROWS,
     runs_in_one_call,
     trace,
     way,
@@ -183,7 +183,7 @@ def batch_invariance(tried: Tried) -> None:
         raise Refused("it needs the C++ core")
     model = tried.load(torch.float32)
     alone = tried.logits(model, TOKEN_BY_TOKEN, cpu_paging(model))
-    assert torch.equal(alone, tried.logits(model, BESIDE_OTHERS, cpu_paging(model)))
+    assert torch.equal(alone, tried.logits(model, WITH_OTHER_ROWS, cpu_paging(model)))
 
 
 def backend(name: str) -> Callable[[Tried], None]:
@@ -195,10 +195,10 @@ def backend(name: str) -> Callable[[Tried], None]:
         bound = BOUNDS[torch.float32]
         # Triton's interpreter takes seconds for each prompt.
         numbers = [SHORTEST] if name == "triton" else range(LONG)
-        tried.check_logits(BESIDE_OTHERS, Paging(4, name, torch.float32), bound, numbers)
+        tried.check_logits(WITH_OTHER_ROWS, Paging(4, name, torch.float32), bound, numbers)
         if name == "cpu":
             paging = cpu_paging(tried.load(torch.float32))
-            tried.check_logits(BESIDE_OTHERS, paging, bound)
+            tried.check_logits(WITH_OTHER_ROWS, paging, bound)
 
     return feature
 
@@ -215,7 +215,7 @@ def weights(name: str) -> Callable[[Tried], None]:
         packed, plain = tried.load(torch.float32, formats), tried.load(torch.float32)
         take_dequantised(plain, packed)
         wanted = tried.logits(plain, AT_ONCE, Paging(4, "reference", torch.float32))
-        got = tried.logits(packed, BESIDE_OTHERS, cpu_paging(packed))
+        got = tried.logits(packed, WITH_OTHER_ROWS, cpu_paging(packed))
         check_near(got, wanted, LOSSY)
         check_stable(tried, quantization=name)
 
@@ -224,7 +224,7 @@ def weights(name: str) -> Callable[[Tried], None]:
 
 def kv_int8(tried: Tried) -> None:
     paging = cpu_paging(tried.load(torch.float32), "int8")
-    tried.check_logits(BESIDE_OTHERS, paging, LOSSY)
+    tried.check_logits(WITH_OTHER_ROWS, paging, LOSSY)
     check_stable(tried, kv_cache_dtype="int8")
 
 

@@ -28,7 +28,7 @@ from quire.ops.weights.formats import variants
 from quire.ops.weights.pack import pack_blocks
 from quire.ops.weights.packed import Packed, PackedParts, PackedWeight
 from quire.runner.setup.preview import preview_runner
-from quire.spec.gguf.container import KINDS, ArrayPlace, GGUFFile, TensorKind
+from quire.spec.gguf.container import KINDS, ArrayEntry, GGUFFile, TensorKind
 from quire.spec.model_spec import ModelSpec, load_spec
 from tests.ops.test_linear import quantised_activations
 from tests.ops.test_linear import random as random_numbers
@@ -352,7 +352,7 @@ def with_tensors(path: Path, to: Path, changed: dict[str, Tensor]) -> Path:
         )
         for name, place in file.tensors.items()
     }
-    metadata = {n: v for n, v in file.metadata.items() if not isinstance(v, ArrayPlace)}
+    metadata = {n: v for n, v in file.metadata.items() if not isinstance(v, ArrayEntry)}
     return write_gguf(to, metadata, tensors | changed)
 
 

@@ -197,10 +197,10 @@ def test_weights_beyond_the_memory_are_refused_before_any_is_taken(
     load_format: str, llama: Checkpoint, most_unpacked: list[int]
 ) -> None:
     needed = model_bytes(load(llama))
-    load(llama, load_format=load_format, most_bytes=needed)
+    load(llama, load_format=load_format, max_bytes=needed)
     del most_unpacked[1:]
     with pytest.raises(OutOfMemory, match="exceed the free memory"):
-        load(llama, load_format=load_format, most_bytes=needed - 1)
+        load(llama, load_format=load_format, max_bytes=needed - 1)
     assert most_unpacked == [0]
 
 
@@ -325,13 +325,13 @@ def test_weights_have_the_same_bits_read_or_mapped(
         found = [getattr(module, name) for _, module, name in all_weights(model)]
         return [each.data.view(-1).view(torch.uint8) for each in found]
 
-    place, places = MappedTensors.place, []
+    place, places = MappedTensors.position, []
     monkeypatch.setattr(
-        MappedTensors, "place", lambda *args: places.append(place(*args)) or places[-1]
+        MappedTensors, "position", lambda *args: places.append(place(*args)) or places[-1]
     )
     read = weights()
     assert any(places) == (dtype == torch.float32)  # the files'
-    monkeypatch.setattr(MappedTensors, "place", lambda *_: None)
+    monkeypatch.setattr(MappedTensors, "position", lambda *_: None)
     assert all(map(torch.equal, read, weights()))
 
 

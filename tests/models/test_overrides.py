@@ -9,7 +9,7 @@ from quire import LLM
 from quire.base.errors import ConfigError, ModelError
 from quire.base.settings.config import ModelConfig
 from quire.models.checkpoint.source import (
-    MOST_KEPT,
+    MAX_DIRECTORIES,
     merged,
     overridden,
     resolve_model,
@@ -67,9 +67,9 @@ def test_not_more_than_some_are_kept(tmp_path: Path, cache: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    for number in range(MOST_KEPT + 3):
+    for number in range(MAX_DIRECTORIES + 3):
         assert overridden(model, {"a": number}).is_dir()
-    assert len(list(cache.iterdir())) <= MOST_KEPT
+    assert len(list(cache.iterdir())) <= MAX_DIRECTORIES
 
 
 def test_what_cannot_be_changed(tmp_path: Path) -> None:

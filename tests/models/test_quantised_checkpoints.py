@@ -191,7 +191,7 @@ def test_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, Format(writer, config))
     assert_same(exact_model(quantised), exact_model(plain))
     read = load_spec(quantised).quantization
-    assert read is not None and read.leaves_out("lm_head") and not read.leaves_out("model.lm_head")
+    assert read is not None and read.excludes("lm_head") and not read.excludes("model.lm_head")
 
 
 def test_gptq_with_sizes_by_pattern(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
         (logits,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))[:1]
     alone = load_model(tmp_path, spec, torch.float64, CPU)
     assert logits and alone.head.sources()[0].rows is None
-    names = {"all_reduce", "all_gather", "part_of_embedding", "fill_up", "rms_norm_by_sum"}
+    names = {"all_reduce", "all_gather", "part_of_embedding", "pad_width", "rms_norm_by_sum"}
     assert not names & set(record.names)
 
 

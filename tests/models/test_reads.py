@@ -33,14 +33,14 @@ def test_states_are_those_that_enter_layers(variant: str, tmp_path: Path) -> Non
     for name in TOLERANCE:
         dtype = torch.float64 if name == "reference" else torch.float32
         ours = load_model(tmp_path, spec, dtype, CPU)
-        ours.let_read(layers)
+        ours.record_layer_inputs(layers)
         backend = make_backend(name, make_layout(spec, 8, 4, dtype))
         run = NativeModel(ours, backend) if name == "cpu" else ours
         step = make_step([RowPart(0, 13, tuple([0, 1, 2, 3] for _ in spec.cache_groups))], 4)
         backend.prepare(step)
         with torch.inference_mode():
             out_TD = run(torch.tensor(TOKENS), step.positions_T, backend)
-            found = run.last_read(13).chunk(len(layers), dim=1)
+            found = run.recorded_inputs(13).chunk(len(layers), dim=1)
         for each, state in zip(found[:-1], wanted[:-1], strict=True):
             limit = TOLERANCE[name] * state.abs().max().item()
             torch.testing.assert_close(each.double(), state[0], rtol=0, atol=limit)
@@ -53,18 +53,18 @@ def test_states_are_those_that_enter_layers(variant: str, tmp_path: Path) -> Non
 def test_memory_stays_where_it_was_asked_to(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "llama").spec
     model = load_model(tmp_path, spec, torch.float32, CPU)
-    model.let_read([1], most_tokens=20)
+    model.record_layer_inputs([1], max_tokens=20)
     backend, places = make_backend("torch", make_layout(spec, 8, 4)), set()
     for count in (3, 13, 1):
         step = make_step([RowPart(0, count, ([0, 1, 2, 3],))], 4)
         backend.prepare(step)
         model(torch.tensor(TOKENS[:count]), step.positions_T, backend)
-        assert model.last_read(count).shape == (count, spec.hidden_size)
-        places.add(model.last_read(count).data_ptr())
+        assert model.recorded_inputs(count).shape == (count, spec.hidden_size)
+        places.add(model.recorded_inputs(count).data_ptr())
     assert len(places) == 1
 
 
 def test_a_class_of_transformers_shows_nothing() -> None:
     model = TransformersModel.__new__(TransformersModel)
     with pytest.raises(ModelError, match="does not expose: .* another method"):
-        model.let_read([1])
+        model.record_layer_inputs([1])

@@ -158,7 +158,7 @@ def test_torch_compiles_no_class_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
 def test_packed_weights_come_from_the_cache(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path / "model", *CASES[name])
-    options = LoadOptions(cache=WeightCache(tmp_path / "cache", least_bytes=0))
+    options = LoadOptions(cache=WeightCache(tmp_path / "cache", min_bytes=0))
     got = []
     for _ in range(2):
         model = load_model(tmp_path / "model", reference.spec, torch.float32, CPU, options)

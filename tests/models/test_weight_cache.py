@@ -377,7 +377,7 @@ def place(directory: Path, name: str, size: int, used_at: int) -> Path:
 def test_what_was_used_longest_ago_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.models.load.cache_files.MOST_BYTES", 1000)
+    monkeypatch.setattr("quire.models.load.cache_files.MAX_BYTES", 1000)
     old, older, new = (
         place(tmp_path, name, 300, at) for name, at in (("b", 2), ("c", 1), ("a", 3))
     )
@@ -398,7 +398,7 @@ def test_what_is_in_use_is_not_removed(
     load(llama, cache)
     using = load(llama, cache)
     (file,) = files(cache)
-    monkeypatch.setattr("quire.models.load.cache_files.MOST_BYTES", file.stat().st_size)
+    monkeypatch.setattr("quire.models.load.cache_files.MAX_BYTES", file.stat().st_size)
     assert not make_room(cache.directory, 100, cache.directory / "x")
     assert file.exists()
     load(llama, cache, INT4)
@@ -437,7 +437,7 @@ def test_small_and_random_models_are_not_kept_by_default(
     automatic = weight_cache("auto")
     load(llama, automatic)
     assert not (tmp_path / "quire").exists()
-    monkeypatch.setattr("quire.models.load.cache_files.LEAST_BYTES", 1000)
+    monkeypatch.setattr("quire.models.load.cache_files.MIN_BYTES", 1000)
     load(llama, weight_cache("auto"), load_format="dummy")
     assert not (tmp_path / "quire").exists()
     load(llama, weight_cache("auto"))

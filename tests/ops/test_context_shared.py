@@ -10,7 +10,12 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, KVLayout
-from quire.ops.attention.context_shared import ContextShared, Dealing, merge_parts, share_context
+from quire.ops.attention.context_shared import (
+    ContextShared,
+    TokenDivision,
+    merge_parts,
+    share_context,
+)
 from quire.ops.attention.select import make_backend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention_inputs import Scores
@@ -239,7 +244,7 @@ def test_a_rank_has_its_part_of_the_memory() -> None:
 
 
 def test_every_token_is_on_one_rank() -> None:
-    dealings = [Dealing(rank, 3, 4) for rank in range(3)]
+    dealings = [TokenDivision(rank, 3, 4) for rank in range(3)]
     positions = torch.arange(50)
     counts = torch.stack([each.before(positions) for each in dealings])
     assert torch.equal(counts.sum(0), positions)

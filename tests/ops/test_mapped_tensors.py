@@ -11,7 +11,7 @@ import torch
 from quire.base.errors import ConfigError, ModelError
 from quire.ops.host.native import core
 from quire.ops.weights.formats import VARIANT, Quantization, variants
-from quire.ops.weights.mapped_tensors import FilePlace, MappedTensors
+from quire.ops.weights.mapped_tensors import FilePosition, MappedTensors
 from quire.ops.weights.pack import pack_parts
 from tests.ops.test_linear import random
 
@@ -26,7 +26,7 @@ def stored(values: torch.Tensor, path: Path, mapped: MappedTensors, before: int 
     numbers = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     path.write_bytes(bytes(before) + numbers + b"more")
     file = FileIO(path)
-    mapped.add(values, FilePlace(file, before))
+    mapped.add(values, FilePosition(file, before))
     return file
 
 
@@ -67,13 +67,13 @@ def test_parts_of_several_files(first: int, tmp_path: Path) -> None:
 def test_places_of_views(tmp_path: Path) -> None:
     mapped, weight = MappedTensors(), random(10, 8)
     with stored(weight, tmp_path / "weight", mapped) as file:
-        assert mapped.place(weight) == (file, 13)
-        assert mapped.place(weight[3:7]) == (file, 13 + 3 * 32)
-        assert mapped.place(weight.view(2, 5, 8)[1]) == (file, 13 + 5 * 32)
+        assert mapped.position(weight) == (file, 13)
+        assert mapped.position(weight[3:7]) == (file, 13 + 3 * 32)
+        assert mapped.position(weight.view(2, 5, 8)[1]) == (file, 13 + 5 * 32)
         for other in (weight.t(), weight[:, :4], weight.clone(), weight.double(), random(10, 8)):
-            assert mapped.place(other) is None
-        mapped.add(weight[:0], FilePlace(file, 5))  # as an empty one of the same address
-        assert mapped.place(weight) == (file, 13)
+            assert mapped.position(other) is None
+        mapped.add(weight[:0], FilePosition(file, 5))  # as an empty one of the same address
+        assert mapped.position(weight) == (file, 13)
 
 
 def test_a_converted_weight_is_packed_from_memory(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read() -> None:
     """Nothing is mapped at the address 0 of a process."""
     mapped, weight = MappedTensors(), random(300, 64)
     with FileIO("/proc/self/mem") as file:
-        mapped.add(weight, FilePlace(file, 0))
+        mapped.add(weight, FilePosition(file, 0))
         with pytest.raises(
             ModelError, match=r"/proc/self/mem cannot be read: .*Input/output error"
         ):

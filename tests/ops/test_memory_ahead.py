@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.ops.blocks import host_blocks as memory_ahead
-from quire.ops.blocks.host_blocks import HostBlocks, MemoryAhead
+from quire.ops.blocks.host_blocks import HostBlocks, PageAllocator
 from quire.ops.host import host_memory, pages
 
 PAGE = 4096
@@ -49,14 +49,14 @@ def test_so_many_blocks_are_ready_ahead_of_the_last_one(
     spans: list[Span], shape: tuple[int, ...], dim: int
 ) -> None:
     kv = torch.zeros(shape)
-    ahead = MemoryAhead(kv, dim, 4 * kv.nbytes // 10)
+    allocator = PageAllocator(kv, dim, 4 * kv.nbytes // 10)
     num_parts = int(np.prod(shape[:dim]))
 
     def ready(num: int) -> set[tuple[int, int]]:
         return {(part, block) for part in range(num_parts) for block in range(num)}
 
     for used, num_ready in ((-1, 4), (1, 4), (2, 7), (0, 7), (9, 10), (9, 10)):
-        ahead.use(used)
+        allocator.use(used)
         wait_for_threads()
         assert blocks_in(spans, kv, dim) == ready(num_ready)
     assert sum(num for _, num in spans) == kv.nbytes  # none of it twice
@@ -66,7 +66,7 @@ ENDLESS = """
 import torch
 from quire.ops.blocks import host_blocks as memory_ahead
 memory_ahead.PIECE_BYTES, memory_ahead.populate = 1, lambda *_: True
-memory_ahead.MemoryAhead(torch.zeros(1 << 26, 1), 0, 1 << 40).use(-1)
+memory_ahead.PageAllocator(torch.zeros(1 << 26, 1), 0, 1 << 40).use(-1)
 print("ends")
 """
 
@@ -80,9 +80,9 @@ def test_a_process_ends_while_memory_is_handed_out() -> None:
 
 
 def test_who_has_ended_asks_for_nothing_more(spans: list[Span]) -> None:
-    ahead = MemoryAhead(torch.zeros(10, 4), 0, 1 << 20)
-    ahead.end()
-    ahead.use(-1)
+    allocator = PageAllocator(torch.zeros(10, 4), 0, 1 << 20)
+    allocator.end()
+    allocator.use(-1)
     wait_for_threads()
     assert not spans
 
@@ -91,17 +91,17 @@ def test_host_blocks_are_ready_where_stores_and_loads_write(spans: list[Span]) -
     kv = torch.zeros(2, 6, 4, 8)
     host = HostBlocks([kv], dim=1, num_blocks=[20])
     host.write(0, 3, bytes(host.block_bytes(0)))
-    host.give_back()
+    host.free_mirrors()
     wait_for_threads()
     assert not spans  # nobody waits for these
-    host.keep_ready()
+    host.allocate_early()
     wait_for_threads()
     (mirror,) = host.regions()
     assert mirror in spans
     on_device = [span for span in spans if span != mirror]
     assert blocks_in(on_device, kv, 1) == {(part, block) for part in (0, 1) for block in range(6)}
     spans.clear()
-    host.give_back()
+    host.free_mirrors()
     host.write(0, 0, bytes(host.block_bytes(0)))
     wait_for_threads()
     assert spans == host.regions()  # of the new mirror

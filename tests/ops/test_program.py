@@ -114,7 +114,7 @@ def drafts(draw: st.DrawFn) -> ProgramDraft:
 
 @given(drafts())
 def test_buffers_that_live_at_once_share_no_place(draft: ProgramDraft) -> None:
-    places, width = draft.places()
+    places, width = draft.offsets()
     phases = draft.phases
     lives: dict[int, list[int]] = {}
     for phase, instruction in zip(phases, draft.instructions, strict=True):
@@ -143,7 +143,7 @@ def test_what_all_threads_read_shares_places_with_nothing_else() -> None:
         (Kind.RELU, (0, 6)),
     ):
         draft.instructions.append(Instruction(kind, tuple(map(View, views))))
-    places, width = draft.places()
+    places, width = draft.offsets()
     assert places[2] == places[5] == width - 16
     assert places[1] == places[3] != places[4]
     assert places[6] == places[3]

@@ -15,7 +15,7 @@ from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.reference import ReferenceBackend
-from quire.ops.attention.states import KeptInputs
+from quire.ops.attention.states import RecordedInputs
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads
@@ -200,7 +200,7 @@ def run_guessing(
             parts += [(inputs[i], done[i], done[i] + num), (nothing, 0, wrong)]
             guesses.append(wrong > 0)
             counts.append(num)
-        kept = KeptInputs(backend, np.array(guesses))
+        kept = RecordedInputs(backend, np.array(guesses))
         kept.prepare(step_of(rows))
         x, gates = projected(parts)
         convolved = kept.convolve(0, x, one.weight)

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from quire.ops.host import torch_import
-from quire.ops.host.torch_import import LEFT_OUT, import_torch
+from quire.ops.host.torch_import import DEFERRED_MODULE, import_torch
 
 # Each case is a fork of one process that has generated a token: torch is imported once for all.
 PROGRAM = """
 import importlib, os, sys, traceback
 from quire.cli.main import main
-from quire.ops.host.torch_import import LEFT_OUT, import_rest, import_torch, new_generator
+from quire.ops.host.torch_import import DEFERRED_MODULE, import_rest, import_torch, new_generator
 
 def decomp_brings_the_rest(name="torch._decomp"):
     module = importlib.import_module(name)
-    assert LEFT_OUT in sys.modules and module.__spec__.origin.endswith("__init__.py")
+    assert DEFERRED_MODULE in sys.modules and module.__spec__.origin.endswith("__init__.py")
     importlib.import_module("torch._refs")
     assert module is sys.modules[name]
 
@@ -29,7 +29,7 @@ def fake_tensors_find_their_operators():
     from torch._subclasses.fake_tensor import FakeTensorMode  # it imports torch._dynamo
     with FakeTensorMode():
         assert torch.linalg.cholesky(torch.ones(3, 3)).shape[0] == 3
-    assert LEFT_OUT in sys.modules
+    assert DEFERRED_MODULE in sys.modules
 
 def generators_are_made_with_the_rest():
     assert torch.empty(1).normal_(generator=new_generator(3)).isfinite()
@@ -64,7 +64,7 @@ def passes(case):
 main(["generate", "Hello", "--max-tokens", "1"])
 import_torch()  # a start after another needs no torch
 import torch
-assert not [name for name in (LEFT_OUT, "torch._decomp") if name in sys.modules]
+assert not [name for name in (DEFERRED_MODULE, "torch._decomp") if name in sys.modules]
 assert not hasattr(torch, "_meta_registrations")
 print("failed:", [name for name in names if not passes(globals()[name])])
 """
@@ -93,8 +93,8 @@ def test_a_generated_token_needs_no_tracing_and_what_traces_brings_the_rest(
 
 
 def test_torch_that_is_there_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_import, "_alone", [True])
-    rest, finders = sys.modules.get(LEFT_OUT), list(sys.meta_path)
+    monkeypatch.setattr(torch_import, "_runs_only_quire", [True])
+    rest, finders = sys.modules.get(DEFERRED_MODULE), list(sys.meta_path)
     import_torch()
-    assert sys.modules.get(LEFT_OUT) is rest and sys.meta_path == finders
+    assert sys.modules.get(DEFERRED_MODULE) is rest and sys.meta_path == finders
     assert sys.modules["torch"] is torch

@@ -125,7 +125,7 @@ def test_streams_that_are_threads() -> None:
 
 
 def test_a_task_that_fails_is_told_to_who_waits() -> None:
-    failed = ThreadStreams().beside(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    failed = ThreadStreams().run_task(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     with pytest.raises(ZeroDivisionError):
         failed.wait()
     assert failed.is_done()
@@ -168,7 +168,7 @@ def test_a_move_that_fails_is_not_taken_for_one_that_arrived() -> None:
         def wait(self) -> None:
             raise RuntimeError("the device is gone")
 
-    streams.beside = lambda task: Broken()  # type: ignore[method-assign]
+    streams.run_task = lambda task: Broken()  # type: ignore[method-assign]
     machine.host.swap_out(0, ids(1), ids(3))
     with pytest.raises(RuntimeError, match="the device is gone"):
         machine.host.read(0, 3)
@@ -181,7 +181,7 @@ def test_slots_are_taken_once_and_only_if_blocks_move() -> None:
     assert streams.num_buffers == 0
     for _ in range(5):
         machine.host.swap_out(0, ids(1, 2, 3), ids(3, 4, 5))
-        machine.host.give_back()
+        machine.host.free_mirrors()
     assert streams.num_buffers == SLOTS["num_slots"]
     assert not any(machine.host.read(0, 3))
 

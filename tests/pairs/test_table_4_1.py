@@ -208,7 +208,7 @@ def check(row: str, rows: tuple[str, ...], name: str, seen: Run) -> None:
             local = NUM_SHARED // BLOCK
             assert stores.num_fetched == len(PROMPT) // BLOCK - local, "local hits are not moved"
     else:
-        assert sum(s.num_guessed for s in steps) > sum(s.num_accepted for s in steps) > 0
+        assert sum(s.num_draft_tokens for s in steps) > sum(s.num_accepted for s in steps) > 0
         assert max(moves[-NUM_TOKENS:]) > 1
 
 

@@ -62,10 +62,10 @@ ALL: list[Guess] = [
 class Liar(StandIn):
     """A guesser in the place of the engine's own."""
 
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
+    def __init__(self, propose: Guess) -> None:
+        self._guess = propose
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         return [
             Draft(s.request.request_id, s.index, s.num_known_tokens, self._guess(s))
             for s in sequences
@@ -94,8 +94,8 @@ def plain(llm: LLM) -> list[Any]:
     return answers(llm)
 
 
-@pytest.mark.parametrize("guess", ALL)
-def test_nothing_changes(llm: LLM, plain: list[Any], guess: Guess) -> None:
+@pytest.mark.parametrize("propose", ALL)
+def test_nothing_changes(llm: LLM, plain: list[Any], propose: Guess) -> None:
     core, tried = llm.engine.client.core, set[int]()
     before = drafter_of(core)
 
@@ -104,9 +104,9 @@ def test_nothing_changes(llm: LLM, plain: list[Any], guess: Guess) -> None:
             tried.update(t for draft in event.plan.drafts for t in draft.token_ids.tolist())
 
     core.subscribe(note)
-    draft_with(core, Liar(guess))
+    draft_with(core, Liar(propose))
     assert answers(llm) == plain
     draft_with(core, before)
     size = llm.engine.spec.vocab_size
     assert all(0 <= token_id < size for token_id in tried)
-    assert bool(tried) == (guess is not nobody_knows)
+    assert bool(tried) == (propose is not nobody_knows)

@@ -55,7 +55,7 @@ class Counts:
         self.preempted += isinstance(event, Preempted)
         if isinstance(event, Stepped):
             self.steps += 1
-            self.tried += event.num_guessed
+            self.tried += event.num_draft_tokens
             self.right += event.num_accepted
 
 

@@ -156,7 +156,7 @@ def test_threads_that_hang_are_left_and_at_some_number_no_more_are_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(extras, "LIMIT_S", 0.05)
-    monkeypatch.setattr(extras, "MOST_STUCK", 2)
+    monkeypatch.setattr(extras, "MAX_STUCK", 2)
     calls, go_on = LogitsProcessors(), threading.Event()
     ids: list[int] = []
 

@@ -12,8 +12,8 @@ from quire import LLM, SamplingParams
 from quire.base.messages import Draft
 from quire.base.plan import Plan, RowDraft
 from quire.ops.host.native import core
-from quire.ops.sampling.device_guesses import NO_TOKEN, Tries, accept_guesses
-from quire.runner.drafting.guesses import places_of
+from quire.ops.sampling.device_drafts import NO_TOKEN, DraftPositions, accept_drafts
+from quire.runner.drafting.draft_steps import sampling_positions
 from quire.runner.setup.assemble import empty_rows
 from quire.scheduler.core.sequence import Sequence
 from tests.support.engine.attachments import StandIn, draft_with
@@ -39,7 +39,7 @@ class Oracle(StandIn):
         self._choose = random.Random(3)
         self.num_right = self.num_tried = 0
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         drafts = []
         for sequence in sequences:
             prompt = tuple(sequence.known_tokens[: sequence.num_prompt_tokens].tolist())
@@ -116,17 +116,17 @@ def test_a_right_draft_with_no_token_after_it_is_the_last_that_counts() -> None:
         0, rows=np.array([3, 1]), num_tokens=np.array([4, 2]), computed_bound=np.array([0, 0]),
         sample_rows=np.array([3, 1]), sources=np.array([3, 1]), drafts=drafts,
     )  # fmt: skip
-    places = places_of(plan)
+    places = sampling_positions(plan)
     assert places.depths.tolist() == [0, 0, 1, 2, 3, 1]
     state = empty_rows(torch.device("cpu"), 4, 8, 1, 4)
     state.tokens_RM[3, 1:4], state.tokens_RM[1, 1] = torch.tensor([5, 6, 7]), 8
     rows, lengths = torch.tensor([3, 1]), torch.tensor([1, 1])
-    tries = Tries(places.sampling, places.depths)
+    tries = DraftPositions(places.sampling, places.depths)
     for chosen, counts in [
         ([5, 8, 6, 7, 4, 2], [4, 2]),  # all drafts are right, and a token after each
         ([5, 8, 6, 9, 4, 2], [3, 2]),  # the third draft is wrong
         ([5, 8, 6, NO_TOKEN, 4, NO_TOKEN], [2, 1]),
         ([5, 8, NO_TOKEN, NO_TOKEN, NO_TOKEN, 2], [1, 2]),
     ]:
-        _, accepted = accept_guesses(state, rows, lengths, torch.tensor(chosen), tries)
+        _, accepted = accept_drafts(state, rows, lengths, torch.tensor(chosen), tries)
         assert accepted.tolist() == counts, chosen

@@ -23,7 +23,7 @@ from quire.ops.norms import gated_norm, layer_norm
 from quire.ops.trace.program import Kind
 from quire.ops.weights.device_weights import pack_weight
 from quire.ops.weights.formats import Quantization
-from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same
+from quire.runner.native_model import NativeModel, OperationModel, native_or_same
 from quire.runner.native_program import trace
 from quire.spec.cache_group import STATE, CacheGroup
 from tests.support.cases import pairwise
@@ -327,7 +327,7 @@ def test_beside_the_core_torch_has_one_thread(tmp_path: Path) -> None:
     model.layers[0].mlp.register_forward_hook(lambda _mlp, _inputs, x: soft_cap(x, 1e9))
     attention = make_backend("cpu", make_layout(checkpoint.spec, 8, 4))
     run = native_or_same(model, attention)
-    assert isinstance(run, OperationsBesideCore)
+    assert isinstance(run, OperationModel)
     found = []
     model.norm.register_forward_hook(lambda *_: found.append(torch.get_num_threads()))
     before = torch.get_num_threads()

@@ -83,8 +83,8 @@ class Bench:
         self.apply(Plan(0, forked=(RowFork(parent, child, sample_index),)))
 
     def apply(self, plan: Plan) -> int:
-        asked = self.sampler.asked(plan.sample_rows)
-        update, lists = self.rows.apply(plan, self.sampler.flags.has_edits, asked)
+        requested = self.sampler.requested(plan.sample_rows)
+        update, lists = self.rows.apply(plan, self.sampler.flags.has_edits, requested)
         self.rows.run_with(update, list)
         return lists.result_slot
 
@@ -103,11 +103,11 @@ class Bench:
         )
         plan = Plan(0, which, ones, (self.lengths[which] - 1).astype(np.int32), sample_rows=which)
         slot = self.apply(plan)
-        asked = sampler.asked(which, None if masks is None else masks.rows)
-        needs = sampler.needs(asked)
-        parts = sampler.parts(needs, asked)
+        requested = sampler.requested(which, None if masks is None else masks.rows)
+        needs = sampler.needs(requested)
+        parts = sampler.parts(needs, requested)
         if masks is not None:
-            places, words = asked.masked, masks.of(which[asked.masked])[:, 0]
+            places, words = requested.masked, masks.of(which[requested.masked])[:, 0]
             self.rows.ops.prepare_masks(places.astype(np.int32), words).take()
 
         def work() -> list[torch.Tensor]:
@@ -124,7 +124,7 @@ class Bench:
         errors = {} if masks is None else masks.errors
         tokens_N, *arrived = self.device.run(work).wait()
         chosen = tokens_N.numpy()
-        reasons = reasons_of(which, chosen, asked, errors)
+        reasons = reasons_of(which, chosen, requested, errors)
         result = StepResult(
             0,
             np.maximum(chosen, 0)[:, None],
@@ -546,7 +546,7 @@ def test_one_row_that_wants_all_logprobs_makes_the_step_compute_all() -> None:
     for row, logprobs in enumerate((None, 3, -1)):
         bench.start(row, temperature=0.0, logprobs=logprobs)
     found = [
-        bench.sampler.needs(bench.sampler.asked(np.array(rows, np.int32))).num_candidates
+        bench.sampler.needs(bench.sampler.requested(np.array(rows, np.int32))).num_candidates
         for rows in ([0], [0, 1], [0, 2], [0, 1, 2])
     ]
     assert found[0] < 0 and 3 <= found[1] < VOCAB and found[2:] == [VOCAB, VOCAB]

@@ -67,8 +67,8 @@ def test_nobody_is_preempted_more_than_three_times(
     """Also where admission never slows down; without the rule, some are preempted more often."""
     monkeypatch.setattr(memory, "STEP_UP", 0.0)
     most = []
-    for limit in (admission.MOST_PREEMPTIONS, 1000):
-        monkeypatch.setattr(admission, "MOST_PREEMPTIONS", limit)
+    for limit in (admission.MAX_PREEMPTIONS, 1000):
+        monkeypatch.setattr(admission, "MAX_PREEMPTIONS", limit)
         run = simulate(scheduler_of(40, preemption_mode=mode), backlog(300, seed), A_SECOND)
         assert all(served.finished_s > 0 for served in run.by_id.values())
         most.append(max(served.num_preemptions for served in run.by_id.values()))
@@ -212,7 +212,7 @@ def test_after_three_preemptions_all_must_be_able_to_reach_their_limits() -> Non
     waiting = scheduler.lifecycle.sequences["b"]
     reserve = scheduler.admission.reserve
     assert reserve(waiting) == 1
-    waiting.num_preemptions = admission.MOST_PREEMPTIONS
+    waiting.num_preemptions = admission.MAX_PREEMPTIONS
     assert reserve(waiting) == 15 + 17 - 5 // 4
     waiting.num_preemptions -= 1
     assert reserve(waiting) == 1

@@ -154,7 +154,7 @@ def test_plans_follow_each_other_while_the_device_guesses() -> None:
     scheduler.update(result(plans[0], 9, 8), 0.0)  # two of three guesses were wrong
     scheduler.check_invariants()
     assert sequence.num_known_tokens == 9 and sequence.num_computed_tokens == 12
-    assert sequence.num_tried_tokens == 2
+    assert sequence.num_drafts_in_flight == 2
     scheduler.update(result(plans[1], 7), 0.0)
     let_guess(scheduler, "a", 1)
     plan = plan_of(scheduler)
@@ -290,10 +290,10 @@ def test_drafts_of_a_row_that_is_taken_are_forgotten() -> None:
         assert tried(plan_of(scheduler)) == {0: 2}
         rows, table = scheduler.rows, scheduler.rows.table
         assert (table.is_held[0], rows.is_any_unsure) == (is_held, is_unsure)
-        assert (int(table.tried[0]), int(rows.num_trying)) == (2, 1)
+        assert (int(table.verified[0]), int(rows.num_trying)) == (2, 1)
         sequence = scheduler.lifecycle.sequences["a"]
         scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
-        assert (int(table.tried[0]), int(rows.num_trying)) == (0, 0)
+        assert (int(table.verified[0]), int(rows.num_trying)) == (0, 0)
         assert not table.is_held[0] and not rows.is_any_unsure
 
 
@@ -306,5 +306,5 @@ def test_a_step_tells_how_many_rows_had_their_first_draft_right_their_second_and
         plan = plan_of(scheduler)
         scheduler.update(result(plan, *[1] * right, 9), 0.0)
     stepped = [event for event in heard if isinstance(event, Stepped)]
-    found = [(event.num_drafts, event.num_guessed, event.accepted_at) for event in stepped]
+    found = [(event.num_drafts, event.num_draft_tokens, event.accepted_at) for event in stepped]
     assert found == [(0, 0, ()), (1, 3, ()), (1, 3, (1, 1))]

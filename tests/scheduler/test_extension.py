@@ -268,7 +268,7 @@ def test_drafts_are_not_kept_of_a_row_that_is_swapped_out() -> None:
     scheduler.add(make_request("a", list(range(10)), max_tokens=4), 0.0)
     assert scheduler.schedule(0.0).plan is not None
     sequence = scheduler.lifecycle.sequences["a"]
-    scheduler.rows.table.tried[sequence.row] = 3
+    scheduler.rows.table.verified[sequence.row] = 3
     assert (sequence.num_computed_tokens, sequence.num_kept_tokens) == (10, 7)
 
 

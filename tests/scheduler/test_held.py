@@ -9,7 +9,7 @@ import pytest
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
 from quire.scheduler.reuse.held import Held
-from quire.scheduler.views import HeldView
+from quire.scheduler.views import RetainedView
 from quire.spec.cache_group import STATE, CacheGroup
 from tests.scheduler.test_pins import copies
 from tests.support.calls import counted_calls
@@ -212,12 +212,12 @@ def test_what_is_held_is_counted() -> None:
     bench = HeldBench()
     bench.keep(n=2)
     bench.keep("b", max_tokens=3)
-    assert bench.core.view().held == HeldView(3, 2 * 16 + 13)
+    assert bench.core.view().held == RetainedView(3, 2 * 16 + 13)
     bench.core.control(Rewind("b", 0, 4))
     bench.core.control(Hold("a", 0.0))
-    assert bench.core.view().held == HeldView(1, 4)
+    assert bench.core.view().held == RetainedView(1, 4)
     bench.let_go()
-    assert bench.core.view().held == HeldView(0, 0)
+    assert bench.core.view().held == RetainedView(0, 0)
 
 
 def test_time_ends_it() -> None:

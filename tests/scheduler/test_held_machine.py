@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from quire.base.errors import RequestError
-from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind
+from quire.base.messages import Fork, Hold, Request, RetainedRequest, Rewind
 from tests.scheduler.test_guessing_machine import GuessingMachine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
@@ -69,7 +69,7 @@ class HeldRules(SchedulerMachine):
         for index in range(n):
             self.output[name, index] = []
 
-    def sources(self) -> list[HeldRequest]:
+    def sources(self) -> list[RetainedRequest]:
         """All that could be forked, with their tokens."""
         names = [*self.scheduler.retained.by_id, *self.scheduler.lifecycle.sequences]
         asked = [self.core.held(name, index) for name in names for index in range(3)]

@@ -8,9 +8,9 @@ from quire.base.errors import EngineBusy
 from quire.base.messages import Hold, PutBack, Rewind
 from quire.base.requests.media_items import MediaItem
 from quire.scheduler.reuse import held as held_file
-from quire.scheduler.reuse.held import HeldChanges
+from quire.scheduler.reuse.held import RetainedChanges
 from quire.scheduler.scheduler import Topic
-from quire.scheduler.views import HeldView
+from quire.scheduler.views import RetainedView
 from tests.scheduler.test_held import PROMPT, HeldBench
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.pinning_core import MAX_LEN
@@ -18,7 +18,7 @@ from tests.support.scheduler.pinning_core import MAX_LEN
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_what_runs_is_kept_within_the_bounds(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(held_file, "MOST_HELD", most)
+    monkeypatch.setattr(held_file, "MAX_RETAINED", most)
     bench = HeldBench()
     bench.add("a", PROMPT)
     bench.step()
@@ -31,7 +31,7 @@ def test_what_runs_is_kept_within_the_bounds(monkeypatch: pytest.MonkeyPatch, mo
 def test_what_runs_and_is_to_be_held_needs_no_room_to_be_held_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_file, "MOST_HELD", 1)
+    monkeypatch.setattr(held_file, "MAX_RETAINED", 1)
     bench = HeldBench()
     request = make_request("a", PROMPT, max_tokens=6)
     bench._send(msgspec.structs.replace(request, keep_s=9.0))
@@ -46,7 +46,7 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 100 tokens that may be held 16 are, and each request may leave 16 for each sample."""
-    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 100)
+    monkeypatch.setattr(held_file, "MAX_RETAINED_TOKENS", 100)
     bench = HeldBench()
     bench.keep(tenant="one")
     holds = bench.scheduler.retained
@@ -65,7 +65,7 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
     check(2, share=0.5, max_tokens=7)
     with pytest.raises(EngineBusy, match="16 tokens of your key .* 36 more .* 50 of 100"):
         check(2, share=0.5, max_tokens=8)
-    monkeypatch.setattr(held_file, "MOST_HELD", 3)
+    monkeypatch.setattr(held_file, "MAX_RETAINED", 3)
     check(1)
     with pytest.raises(EngineBusy, match="1 sequences of your key .* 1 more .* 1 of 3"):
         check(1, share=0.5)
@@ -74,7 +74,7 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
 
 def test_room_to_hold_counts_the_tokens_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pixels stay in memory. Requests without images are held all the same."""
-    monkeypatch.setattr(held_file, "MAX_HELD_MEDIA_TOKENS", 8)
+    monkeypatch.setattr(held_file, "MAX_RETAINED_MEDIA_TOKENS", 8)
     bench = HeldBench()
     held = bench.keep()
     image = MediaItem(1, 3, bytes(32))
@@ -96,7 +96,7 @@ def test_room_to_hold_counts_an_unlimited_answer_up_to_the_models_length(
     holds = HeldBench().scheduler.retained
     request = make_request("a", PROMPT, max_tokens=None)
     for most in (MAX_LEN, MAX_LEN - 1):
-        monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", most)
+        monkeypatch.setattr(held_file, "MAX_RETAINED_TOKENS", most)
         for asked in (request, msgspec.structs.replace(request, is_open=True)):
             if most == MAX_LEN:
                 holds.check(asked)
@@ -106,7 +106,7 @@ def test_room_to_hold_counts_an_unlimited_answer_up_to_the_models_length(
 
 
 def test_room_to_hold_counts_what_runs_and_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_file, "MOST_HELD", 3)
+    monkeypatch.setattr(held_file, "MAX_RETAINED", 3)
     bench = HeldBench()
     bench.keep()
     running = make_request("runs", PROMPT, max_tokens=6)
@@ -127,14 +127,14 @@ def test_what_another_engine_held_is_put_back_within_the_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 40 tokens that may be held 16 are: 24 are put back, and one more is not."""
-    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 40)
+    monkeypatch.setattr(held_file, "MAX_RETAINED_TOKENS", 40)
     bench = HeldBench()
     bench.keep()
     for num_tokens, num_held in ((25, 1), (24, 2), (1, 2)):
         bench.core.control(put_back(f"old {num_tokens}", num_tokens))
         assert bench.core.view().held.num_sequences == num_held
     bench.let_go()
-    monkeypatch.setattr(held_file, "MOST_HELD", 2)
+    monkeypatch.setattr(held_file, "MAX_RETAINED", 2)
     for index in range(3):
         bench.core.control(put_back("old", 3, index))
     assert sorted(bench.scheduler.retained.by_id["old"]) == [0, 1]
@@ -148,7 +148,7 @@ def test_what_is_put_back_takes_the_place_of_nothing_that_is_held() -> None:
     bench.core.control(put_back("a", 7, index=1))
     assert bench.held_of("a") is held and len(bench.held_of("a", 1).tokens) == 7
     assert bench.held_of("a", 1).num_computed == 0
-    assert bench.core.view().held == HeldView(2, 16 + 7)
+    assert bench.core.view().held == RetainedView(2, 16 + 7)
     bench.let_go()
 
 
@@ -156,7 +156,7 @@ def test_changes_tell_what_was_held_and_what_time_has_ended() -> None:
     bench = HeldBench()
     bench.scheduler.subscribe(Topic.HELD)
     [changes] = bench.scheduler.control(put_back("a", 7), 2.0).notes
-    assert isinstance(changes, HeldChanges) and list(changes.found) == [("a", 0)]
+    assert isinstance(changes, RetainedChanges) and list(changes.found) == [("a", 0)]
     told, tokens = changes.found["a", 0] or (None, [])
     assert told is not None and (told.id, told.num_tokens, len(tokens)) == ("a", 7, 7)
     assert (told.num_blocks, told.expires_in_s) == (0, 50.0)
@@ -168,4 +168,4 @@ def test_changes_tell_what_was_held_and_what_time_has_ended() -> None:
         told, _ = changes.found["a", 0]
         assert (told.num_tokens, told.expires_in_s) == (num_tokens, expires_in_s)
     assert bench.scheduler.schedule(12.9).notes == []
-    assert bench.scheduler.schedule(13.0).notes == [HeldChanges({("a", 0): None})]
+    assert bench.scheduler.schedule(13.0).notes == [RetainedChanges({("a", 0): None})]

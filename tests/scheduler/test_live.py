@@ -7,7 +7,7 @@ Covers `base/live.py`.
 import msgspec
 import pytest
 
-from quire.base.live import CACHED, HELD, NOBODY, PINNED, REASONS, USED
+from quire.base.live import CACHED, HELD, NO_OWNER, PINNED, REASONS, USED
 from quire.base.messages import Append
 from quire.kv.manager import SequenceBlocks
 from quire.spec.cache_group import STATE, CacheGroup
@@ -106,5 +106,5 @@ def test_a_block_that_nobody_holds_has_no_owner() -> None:
     bench.add("one", list(range(9)), 2)
     bench.finish()
     [group] = bench.scheduler.live_state().groups
-    assert set(group.owners.tolist()) == {NOBODY}
+    assert set(group.owners.tolist()) == {NO_OWNER}
     assert group.states.tolist().count(CACHED) == 2

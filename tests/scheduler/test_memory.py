@@ -136,7 +136,7 @@ def test_a_state_is_left_eight_tokens_before_the_end_of_a_prompt(num_prompt: int
     table = scheduler.lifecycle.sequences["r"].blocks.tables[1]
     assert isinstance(table, StateTable)
     assert table.prompt_end == (num_prompt - 9) // SIZE - 1
-    assert set(table.kept) == ({table.prompt_end} if num_prompt >= 9 + SIZE else set())
+    assert set(table.retained) == ({table.prompt_end} if num_prompt >= 9 + SIZE else set())
 
 
 @pytest.mark.parametrize("num_first", [12, 13])
@@ -157,4 +157,4 @@ def test_no_state_is_left_where_prompts_part_if_one_was_left_before_and_is_gone(
     assert scheduler.schedule(0.0).plan is not None
     table = scheduler.lifecycle.sequences["next"].blocks.tables[1]
     assert isinstance(table, StateTable)
-    assert set(table.kept) - {table.prompt_end} == ({2} if num_first == 12 else set())
+    assert set(table.retained) - {table.prompt_end} == ({2} if num_first == 12 else set())

@@ -223,7 +223,7 @@ def size(history: MissReports) -> int:
 def test_it_forgets_the_oldest_and_stays_small() -> None:
     scheduler = scheduler_of(num_blocks=2000)
     history = scheduler.misses
-    history._most_young = 25
+    history._max_young = 25
     for i in range(40):
         ask(scheduler, f"r{i}", list(range(1000 * i, 1000 * i + 21)))
     assert size(history) <= 60 and not history._open

@@ -208,7 +208,7 @@ def test_nobody_waits_for_another_prompts_blocks() -> None:
 def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offers_file, "MOST_KNOWN", 2)
+    monkeypatch.setattr(offers_file, "MAX_KNOWN", 2)
     offers = Offers(KVManager((FULL,), (4,), 4), SimpleNamespace(), True, SimpleNamespace(room=4))  # type: ignore[arg-type]
     names = [(0, b"a"), (0, b"b"), (0, b"c")]
     offers.take_kept(names[:2], is_lasting=True)
@@ -220,7 +220,7 @@ def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
 def test_as_many_names_wait_as_may_be_and_the_oldest_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offers_file, "MOST_WAITING", 2)
+    monkeypatch.setattr(offers_file, "MAX_WAITING", 2)
     offers = Offers(KVManager((FULL,), (4,), 4), SimpleNamespace(), True, SimpleNamespace(room=4))  # type: ignore[arg-type]
     request = SimpleNamespace(kv_transfer=None)
     sequence = SimpleNamespace(request=request, digests=[b"a", b"b", b"c"], num_offered=0)

@@ -30,7 +30,7 @@ def test_a_tenant_pins_no_more_than_its_share() -> None:
 
 def test_a_tenant_pins_its_share_of_how_many_there_may_be(monkeypatch: Any) -> None:
     """Also those that are still computed; and one at least, however many keys there are."""
-    monkeypatch.setattr("quire.scheduler.reuse.pins.MOST_PINS", 6)
+    monkeypatch.setattr("quire.scheduler.reuse.pins.MAX_PINS", 6)
     bench = Bench(num_blocks=60)
     for number in range(3):
         bench.begin_pin(f"a{number}", [number], tenant="a", pin_share=0.5)

@@ -6,7 +6,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, Append, ResetPrefixCache, Unpin
-from quire.scheduler.reuse.pins import MOST_PINS
+from quire.scheduler.reuse.pins import MAX_PINS
 from tests.support.scheduler.fake_device import GARBAGE, make_request
 from tests.support.scheduler.pinning_core import BLOCK, ENDING, PREFIX, Bench, num_unpinned
 
@@ -89,8 +89,8 @@ def test_a_tenant_is_not_told_who_else_begins_with_its_prefix() -> None:
 
 
 def test_there_are_only_so_many() -> None:
-    bench = Bench(num_blocks=2 * MOST_PINS + 40)
-    for i in range(MOST_PINS):
+    bench = Bench(num_blocks=2 * MAX_PINS + 40)
+    for i in range(MAX_PINS):
         bench.begin_pin(f"p{i}", [i % 50, i // 50])
     bench.finish()
     with pytest.raises(RequestError, match="256 prefixes are pinned already"):

@@ -57,11 +57,11 @@ def test_what_is_not_worth_swapping_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_states", "is_trying", "may_be"),
+    ("has_states", "has_drafts_in_flight", "may_be"),
     [(True, True, False), (True, False, True), (False, True, True)],
 )
 def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
-    has_states: bool, is_trying: bool, may_be: bool
+    has_states: bool, has_drafts_in_flight: bool, may_be: bool
 ) -> None:
     """Blocks of wrong drafts can be cut off again, a state cannot go back."""
     memory = SimpleNamespace(
@@ -71,7 +71,7 @@ def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
         rates=None,
     )
     member, other = [SimpleNamespace(group=None, samples=True, blocks=None) for _ in range(2)]
-    rows = SimpleNamespace(is_trying=lambda one: is_trying and one is member)
+    rows = SimpleNamespace(has_drafts_in_flight=lambda one: has_drafts_in_flight and one is member)
     preemption = Preemption(rows, memory, None, "swap")  # type: ignore[arg-type]
     assert preemption._may_be_swapped([other, member]) is may_be  # type: ignore[list-item]
 

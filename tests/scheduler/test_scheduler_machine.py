@@ -31,7 +31,7 @@ from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
-from quire.kv.sizing import LEAST_STATES
+from quire.kv.sizing import MIN_STATES
 from quire.kv.table import NULL
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import Fifo
@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kept=EVICTED,
     ):
         most = MAX_LEN // BLOCK + 1
-        sizes = [LEAST_STATES if group.kind == STATE else most for group in self.groups]
+        sizes = [MIN_STATES if group.kind == STATE else most for group in self.groups]
         num_blocks = tuple(size + spare for size in sizes)
         limits = None if tier is None else (tier,) * len(self.groups)
         self.kv = KVManager(self.groups, num_blocks, BLOCK, caching, host_limits=limits)

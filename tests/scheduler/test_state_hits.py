@@ -118,7 +118,7 @@ def test_the_end_of_a_conversation_is_no_place_where_prompts_part() -> None:
     _, pool = service.scheduler.memory.kv.pools
     first = words(0, 30)
     _, got = service.ask(first)
-    ends = list(service.scheduler.memory.kv.states.worth.left)
+    ends = list(service.scheduler.memory.kv.states.statistics.positions)
     assert len(ends) == 2 and all(pool.lookup(end) is not None for end in ends)
     for _ in range(4):
         service.talk_of_other_things()

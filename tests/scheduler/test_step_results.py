@@ -179,7 +179,7 @@ def test_drafts_and_pooled_numbers_are_told_of_rows_that_were_not_left_out() -> 
         drafts=[RowDraft(row, np.array([1, 2], np.int32)) for row in states],
     )
     step: Any = SimpleNamespace(
-        plan=plan, sampling=dict(zip(states, sequences, strict=True)), left_out={4}
+        plan=plan, sampling=dict(zip(states, sequences, strict=True)), omitted={4}
     )
     outputs: Any = SimpleNamespace(update_of=lambda sequence: sequence.update)
     result: Any = SimpleNamespace(
@@ -191,4 +191,4 @@ def test_drafts_and_pooled_numbers_are_told_of_rows_that_were_not_left_out() -> 
     assert scheduler_of().drafts.accepted(step, result, outputs) == {}
     take_prompt_extras(step, result, outputs)
     told = [vars(sequence.update) for sequence in sequences]
-    assert told == [{"num_guessed": 2, "pooled": "numbers"}, {}, {}]
+    assert told == [{"num_draft_tokens": 2, "pooled": "numbers"}, {}, {}]

@@ -17,7 +17,7 @@ from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.reuse.stores import KEEP_OLD, Stores
+from quire.scheduler.reuse.stores import OLD_RATE_WEIGHT, Stores
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler_machine import FULL, MAX_LEN
 from tests.support.engine.updates import error_of, read
@@ -350,15 +350,15 @@ def test_only_so_many_blocks_are_on_their_way_to_a_store() -> None:
     names = [(0, b"%d" % i) for i in range(5)]
     for _, name in names:
         pool.index(pool.allocate(), name)
-    stores.keep(names, most=3)
-    stores.keep(names[3:], most=3)
+    stores.keep(names, max_blocks=3)
+    stores.keep(names[3:], max_blocks=3)
     [order] = lab.orders()
     assert isinstance(order, Keep) and [item[:2] for item in order.items] == names[:3]
-    stores.keep(names[3:], most=4)
+    stores.keep(names[3:], max_blocks=4)
     [another] = lab.orders()
     assert [item[:2] for item in another.items] == names[3:4]
     lab.scheduler.control(Kept(0, order.ticket, [True] * 3, 99, 0.1), 0.0)
-    stores.keep(names[3:], most=3)
+    stores.keep(names[3:], max_blocks=3)
     assert [len(each.items) for each in lab.orders()] == [2]
     assert stores.num_kept == 3
 
@@ -368,7 +368,9 @@ def test_a_store_s_speed_is_a_mean_that_forgets() -> None:
     stores._measure(0, 100.0)
     assert stores._bytes_per_s[0] == pytest.approx(100.0)
     stores._measure(0, 200.0)
-    assert stores._bytes_per_s[0] == pytest.approx(KEEP_OLD * 100 + (1 - KEEP_OLD) * 200)
+    assert stores._bytes_per_s[0] == pytest.approx(
+        OLD_RATE_WEIGHT * 100 + (1 - OLD_RATE_WEIGHT) * 200
+    )
     for _ in range(100):
         stores._measure(0, 200.0)
     assert stores._bytes_per_s[0] == pytest.approx(200.0, rel=1e-3)

@@ -106,8 +106,8 @@ def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() 
     ]
     broken = find_tainted(flights, {}, 1, has_lost_swaps=True)
     assert broken.dependants == {(1, 0): owner(1), (2, 0): owner(2)}
-    flights[1].leave_out(broken.dependants)
-    assert flights[1].left_out == {1, 2}
+    flights[1].omit_rows(broken.dependants)
+    assert flights[1].omitted == {1, 2}
 
 
 def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:
@@ -121,8 +121,8 @@ def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:
     )
     owners, epochs = np.array(["a", "b", "c", "d"], object), np.zeros(4, np.int64)
     mine = InFlightStep(plan, epochs, owners, epochs, owners, [])
-    mine.leave_out({(0, 0)})
-    assert mine.left_out == {0, 2}
+    mine.omit_rows({(0, 0)})
+    assert mine.omitted == {0, 2}
 
 
 def test_who_begins_with_what_a_failing_request_computes_again() -> None:
@@ -161,9 +161,9 @@ def test_of_a_request_that_fails_all_rows_of_later_plans_are_void() -> None:
     scheduler.add(make_request("pair", [1, 2, 3], n=2, max_tokens=9), 0.0)
     scheduler.add(make_request("other", [4, 5, 6], max_tokens=9), 0.0)
     plans = [scheduler.schedule(0.0).plan for _ in range(2)]
-    for errors, left_out in (({}, set()), ({1: "garbage"}, {0, 1})):
+    for errors, omitted in (({}, set()), ({1: "garbage"}, {0, 1})):
         plan = plans.pop(0)
         assert plan is not None
         result = replace(answer(plan), row_errors=errors)
-        assert scheduler.update(result, 0.0).left_out == (frozenset(left_out),)
+        assert scheduler.update(result, 0.0).omitted == (frozenset(omitted),)
         plans.append(scheduler.schedule(0.0).plan)

@@ -59,7 +59,7 @@ def test_counters_of_many_tenants_take_no_more_and_no_more_memory(
     monkeypatch: pytest.MonkeyPatch, num_present: int
 ) -> None:
     """Also where somebody is always there who is never served."""
-    monkeypatch.setattr("quire.scheduler.core.queue.MOST_ABSENT", 50)
+    monkeypatch.setattr("quire.scheduler.core.queue.MAX_ABSENT", 50)
     tenants = Tenants()
     for i in range(num_present):
         tenants.enter(f"stays {i}")

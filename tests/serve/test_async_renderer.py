@@ -7,7 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from quire.base.errors import EngineBusy
-from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, NUM_SHORT_THREADS, Lanes
+from quire.serve.async_renderer import (
+    MAX_CHARS_ON_LOOP,
+    MAX_CHARS_SHORT,
+    NUM_SHORT_THREADS,
+    TextThreads,
+)
 
 SHORT, LONG = MAX_CHARS_ON_LOOP + 1, MAX_CHARS_SHORT + 1
 
@@ -22,11 +27,13 @@ def held(gate: threading.Event) -> Callable[[], int]:
 
 def test_small_work_needs_no_thread_and_waits_for_nobody() -> None:
     async def go() -> None:
-        lanes, gate = Lanes(), threading.Event()
+        text_threads, gate = TextThreads(), threading.Event()
         sizes = [LONG, LONG, *[SHORT] * (NUM_SHORT_THREADS + 1)]
-        blocked = [asyncio.create_task(lanes.run(size, held(gate))) for size in sizes]
+        blocked = [asyncio.create_task(text_threads.run(size, held(gate))) for size in sizes]
         await asyncio.sleep(0)
-        assert await lanes.run(MAX_CHARS_ON_LOOP, threading.get_ident) == threading.get_ident()
+        assert (
+            await text_threads.run(MAX_CHARS_ON_LOOP, threading.get_ident) == threading.get_ident()
+        )
         gate.set()
         assert threading.get_ident() not in await asyncio.gather(*blocked)
 
@@ -35,10 +42,10 @@ def test_small_work_needs_no_thread_and_waits_for_nobody() -> None:
 
 def test_short_texts_do_not_wait_behind_long_ones() -> None:
     async def go() -> None:
-        lanes, gate = Lanes(), threading.Event()
-        blocked = [asyncio.create_task(lanes.run(LONG, held(gate))) for _ in range(3)]
+        text_threads, gate = TextThreads(), threading.Event()
+        blocked = [asyncio.create_task(text_threads.run(LONG, held(gate))) for _ in range(3)]
         await asyncio.sleep(0)
-        assert await lanes.run(SHORT, lambda: "done") == "done"
+        assert await text_threads.run(SHORT, lambda: "done") == "done"
         assert not any(task.done() for task in blocked)
         gate.set()
         assert len(set(await asyncio.gather(*blocked))) == 1  # one after the other
@@ -48,29 +55,29 @@ def test_short_texts_do_not_wait_behind_long_ones() -> None:
 
 def test_what_is_open_is_bounded_and_let_go() -> None:
     async def go() -> None:
-        lanes, gate = Lanes(max_open_chars=3 * SHORT), threading.Event()
-        blocked = [asyncio.create_task(lanes.run(SHORT, held(gate))) for _ in range(3)]
+        text_threads, gate = TextThreads(max_open_chars=3 * SHORT), threading.Event()
+        blocked = [asyncio.create_task(text_threads.run(SHORT, held(gate))) for _ in range(3)]
         await asyncio.sleep(0)
-        assert (lanes.num_open, lanes.num_open_chars) == (3, 3 * SHORT)
+        assert (text_threads.num_open, text_threads.num_open_chars) == (3, 3 * SHORT)
         with pytest.raises(EngineBusy, match="3 long prompts"):
-            await lanes.run(SHORT, threading.get_ident)
+            await text_threads.run(SHORT, threading.get_ident)
         blocked[0].cancel()  # its work runs on, and its text is there as long
         await asyncio.gather(blocked[0], return_exceptions=True)
         with pytest.raises(EngineBusy):
-            await lanes.run(SHORT, threading.get_ident)
+            await text_threads.run(SHORT, threading.get_ident)
         gate.set()
         await asyncio.gather(*blocked, return_exceptions=True)
-        assert await lanes.run(SHORT, lambda: "again") == "again"
-        assert await Lanes(max_open_chars=1).run(LONG, lambda: "alone") == "alone"
+        assert await text_threads.run(SHORT, lambda: "again") == "again"
+        assert await TextThreads(max_open_chars=1).run(LONG, lambda: "alone") == "alone"
 
     asyncio.run(go())
 
 
 def test_errors_come_back() -> None:
     async def go() -> None:
-        lanes = Lanes()
+        text_threads = TextThreads()
         for size in (1, SHORT, LONG):
             with pytest.raises(ZeroDivisionError):
-                await lanes.run(size, divmod, 1, 0)
+                await text_threads.run(size, divmod, 1, 0)
 
     asyncio.run(go())

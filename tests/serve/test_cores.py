@@ -11,7 +11,7 @@ from quire.base.errors import ConfigError
 from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.ops.host.threads import usable_cores
 from quire.runner.memory_plan import MEMORY_VARIABLE, available_cpu_bytes
-from quire.serve.processes.cores import ALONE, CUDA_VARIABLE, CorePlace, core_places, gpu_shares
+from quire.serve.processes.cores import ALONE, CUDA_VARIABLE, CoreShare, core_shares, gpu_shares
 
 
 def settings(num: int = 2, **more: object) -> EngineConfig:
@@ -19,7 +19,7 @@ def settings(num: int = 2, **more: object) -> EngineConfig:
 
 
 def test_one_core_is_told_nothing() -> None:
-    assert core_places(settings(1)) == [ALONE]
+    assert core_shares(settings(1)) == [ALONE]
     assert not ALONE.cpus and not ALONE.environment and ALONE.name == "the engine"
     alone = settings(1, record="there")
     assert ALONE.config(alone) is alone
@@ -28,7 +28,7 @@ def test_one_core_is_told_nothing() -> None:
 def test_cores_share_memory_and_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_NUM_THREADS", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    places = core_places(settings(2, device="cpu"))
+    places = core_shares(settings(2, device="cpu"))
     assert [place.name for place in places] == ["core 0", "core 1"]
     given = [int(place.environment[MEMORY_VARIABLE]) for place in places]
     assert given[0] == given[1] and 0.4 < given[0] / available_cpu_bytes() < 0.6
@@ -37,7 +37,7 @@ def test_cores_share_memory_and_processors(monkeypatch: pytest.MonkeyPatch) -> N
     all_cpus = os.sched_getaffinity(0)
     assert places[0].cpus | places[1].cpus == all_cpus
     monkeypatch.setenv("QUIRE_NUM_THREADS", "3")
-    assert "QUIRE_NUM_THREADS" not in core_places(settings(2))[0].environment
+    assert "QUIRE_NUM_THREADS" not in core_shares(settings(2))[0].environment
 
 
 def test_a_share_of_memory_bounds_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_share_of_memory_bounds_what_is_available(monkeypatch: pytest.MonkeyPa
 
 
 def test_each_core_keeps_a_record_of_its_own() -> None:
-    place = CorePlace(1, 2)
+    place = CoreShare(1, 2)
     assert place.config(settings(2, record="there")).record == "there/core-1"
     assert place.config(settings(2)).record is None
 
@@ -57,10 +57,10 @@ def test_each_core_keeps_a_record_of_its_own() -> None:
 def test_a_process_runs_where_it_is_bound() -> None:
     cpu = min(os.sched_getaffinity(0))
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    CorePlace(0, 2, frozenset([cpu])).bind(process.pid)
+    CoreShare(0, 2, frozenset([cpu])).bind(process.pid)
     assert os.sched_getaffinity(process.pid) == {cpu}
     process.communicate(b"\n")
-    CorePlace(0, 2, frozenset([cpu])).bind(process.pid)  # too late, and no error
+    CoreShare(0, 2, frozenset([cpu])).bind(process.pid)  # too late, and no error
 
 
 def test_gpus_are_dealt_out_by_ranks(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.drafting.draft_pace import StepTimes
-from quire.ops.attention.states import KeptInputs
+from quire.ops.attention.states import RecordedInputs
 from quire.ops.host.native import core
-from quire.runner.drafting.guesses import GuessedStep
-from quire.runner.memory_plan import kept_inputs_bytes
+from quire.runner.drafting.draft_steps import VerifyStep
+from quire.runner.memory_plan import retained_inputs_bytes
 from tests.runner.test_guesses import Oracle
 from tests.serve.test_exactness import assert_idle
 from tests.serve.test_hybrid import FEW_BLOCKS, P, ask, folder, open_llm
@@ -143,10 +143,10 @@ def test_what_guesses_keep_is_counted() -> None:
         guess(llm, ask(llm, asked, PLAIN), 9, 1.0)
         ask(llm, asked, PLAIN)
         runner = llm.engine.client.core.executor._built.runner  # type: ignore[attr-defined]
-        counted = kept_inputs_bytes(llm.engine.config, llm.engine.spec)
-        assert runner.model._kept._memory.nbytes == counted > 0
+        counted = retained_inputs_bytes(llm.engine.config, llm.engine.spec)
+        assert runner.model._retained._memory.nbytes == counted > 0
     with open_llm(dtype="bfloat16", speculative_config={"method": "none"}) as llm:
-        assert kept_inputs_bytes(llm.engine.config, llm.engine.spec) == 0
+        assert retained_inputs_bytes(llm.engine.config, llm.engine.spec) == 0
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe"])
@@ -183,7 +183,7 @@ def test_whatever_rows_ask_for() -> None:
         assert [o.prompt_logprobs for o in again] == [o.prompt_logprobs for o in outputs]
 
 
-@pytest.mark.parametrize(("owner", "place"), [(GuessedStep, "_hidden"), (KeptInputs, "settle")])
+@pytest.mark.parametrize(("owner", "place"), [(VerifyStep, "_hidden"), (RecordedInputs, "settle")])
 def test_a_step_that_fails_in_the_midst_of_guesses(
     owner: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

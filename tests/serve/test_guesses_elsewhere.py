@@ -71,7 +71,7 @@ class Guesser(StandIn):
     def __init__(self, kind: str) -> None:
         self._kind, self._random = kind, random.Random(0)
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         drafts = []
         for sequence in sequences:
             known = sequence.num_known_tokens
@@ -129,7 +129,7 @@ def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None
     )  # fmt: skip
     counts = Counter(tuple(output.outputs[0].token_ids) for output in outputs)
     assert p_value(counts) > LEAST_P
-    accepted, guessed = sum(s.num_accepted for s in steps), sum(s.num_guessed for s in steps)
+    accepted, guessed = sum(s.num_accepted for s in steps), sum(s.num_draft_tokens for s in steps)
     assert guessed > accepted > {"likely": 0.3, "unlikely": 0.0, "random": 0.1}[kind] * guessed
 
 

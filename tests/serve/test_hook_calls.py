@@ -12,7 +12,7 @@ from quire.serve.hooks.hook_calls import (
     MAX_HUNG,
     MAX_THREADS,
     Caller,
-    CallLanes,
+    CallExecutor,
     TooLong,
     Unavailable,
 )
@@ -67,7 +67,7 @@ async def returns_later(thing: object) -> object:
 
 def test_what_methods_return() -> None:
     async def main() -> None:
-        caller = Caller(CallLanes(), 5.0)
+        caller = Caller(CallExecutor(), 5.0)
         assert await caller.call(returns, 1) == ((1, "hook"), None)
         assert await caller.call(returns_later, 2) == ((2, "hooks"), None)
 
@@ -88,7 +88,7 @@ def test_what_methods_raise(error: BaseException, is_async: bool) -> None:
         raise error
 
     async def main() -> None:
-        caller = Caller(CallLanes(), 5.0)
+        caller = Caller(CallExecutor(), 5.0)
         for _ in range(2):  # thread and loop live on
             value, raised = await caller.call(later if is_async else plain, None)
             kinds = (type(error), RuntimeError)  # what a coroutine makes of StopIteration
@@ -102,15 +102,15 @@ def test_what_methods_raise(error: BaseException, is_async: bool) -> None:
 @pytest.mark.parametrize("name", ["wait", "block"])
 def test_a_call_that_hangs_is_left_alone(name: str) -> None:
     async def main() -> None:
-        lanes, waiting = CallLanes(), Waiting()
-        hanging, other = Caller(lanes, SOON_S), Caller(lanes, 30.0)
+        executor, waiting = CallExecutor(), Waiting()
+        hanging, other = Caller(executor, SOON_S), Caller(executor, 30.0)
         value, error = await hanging.call(getattr(waiting, name), 1)
         assert value is None and isinstance(error, TooLong)
         assert hanging.num_hung == 1
         assert (await other.call(returns, 2))[0][0] == 2
-        blocked = lanes._async
+        blocked = executor._async
         if blocked is not None:
-            await until(lambda: lanes._async is not blocked)
+            await until(lambda: executor._async is not blocked)
         for method in (returns, returns_later):
             assert (await other.call(method, 2))[0][0] == 2
         assert waiting.num_inside == 1
@@ -124,7 +124,7 @@ def test_a_call_that_hangs_is_left_alone(name: str) -> None:
 
 def test_an_async_call_that_takes_too_long_is_cancelled() -> None:
     async def main() -> None:
-        caller = Caller(CallLanes(), SOON_S)
+        caller = Caller(CallExecutor(), SOON_S)
         _, error = await caller.call(Waiting().sleep, None)
         assert isinstance(error, TooLong)
         await until(lambda: caller.num_hung == 0)
@@ -134,8 +134,8 @@ def test_an_async_call_that_takes_too_long_is_cancelled() -> None:
 
 def test_too_many_that_hang_fail_at_once_and_only_theirs() -> None:
     async def main() -> None:
-        lanes, waiting = CallLanes(), Waiting()
-        hanging, other = Caller(lanes, SOON_S), Caller(lanes, 30.0)
+        executor, waiting = CallExecutor(), Waiting()
+        hanging, other = Caller(executor, SOON_S), Caller(executor, 30.0)
         calls = [hanging.call(waiting.wait, i) for i in range(MAX_HUNG)]
         assert all(isinstance(error, TooLong) for _, error in await asyncio.gather(*calls))
         for method in (returns, returns_later):
@@ -151,8 +151,8 @@ def test_too_many_that_hang_fail_at_once_and_only_theirs() -> None:
 
 def test_threads_are_bounded_also_when_callers_leave() -> None:
     async def main() -> None:
-        lanes, waiting = CallLanes(), Waiting()
-        caller = Caller(lanes, 30.0)
+        executor, waiting = CallExecutor(), Waiting()
+        caller = Caller(executor, 30.0)
         tasks = [asyncio.create_task(caller.call(waiting.wait, i)) for i in range(MAX_THREADS)]
         await until(lambda: waiting.num_inside == MAX_THREADS)
         for task in tasks:
@@ -164,20 +164,20 @@ def test_threads_are_bounded_also_when_callers_leave() -> None:
         waiting.go.set()
         assert [value for value, _ in await asyncio.gather(*late)] == list(range(MAX_THREADS + 3))
         assert waiting.most_inside == MAX_THREADS
-        assert len(lanes.threads._idle) <= MAX_THREADS
+        assert len(executor.threads._idle) <= MAX_THREADS
 
     run(main())
 
 
 def test_idle_threads_end_with_their_lanes() -> None:
     async def main() -> set[threading.Thread]:
-        before, lanes = set(threading.enumerate()), CallLanes()
-        caller = Caller(lanes, 30.0)
+        before, executor = set(threading.enumerate()), CallExecutor()
+        caller = Caller(executor, 30.0)
         await caller.call(returns, 1)
         await caller.call(returns_later, 1)
         mine = set(threading.enumerate()) - before
         assert len(mine) == 2
-        lanes.close()
+        executor.close()
         await until(lambda: not any(thread.is_alive() for thread in mine))
         return mine
 

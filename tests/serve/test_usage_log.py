@@ -58,7 +58,7 @@ def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
 
 def test_a_full_disk_holds_up_nobody_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        log = UsageLog(Path("/dev/full"), most=10)
+        log = UsageLog(Path("/dev/full"), max_lines=10)
         append(log, *range(50))
         wait_until(lambda: "cannot be written" in caplog.text)
         log.close()

@@ -82,5 +82,5 @@ def test_bytes_of_a_block() -> None:
     ("kind", "span", "blocks"), [(FULL, 0, 25), (WINDOW, 8, 3), (CHUNKED, 8, 3), (STATE, 0, 2)]
 )
 def test_what_a_long_sequence_holds(kind: str, span: int, blocks: int) -> None:
-    assert group_of(kind, span).most_blocks(100, SIZE) == blocks
-    assert group_of(kind, span).most_blocks(3, SIZE) == 1
+    assert group_of(kind, span).max_blocks(100, SIZE) == blocks
+    assert group_of(kind, span).max_blocks(3, SIZE) == 1

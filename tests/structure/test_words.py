@@ -68,24 +68,14 @@ DONE: dict[str, tuple[str, ...]] = {
     ),
     "web": ("web/src",),
 }
-# Faults that docstrings, comments and names of a folder may still have. Numbers may only shrink.
-LEFT: dict[str, int] = {
-    "benchmarks": 61,
-    "csrc": 55,
-    "demo_model": 6,
-    "src/quire/base": 78,
-    "src/quire/cli": 6,
-    "src/quire/engine": 975,
-    "src/quire/kv": 55,
-    "src/quire/models": 270,
-    "src/quire/ops": 856,
-    "src/quire/render": 15,
-    "src/quire/runner": 323,
-    "src/quire/scheduler": 331,
-    "src/quire/serve": 699,
-    "src/quire/spec": 15,
-    "src/quire/tools": 45,
-    "web": 59,
+# Names that stay: interfaces of others, and names in stored files and in settings.
+KEPT_NAMES = {
+    "what": "std::exception::what of C++",
+    "ask": "HookActions.ask, a documented interface",
+    "is_guessing": "a field of plans in recordings",
+    "guesses": "a key of the orders to benchmark drivers",
+    "num_tried": "a key of the drivers' results",
+    "told_ms": "a column of stored results",
 }
 FOLDERS = [
     f"src/quire/{path.name}" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
@@ -97,9 +87,8 @@ FOLDERS += ["benchmarks", "csrc", "demo_model", "tests", "web"]
 def test_code_becomes_plain(folder: str) -> None:
     kinds = ("docstrings", "comments", "names")
     found = [each for kind in kinds for each in problems(kind, [ROOT / folder])]
-    allowed = LEFT.get(folder, 0)
-    assert len(found) <= allowed, "\n".join(map(str, found[-20:]))
-    assert folder not in LEFT or found, f"{folder} passes: take it off the list"
+    found = [each for each in found if each.sentence not in KEPT_NAMES]
+    assert not found, "\n".join(map(str, found[-20:]))
 
 
 @pytest.mark.parametrize("kind", DONE)

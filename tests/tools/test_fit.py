@@ -28,7 +28,7 @@ from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
     GPU_RESERVE_BYTES,
     GRAPH_BYTES,
-    MOST_MIXED,
+    MAX_MIXED,
     ladder,
     workspace_bytes,
 )
@@ -308,7 +308,7 @@ def test_a_gpu() -> None:
     weights = 8_030_261_248 * 2  # parameters, in bfloat16
     assert found.memory.weights_bytes == weights
     workspace = workspace_bytes(spec, 2, 8192, 256)
-    graphs = workspace_bytes(spec, 2, 2048, 256) + GRAPH_BYTES * (len(ladder(256)) + MOST_MIXED)
+    graphs = workspace_bytes(spec, 2, 2048, 256) + GRAPH_BYTES * (len(ladder(256)) + MAX_MIXED)
     assert found.memory.graph_bytes == graphs
     used = weights + workspace + graphs + GPU_CONTEXT_BYTES + GPU_RESERVE_BYTES
     budget = int(GPUS["H100"] * MIB * 0.9) - used

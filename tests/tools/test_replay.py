@@ -65,7 +65,7 @@ def test_a_smaller_budget_is_found(recording: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(Scheduler, "schedule", stingy)
     found = difference_of(recording)
-    assert (found.step_id, found.what) == (1, "plan.num_tokens")
+    assert (found.step_id, found.subject) == (1, "plan.num_tokens")
     assert found.recorded.startswith("2 entries; from entry ") or "entries" in found.recorded
     assert found.recorded != found.replayed
     assert found.during.startswith("schedule step 1 at ")
@@ -85,7 +85,7 @@ def test_another_block_is_found(recording: Path, monkeypatch) -> None:
     monkeypatch.setattr(Scheduler, "schedule", other_end)
     found = difference_of(recording)
     assert found.step_id >= 1
-    assert found.what == "plan.block_writes"
+    assert found.subject == "plan.block_writes"
     assert found.recorded.startswith("block_id: ")
 
 
@@ -97,7 +97,7 @@ def test_no_plan_where_there_was_one(recording: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(Scheduler, "schedule", lazy)
     found = difference_of(recording)
-    assert (found.step_id, found.what) == (CHANGED_AT, "whether there is a plan")
+    assert (found.step_id, found.subject) == (CHANGED_AT, "whether there is a plan")
     assert (found.recorded, found.replayed) == ("a plan", "no plan")
 
 
@@ -107,7 +107,7 @@ def test_an_exception_is_a_difference(recording: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(KVManager, "get_computed_blocks", broken)
     found = difference_of(recording)
-    assert (found.step_id, found.what) == (0, "the outcome")
+    assert (found.step_id, found.subject) == (0, "the outcome")
     assert (found.recorded, found.replayed) == (
         "nothing was raised",
         "ZeroDivisionError was raised",
@@ -118,7 +118,7 @@ def test_a_prefix_that_is_not_looked_up(recording: Path, monkeypatch) -> None:
     """Without prefix hits more is computed; a recording without tokens also sees what is asked."""
     monkeypatch.setattr(BlockNaming, "is_indexed", lambda self, sequence: False)
     found = difference_of(recording)
-    assert (found.step_id, found.what) in ((0, "the look-up"), (1, "plan.computed_bound"))
+    assert (found.step_id, found.subject) in ((0, "the look-up"), (1, "plan.computed_bound"))
 
 
 def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypatch) -> None:
@@ -207,7 +207,7 @@ def test_another_model_is_found(tmp_path: Path) -> None:
     segments = read_recording(tmp_path / "run")
     outcome = replay_model.replay_with_model(segments, {"model": str(other)})
     assert outcome.difference is not None
-    assert outcome.difference.what.startswith("the token of row ")
+    assert outcome.difference.subject.startswith("the token of row ")
 
 
 def test_the_model_needs_tokens_and_the_beginning(tmp_path: Path) -> None:

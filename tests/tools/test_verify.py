@@ -26,7 +26,7 @@ from quire.tools.verify.compare import differences, tokens_chosen
 from quire.tools.verify.ours import WAYS
 from quire.tools.verify.paged import CPU
 from quire.tools.verify.report import DIFFERS, WITHIN, Report, Run, as_data, lines
-from quire.tools.verify.verify import AS_STORED, Asked
+from quire.tools.verify.verify import AS_STORED, Comparison
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import checkpoint_tensors, take_dequantised
 from tests.support.cases import slow_but
@@ -70,7 +70,7 @@ def verify(model: Path, *, spec: ModelSpec | None = None, against: Path | None =
     quick = {"quantization": "none", "attention_backend": "reference"}
     config = config_from_flat(model=str(model), **(quick | settings))
     where = None if against is None else str(against)
-    return verify_module.verify(Asked(config, num_tokens=4, against=where, spec=spec))
+    return verify_module.verify(Comparison(config, num_tokens=4, against=where, spec=spec))
 
 
 def first(report: Report) -> tuple[str, int | None]:
@@ -302,7 +302,7 @@ def test_an_engine_with_a_quantised_checkpoint_rounds_activations(tmp_path: Path
     """So other tokens than those of the dequantised weights are not an error."""
     quantised, _ = write_quantised(tmp_path, gptq(4, 32))
     config = config_from_flat(model=str(quantised), attention_backend="cpu")
-    report = verify_module.verify(Asked(config, num_tokens=40))
+    report = verify_module.verify(Comparison(config, num_tokens=40))
     assert report.verdict == WITHIN, "\n".join(lines(report))
     assert report.runs[-1].tokens is not None and report.runs[-1].tokens.count == 40
 

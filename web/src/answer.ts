@@ -30,7 +30,7 @@ export interface Shown {
   call(calls: Call[]): void;
 }
 
-const LEAST_S = 0.05; // over which a rate says something
+const MIN_RATE_S = 0.05; // over which a rate says something
 const ENDS = ["stop", "tool_calls"]; // that need no remark
 
 /** Fill a message from the server's stream. shown: returns the current view, as it may be drawn again. Never throws: the message notes its end. */
@@ -79,7 +79,7 @@ function inWords(usage: Usage, since: number, first: number): string {
   const parts = [`${usage.prompt_tokens} prompt tokens${cached ? ` (${cached} cached)` : ""}`, `${usage.completion_tokens} output tokens`];
   if (first) parts.push(`first token after ${Math.round(first - since)} ms`);
   const seconds = (performance.now() - first) / 1000;
-  if (first && seconds > LEAST_S && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s`);
+  if (first && seconds > MIN_RATE_S && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s`);
   return parts.join(" · ");
 }
 

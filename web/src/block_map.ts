@@ -8,7 +8,7 @@ const FREE = 0;
 const CACHED = 1;
 const PINNED = 3;
 const HELD = 4;
-const MOST_HEIGHT = 380;
+const MAX_HEIGHT = 380;
 const LARGEST = 22;
 const SMALLEST = 3;
 const WITH_COUNT = 13; // a cell this large has room for a number
@@ -23,7 +23,7 @@ export function colourOf(number: number): string {
 
 export class BlockMap {
   readonly canvas: HTMLCanvasElement;
-  readonly said = make("p", { class: "quiet", "aria-live": "polite" });
+  readonly status = make("p", { class: "quiet", "aria-live": "polite" });
   private group: Group | null = null;
   private cell = LARGEST;
   private columns = 1;
@@ -54,7 +54,7 @@ export class BlockMap {
     const num = group.states.length;
     const width = this.canvas.clientWidth;
     this.cell = LARGEST;
-    while (this.cell > SMALLEST && Math.ceil(num / Math.floor(width / this.cell)) * this.cell > MOST_HEIGHT) this.cell--;
+    while (this.cell > SMALLEST && Math.ceil(num / Math.floor(width / this.cell)) * this.cell > MAX_HEIGHT) this.cell--;
     this.columns = Math.max(1, Math.floor(width / this.cell));
     const height = Math.ceil(num / this.columns) * this.cell;
     const scale = devicePixelRatio || 1;
@@ -63,14 +63,14 @@ export class BlockMap {
     this.canvas.style.height = `${height}px`;
     this.context().scale(scale, scale);
     for (let block = 0; block < num; block++) this.draw(block);
-    this.tell();
+    this.showStatus();
   }
 
   /** Draw blocks that have changed. */
   change(blocks: number[]): void {
     if (!this.canvas.clientWidth) return;
     for (const block of blocks) this.draw(block);
-    if (blocks.length) this.tell();
+    if (blocks.length) this.showStatus();
   }
 
   /** Let a block flash. */
@@ -161,7 +161,7 @@ export class BlockMap {
     this.cursor = block;
     this.draw(before);
     this.draw(block);
-    this.said.textContent = this.describe(block);
+    this.status.textContent = this.describe(block);
   }
 
   private describe(block: number): string {
@@ -169,9 +169,9 @@ export class BlockMap {
     if (!group || block < 0) return "";
     const owner = group.owners[block] ?? -1;
     const sharers = group.sharers[block] ?? 0;
-    const what = ["free", "cached by the prefix cache, not in use", "in use", "pinned", "held by a retained request"][group.states[block] ?? 0];
-    const whose = owner < 0 ? "" : `, of request #${owner}`;
-    return `Block ${block}: ${what}${whose}${sharers > 1 ? `, shared by ${sharers}` : ""}`;
+    const stateText = ["free", "cached by the prefix cache, not in use", "in use", "pinned", "held by a retained request"][group.states[block] ?? 0];
+    const ownerText = owner < 0 ? "" : `, of request #${owner}`;
+    return `Block ${block}: ${stateText}${ownerText}${sharers > 1 ? `, shared by ${sharers}` : ""}`;
   }
 
   private open(block: number): void {
@@ -191,7 +191,7 @@ export class BlockMap {
     event.preventDefault();
   }
 
-  private tell(): void {
+  private showStatus(): void {
     const counts = [0, 0, 0, 0, 0];
     let shared = 0;
     this.group?.states.forEach((state, block) => {

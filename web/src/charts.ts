@@ -5,9 +5,9 @@ import type { Step } from "./live";
 import { onTheme } from "./theme";
 
 const SPAN_S = 60;
-const LEAST_SPAN_S = 10;
-const MOST_JOINED_S = 5; // moments that are further apart are not joined by a line
-const MOST_STEPS = 80;
+const MIN_SPAN_S = 10;
+const MAX_JOINED_S = 5; // moments that are further apart are not joined by a line
+const MAX_STEPS = 80;
 
 export interface Line {
   name: string;
@@ -28,7 +28,7 @@ class Chart {
     });
     const head = make("figcaption", {}, make("b", {}, title), this.latest, make("span", { class: "keys" }, ...keys));
     this.element = make("figure", { class: "card" }, head, this.canvas);
-    this.tell("");
+    this.showValue("");
     new ResizeObserver(() => this.draw()).observe(this.canvas);
     onTheme(() => this.draw());
   }
@@ -50,7 +50,7 @@ class Chart {
     return getComputedStyle(this.canvas).getPropertyValue(name).trim();
   }
 
-  protected tell(text: string): void {
+  protected showValue(text: string): void {
     if (this.latest.textContent === text && text) return;
     this.latest.textContent = text;
     this.canvas.setAttribute("aria-label", `${this.title}: ${text || "no data yet"}`);
@@ -59,7 +59,7 @@ class Chart {
   /** Wipe out what was shown before. */
   protected showNothing(): void {
     this.draw();
-    this.tell("");
+    this.showValue("");
   }
 }
 
@@ -77,7 +77,7 @@ export class Lines extends Chart {
     while ((this.points[0]?.at ?? at) < at - SPAN_S) this.points.shift();
     if (!isDrawn) return;
     this.draw();
-    this.tell(values.map((value) => this.write(value)).join(" · "));
+    this.showValue(values.map((value) => this.write(value)).join(" · "));
   }
 
   clear(): void {
@@ -90,14 +90,14 @@ export class Lines extends Chart {
     const last = this.points.at(-1);
     if (!area || !last) return;
     const { context, width, height } = area;
-    const span = Math.max(LEAST_SPAN_S, last.at - (this.points[0]?.at ?? last.at));
+    const span = Math.max(MIN_SPAN_S, last.at - (this.points[0]?.at ?? last.at));
     const known = this.points.flatMap((point) => point.values).filter(Number.isFinite);
     const highest = Math.max(0, ...known);
-    const most = highest * 1.1 || 1;
+    const maxValue = highest * 1.1 || 1;
     axis(context, this.colour("--line"), width, [16, (height + 14) / 2, height - 2]);
     context.fillStyle = this.colour("--quiet");
     context.font = "11px system-ui, sans-serif";
-    if (highest) context.fillText(this.write(most), 0, 11);
+    if (highest) context.fillText(this.write(maxValue), 0, 11);
     this.lines.forEach((line, i) => {
       context.strokeStyle = this.colour(line.colour);
       context.lineWidth = 2;
@@ -110,8 +110,8 @@ export class Lines extends Chart {
           continue;
         }
         const x = (width - 3) * (1 - (last.at - at) / span);
-        const y = height - 2 - (height - 16) * (value / most);
-        if (at - before <= MOST_JOINED_S) context.lineTo(x, y);
+        const y = height - 2 - (height - 16) * (value / maxValue);
+        if (at - before <= MAX_JOINED_S) context.lineTo(x, y);
         else {
           context.moveTo(x, y);
           context.lineTo(x + 2, y); // also a point that stands alone is seen
@@ -137,10 +137,10 @@ export class StepBars extends Chart {
   /** Add steps; the width of a bar is even, its height the tokens of its step. */
   add(steps: Step[]): void {
     if (!steps.length) return;
-    this.steps = [...this.steps, ...steps].slice(-MOST_STEPS);
+    this.steps = [...this.steps, ...steps].slice(-MAX_STEPS);
     this.draw();
     const last = this.steps.at(-1);
-    if (last) this.tell(`${last.prefill_tokens} + ${last.decode_tokens} tokens in ${last.duration_ms.toFixed(1)} ms`);
+    if (last) this.showValue(`${last.prefill_tokens} + ${last.decode_tokens} tokens in ${last.duration_ms.toFixed(1)} ms`);
   }
 
   clear(): void {
@@ -152,19 +152,19 @@ export class StepBars extends Chart {
     const area = this.begin();
     if (!area) return;
     const { context, width, height } = area;
-    const most = Math.max(1, ...this.steps.map((step) => step.prefill_tokens + step.decode_tokens));
+    const maxValue = Math.max(1, ...this.steps.map((step) => step.prefill_tokens + step.decode_tokens));
     const longest = Math.max(0.001, ...this.steps.map((step) => step.duration_ms));
-    const wide = width / MOST_STEPS;
+    const wide = width / MAX_STEPS;
     const tall = (height - 18) * 0.68; // tokens above, times below
     const middle = 14 + tall;
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = this.colour("--quiet");
-    if (this.steps.length) context.fillText(`${most} tokens, ${duration(longest)}`, 0, 10);
+    if (this.steps.length) context.fillText(`${maxValue} tokens, ${duration(longest)}`, 0, 10);
     axis(context, this.colour("--line"), width, [middle, height - 1]);
     this.steps.forEach((step, i) => {
       const x = i * wide;
-      const decode = Math.max(step.decode_tokens ? 2 : 0, (tall * step.decode_tokens) / most);
-      const prefill = (tall * step.prefill_tokens) / most;
+      const decode = Math.max(step.decode_tokens ? 2 : 0, (tall * step.decode_tokens) / maxValue);
+      const prefill = (tall * step.prefill_tokens) / maxValue;
       const time = Math.max(1, ((height - middle - 5) * step.duration_ms) / longest);
       const bar = (colour: string, y: number, size: number): void => {
         context.fillStyle = this.colour(colour);

@@ -2,24 +2,24 @@
 
 import { asSent, follow } from "./answer";
 import { ChatSettings } from "./chat_settings";
-import { MOST_BRANCHES, add, begin, endOf, load, numShared, pathTo, save, titleOf, versionsOf, type Conversation, type Message } from "./conversations";
+import { MAX_BRANCHES, add, begin, endOf, load, numShared, pathTo, save, titleOf, versionsOf, type Conversation, type Message } from "./conversations";
 import { button, byId, make, say } from "./dom";
 import { ImageTray, shownImages } from "./images";
 import { MessageView, type Actions } from "./message_view";
 
 const NARROW = 1100; // pixels, below which the settings begin closed
-const MOST_HEARD = 2000; // characters
+const MAX_ANNOUNCED = 2000; // characters
 const STARTERS = ["Tell me a story about a fox.", "Who are you?", "Write a poem about the sea."];
 
 export class ChatView {
   private readonly list = make("nav", { class: "conversations", "aria-label": "Conversations" });
   private readonly thread = make("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
-  private readonly heard = make("p", { class: "unseen", role: "status" }); // the last answer, for who hears the page
+  private readonly announcement = make("p", { class: "unseen", role: "status" }); // the last answer, for who hears the page
   private readonly input = make("textarea", { rows: 2, placeholder: "Type a message", "aria-label": "Your message", dir: "auto" });
-  private readonly toAll = make("input", { type: "checkbox", onchange: () => this.tell() });
+  private readonly toAll = make("input", { type: "checkbox", onchange: () => this.refresh() });
   private readonly toAllLabel = make("label", { class: "check", hidden: true }, this.toAll, " to all branches");
   private readonly talk = make("div", { class: "talk" });
-  private readonly images = new ImageTray(this.talk, this.input, () => this.tell());
+  private readonly images = new ImageTray(this.talk, this.input, () => this.refresh());
   private readonly send = make("button", { class: "main" }, "Send");
   private readonly wait = make("p", { class: "quiet wait", role: "status" }); // why nothing is sent
   private readonly stop = button("Stop", () => this.halt(), { hidden: true });
@@ -37,7 +37,7 @@ export class ChatView {
     const row = make("div", { class: "row" }, this.open_, this.images.button, this.images.input, this.toAllLabel, this.stop, this.send);
     const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, this.images.element, make("div", {}, this.input, this.wait), row);
     const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now)), { class: "new" }), this.list);
-    this.talk.append(this.thread, this.heard, composer);
+    this.talk.append(this.thread, this.announcement, composer);
     byId("chat").append(side, this.talk, this.settings.element);
     this.toggle(innerWidth >= NARROW);
     this.input.addEventListener("keydown", (event) => {
@@ -128,7 +128,7 @@ export class ChatView {
     const active = this.thread.querySelector<HTMLElement>(".column.active");
     active?.parentElement?.scrollTo({ left: active.offsetLeft - active.parentElement.offsetLeft });
     this.drawList();
-    this.tell();
+    this.refresh();
     focus();
   }
 
@@ -173,14 +173,14 @@ export class ChatView {
     const versions = versionsOf(message, now);
     const isBusy = this.isBusy(branch);
     const answered = now.messages.some((one) => one.parent === message.id && one.role === "tool");
-    const asked = now.messages.flatMap((one) => one.calls ?? []).find((call) => call.id === message.call);
+    const toolCall = now.messages.flatMap((one) => one.calls ?? []).find((call) => call.id === message.call);
     return {
       ...(isBusy || message.role !== "user" ? {} : { edit: () => this.edit(message, branch) }),
       ...(isBusy || message.role !== "assistant" ? {} : { regenerate: () => void this.answer(branch, message.parent) }),
-      ...(now.branches.length < MOST_BRANCHES ? { fork: () => this.fork(message) } : {}),
+      ...(now.branches.length < MAX_BRANCHES ? { fork: () => this.fork(message) } : {}),
       ...(isBusy ? {} : { version: { at: versions.indexOf(message), num: versions.length, show: (at) => this.lead(branch, versions[at]) } }),
       ...(isBusy || answered ? {} : { answer: (results) => this.giveResults(message, branch, results) }),
-      ...(asked ? { title: asked.name } : {}),
+      ...(toolCall ? { title: toolCall.name } : {}),
     };
   }
 
@@ -288,9 +288,9 @@ export class ChatView {
   private async answer(branch: number, parent: string | null): Promise<void> {
     say(this.settings.problem);
     const conversation = this.now;
-    const asked = this.settings.asked;
+    const requestFields = this.settings.requestFields;
     const messages = asSent(pathTo(parent, conversation), conversation.system);
-    const body = { model: this.model(), messages, stream: true, stream_options: { include_usage: true }, ...asked };
+    const body = { model: this.model(), messages, stream: true, stream_options: { include_usage: true }, ...requestFields };
     const message = add(conversation, parent, { role: "assistant", content: "" });
     const control = new AbortController();
     conversation.branches[branch] = message.id;
@@ -300,17 +300,17 @@ export class ChatView {
     this.draw();
     await follow(message, body, control.signal, () => this.views.get(message.id));
     this.streams.delete(message.id);
-    this.heard.textContent = message.content.slice(0, MOST_HEARD) || (message.note ?? "");
+    this.announcement.textContent = message.content.slice(0, MAX_ANNOUNCED) || (message.note ?? "");
     save(this.all);
     if (this.now === conversation) this.draw();
-    else this.tell();
+    else this.refresh();
   }
 
   private halt(): void {
     this.streams.get(this.now.branches[this.active] ?? "")?.abort();
   }
 
-  private tell(): void {
+  private refresh(): void {
     const isBusy = this.isBusy(this.active);
     this.stop.hidden = !isBusy;
     this.send.disabled = isBusy;

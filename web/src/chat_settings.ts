@@ -21,22 +21,22 @@ class JsonBox {
   private readonly problem = make("span", { class: "bad", role: "status" });
 
   constructor(label: string, example: string, private readonly check: (value: unknown) => string, changed: () => void) {
-    this.box = make("textarea", { rows: 5, placeholder: example, spellcheck: "false", class: "code", onchange: changed, oninput: () => this.tell() });
+    this.box = make("textarea", { rows: 5, placeholder: example, spellcheck: "false", class: "code", onchange: changed, oninput: () => this.showProblem() });
     this.element = make("div", {}, field(label, this.box), this.problem);
   }
 
   /** Return what it holds; undefined if that is nothing, or no JSON of the kind. */
   get value(): unknown {
-    return this.tell() ? undefined : this.box.value.trim() ? JSON.parse(this.box.value) : undefined;
+    return this.showProblem() ? undefined : this.box.value.trim() ? JSON.parse(this.box.value) : undefined;
   }
 
   set text(text: string) {
     this.box.value = text;
-    this.tell();
+    this.showProblem();
   }
 
   /** Say what is wrong, and return it. */
-  tell(): string {
+  showProblem(): string {
     const problem = this.problemOf(this.box.value.trim());
     this.problem.textContent = problem;
     this.box.toggleAttribute("aria-invalid", Boolean(problem));
@@ -82,12 +82,12 @@ export class ChatSettings {
 
   /** Say what keeps a request from being sent; nothing if it can. */
   get problem(): string {
-    const problems = [["tools", this.tools.tell()], ["JSON schema", this.schema.tell()]];
-    return problems.filter(([, problem]) => problem).map(([what, problem]) => `Correct ${what} in the settings: ${problem}.`).join(" ");
+    const problems = [["tools", this.tools.showProblem()], ["JSON schema", this.schema.showProblem()]];
+    return problems.filter(([, problem]) => problem).map(([name, problem]) => `Correct ${name} in the settings: ${problem}.`).join(" ");
   }
 
   /** Return the fields of a request other than its messages. */
-  get asked(): object {
+  get requestFields(): object {
     this.keep();
     const tools = this.tools.value as unknown[] | undefined;
     const schema = this.schema.value;

@@ -32,8 +32,8 @@ export interface Conversation {
 }
 
 const NAME = "quire.conversations";
-const MOST_TITLE = 48;
-export const MOST_BRANCHES = 4; // side by side
+const MAX_TITLE = 48;
+export const MAX_BRANCHES = 4; // side by side
 
 function newId(): string {
   return crypto.getRandomValues(new Uint32Array(2)).join("-");
@@ -79,7 +79,7 @@ export function numShared(paths: Message[][]): number {
 
 export function titleOf(conversation: Conversation): string {
   const text = conversation.title || conversation.messages[0]?.content.slice(0, 200).replace(/\s+/g, " ").trim() || (conversation.messages.length ? "Image" : "New conversation");
-  return text.length > MOST_TITLE ? `${text.slice(0, MOST_TITLE)}…` : text;
+  return text.length > MAX_TITLE ? `${text.slice(0, MAX_TITLE)}…` : text;
 }
 
 // ---- kept -----------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ function read(value: unknown): Conversation[] {
     before = whole.id;
     return whole;
   });
-  const branches = Array.isArray(one.branches) && one.branches.length ? one.branches.slice(0, MOST_BRANCHES) : [before];
+  const branches = Array.isArray(one.branches) && one.branches.length ? one.branches.slice(0, MAX_BRANCHES) : [before];
   return [{ ...begin(), ...one, messages, branches } as Conversation];
 }
 

@@ -53,7 +53,7 @@ export function duration(ms: number): string {
 
 /** Show an error above all views; an empty text hides it. */
 export function say(text: string): void {
-  const said = byId("said");
-  said.textContent = text;
-  said.hidden = !text;
+  const message = byId("said");
+  message.textContent = text;
+  message.hidden = !text;
 }

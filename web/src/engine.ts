@@ -48,7 +48,7 @@ export class EngineView {
   private readonly live: Live;
   private readonly owners = new Map<number, string>(); // the ids of requests, by number
   private readonly links: Links = {
-    tell: (id) => void this.story.show(id),
+    showStory: (id) => void this.story.show(id),
     choose: (number) => this.maps.forEach((map) => map.choose(number)),
   };
   private player: Player | null = null;
@@ -94,10 +94,10 @@ export class EngineView {
   show(isShown: boolean): void {
     this.isShown = isShown;
     if (!isShown) this.player?.pause();
-    const isWanted = isShown && !this.player;
-    if (isWanted === this.live.isOn) return;
+    const shouldRun = isShown && !this.player;
+    if (shouldRun === this.live.isOn) return;
     clearInterval(this.timer);
-    if (!isWanted) {
+    if (!shouldRun) {
       this.live.stop();
       return;
     }
@@ -161,26 +161,26 @@ export class EngineView {
 
   // ---- what is shown --------------------------------------------------------------------------------
 
-  private tellNotice(text: string): void {
+  private showNotice(text: string): void {
     this.notice.hidden = !text;
     this.notice.textContent = text;
   }
 
   private away(why: string): void {
-    this.tellNotice(`${why.charAt(0).toUpperCase()}${why.slice(1).replace(/\.$/, "")}. The last known state is shown; updates resume when the engine is back.`);
+    this.showNotice(`${why.charAt(0).toUpperCase()}${why.slice(1).replace(/\.$/, "")}. The last known state is shown; updates resume when the engine is back.`);
     this.root.classList.add("stale");
   }
 
   private refused(why: string): void {
     clearInterval(this.timer);
-    this.tellNotice(`${why} You can enter another key above, or open a recording without a key.`);
+    this.showNotice(`${why} You can enter another key above, or open a recording without a key.`);
     this.root.classList.add("stale");
   }
 
   private update({ state, blocks, events, counts, steps, times }: Update): void {
     const isNew = state !== this.state;
     if (isNew) this.begin(state);
-    this.tellNotice("");
+    this.showNotice("");
     this.root.classList.remove("stale");
     blocks.forEach((changed, g) => {
       const map = this.maps[g];
@@ -196,13 +196,13 @@ export class EngineView {
     this.count(isNew ? [] : steps);
     this.throughput.add(state.at_s, this.rates(state.at_s));
     if (times) this.addTimes(state.at_s, times);
-    this.tellTiles(state);
+    this.showTiles(state);
     for (const row of [...state.running, ...state.waiting]) if (row.id) this.owners.set(row.number, row.id);
     while (this.owners.size > 4096) this.owners.delete(this.owners.keys().next().value ?? 0);
-    this.tellLists(state);
+    this.showLists(state);
   }
 
-  private tellLists(state: Snapshot): void {
+  private showLists(state: Snapshot): void {
     this.pinned.element.hidden = !state.pinned.length;
     this.held.element.hidden = !state.num_held;
     this.running.show(state.running.map((row) => runningRow(row, this.links)), state.num_running, "No requests running");
@@ -221,7 +221,7 @@ export class EngineView {
       const name = KINDS[group.kind] ?? group.kind;
       const map = new BlockMap(name, (owner) => this.pick(owner));
       const title = make("h3", {}, `${name}: ${group.states.length.toLocaleString("en")} blocks of ${state.block_size} tokens`);
-      this.mapsBox.append(make("div", {}, title, map.canvas, map.said));
+      this.mapsBox.append(make("div", {}, title, map.canvas, map.status));
       map.show(group);
       return map;
     });
@@ -247,7 +247,7 @@ export class EngineView {
     return [written, this.steps.reduce((sum, step) => sum + step.read, 0) / RATE_S];
   }
 
-  private tellTiles(state: Snapshot): void {
+  private showTiles(state: Snapshot): void {
     const [written, read] = this.rates(state.at_s);
     const used = Math.max(...state.groups.map((group) => group.states.filter((one) => one >= 2).length / group.states.length));
     const { num_blocks, num_swapped, num_cached } = state.host;

@@ -7,7 +7,7 @@ import type { Held, Pinned, Running, Snapshot, Waiting } from "./live";
 
 /** The actions of a request's links. */
 export interface Links {
-  tell(id: string): void;
+  showStory(id: string): void;
   /** Let the blocks of a request stand out; -1 none. */
   choose(number: number): void;
 }
@@ -37,7 +37,7 @@ export function pinnedRow(row: Pinned): Row {
 export function heldRow(row: Held, now: number, links: Links): Row {
   const left = Math.max(0, row.ends_s - now);
   const name = `${row.id.slice(0, 14)}…${row.index ? `.${row.index}` : ""}`;
-  const first = (): HTMLElement => button(name, () => links.tell(row.id), { class: "link code", title: row.id });
+  const first = (): HTMLElement => button(name, () => links.showStory(row.id), { class: "link code", title: row.id });
   return { key: `${row.id} ${row.index}`, first, cells: [String(row.num_tokens), row.num_blocks ? String(row.num_blocks) : "given up", `${left.toFixed(0)} s`] };
 }
 
@@ -45,7 +45,7 @@ function link(row: Running | Waiting, links: Links): HTMLElement {
   const mark = make("i", { class: "mark" });
   mark.style.background = colourOf(row.number);
   const name = `#${row.number}${row.index ? `.${row.index}` : ""}`;
-  const made = button(name, () => links.tell(row.id), { class: "link", title: row.id });
+  const made = button(name, () => links.showStory(row.id), { class: "link", title: row.id });
   made.prepend(mark);
   for (const [event, number] of [["pointerenter", row.number], ["pointerleave", -1], ["focus", row.number], ["blur", -1]] as const) made.addEventListener(event, () => links.choose(number));
   return made;

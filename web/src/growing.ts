@@ -1,6 +1,6 @@
 // A text that grows while it is shown: pieces are gathered and drawn once a frame, always as text.
 
-const MOST_PIECE = 4096; // characters of one node: a long line is laid out in parts
+const MAX_NODE_CHARS = 4096; // characters of one node: a long line is laid out in parts
 
 export class GrowingText {
   private waiting = "";
@@ -23,7 +23,7 @@ export class GrowingText {
   private draw(): void {
     this.frame = 0;
     if (!this.waiting) return;
-    if (!this.last || this.last.length > MOST_PIECE) this.element.append((this.last = document.createTextNode("")));
+    if (!this.last || this.last.length > MAX_NODE_CHARS) this.element.append((this.last = document.createTextNode("")));
     this.last.appendData(this.waiting);
     this.waiting = "";
     this.drawn();

@@ -3,9 +3,9 @@
 import { button, make, say } from "./dom";
 
 const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
-const MOST_IMAGES = 16; // of a message; a server takes as many by default
-const MOST_SIDE = 2048; // pixels, to which larger images are scaled down
-const MOST_BYTES = 1 << 20; // of a file that is sent as it is
+const MAX_IMAGES = 16; // of a message; a server takes as many by default
+const MAX_SIDE = 2048; // pixels, to which larger images are scaled down
+const MAX_BYTES = 1 << 20; // of a file that is sent as it is
 const QUALITY = 0.9; // of a JPEG file that is scaled down
 
 export class ImageTray {
@@ -64,8 +64,8 @@ export class ImageTray {
     this.input.value = ""; // so that the same file can be chosen again
     say("");
     for (const file of files) {
-      if (this.urls.length >= MOST_IMAGES) {
-        say(`A message may have at most ${MOST_IMAGES} images.`);
+      if (this.urls.length >= MAX_IMAGES) {
+        say(`A message may have at most ${MAX_IMAGES} images.`);
         break;
       }
       try {
@@ -105,8 +105,8 @@ export function shownImages(urls: string[]): HTMLElement {
 async function urlOf(file: File): Promise<string> {
   if (!TYPES.includes(file.type)) throw new Error("no image");
   const bitmap = await createImageBitmap(file);
-  const scale = Math.min(1, MOST_SIDE / Math.max(bitmap.width, bitmap.height));
-  if (scale === 1 && file.size <= MOST_BYTES) return readAsUrl(file);
+  const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+  if (scale === 1 && file.size <= MAX_BYTES) return readAsUrl(file);
   const canvas = make("canvas", { width: Math.max(1, Math.round(bitmap.width * scale)), height: Math.max(1, Math.round(bitmap.height * scale)) });
   const context = canvas.getContext("2d");
   if (!context) throw new Error("no canvas");

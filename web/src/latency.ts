@@ -1,6 +1,6 @@
 // Mean times to a first token and between tokens, from the sums and counts of /metrics.
 
-import { ask } from "./server";
+import { request } from "./server";
 
 type Times = Record<"first" | "next", { sum: number; count: number }>;
 
@@ -16,7 +16,7 @@ export class Latency {
   async read(): Promise<[first: number, next: number]> {
     const before = this.times;
     this.times = null; // until there is an answer
-    const now = (this.times = timesIn(await (await ask("metrics")).text()));
+    const now = (this.times = timesIn(await (await request("metrics")).text()));
     const mean = (kind: "first" | "next"): number => {
       const [old, young] = [before?.[kind], now[kind]];
       return old && young.count > old.count ? (1000 * (young.sum - old.sum)) / (young.count - old.count) : NaN;
@@ -28,8 +28,8 @@ export class Latency {
 /** Find sums and counts of two histograms in Prometheus' text, over all cores. */
 function timesIn(text: string): Times {
   const times: Times = { first: { sum: 0, count: 0 }, next: { sum: 0, count: 0 } };
-  for (const [, name, what, value] of text.matchAll(/^\w+:(time_to_first_token|inter_token_latency)_seconds_(sum|count)(?:\{.*\})? (\S+)$/gm)) {
-    times[name === "time_to_first_token" ? "first" : "next"][what as "sum" | "count"] += Number(value);
+  for (const [, name, field, value] of text.matchAll(/^\w+:(time_to_first_token|inter_token_latency)_seconds_(sum|count)(?:\{.*\})? (\S+)$/gm)) {
+    times[name === "time_to_first_token" ? "first" : "next"][field as "sum" | "count"] += Number(value);
   }
   return times;
 }

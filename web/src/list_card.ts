@@ -16,21 +16,21 @@ export class ListCard {
     this.rows = new KeyedRows(this.body, columns.length, wide);
     const head = make("tr", {}, ...columns.map((name) => make("th", { scope: "col" }, name)));
     const table = make("table", {}, make("thead", {}, head), this.body);
-    this.box = make("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `${title}, a table`, onscroll: () => this.tell() }, table);
+    this.box = make("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `${title}, a table`, onscroll: () => this.showMore() }, table);
     this.element = make("section", { class: "card", "aria-label": title }, make("h2", {}, title), this.box, this.more);
-    new ResizeObserver(() => this.tell()).observe(this.box);
+    new ResizeObserver(() => this.showMore()).observe(this.box);
   }
 
   /** Show rows. total: number of all rows, of which these are the first. `nobody`: text for an empty list. */
-  show(rows: Row[], total: number, nobody = ""): void {
+  show(rows: Row[], total: number, noRows = ""): void {
     const unlisted = total - rows.length;
-    this.rows.show(rows, unlisted > 0 ? `and ${unlisted} more` : total ? "" : nobody);
+    this.rows.show(rows, unlisted > 0 ? `and ${unlisted} more` : total ? "" : noRows);
     this.total = total;
-    this.tell();
+    this.showMore();
   }
 
   /** Say how many rows are below what is seen of the table. */
-  private tell(): void {
+  private showMore(): void {
     const bottom = this.box.scrollTop + this.box.clientHeight + 1;
     const isLonger = this.box.scrollHeight > bottom;
     const seen = isLonger ? [...this.body.rows].filter((row) => !row.hidden && row.offsetTop + row.offsetHeight <= bottom).length : this.total;

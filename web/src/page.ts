@@ -3,7 +3,7 @@
 import { ChatView } from "./chat";
 import { button, byId, field, make, say } from "./dom";
 import { EngineView } from "./engine";
-import { ServerError, askJson, health, key, messageOf, type Health } from "./server";
+import { ServerError, requestJson, health, key, messageOf, type Health } from "./server";
 import { themeSwitch } from "./theme";
 import { TokensView } from "./tokens";
 
@@ -79,7 +79,7 @@ function showDefaults(): void {
 
 async function loadModels(): Promise<void> {
   try {
-    const { data } = await askJson<{ data: Card[] }>("v1/models");
+    const { data } = await requestJson<{ data: Card[] }>("v1/models");
     const kept = model.value;
     model.replaceChildren(...data.map(({ id }) => make("option", { value: id, selected: id === kept }, id)));
     cards = data;
@@ -87,7 +87,7 @@ async function loadModels(): Promise<void> {
     say("");
   } catch (error) {
     say(messageOf(error));
-    if (error instanceof ServerError && error.status === 401) askForKey();
+    if (error instanceof ServerError && error.status === 401) showKeyForm();
   }
 }
 
@@ -114,11 +114,11 @@ const keyForm = make("form", { method: "dialog", onsubmit: () => { key.set(keyIn
 const keyDialog = make("dialog", { "aria-label": "API key" }, keyForm);
 document.body.append(keyDialog);
 
-function askForKey(): void {
+function showKeyForm(): void {
   keyInput.value = key.get();
   if (!keyDialog.open) keyDialog.showModal();
 }
 
-byId("key").addEventListener("click", askForKey);
+byId("key").addEventListener("click", showKeyForm);
 show(location.hash.slice(1));
 void checkHealth();

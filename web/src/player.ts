@@ -5,7 +5,7 @@ import type { Before, FramesFile } from "./frames_file";
 import type { Update } from "./live";
 
 const SPEEDS = [0.25, 0.5, 1, 2, 5, 10, 50];
-const MOST_GAP_S = 1; // maximum pause between frames; longer ones are shortened to this
+const MAX_GAP_S = 1; // maximum pause between frames; longer ones are shortened to this
 
 export interface Stage {
   /** Show what has changed. */
@@ -72,26 +72,26 @@ export class Player {
     this.clock = 0;
     const { update, before } = this.file.seek(this.at);
     this.stage.jump(update, before);
-    this.tell();
+    this.showTime();
   }
 
   private turn(now: number): void {
     this.clock += ((now - this.last) / 1000) * Number(this.speed.value);
     this.last = now;
     for (;;) {
-      const gap = Math.min(MOST_GAP_S, this.file.timeOf(this.at + 1) - this.file.timeOf(this.at));
+      const gap = Math.min(MAX_GAP_S, this.file.timeOf(this.at + 1) - this.file.timeOf(this.at));
       if (this.at >= this.file.num - 1 || this.clock < gap) break;
       this.clock -= gap;
       this.at++;
       const update = this.file.next();
       if (update) this.stage.update(update);
     }
-    this.tell();
+    this.showTime();
     if (this.at >= this.file.num - 1) this.pause();
     else this.frame = requestAnimationFrame((next) => this.turn(next));
   }
 
-  private tell(): void {
+  private showTime(): void {
     this.slider.value = String(this.at);
     const text = `${this.file.timeOf(this.at).toFixed(2)} of ${this.file.timeOf(this.file.num - 1).toFixed(2)} s`;
     if (this.time.textContent === text) return;

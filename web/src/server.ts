@@ -14,7 +14,7 @@ export const key = {
 };
 
 /** Ask the server. Throws ServerError with what it says is wrong. */
-export async function ask(path: string, body?: unknown, signal?: AbortSignal, method = body === undefined ? "GET" : "POST"): Promise<Response> {
+export async function request(path: string, body?: unknown, signal?: AbortSignal, method = body === undefined ? "GET" : "POST"): Promise<Response> {
   const headers: Record<string, string> = {};
   if (key.get()) headers["Authorization"] = `Bearer ${key.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -31,23 +31,23 @@ export async function ask(path: string, body?: unknown, signal?: AbortSignal, me
 
 async function reasonOf(answer: Response): Promise<string> {
   try {
-    const said = (await answer.json()) as { error?: { message?: string } };
-    if (said.error?.message) return said.error.message;
+    const errorBody = (await answer.json()) as { error?: { message?: string } };
+    if (errorBody.error?.message) return errorBody.error.message;
   } catch {
     // a proxy's own page
   }
   return `the server returned ${answer.status} ${answer.statusText}`;
 }
 
-export async function askJson<T>(path: string, body?: unknown, signal?: AbortSignal): Promise<T> {
-  return (await (await ask(path, body, signal)).json()) as T;
+export async function requestJson<T>(path: string, body?: unknown, signal?: AbortSignal): Promise<T> {
+  return (await (await request(path, body, signal)).json()) as T;
 }
 
 /** Yield the events of a stream of server-sent events. heard: called for whatever the server sends,
  * comments too. Throws ServerError for an event that is an error, and if the stream ends before it was
  * done. */
-export async function* events<T>(path: string, body?: unknown, signal?: AbortSignal, heard?: () => void): AsyncGenerator<T> {
-  const answer = await ask(path, body, signal);
+export async function* events<T>(path: string, body?: unknown, signal?: AbortSignal, onData?: () => void): AsyncGenerator<T> {
+  const answer = await request(path, body, signal);
   if (!answer.body) return;
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -55,7 +55,7 @@ export async function* events<T>(path: string, body?: unknown, signal?: AbortSig
     for (;;) {
       const { done, value } = await reader.read();
       if (done) throw new ServerError(0, "the connection was lost");
-      heard?.();
+      onData?.();
       const parts = (rest + value).split("\n\n");
       rest = parts.pop() ?? "";
       for (const part of parts) {

@@ -1,7 +1,7 @@
 // The story of a request: what happened to it, in words, in a dialog.
 
 import { button, make } from "./dom";
-import { askJson, messageOf } from "./server";
+import { requestJson, messageOf } from "./server";
 
 interface Story {
   data?: Story[];
@@ -23,7 +23,7 @@ export class StoryDialog {
     this.element.replaceChildren(make("h2", {}, "Request ", make("bdi", { class: "code" }, id)), body, make("div", { class: "row" }, make("span", {}), close));
     if (!this.element.open) this.element.showModal();
     try {
-      body.replaceChildren(this.recorded ? inWords(this.recorded[id] ?? this.recorded[`${id}-0`] ?? ["The recording has no details of this request."]) : shown(await askJson<Story>(`v1/requests/${encodeURIComponent(id)}`)));
+      body.replaceChildren(this.recorded ? inWords(this.recorded[id] ?? this.recorded[`${id}-0`] ?? ["The recording has no details of this request."]) : shown(await requestJson<Story>(`v1/requests/${encodeURIComponent(id)}`)));
     } catch (error) {
       body.replaceChildren(make("p", { class: "bad" }, messageOf(error)));
     }

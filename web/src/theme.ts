@@ -8,11 +8,11 @@ type Choice = (typeof CHOICES)[number];
 const SIGNS: Record<Choice, string> = { auto: "◐", light: "○", dark: "●" };
 
 const system = matchMedia("(prefers-color-scheme: dark)");
-const told: (() => void)[] = [];
+const listeners: (() => void)[] = [];
 
 /** Register a function to call after every change of colours: it draws a canvas again. */
 export function onTheme(redraw: () => void): void {
-  told.push(redraw);
+  listeners.push(redraw);
 }
 
 function kept(): Choice {
@@ -28,7 +28,7 @@ let now = kept();
 
 function apply(): void {
   document.documentElement.dataset["theme"] = now === "auto" ? (system.matches ? "dark" : "light") : now;
-  for (const redraw of told) redraw();
+  for (const redraw of listeners) redraw();
 }
 
 /** Make the switch. */

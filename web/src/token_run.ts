@@ -3,7 +3,7 @@
 // A run is kept by the server for a while (keep_s), so that a fork of it shares its blocks. Where
 // nothing is kept any more, or the server cannot, a fork is a new request over the same token ids.
 
-import { ServerError, ask, events, isAbort } from "./server";
+import { ServerError, request, events, isAbort } from "./server";
 
 const KEEP_S = 600;
 const NUM_ALTERNATIVES = 8;
@@ -36,7 +36,7 @@ interface Chunk {
   forked_from?: { id: string; at_token: number };
 }
 
-export interface Asked {
+export interface RunSettings {
   model: string | undefined;
   values: Record<string, number>; // sampling parameters
 }
@@ -50,7 +50,7 @@ export class TokenRun {
   private readonly control = new AbortController();
 
   /** given: tokens shared with the source run. `told`: called whenever tokens arrive. */
-  constructor(readonly prompt: string, private readonly asked: Asked, readonly given: Token[], readonly from: TokenRun | null, private readonly told: (tokens: Token[]) => void) {}
+  constructor(readonly prompt: string, private readonly runSettings: RunSettings, readonly given: Token[], readonly from: TokenRun | null, private readonly onTokens: (tokens: Token[]) => void) {}
 
   get isOver(): boolean {
     return this.end !== "";
@@ -63,7 +63,7 @@ export class TokenRun {
   /** Stop it, and let the server keep it no longer. */
   release(): void {
     this.stop();
-    if (this.id) void ask(`v1/requests/${encodeURIComponent(this.id)}`, undefined, undefined, "DELETE").catch(() => undefined); // it is kept no more, or never was
+    if (this.id) void request(`v1/requests/${encodeURIComponent(this.id)}`, undefined, undefined, "DELETE").catch(() => undefined); // it is kept no more, or never was
   }
 
   /** Let it be written. Throws what the server says is wrong. */
@@ -99,7 +99,7 @@ export class TokenRun {
   }
 
   private async follow(path: string, body: object): Promise<void> {
-    const { model, values } = this.asked;
+    const { model, values } = this.runSettings;
     const whole = { model, ...body, stream: true, logprobs: NUM_ALTERNATIVES, return_token_ids: true, keep_s: KEEP_S, ...values };
     try {
       await this.listen(path, whole);
@@ -122,7 +122,7 @@ export class TokenRun {
 
   private take(tokens: Token[]): void {
     this.tokens.push(...tokens);
-    if (tokens.length) this.told(tokens);
+    if (tokens.length) this.onTokens(tokens);
   }
 }
 

@@ -3,10 +3,10 @@
 import { button, make } from "./dom";
 import type { Token, TokenRun } from "./token_run";
 
-const MOST_TOKENS = 4000; // that are shown
+const MAX_TOKENS = 4000; // that are shown
 
 /** Callbacks of a card of tokens. */
-export interface Told {
+export interface CardCallbacks {
   look(card: TokenCard, at: number): void;
   enter(): void;
   close(card: TokenCard): void;
@@ -22,10 +22,10 @@ export class TokenCard {
   private sum = 0; // of the logprobs that are known
   private numKnown = 0;
 
-  constructor(name: string, from: string, private readonly told: Told) {
+  constructor(name: string, from: string, private readonly callbacks: CardCallbacks) {
     this.shown.setAttribute("aria-label", `${name}: tokens; arrow keys move between them`);
     const title = make("div", {}, make("h2", {}, name), make("span", { class: "quiet" }, from));
-    const close = button("×", () => told.close(this), { class: "plain", "aria-label": `Close ${name.toLowerCase()}` });
+    const close = button("×", () => callbacks.close(this), { class: "plain", "aria-label": `Close ${name.toLowerCase()}` });
     this.element = make("section", { class: "card token-card", "aria-label": name }, make("header", {}, title, close), this.shown, this.about);
     this.shown.addEventListener("keydown", (event) => this.press(event));
     for (const name of ["pointerover", "focusin"]) this.shown.addEventListener(name, (event) => this.look(event.target));
@@ -38,19 +38,19 @@ export class TokenCard {
         this.numKnown++;
       }
       const at = this.num++;
-      if (at >= MOST_TOKENS) continue;
+      if (at >= MAX_TOKENS) continue;
       const probability = token.logprob === null ? null : Math.exp(token.logprob);
       const element = make("span", { class: `token${isGiven ? " given" : ""}`, tabindex: at ? -1 : 0, role: "button", "data-at": at }, visible(token.text));
       element.setAttribute("aria-label", `${quoted(token.text)}, ${percent(probability)}`);
       element.style.setProperty("--p", (probability ?? 1).toFixed(3));
       this.shown.append(element);
     }
-    this.tell();
+    this.showPerplexity();
   }
 
-  tell(): void {
+  showPerplexity(): void {
     const perplexity = this.numKnown ? ` · perplexity ${Math.exp(-this.sum / this.numKnown).toFixed(2)}` : "";
-    const cut = this.num > MOST_TOKENS ? ` · the first ${MOST_TOKENS.toLocaleString("en")} are shown` : "";
+    const cut = this.num > MAX_TOKENS ? ` · the first ${MAX_TOKENS.toLocaleString("en")} are shown` : "";
     this.about.textContent = `${this.num} tokens${cut}${perplexity}${this.run.end ? ` · ${this.run.end}` : ""}${this.run.isShared ? " · shares blocks" : ""}`;
     this.about.title = this.run.isShared ? "The server retained the other branch. Both branches share the KV blocks before the fork; see the Engine view." : "";
   }
@@ -74,7 +74,7 @@ export class TokenCard {
 
   private look(target: EventTarget | null): void {
     const at = target instanceof HTMLElement ? Number(target.dataset["at"] ?? NaN) : NaN;
-    if (this.run.tokens[at]) this.told.look(this, at);
+    if (this.run.tokens[at]) this.callbacks.look(this, at);
   }
 
   private press(event: KeyboardEvent): void {
@@ -82,7 +82,7 @@ export class TokenCard {
     const at = now instanceof HTMLElement ? Number(now.dataset["at"] ?? NaN) : NaN;
     if (Number.isNaN(at)) return;
     const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: this.shown.children.length - 1 }[event.key];
-    if (event.key === "Enter" || event.key === " ") this.told.enter();
+    if (event.key === "Enter" || event.key === " ") this.callbacks.enter();
     else if (next !== undefined) this.focus(next);
     else return;
     event.preventDefault();

@@ -6,7 +6,7 @@ import { messageOf } from "./server";
 import { TokenRun, type Alternative, type Token } from "./token_run";
 import { TokenCard, percent, quoted } from "./token_text";
 
-const MOST_RUNS = 4; // side by side
+const MAX_RUNS = 4; // side by side
 
 export class TokensView {
   private readonly prompt = make("textarea", { rows: 3, dir: "auto" });
@@ -57,8 +57,8 @@ export class TokensView {
       close: (which) => this.close(which),
     });
     let num = 0;
-    const asked = { model: this.model(), values: this.parameters.values };
-    const run = new TokenRun(prompt, asked, given, from, (tokens) => {
+    const runSettings = { model: this.model(), values: this.parameters.values };
+    const run = new TokenRun(prompt, runSettings, given, from, (tokens) => {
       card.add(tokens, num < given.length);
       num += tokens.length;
     });
@@ -72,7 +72,7 @@ export class TokensView {
     } catch (error) {
       say(messageOf(error));
     }
-    card.tell();
+    card.showPerplexity();
     this.stop.hidden = this.cards.every((one) => one.run.isOver);
   }
 
@@ -111,13 +111,13 @@ export class TokensView {
     this.others.replaceChildren(
       make("h2", {}, `Token ${at + 1}: `, make("bdi", { class: "code" }, quoted(token.text))),
       make("ul", {}, ...rows),
-      make("p", { class: "quiet" }, this.cards.length < MOST_RUNS ? "Choose a token to fork here." : `${MOST_RUNS} branches are open; close one to fork again.`),
+      make("p", { class: "quiet" }, this.cards.length < MAX_RUNS ? "Choose a token to fork here." : `${MAX_RUNS} branches are open; close one to fork again.`),
     );
   }
 
   /** Fork a run at a token: what stands before it is shared, and another token goes in its place. */
   private fork(card: TokenCard, at: number, other: Alternative): void {
-    if (this.cards.length >= MOST_RUNS) return;
+    if (this.cards.length >= MAX_RUNS) return;
     const { run } = card;
     const chosen: Token = { text: other.text, id: other.id, logprob: other.logprob, others: run.tokens[at]?.others ?? [] };
     const given = [...run.tokens.slice(0, at), chosen];

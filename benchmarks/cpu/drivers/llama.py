@@ -66,9 +66,9 @@ class LlamaModel:
         for start in range(0, len(rows), self._batch_size):
             piece, batch = rows[start : start + self._batch_size], self._batch
             batch.n_tokens = len(piece)
-            for i, (token, position, sequence, wants) in enumerate(piece):
+            for i, (token, position, sequence, needs_logits) in enumerate(piece):
                 batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-                batch.seq_id[i][0], batch.logits[i] = sequence, wants
+                batch.seq_id[i][0], batch.logits[i] = sequence, needs_logits
             status = self._c.llama_decode(self._context, batch)
             assert status == 0, f"llama_decode returned {status}"
             best += [self._best(i) for i, row in enumerate(piece) if row[3]]
@@ -79,10 +79,10 @@ class LlamaModel:
         return int(self._np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
 
     def _prompt_rows(
-        self, prompt: list[int], sequence: int, start: int = 0, wants: bool = True
+        self, prompt: list[int], sequence: int, start: int = 0, needs_logits: bool = True
     ) -> list[tuple[int, int, int, bool]]:
         last = len(prompt) - 1
-        return [(t, start + i, sequence, wants and i == last) for i, t in enumerate(prompt)]
+        return [(t, start + i, sequence, needs_logits and i == last) for i, t in enumerate(prompt)]
 
     def _continue(self, tokens: list[int], length: int, first: int, count: int) -> int:
         """Compute a step of the sequences from `first` on and return their next tokens.
@@ -113,7 +113,7 @@ class LlamaModel:
         """Run requests with a shared prefix, which sequence 0 keeps."""
         if prefix != self._prefix:
             self._c.llama_memory_clear(self._memory, True)
-            self._decode(self._prompt_rows(prefix, 0, wants=False))
+            self._decode(self._prompt_rows(prefix, 0, needs_logits=False))
             self._prefix = prefix
         for i in range(len(own)):
             self._c.llama_memory_seq_rm(self._memory, i + 1, -1, -1)

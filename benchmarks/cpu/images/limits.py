@@ -35,14 +35,14 @@ class TowerWork:
         pairs = num_patches**2 * tower.width * tower.depth
         return cls(2.0 * weights, 4.0 * pairs)
 
-    def least_s(self, ceilings: Ceilings) -> float:
+    def lower_bound_s(self, ceilings: Ceilings) -> float:
         """Return the time at the machine's peak of multiply-adds in 16 or 32 bits."""
         return (self.products + self.attention) / ceilings.float_per_s
 
 
-def least(workload: ImageWorkload, ceilings: Ceilings) -> dict[str, float]:
+def min_times(workload: ImageWorkload, ceilings: Ceilings) -> dict[str, float]:
     """Return the limit of the metric of a workload, in the metric's unit."""
-    tower_s = TowerWork.of(workload.shape, workload.side).least_s(ceilings)
+    tower_s = TowerWork.of(workload.shape, workload.side).lower_bound_s(ceilings)
     text = Bound(workload.shape.text, FLOAT16, ceilings)
     image_s = tower_s + text.prefill_s(workload.prompt_len, 0, 1)
     if workload.name == "first":

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from benchmarks.cpu.engines import Engine
-from benchmarks.cpu.images.limits import TowerWork, least
+from benchmarks.cpu.images.limits import TowerWork, min_times
 from benchmarks.cpu.images.workload import METRICS, ImageWorkload, chosen_workload
 from benchmarks.cpu.limits import Ceilings
 from benchmarks.cpu.processes import Run
@@ -28,7 +28,7 @@ def summary(
         found[engine.name] = {}
         for metric in METRICS:
             workload = chosen_workload(metric.workload, is_small)
-            limit = least(workload, ceilings)[metric.name]
+            limit = min_times(workload, ceilings)[metric.name]
             own = [r for r in listed if r.engine == engine.name and metric.name in r.metrics]
             if own:
                 entry = summarised(metric, own, limit)
@@ -40,7 +40,7 @@ def summary(
 
 def tower_s(workload: ImageWorkload, ceilings: Ceilings) -> float:
     """Return the least time of the tower for an image."""
-    return TowerWork.of(workload.shape, workload.side).least_s(ceilings)
+    return TowerWork.of(workload.shape, workload.side).lower_bound_s(ceilings)
 
 
 def tower_lines(summaries: Summaries, ceilings: Ceilings, is_small: bool) -> list[str]:

@@ -18,17 +18,17 @@ class FasterTransformerCore(BaselineCore):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.most_seqs = self.num_slots // self.max_model_len
+        self.max_num_sequences = self.num_slots // self.max_model_len
         self._batch: list[Job] = []
 
     def problem(self, job: Job) -> str:
-        if job.num > self.most_seqs:
-            return f"{job.num} sequences are more than a batch, {self.most_seqs}"
+        if job.num > self.max_num_sequences:
+            return f"{job.num} sequences are more than a batch, {self.max_num_sequences}"
         return super().problem(job)
 
     def begin(self, now: float) -> float | None:
         num_seqs = 0
-        while self.queue and num_seqs + self.queue[0].num <= self.most_seqs:
+        while self.queue and num_seqs + self.queue[0].num <= self.max_num_sequences:
             job = self.queue.popleft()
             num_seqs += job.num
             self.admit(job, now)

@@ -17,17 +17,18 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     measured, settings = found.rows, found.settings
     aims = {n.removeprefix("aims."): aim for n, aim in settings.items() if n.startswith("aims.")}
     names = [f"{each['model'].removeprefix('shape:')}, {each['workload']}" for each in measured]
-    places = [float(index) for index in range(len(names))]
+    bar_positions = [float(index) for index in range(len(names))]
     curves = [
-        Curve(name, places, [100 * abs(each[f"off.{name}"]) for each in measured]) for name in aims
+        Curve(name, bar_positions, [100 * abs(each[f"off.{name}"]) for each in measured])
+        for name in aims
     ]
     met = total = 0
     for each in measured:
-        for what, key in KEYS.items():
-            low, _, high = each[f"spread.{what}"]
-            ours, off = each[f"simulated.{key}"], each[f"off.{what}"]
+        for quantity, key in KEYS.items():
+            low, _, high = each[f"spread.{quantity}"]
+            ours, off = each[f"simulated.{key}"], each[f"off.{quantity}"]
             total += 1
-            met += abs(off) <= aims[what] if what in aims else low <= ours <= high
+            met += abs(off) <= aims[quantity] if quantity in aims else low <= ours <= high
     text = (
         "Measured on two cores of a CPU. An engine is calibrated with batches and with single"
         " requests. Then it serves three workloads that the calibration has not seen, and the"

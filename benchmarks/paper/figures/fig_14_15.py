@@ -58,9 +58,11 @@ def _ratio(sweeps: dict[str, Sweep], other: str) -> float:
 
 def _gains(effort: Effort, by_method: dict[Method, dict[str, Sweep]]) -> Figure:
     methods = list(by_method)
-    places = [float(index) for index in range(len(methods))]
+    bar_positions = [float(index) for index in range(len(methods))]
     curves = [
-        Curve(f"over {other}", places, [_ratio(by_method[method], other) for method in methods])
+        Curve(
+            f"over {other}", bar_positions, [_ratio(by_method[method], other) for method in methods]
+        )
         for other in (ORCA_ORACLE, ORCA_POW2)
     ]
     one, six = (_ratio(by_method[method], ORCA_ORACLE) for method in (methods[0], methods[-1]))
@@ -118,17 +120,19 @@ def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
         for method in methods
     ]
     found = run_each(runs, serve, cases)
-    places = [float(index) for index in range(len(methods))]
+    bar_positions = [float(index) for index in range(len(methods))]
     curves, findings = [], []
     for index, workload in enumerate(workloads):
         mine = found[index * len(methods) : (index + 1) * len(methods)]
-        curves.append(Curve(workload.name, places, [100 * each.saved for each in mine]))
+        curves.append(Curve(workload.name, bar_positions, [100 * each.saved for each in mine]))
         for method, served in zip(methods, mine, strict=True):
             published, low, high = SAVED[workload.name, method.is_beams]
             if method.num in (NUMS[0], NUMS[-1]):
-                what = f"blocks saved, {_label(method)}, {workload.name}"
+                finding_name = f"blocks saved, {_label(method)}, {workload.name}"
                 saved = 100 * served.saved
-                findings.append(Finding(what, saved, 100 * low, 100 * high, published, " %"))
+                findings.append(
+                    Finding(finding_name, saved, 100 * low, 100 * high, published, " %")
+                )
     text = (
         "Saved blocks, as a share of the blocks without sharing. The paper gives the range from 2"
         " to 6 sequences. Samples share only their prompt, so their savings follow from the"

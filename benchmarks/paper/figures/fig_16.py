@@ -26,13 +26,13 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     ]
     found = run_each(runs, sweep, cases)
     made = []
-    for index, (letter, what, prefix, published, low, high) in enumerate(PREFIXES):
+    for index, (letter, prefix_kind, prefix, published, low, high) in enumerate(PREFIXES):
         sweeps = {each.system: each for each in found[index * 4 : index * 4 + 4]}
         ratio = sweeps[QUIRE].sustained() / sweeps[ORCA_ORACLE].sustained()
         hits = 100 * sweeps[QUIRE].points[-1].hits
         highest = 1.15 * max(each.sustained(1.0) for each in sweeps.values())
         text = (
-            f"The prefix index finds the prefix ({what}, {prefix} tokens) like any other:"
+            f"The prefix index finds the prefix ({prefix_kind}, {prefix} tokens) like any other:"
             f" {hits:.0f} % of the prompt tokens are cached. The paper names the data set but not"
             " its lengths; the lengths of sentences are assumed (`benchmarks/paper/settings.py`)."
         )

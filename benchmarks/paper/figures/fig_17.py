@@ -11,7 +11,7 @@ from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, ORCA_POW2, QUIRE
 from quire.tools.workloads import SHAREGPT, Int64, Workload
 
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX)
-MOST = 1024
+MAX_TOKENS = 1024
 MEAN_TURNS = 6.0
 FIRST_RATE = 0.25
 
@@ -28,12 +28,12 @@ class Chat(Workload):
         rng = np.random.default_rng(seed)
         before = rng.geometric(1 / (1 + MEAN_TURNS), num) - 1
         total = int(before.sum())
-        lengths_said = self.inputs.sample(total, rng) + self.outputs.sample(total, rng)
+        text_lengths = self.inputs.sample(total, rng) + self.outputs.sample(total, rng)
         ends = np.cumsum(before)
-        sums = np.concatenate([[0], np.cumsum(lengths_said)])
+        sums = np.concatenate([[0], np.cumsum(text_lengths)])
         history = sums[ends] - sums[ends - before]
-        prompts = np.minimum(history + self.inputs.sample(num, rng), MOST)
-        return prompts, np.minimum(self.outputs.sample(num, rng), MOST)
+        prompts = np.minimum(history + self.inputs.sample(num, rng), MAX_TOKENS)
+        return prompts, np.minimum(self.outputs.sample(num, rng), MAX_TOKENS)
 
 
 CHAT = Chat("chatbot", SHAREGPT.inputs, SHAREGPT.outputs)
@@ -48,7 +48,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     lengths = np.array(
         [num for _, num, _ in replace(load, rate_per_s=10.0, seconds=100.0).lengths()]
     )
-    at_cut = 100 * float((lengths == MOST).mean())
+    at_cut = 100 * float((lengths == MAX_TOKENS).mean())
     findings = [
         Finding(f"sustained rate, quire over {other}", rates[QUIRE] / rates[other], 1.4, 3.5, "2")
         for other in SYSTEMS[1:]
@@ -56,7 +56,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     spread = max(rates[each] for each in SYSTEMS[1:]) / min(rates[each] for each in SYSTEMS[1:])
     findings.append(Finding("fastest Orca over the slowest", spread, 1.0, 1.5, "near 1"))
     text = (
-        f"{at_cut:.0f} % of the prompts have {MOST} tokens. The buddy allocator gives each of them"
+        f"{at_cut:.0f} % of the prompts have {MAX_TOKENS} tokens. The buddy allocator gives each"
+        " of them"
         " 2,048 slots for an answer of any length, so it matters little what Orca knows of the"
         " answers. The ratio is below the paper's for two reasons. quire's larger batches read"
         " more keys and values in each step, by slower kernels. And prompts, a sixth of the time,"

@@ -5,7 +5,14 @@ from dataclasses import replace
 from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.systems import QUIRE, Options, serve
-from benchmarks.virtual.swap_costs import Device, Victim, Way, batched_s, per_block_s, recompute_s
+from benchmarks.virtual.swap_costs import (
+    Device,
+    SwapTime,
+    Victim,
+    batched_s,
+    per_block_s,
+    recompute_s,
+)
 from quire.spec.cache_group import CacheGroup
 from quire.tools.workloads import SHAREGPT
 
@@ -17,7 +24,7 @@ MILLISECONDS = 1e3
 # Assumptions: PCIe 4 x16, 10 us to submit a transfer, half of the A100's arithmetic in a prefill.
 A100 = Device("A100, PCIe 4", 25e9, 10e-6, 1.3e12, 100e9, 0.5 * 312e12)
 VICTIM = Victim(CacheGroup("full", tuple(range(40)), 40, 128), 13e9, 256, 16)
-WAYS: dict[str, Way] = {
+WAYS: dict[str, SwapTime] = {
     "recompute": recompute_s,
     "swap, many transfers (the paper's)": per_block_s,
     "swap, one transfer (quire's)": batched_s,
@@ -69,7 +76,7 @@ def _overhead() -> Figure:
     )
 
 
-def _copy_s(way: Way, block_size: int) -> float:
+def _copy_s(way: SwapTime, block_size: int) -> float:
     """Return seconds to move one block one way."""
     return way(replace(VICTIM, block_size=block_size, num_tokens=block_size), A100) / 2
 

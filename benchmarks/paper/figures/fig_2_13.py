@@ -48,9 +48,9 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
 
 
 def _memory(found: dict[str, Served]) -> Figure:
-    places = [float(index) for index in range(len(ORDER))]
+    bar_positions = [float(index) for index in range(len(ORDER))]
     curves = [
-        Curve(label, places, [100 * found[system].memory[kind] for system in ORDER])
+        Curve(label, bar_positions, [100 * found[system].memory[kind] for system in ORDER])
         for kind, label in KINDS.items()
     ]
     findings = [
@@ -87,7 +87,7 @@ def _memory(found: dict[str, Served]) -> Figure:
 
 
 def _batched(workload: Workload, letter: str, found: dict[str, Served]) -> Figure:
-    places = [float(index) for index in range(len(ORDER))]
+    bar_positions = [float(index) for index in range(len(ORDER))]
     mean = {system: found[system].batched for system in ORDER}
     is_share = workload is SHAREGPT
     to_oracle, to_max = mean[QUIRE] / mean[ORCA_ORACLE], mean[QUIRE] / mean[ORCA_MAX]
@@ -115,7 +115,7 @@ def _batched(workload: Workload, letter: str, found: dict[str, Served]) -> Figur
         f"P fig. 13 {letter}",
         "",
         "requests",
-        [Curve("simulated", places, [mean[system] for system in ORDER])],
+        [Curve("simulated", bar_positions, [mean[system] for system in ORDER])],
         findings,
         text,
         BARS,

@@ -23,7 +23,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             )
             for case in cases
         ]
-    places = [float(index) for index in range(len(cases))]
+    bar_positions = [float(index) for index in range(len(cases))]
     served = cases.index(("server", min(each["step_ms"] for each in rows)))
     findings = [
         Finding(
@@ -46,7 +46,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             "T 4.6.1, fig. 4.3",
             "",
             "% of the time that the device is idle",
-            [Curve(f"{depth} in flight", places, mine) for depth, mine in by_depth.items()],
+            [Curve(f"{depth} in flight", bar_positions, mine) for depth, mine in by_depth.items()],
             findings,
             text,
             BARS,

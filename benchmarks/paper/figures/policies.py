@@ -38,7 +38,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
 
 
 def _policies(found: list[tuple[list[float], list[float]]], num: int) -> Figure:
-    places = [float(index) for index in range(len(POLICIES))]
+    bar_positions = [float(index) for index in range(len(POLICIES))]
     short = [float(np.mean(mine)) for mine, _ in found]
     long = [float(np.mean(mine)) for _, mine in found]
     worst = [max(*mine, *others) for mine, others in found]
@@ -66,9 +66,9 @@ def _policies(found: list[tuple[list[float], list[float]]], num: int) -> Figure:
         "",
         "seconds",
         [
-            Curve("short prompts, mean", places, short),
-            Curve("long prompts, mean", places, long),
-            Curve("longest wait", places, worst),
+            Curve("short prompts, mean", bar_positions, short),
+            Curve("long prompts, mean", bar_positions, long),
+            Curve("longest wait", bar_positions, worst),
         ],
         findings,
         text,

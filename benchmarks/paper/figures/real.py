@@ -12,7 +12,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     models = list(dict.fromkeys(each["model"] for each in measured))
     rates = {(each["model"], each["system"]): each["tokens_per_s"] for each in measured}
     batched = {(each["model"], each["system"]): each["batched"] for each in measured}
-    places = [float(index) for index in range(len(models))]
+    bar_positions = [float(index) for index in range(len(models))]
     findings = []
     for model in models:
         for other in ("Orca (Oracle)", "Orca (Max)"):
@@ -40,7 +40,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             [
                 Curve(
                     system,
-                    places,
+                    bar_positions,
                     [rates[model, system] / rates[model, "Orca (Max)"] for model in models],
                 )
                 for system in SYSTEMS

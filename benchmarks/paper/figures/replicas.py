@@ -45,7 +45,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         Finding("hits, by known prefixes", 100 * known_hits, 40, 100, "", " %"),
         Finding("mean wait, known prefixes over load alone", known_wait / load_wait, 0, 0.95),
     ]
-    places = [0.0, 1.0]
+    bar_positions = [0.0, 1.0]
     text = (
         f"{num_talks} conversations of 8 turns on {NUM_REPLICAS} replicas of Llama-3.1-8B on H200s."
         " The code of `quire serve -dp` chooses the replica (`engine/wire/core_choice.py`)."
@@ -58,8 +58,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             "",
             "milliseconds to the first token",
             [
-                Curve("mean", places, [1e3 * each[1] for each in found]),
-                Curve("99th percentile", places, [1e3 * each[2] for each in found]),
+                Curve("mean", bar_positions, [1e3 * each[1] for each in found]),
+                Curve("99th percentile", bar_positions, [1e3 * each[2] for each in found]),
             ],
             findings,
             text,

@@ -5,22 +5,22 @@ from benchmarks.result_files import newest
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.tools.step_times import StepLoad
 
-NUM_GUESSES, CONTEXT = 4, 1000
+NUM_DRAFT_TOKENS, CONTEXT = 4, 1000
 ROWS = (1, 4, 16, 64, 128, 256, 512)
-# Workload and drafter, with the names of `benchmarks.cpu.guesses`.
+# Workload and drafter, with the names of `benchmarks.cpu.drafts`.
 MEASURED = (("copying", "ngram 4"), ("tools", "eagle3 4"), ("tools", "draft_model 4"))
 
 
 def chance(workload: str, way: str) -> float:
     """Return the share of accepted draft tokens, measured on the demo model."""
-    (found,) = newest("cpu_guesses_demo").where(task=workload, engine="quire bf16", variant=way)
+    (found,) = newest("cpu_drafts_demo").where(task=workload, engine="quire bf16", variant=way)
     share: float = found["num_right"] / found["num_tried"]
     return share
 
 
 def gain(right: float, num_rows: int) -> float:
     """Return tokens per second with drafts, over those without. right: acceptance of each draft."""
-    num = NUM_GUESSES + 1
+    num = NUM_DRAFT_TOKENS + 1
     expected = sum(
         right**index for index in range(num)
     )  # tokens of a step: those up to a wrong one
@@ -51,9 +51,10 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         Finding("gain with 512 rows, the best of these", gain(best, 512), 0.5, 2),
     ]
     text = (
-        f"{NUM_GUESSES} draft tokens in each step, for Llama-3.1-8B on an H200 with contexts of"
+        f"{NUM_DRAFT_TOKENS} draft tokens in each step, for Llama-3.1-8B on an H200 with contexts"
+        " of"
         f" {CONTEXT:,} tokens, without the cost of drafting. The acceptance rates come from the"
-        " demo model (`benchmarks/cpu/guesses.py`). With many rows arithmetic is the limit and"
+        " demo model (`benchmarks/cpu/drafts.py`). With many rows arithmetic is the limit and"
         " drafts do not pay off. The engine measures this and drafts less"
         " (`engine/drafting/draft_pace.py`)."
         " [Draft tokens](models.md#draft-tokens-for-repeated-text) has gains measured on CPUs."

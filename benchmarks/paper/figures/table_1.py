@@ -14,7 +14,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Compare planned slots with the published ones."""
     planned = [_slots(setting) for setting in SETTINGS]
     published = [setting.num_slots for setting in SETTINGS]
-    places = [float(index) for index in range(len(SETTINGS))]
+    bar_positions = [float(index) for index in range(len(SETTINGS))]
     findings = [
         Finding(f"tokens of keys and values, {setting.name}", ours, 0.5 * theirs, 1.5 * theirs,
                 f"{theirs:,}")
@@ -32,8 +32,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             "",
             "tokens",
             [
-                Curve("quire fit", places, [float(each) for each in planned]),
-                Curve("paper", places, [float(each) for each in published], True),
+                Curve("quire fit", bar_positions, [float(each) for each in planned]),
+                Curve("paper", bar_positions, [float(each) for each in published], True),
             ],
             findings,
             text,

@@ -20,6 +20,6 @@ ROWS = (
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the table."""
     lines = ["| | what happens to the two counters | test |", "|---|---|---|"]
-    lines += [f"| {name} | {what} | {test} |" for name, what, test in ROWS]
+    lines += [f"| {name} | {effect} | {test} |" for name, effect, test in ROWS]
     text = "\n".join([f"Tests in {TEST}.", "", *lines])
     return [Figure("table_4_1", "Two counters", "T 4.4, table 4.1", text=text)]

@@ -91,7 +91,7 @@ class Finished(Event):
     reason: str
     num_output_tokens: int  # output tokens of all sequences
     num_sequences: int = 1
-    told_at_once: bool = False  # whether the client got all output at the end
+    is_sent_whole: bool = False  # whether the client got all output at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Stepped(Event):
     num_tokens: int  # tokens that the step computed
     duration_s: float  # duration on the device's side
     num_drafts: int = 0  # rows with draft tokens
-    num_guessed: int = 0  # draft tokens among num_tokens
+    num_draft_tokens: int = 0  # draft tokens among num_tokens
     accepted_at: tuple[int, ...] = ()  # rows that accepted the first draft token, the second, ...
 
     @property

@@ -10,14 +10,14 @@ from quire.base.plan import Int32
 
 FREE, CACHED, USED, PINNED, HELD = range(5)
 STATES = ("free", "cached", "used", "pinned", "held")
-NOBODY = -1
+NO_OWNER = -1
 
 
 class BlockMap(msgspec.Struct, frozen=True):
     """The KV blocks of one cache group; B is the number of blocks."""
 
     kind: str
-    owners: Int32  # [B] number of the oldest request that holds the block, or `NOBODY`
+    owners: Int32  # [B] number of the oldest request that holds the block, or `NO_OWNER`
     sharers: Int32  # [B] number of requests that hold the block
     # [B] FREE; CACHED: only the prefix cache knows it; USED: a request holds it. PINNED: a pinned
     # prefix holds it, perhaps with requests. HELD: a retained request or a waiting fork holds it.
@@ -64,7 +64,7 @@ class PinnedRow(msgspec.Struct, frozen=True):
     tenant: str
 
 
-class HeldRow(msgspec.Struct, frozen=True):
+class RetainedRow(msgspec.Struct, frozen=True):
     """A sequence of a retained request."""
 
     id: str
@@ -125,7 +125,7 @@ class LiveState(msgspec.Struct, frozen=True):
     waiting: list[WaitingRow]  # the first waiting sequences
     num_waiting: int  # all sequences that are queued or parked
     pinned: list[PinnedRow]
-    held: list[HeldRow]  # the first retained sequences
+    held: list[RetainedRow]  # the first retained sequences
     num_held: int  # all retained sequences
     host: HostMemory
     num_rows: int

@@ -239,50 +239,50 @@ Control = (
 )
 
 
-class AskMetrics(msgspec.Struct, frozen=True, tag=True):
+class GetMetrics(msgspec.Struct, frozen=True, tag=True):
     """Client to core: request the metrics in Prometheus' text format. The reply is `Metrics`."""
 
-    ask_id: int
+    question_id: int
 
 
-class AskTimeline(msgspec.Struct, frozen=True, tag=True):
+class GetTimeline(msgspec.Struct, frozen=True, tag=True):
     """Client to core: request the timeline of a request. The reply is `TimelineText`."""
 
-    ask_id: int
+    question_id: int
     request_id: str
     tenant: str | None = None  # required tenant of the request; None: any tenant
 
 
-class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
+class GetPrefixes(msgspec.Struct, frozen=True, tag=True):
     """Client to core: list pinned prefixes. The reply is `Prefixes`."""
 
-    ask_id: int
+    question_id: int
     tenant: str | None = None  # tenant of the prefixes; None: all tenants
 
 
-class AskHeld(msgspec.Struct, frozen=True, tag=True):
+class GetRetained(msgspec.Struct, frozen=True, tag=True):
     """Client to core: list retained requests. The reply is `HeldList`.
 
     With a request_id, the reply holds only that request with its tokens, and it may still run. An
     id without the suffix `-0` also matches, since the suffix marks a response's first prompt.
     """
 
-    ask_id: int
+    question_id: int
     request_id: str | None = None
     index: int = 0  # number of the sequence in the request
     tenant: str | None = None  # tenant of the requests; None: all tenants
 
 
-class AskCancel(msgspec.Struct, frozen=True, tag=True):
+class CancelRequests(msgspec.Struct, frozen=True, tag=True):
     """Client to core: cancel requests. The reply is `Cancelled`.
 
     An id also matches with a number as suffix, since such ids belong to a response's prompts."""
 
-    ask_id: int
+    question_id: int
     request_ids: list[str] | None = None  # None: all requests
     tenant: str | None = None  # tenant of the requests; None: all tenants
 
-    def means(self, request: "Request") -> bool:
+    def matches(self, request: "Request") -> bool:
         """Return whether this request is to be cancelled. Pins never are."""
         if request.pin_s is not None or self.tenant not in (None, request.tenant):
             return False
@@ -292,10 +292,10 @@ class AskCancel(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-class AskLive(msgspec.Struct, frozen=True, tag=True):
+class GetLive(msgspec.Struct, frozen=True, tag=True):
     """Client to core: request a snapshot of the engine. The reply is `Live`."""
 
-    ask_id: int
+    question_id: int
 
 
 ToCore = (
@@ -307,12 +307,12 @@ ToCore = (
     | Unpin
     | Hold
     | Rewind
-    | AskMetrics
-    | AskTimeline
-    | AskPrefixes
-    | AskHeld
-    | AskCancel
-    | AskLive
+    | GetMetrics
+    | GetTimeline
+    | GetPrefixes
+    | GetRetained
+    | CancelRequests
+    | GetLive
 )
 
 
@@ -328,7 +328,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True):
     num_hits: int  # prefix hits; tenants see only the hits of their own requests
 
 
-class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+class RetainedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sequence that can be forked."""
 
     id: str
@@ -374,45 +374,45 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Metrics(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the reply to `AskMetrics`."""
+    """Core to client: the reply to `GetMetrics`."""
 
-    ask_id: int
+    question_id: int
     text: str
 
 
 class TimelineText(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the reply to `AskTimeline`, as JSON; empty for an unknown request."""
+    """Core to client: the reply to `GetTimeline`, as JSON; empty for an unknown request."""
 
-    ask_id: int
+    question_id: int
     text: str
 
 
 class Prefixes(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the reply to `AskPrefixes`, oldest first."""
+    """Core to client: the reply to `GetPrefixes`, oldest first."""
 
-    ask_id: int
+    question_id: int
     prefixes: list[PinnedPrefix]
 
 
 class HeldList(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the reply to `AskHeld`, oldest first."""
+    """Core to client: the reply to `GetRetained`, oldest first."""
 
-    ask_id: int
-    requests: list[HeldRequest]
+    question_id: int
+    requests: list[RetainedRequest]
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the reply to `AskCancel`, with the ids of the requests that end."""
+    """Core to client: the reply to `CancelRequests`, with the ids of the requests that end."""
 
-    ask_id: int
+    question_id: int
     request_ids: list[str]
 
 
 class Live(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: the reply to `AskLive`. The last frame is repeated if a new one is not due
+    """Core to client: the reply to `GetLive`. The last frame is repeated if a new one is not due
     yet."""
 
-    ask_id: int
+    question_id: int
     frame: LiveFrame
 
 

@@ -185,7 +185,7 @@ class Plan:
         return self.sources if len(self.sources) else self.sample_rows
 
     @property
-    def sample_places(self) -> npt.NDArray[np.intp]:
+    def sample_indices(self) -> npt.NDArray[np.intp]:
         """[N] indices of sample_sources in `rows`."""
         order = np.argsort(self.rows, kind="stable")
         return order[np.searchsorted(self.rows, self.sample_sources, sorter=order)]
@@ -228,14 +228,14 @@ class StepResult:
 class DraftOrder:
     """Order to the drafter: compute tokens of the last step's rows, and draft for some rows.
 
-    If a row's num_guesses is not 0, its tokens reach the last one that the drafter can compute.
+    If a row's num_draft_tokens is not 0, its tokens reach the last one that the drafter can compute.
     """
 
     rows: Int32  # [S]
     first: Int32  # [S] position of the first token to compute
     num_tokens: Int32  # [S] number of tokens to compute, at least 1
     num_known: Int32  # [S] tokens of the row; draft tokens follow them
-    num_guesses: Int32  # [S] draft tokens to propose
+    num_draft_tokens: Int32  # [S] draft tokens to propose
     capacity: Int32  # [S] tokens for which the row's own blocks have room
     read_from: Int32  # [S] index of the first token among all tokens of the last step
 

@@ -73,7 +73,7 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
     num_preemptions: int = 0
     beams: list[BeamOutput] | None = None  # all results of a beam search, which end its request
     prefix: PrefixReport | None = None  # the prompt's prefix hit; sent once
-    num_guessed: int = 0  # verified draft tokens; accepted ones are token_ids after the first
+    num_draft_tokens: int = 0  # verified draft tokens; accepted ones are token_ids after the first
     pooled: Float64 | None = None  # pooled output of a pooling model's prompt
     handed_over: HandedOver | None = None  # blocks for another engine; sent with the end
 

@@ -13,6 +13,6 @@ class StepProgress:
     def __init__(self) -> None:
         self.listener: Callable[[float], None] = lambda limit_s: None
 
-    def tell(self, limit_s: float = 0.0) -> None:
+    def report(self, limit_s: float = 0.0) -> None:
         """Report progress. limit_s: limit of the next phase, if longer than a step's limit."""
         self.listener(limit_s)

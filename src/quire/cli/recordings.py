@@ -34,7 +34,7 @@ def add_recording(
     )
 
 
-def tell(outcome: "Outcome") -> int:
+def log_outcome(outcome: "Outcome") -> int:
     """Log the notes on a recording, and return the exit status."""
     for note in outcome.notes:
         logger.warning("%s", note)

@@ -38,14 +38,14 @@ def check_invariants(
     stores read or write."""
     alive, away = list(sequences), list(swapped)
     for g, pool in enumerate(kv.host_pools):
-        held = [b for blocks in away for b in blocks.tables[g].live_blocks]
+        block_ids = [b for blocks in away for b in blocks.tables[g].live_blocks]
         moving = [] if kv.tier is None else kv.tier.held_blocks(g)
-        pool.check_invariants(held + moving + on_order(g))
+        pool.check_invariants(block_ids + moving + on_order(g))
     for g, pool in enumerate(kv.pools):
         tables = [sequence.tables[g] for sequence in alive]
         lent = [sequence.tables[g] for sequence in alive if sequence.is_evictable]
-        held, evictable = ([b for t in each for b in t.live_blocks] for each in (tables, lent))
-        pool.check_invariants(held, evictable)
+        block_ids, evictable = ([b for t in each for b in t.live_blocks] for each in (tables, lent))
+        pool.check_invariants(block_ids, evictable)
         for table in tables:
             waste = table.capacity - table.num_tokens
             assert 0 <= waste < kv.block_size, "a table holds a block that it does not fill"

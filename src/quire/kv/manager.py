@@ -142,8 +142,8 @@ class KVManager:
         needs = [num_shared + num_sequences * (blocks - num_shared)] * len(self.groups)
         for g in self._dropping:
             group = self.groups[g]
-            alone = group.most_blocks(num_tokens, self.block_size, chunk)
-            decoding = group.most_blocks(num_tokens, self.block_size)
+            alone = group.max_blocks(num_tokens, self.block_size, chunk)
+            decoding = group.max_blocks(num_tokens, self.block_size)
             others = (num_sequences - 1) * decoding
             if group.kind != STATE:
                 # Each other sequence may begin a block for its part of the chunk.
@@ -188,11 +188,14 @@ class KVManager:
         """Return the number of free blocks, by cache group, that a sequence with a prefix hit
         needs. num_tokens: length of the sequence, which is computed in chunks."""
         blocks = -(-num_tokens // self.block_size)
-        needs = [blocks - len(hit.blocks[g]) + self._taken(g, hit) for g in range(len(self.groups))]
+        needs = [
+            blocks - len(hit.blocks[g]) + self._num_taken_blocks(g, hit)
+            for g in range(len(self.groups))
+        ]
         for g in self._dropping:
             # The hit's blocks are included in the maximum that the sequence ever holds.
-            most = self.groups[g].most_blocks(num_tokens, self.block_size, chunk)
-            needs[g] = min(needs[g], most)
+            max_blocks = self.groups[g].max_blocks(num_tokens, self.block_size, chunk)
+            needs[g] = min(needs[g], max_blocks)
         return needs
 
     def allocate_slots(
@@ -215,7 +218,7 @@ class KVManager:
         if computed is not None:
             needs = [
                 table.num_blocks_from(len(computed.blocks[g]), start + num_new_tokens)
-                + self._taken(g, computed)
+                + self._num_taken_blocks(g, computed)
                 for g, table in enumerate(sequence.tables)
             ]
             if not self.fits(needs):
@@ -227,18 +230,18 @@ class KVManager:
             self.states.grow(sequence.tables, start + num_new_tokens)
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
-    def append_guesses(
-        self, sequence: SequenceBlocks, num_tokens: int, num_guesses: int, reserve: int = 0
+    def append_drafts(
+        self, sequence: SequenceBlocks, num_tokens: int, num_draft_tokens: int, reserve: int = 0
     ) -> tuple[Appended, ...] | None:
         """Allocate blocks for draft tokens after num_tokens, like `allocate_slots`. Keeps `reserve`
         blocks of each group free. Drops no blocks, since drafts may be rejected."""
         sequence.advance(num_tokens)
-        needs = [table.num_blocks_of_guesses(num_guesses) for table in sequence.tables]
+        needs = [table.num_draft_blocks(num_draft_tokens) for table in sequence.tables]
         if not self.fits(needs, reserve):
             return None
-        return tuple(table.append_guesses(num_guesses) for table in sequence.tables)
+        return tuple(table.append_drafts(num_draft_tokens) for table in sequence.tables)
 
-    def _taken(self, g: int, hit: KVBlocks) -> int:
+    def _num_taken_blocks(self, g: int, hit: KVBlocks) -> int:
         """Return the number of free blocks of group g that a hit takes. These are cached blocks,
         blocks to load, and the copy of a last block that is not full."""
         pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
@@ -416,14 +419,15 @@ class KVManager:
             return True
         return self.tier is not None and self.tier.lookup(g, digest) is not None
 
-    def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
-        """Return the number of leading blocks, up to `most`, with which group g can continue."""
+    def _hit_length(self, g: int, digests: Sequence[bytes], max_blocks: int, has: Has) -> int:
+        """Return the number of leading blocks, up to `max_blocks`, with which group g can
+        continue."""
         if g not in self._dropping:
-            for i in range(most):
+            for i in range(max_blocks):
                 if not has(g, digests[i]):
                     return i
-            return most
-        length = most
+            return max_blocks
+        length = max_blocks
         while length > 0:
             missing = self._last_missing(g, digests, length, has)
             if missing is None:

@@ -16,8 +16,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-MOST_LOST = 1 << 14
-TAKEN = b""  # no name
+MAX_LOST_NAMES = 1 << 14
+NAME_REMOVED = b""  # no name
 
 
 class EvictionPolicy(Protocol):
@@ -79,7 +79,7 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
         self.evicted: list[tuple[int, bytes]] | None = None
-        self.lost: deque[bytes] = deque(maxlen=MOST_LOST)
+        self.lost: deque[bytes] = deque(maxlen=MAX_LOST_NAMES)
         self.num_index_changes = 0
         self._num_names_lost = [0] * num_blocks
 
@@ -239,7 +239,7 @@ class BlockPool:
         self._num_hits[block_id] = 0
         self.num_index_changes += 1
         if self.changes is not None:
-            self.changes += (TAKEN, digest)
+            self.changes += (NAME_REMOVED, digest)
         if self._num_refs[block_id] == 0:
             del self._unused[block_id]
             self._free.append(block_id)
@@ -255,10 +255,11 @@ class BlockPool:
         for block_id in list(self._index.values()):
             self.unindex(block_id)
 
-    def check_invariants(self, held: Iterable[int], evictable: Iterable[int] = ()) -> None:
-        """Assert the pool's invariants. held: block ids of all tables, with repetition. evictable:
+    def check_invariants(self, block_ids: Iterable[int], evictable: Iterable[int] = ()) -> None:
+        """Assert the pool's invariants. block_ids: block ids of all tables, with repetition.
+        evictable:
         block ids of the tables that may be freed at any time, with repetition."""
-        counts = self._count(held)
+        counts = self._count(block_ids)
         assert counts == self._num_refs, "reference counts differ from the tables"
         assert self._count(evictable) == self._evictable_refs, "tables are marked otherwise"
         free, unused = set(self._free), set(self._unused)

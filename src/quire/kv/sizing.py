@@ -22,7 +22,7 @@ MIB = 1 << 20
 NO_BOUND = 1 << 62
 STATE_SHARE = 0.5
 SNAPSHOT_TOKENS = 512
-LEAST_STATES = 6  # one sequence that computes its prompt, and two pinned ones
+MIN_STATES = 6  # one sequence that computes its prompt, and two pinned ones
 
 
 def size_pools(
@@ -41,17 +41,18 @@ def size_pools(
     left = budget_bytes - _cost(others, block_bytes, per_sequence)
     states = _states_in(groups, block_bytes, min(left, int(STATE_SHARE * budget_bytes)))
     caps = _caps(groups, block_size, max_num_seqs, chunk, states)
-    most = _most_blocks(caps, block_bytes, budget_bytes, per_sequence * max_num_seqs)
-    if most < per_sequence:
+    max_blocks = _max_blocks(caps, block_bytes, budget_bytes, per_sequence * max_num_seqs)
+    if max_blocks < per_sequence:
         raise OutOfMemory(
-            f"the KV pool of {budget_bytes / MIB:,.0f} MiB holds {most * block_size:,} tokens,"
+            f"the KV pool of {budget_bytes / MIB:,.0f} MiB holds {max_blocks * block_size:,}"
+            " tokens,"
             f" less than one sequence of max_model_len={max_model_len:,} needs"
             f" ({_cost(caps, block_bytes, per_sequence) / MIB:,.0f}"
             f" MiB{_of_states(groups, block_bytes)}). Lower max_model_len (max_model_len=auto uses"
             " the longest that fits), or give the pool more memory (kv_cache_memory_bytes,"
             " gpu_memory_utilization)."
         )
-    return tuple(cap.blocks(most) for cap in caps)
+    return tuple(cap.blocks(max_blocks) for cap in caps)
 
 
 def longest_sequence(
@@ -70,11 +71,14 @@ def longest_sequence(
     """
     states = _states_in(groups, block_bytes, int(STATE_SHARE * budget_bytes))
     caps = _caps(groups, block_size, max_num_seqs, chunk, states)
-    most = _most_blocks(caps, block_bytes, budget_bytes, blocks_per_sequence(limit, block_size))
-    length = min(limit, (most - 1) * block_size)
+    max_blocks = _max_blocks(
+        caps, block_bytes, budget_bytes, blocks_per_sequence(limit, block_size)
+    )
+    length = min(limit, (max_blocks - 1) * block_size)
     if length < 2:
         raise OutOfMemory(
-            f"the KV pool of {budget_bytes / MIB:,.1f} MiB holds {most} blocks of {block_size}"
+            f"the KV pool of {budget_bytes / MIB:,.1f} MiB holds {max_blocks} blocks of"
+            f" {block_size}"
             f" tokens{_of_states(groups, block_bytes)}, too few for any sequence. Give it more"
             " memory (kv_cache_memory_bytes, gpu_memory_utilization), or use a smaller model."
         )
@@ -105,7 +109,7 @@ def sequences_that_fit(
     groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, length: int
 ) -> int:
     """Return how many sequences of `length` tokens fit into the pools at once, without sharing."""
-    needs = [group.most_blocks(length, block_size) for group in groups]
+    needs = [group.max_blocks(length, block_size) for group in groups]
     return min(have // need for have, need in zip(num_blocks, needs, strict=True))
 
 
@@ -115,7 +119,7 @@ def num_states(groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> int:
     return min((num for group, num in pairs if group.kind == STATE), default=0)
 
 
-def least_pool_bytes(
+def min_pool_bytes(
     groups: Sequence[CacheGroup],
     block_bytes: Sequence[int],
     block_size: int,
@@ -124,32 +128,32 @@ def least_pool_bytes(
     chunk: int,
 ) -> int:
     """Return the smallest budget for which `size_pools` can fit one sequence."""
-    caps = _caps(groups, block_size, max_num_seqs, chunk, LEAST_STATES)
+    caps = _caps(groups, block_size, max_num_seqs, chunk, MIN_STATES)
     return _cost(caps, block_bytes, blocks_per_sequence(max_model_len, block_size))
 
 
 class _Cap(NamedTuple):
     """Bound on a group's blocks: min(n, most, base + n // per) if groups with all tokens get n."""
 
-    most: int = NO_BOUND  # bound for any n
+    max_blocks: int = NO_BOUND  # bound for any n
     base: int = NO_BOUND  # bound for n = 0, to which each `per` blocks add one
     per: int = 1
 
     def blocks(self, num: int) -> int:
         """Return the group's number of blocks if groups that keep all tokens get `num`."""
-        return min(num, self.most, self.base + num // self.per)
+        return min(num, self.max_blocks, self.base + num // self.per)
 
 
 def _caps(
-    groups: Sequence[CacheGroup], block_size: int, max_num_seqs: int, chunk: int, most_states: int
+    groups: Sequence[CacheGroup], block_size: int, max_num_seqs: int, chunk: int, max_states: int
 ) -> list[_Cap]:
     """Return the bound of each group."""
     per = max(1, SNAPSHOT_TOKENS // block_size)
-    states = _Cap(most_states, max(LEAST_STATES, 2 * max_num_seqs), per)
+    states = _Cap(max_states, max(MIN_STATES, 2 * max_num_seqs), per)
     return [
         states
         if group.kind == STATE
-        else _Cap(_most_of_all(group, block_size, max_num_seqs, chunk))
+        else _Cap(_max_of_all_sequences(group, block_size, max_num_seqs, chunk))
         for group in groups
     ]
 
@@ -157,16 +161,16 @@ def _caps(
 def _states_in(groups: Sequence[CacheGroup], block_bytes: Sequence[int], num_bytes: int) -> int:
     """Return the number of states per state group that fit num_bytes, but at least LEAST_STATES."""
     each = sum(size for group, size in zip(groups, block_bytes, strict=True) if group.kind == STATE)
-    return max(LEAST_STATES, num_bytes // max(1, each))
+    return max(MIN_STATES, num_bytes // max(1, each))
 
 
 def _of_states(groups: Sequence[CacheGroup], block_bytes: Sequence[int]) -> str:
     """Return an error's part on the size of states; empty for models without states."""
     each = sum(size for group, size in zip(groups, block_bytes, strict=True) if group.kind == STATE)
-    return f" with {LEAST_STATES} states of {each / MIB:,.1f} MiB each" if each else ""
+    return f" with {MIN_STATES} states of {each / MIB:,.1f} MiB each" if each else ""
 
 
-def _most_blocks(caps: list[_Cap], block_bytes: Sequence[int], budget: int, limit: int) -> int:
+def _max_blocks(caps: list[_Cap], block_bytes: Sequence[int], budget: int, limit: int) -> int:
     """Return the largest number of blocks per group, up to `limit`, that fits the budget."""
     low, high = 0, limit
     while low < high:
@@ -183,9 +187,9 @@ def _cost(caps: list[_Cap], block_bytes: Sequence[int], num_blocks: int) -> int:
     return sum(cap.blocks(num_blocks) * b for cap, b in zip(caps, block_bytes, strict=True))
 
 
-def _most_of_all(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:
+def _max_of_all_sequences(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:
     """Return a group's maximum over all sequences; NO_BOUND for a group that keeps all tokens."""
     if group.keeps_all:
         return NO_BOUND
-    held = group.most_blocks(NO_BOUND, block_size)
-    return max_num_seqs * held + -(-chunk // block_size) + max_num_seqs
+    max_held = group.max_blocks(NO_BOUND, block_size)
+    return max_num_seqs * max_held + -(-chunk // block_size) + max_num_seqs

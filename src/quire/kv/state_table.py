@@ -22,26 +22,26 @@ NO_BOUND = 1 << 62
 class StateTable(BlockTable):
     """Block table whose blocks hold states.
 
-    kept: logical blocks whose state is written when the sequence passes them; of other blocks, only
-    the block where a step ends is written. passing: the last named block that is not in `kept`, and
-    its name. prompt_end, prompt_name: the kept block at the prompt's end, and its name. began: name
-    of the state that the sequence began with."""
+    retained: logical blocks whose state is written when the sequence passes them; of other blocks,
+    only the block where a step ends is written. passing: the last named block that is not in
+    `retained`, and its name. prompt_end, prompt_name: the kept block at the prompt's end, and its
+    name. began: name of the state that the sequence began with."""
 
-    __slots__ = ("began", "kept", "passing", "prompt_end", "prompt_name")
+    __slots__ = ("began", "retained", "passing", "prompt_end", "prompt_name")
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         super().__init__(pool, block_size)
-        self.kept: Collection[int] = ()
+        self.retained: Collection[int] = ()
         self.passing: tuple[int, bytes] | None = None
         self.prompt_end = -1
         self.prompt_name: bytes | None = None
         self.began: bytes | None = None
 
     def num_free_slots(self, num_blocks: int) -> int:
-        """Return how many tokens fit with num_blocks more; no limit if these exceed the `kept`
+        """Return how many tokens fit with num_blocks more; no limit if these exceed the `retained`
         blocks."""
         room = self.capacity - self.num_tokens
-        return NO_BOUND if num_blocks > len(self.kept) else room
+        return NO_BOUND if num_blocks > len(self.retained) else room
 
     @property
     def live_blocks(self) -> list[int]:
@@ -54,16 +54,16 @@ class StateTable(BlockTable):
     def fork(self) -> Self:
         """Return a second table over the same states. The first that writes copies the live one."""
         child = super().fork()
-        child.kept, child.prompt_end = self.kept, self.prompt_end
+        child.retained, child.prompt_end = self.retained, self.prompt_end
         return child
 
-    def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
+    def moved_to(self, pool: BlockPool, state_blocks: dict[int, int]) -> Self:
         """Return the same table over blocks of another pool."""
-        table = super().moved_to(pool, places)
-        table.kept, table.prompt_end = self.kept, self.prompt_end
+        table = super().moved_to(pool, state_blocks)
+        table.retained, table.prompt_end = self.retained, self.prompt_end
         return table
 
-    def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:
+    def can_continue_at(self, num_tokens: int, first_needed: int) -> bool:
         """Return whether another sequence could begin with the first num_tokens tokens."""
         if num_tokens in (0, self.num_tokens):
             return True
@@ -72,43 +72,47 @@ class StateTable(BlockTable):
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
         """Return the number of blocks from logical block `first` on for num_tokens tokens."""
-        return len(self._places(first, num_tokens))
+        return len(self._state_blocks(first, num_tokens))
 
-    def _places(self, first: int, num_tokens: int) -> list[int]:
+    def _state_blocks(self, first: int, num_tokens: int) -> list[int]:
         """Return the logical blocks from `first` on that get a state, for num_tokens tokens."""
         last = (num_tokens - 1) // self.block_size
-        return [*(i for i in sorted(self.kept) if first <= i < last), last] if last >= first else []
+        return (
+            [*(i for i in sorted(self.retained) if first <= i < last), last]
+            if last >= first
+            else []
+        )
 
     def append(self, num_tokens: int) -> Appended:
         """Make room to write the states after the next `num_tokens` tokens."""
         done = Appended()
         if num_tokens == 0:
             return done
-        places = self._places(len(self.blocks), self.num_tokens + num_tokens)
+        state_blocks = self._state_blocks(len(self.blocks), self.num_tokens + num_tokens)
         partial = self._partial_index()
         if partial is not None:
             self._make_writable(partial, done)
         self.num_tokens += num_tokens
-        for i in range(len(self.blocks), places[-1] + 1 if places else 0):
-            block_id = self._pool.allocate() if i in places else NULL
+        for i in range(len(self.blocks), state_blocks[-1] + 1 if state_blocks else 0):
+            block_id = self._pool.allocate() if i in state_blocks else NULL
             done.writes.append((i, block_id))
             self.blocks.append(block_id)
         return done
 
-    def append_guesses(self, num_tokens: int) -> Appended:
+    def append_drafts(self, num_tokens: int) -> Appended:
         """Make room for a state at the end of each block that these tokens pass. Any of the tokens
         may be the last accepted one."""
         done, end = Appended(), self.num_tokens + num_tokens
         while self.num_tokens < end:
-            behind = self.num_tokens + self.block_size - self.num_tokens % self.block_size
-            part = self.append(min(end, behind) - self.num_tokens)
+            block_end = self.num_tokens + self.block_size - self.num_tokens % self.block_size
+            part = self.append(min(end, block_end) - self.num_tokens)
             done.writes += part.writes
             done.copies += part.copies
         return done
 
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
         """Name the states of the blocks from `first` on, and return the named blocks. Only the last
-        block outside of `kept` has a name, because more names would evict useful states."""
+        block outside of `retained` has a name, because more names would evict useful states."""
         named = []
         for i, digest in enumerate(digests, first):
             block_id = self.blocks[i]
@@ -116,7 +120,7 @@ class StateTable(BlockTable):
                 continue
             self._pool.index(block_id, digest)
             named.append(block_id)
-            if i not in self.kept and self._pool.digest_of(block_id) == digest:
+            if i not in self.retained and self._pool.digest_of(block_id) == digest:
                 self._forget_passing()
                 self.passing = block_id, digest
         return named

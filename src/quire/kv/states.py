@@ -20,44 +20,44 @@ from quire.kv.state_table import StateTable
 from quire.kv.table import NULL, BlockTable
 from quire.spec.cache_group import STATE, CacheGroup
 
-AT_PROMPT, AT_ANSWER, WHERE_PARTED = range(3)
-MOST_LEFT = 1 << 14  # maximum number of names in `StateWorth.left`
+AT_PROMPT, AT_ANSWER, AT_DIVERGENCE = range(3)
+MAX_NAMES = 1 << 14  # maximum number of names in `StateStatistics.positions`
 # A kind is useful after ENOUGH hits, if these are FAR_MORE times the other kind's hits
 ENOUGH, FAR_MORE = 4, 4
 
 
-class StateWorth:
+class StateStatistics:
     """Statistics of how often sequences begin with states.
 
-    left: by name, the kind of state (such as AT_PROMPT) and the number of sequences that began with
-    it; includes evicted states. num_begun: sequences that began with a state, by kind.
+    positions: by name, the kind of state (such as AT_PROMPT) and the number of sequences that began
+    with it; includes evicted states. num_begun: sequences that began with a state, by kind.
     """
 
     def __init__(self) -> None:
-        self.left: dict[bytes, tuple[int, int]] = {}
+        self.positions: dict[bytes, tuple[int, int]] = {}
         self.num_begun = [0, 0, 0]
 
     def begin(self, table: StateTable, digest: bytes | None) -> None:
         """Count the state that a sequence begins with, if it has a name."""
         table.began = digest
-        if digest is not None and digest in self.left:
-            place, num = self.left[digest]
-            self.left[digest] = place, num + 1
-            self.num_begun[place] += 1
+        if digest is not None and digest in self.positions:
+            position, num = self.positions[digest]
+            self.positions[digest] = position, num + 1
+            self.num_begun[position] += 1
 
     def leave(self, table: StateTable, first: int, digests: Sequence[bytes]) -> None:
         """Record the states of a sequence that got names, among the blocks from `first` on."""
-        for i in table.kept:
+        for i in table.retained:
             if first <= i < first + len(digests) and table.blocks[i] != NULL:
                 digest = digests[i - first]
                 if i == table.prompt_end:
                     table.prompt_name = digest
-                self._remember(digest, AT_PROMPT if i == table.prompt_end else WHERE_PARTED)
+                self._remember(digest, AT_PROMPT if i == table.prompt_end else AT_DIVERGENCE)
 
-    def was_left(self, digests: Sequence[bytes]) -> bool:
+    def ends_sequence(self, digests: Sequence[bytes]) -> bool:
         """Return whether a sequence, or its prompt, ended at one of these blocks."""
         return any(
-            self.left.get(digest, (WHERE_PARTED, 0))[0] != WHERE_PARTED for digest in digests
+            self.positions.get(digest, (AT_DIVERGENCE, 0))[0] != AT_DIVERGENCE for digest in digests
         )
 
     def settle(self, table: StateTable, pool: BlockPool, has_ended: bool) -> None:
@@ -76,15 +76,15 @@ class StateWorth:
                 self._let_go(pool, passing)
 
     def _let_go(self, pool: BlockPool, digest: bytes) -> None:
-        place, num = self.left.get(digest, (AT_ANSWER, 0))
-        if place != WHERE_PARTED and num < 2:
+        position, num = self.positions.get(digest, (AT_ANSWER, 0))
+        if position != AT_DIVERGENCE and num < 2:
             pool.evict_soon(digest)
 
-    def _remember(self, digest: bytes, place: int) -> None:
-        if digest not in self.left:
-            self.left[digest] = place, 0
-            if len(self.left) > MOST_LEFT:
-                del self.left[next(iter(self.left))]
+    def _remember(self, digest: bytes, position: int) -> None:
+        if digest not in self.positions:
+            self.positions[digest] = position, 0
+            if len(self.positions) > MAX_NAMES:
+                del self.positions[next(iter(self.positions))]
 
 
 class States:
@@ -96,26 +96,26 @@ class States:
 
     def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool]) -> None:
         self.groups = [g for g, group in enumerate(groups) if group.kind == STATE]
-        self.worth = StateWorth()
+        self.statistics = StateStatistics()
         self.unwritten: list[set[int]] = [set() for _ in groups]
         self._all_groups, self._pools = tuple(groups), pools
         # Tables with lengths after the plan being made, which may then drop earlier states
         self._grown: list[tuple[Sequence[BlockTable], int]] = []
 
     def keep_states(
-        self, tables: Sequence[BlockTable], kept: Collection[int], prompt_end: int = -1
+        self, tables: Sequence[BlockTable], retained: Collection[int], prompt_end: int = -1
     ) -> None:
         """Set the logical blocks at whose end a sequence leaves its state for later sequences.
-        prompt_end: the last block of its prompt, if it is in `kept`."""
+        prompt_end: the last block of its prompt, if it is in `retained`."""
         for g in self.groups:
             table = _state_table(tables[g])
-            table.kept, table.prompt_end = kept, prompt_end
+            table.retained, table.prompt_end = retained, prompt_end
 
     def begin(self, tables: Sequence[BlockTable]) -> None:
         """Record that a sequence begins with its last states."""
         for g in self.groups:
             digest = self._pools[g].digest_of(tables[g].blocks[-1])
-            self.worth.begin(_state_table(tables[g]), digest)
+            self.statistics.begin(_state_table(tables[g]), digest)
 
     def grow(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
         """Record the length of a sequence after the plan being made."""
@@ -131,7 +131,7 @@ class States:
         """Record that the plan being made writes these newly named blocks."""
         for g in self.groups:
             self.unwritten[g].update(named[g])
-            self.worth.leave(_state_table(tables[g]), first, digests)
+            self.statistics.leave(_state_table(tables[g]), first, digests)
 
     def end_plan(self) -> None:
         """Record that the plan is complete. Its states become available to the next plans. A plan
@@ -145,7 +145,7 @@ class States:
             for tables, _ in grown:
                 self._settle(g, tables[g], has_ended=False)
 
-    def end_guesses(self, tables: Sequence[BlockTable]) -> None:
+    def end_drafts(self, tables: Sequence[BlockTable]) -> None:
         """Release the states that accepted draft tokens have passed."""
         for g in self.groups:
             self._drop_before(g, tables[g], tables[g].num_tokens)
@@ -160,7 +160,7 @@ class States:
         table.drop_before(self._all_groups[g].first_needed(num_tokens))
 
     def _settle(self, g: int, table: BlockTable, has_ended: bool) -> None:
-        self.worth.settle(_state_table(table), self._pools[g], has_ended)
+        self.statistics.settle(_state_table(table), self._pools[g], has_ended)
 
 
 def _state_table(table: BlockTable) -> StateTable:

@@ -62,10 +62,10 @@ def _transfer(
     moved: list[list[BlockTable]] = [[] for _ in sequences]
     copies: list[Copies] = []
     for g, pool in enumerate(pools):
-        places: dict[int, int] = {}
+        moved_blocks: dict[int, int] = {}
         for tables, sequence in zip(moved, sequences, strict=True):
-            tables.append(sequence.tables[g].moved_to(pool, places))
-        copies.append((list(places), list(places.values())))
+            tables.append(sequence.tables[g].moved_to(pool, moved_blocks))
+        copies.append((list(moved_blocks), list(moved_blocks.values())))
     for sequence in sequences:
         kv.free(sequence)
     return [SequenceBlocks(tuple(tables)) for tables in moved], copies

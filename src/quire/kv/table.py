@@ -64,8 +64,8 @@ class BlockTable:
         """Return the number of free blocks that `append(num_tokens)` takes."""
         if num_tokens == 0:
             return 0
-        behind = self.num_blocks_from(len(self.blocks), self.num_tokens + num_tokens)
-        return behind + self._must_copy()
+        num_appended = self.num_blocks_from(len(self.blocks), self.num_tokens + num_tokens)
+        return num_appended + self._must_copy()
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
         """Return the number of logical blocks from `first` on that num_tokens tokens occupy."""
@@ -86,12 +86,12 @@ class BlockTable:
             self.blocks.append(block_id)
         return done
 
-    def num_blocks_of_guesses(self, num_tokens: int) -> int:
-        """Return the number of free blocks that `append_guesses(num_tokens)` takes."""
+    def num_draft_blocks(self, num_tokens: int) -> int:
+        """Return the number of free blocks that `append_drafts(num_tokens)` takes."""
         blocks = -(-(self.num_tokens + num_tokens) // self.block_size)
         return max(0, blocks - len(self.blocks)) + self._must_copy()
 
-    def append_guesses(self, num_tokens: int) -> Appended:
+    def append_drafts(self, num_tokens: int) -> Appended:
         """Make room to write draft tokens, the last of which may be rejected."""
         return self.append(num_tokens)
 
@@ -105,7 +105,7 @@ class BlockTable:
                 named.append(block_id)
         return named
 
-    def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:
+    def can_continue_at(self, num_tokens: int, first_needed: int) -> bool:
         """Return whether another sequence could begin with the first num_tokens tokens.
         first_needed: the first token that the token after them needs."""
         return self.num_dropped <= first_needed // self.block_size
@@ -119,19 +119,20 @@ class BlockTable:
         child.num_dropped = self.num_dropped
         return child
 
-    def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
-        """Return the same table over blocks of another pool. places: maps blocks of this pool to
+    def moved_to(self, pool: BlockPool, moved_blocks: dict[int, int]) -> Self:
+        """Return the same table over blocks of another pool. moved_blocks: maps blocks of this pool
+        to
         blocks of the other. All tables that move together share and extend it."""
         table = type(self)(pool, self.block_size)
         table.blocks = [NULL] * self.num_dropped
         for block_id in self.blocks[self.num_dropped :]:
             if block_id == NULL:
                 pass
-            elif block_id in places:
-                pool.acquire(places[block_id])
+            elif block_id in moved_blocks:
+                pool.acquire(moved_blocks[block_id])
             else:
-                places[block_id] = pool.allocate()
-            table.blocks.append(places.get(block_id, NULL))
+                moved_blocks[block_id] = pool.allocate()
+            table.blocks.append(moved_blocks.get(block_id, NULL))
         table.num_tokens, table.num_dropped = self.num_tokens, self.num_dropped
         return table
 

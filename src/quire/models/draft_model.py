@@ -34,16 +34,16 @@ def with_drafter(
     return replace(spec, drafter=drafter), source
 
 
-def join(drafter: Model, target: Model, num_layers: int, most_tokens: int) -> None:
+def join(drafter: Model, target: Model, num_layers: int, max_tokens: int) -> None:
     """Number the drafter's layers after the target's, and attach an EAGLE-3 head to the target.
 
-    num_layers: layers of the target. most_tokens: maximum number of tokens of a step. Raises
+    num_layers: layers of the target. max_tokens: maximum number of tokens of a step. Raises
     ModelError if the head does not fit.
     """
-    number_behind(drafter, num_layers)
+    offset_layer_numbers(drafter, num_layers)
     if isinstance(drafter, Eagle3):
         drafter.attach(target)
-        target.let_read(drafter.target_layers, most_tokens)
+        target.record_layer_inputs(drafter.target_layers, max_tokens)
 
 
 def _check(spec: ModelSpec, drafter: ModelSpec, name: str) -> None:
@@ -70,7 +70,7 @@ def _check(spec: ModelSpec, drafter: ModelSpec, name: str) -> None:
         )
 
 
-def number_behind(model: nn.Module, num_layers: int) -> None:
+def offset_layer_numbers(model: nn.Module, num_layers: int) -> None:
     """Add num_layers to the layer numbers of a model that shares another model's attention
     backend."""
     for module in model.modules():

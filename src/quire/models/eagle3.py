@@ -35,7 +35,7 @@ from quire.models.parts.options import DecoderOptions
 from quire.models.parts.rope import Rotary
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import all_gather
-from quire.ops.elementwise import beside, fill_up
+from quire.ops.elementwise import concatenate, pad_width
 from quire.ops.norms import rms_norm
 from quire.spec.eagle3_spec import head_options
 from quire.spec.model_spec import ModelSpec
@@ -98,7 +98,7 @@ class FirstLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [T, D] and the residual [T, D], as DecoderLayer does."""
         normed_TD = self.state_norm(state_TD)[0]
-        x_TD = beside(self.token_norm(embedded_TD)[0], normed_TD)
+        x_TD = concatenate(self.token_norm(embedded_TD)[0], normed_TD)
         x_TD = self.attention(x_TD, step)
         x_TD, residual_TD = self.mlp_norm(x_TD, normed_TD if self._norm_first else state_TD)
         return self.mlp(x_TD), residual_TD
@@ -236,7 +236,7 @@ class Eagle3(Model):
         for layer in self.layers:
             x_RD, residual_RD = layer(x_RD, residual_RD, step)
         normed_RD, state_RD = self.norm(x_RD, residual_RD)
-        return beside(normed_RD if self._norm_last else state_RD, normed_RD)
+        return concatenate(normed_RD if self._norm_last else state_RD, normed_RD)
 
     def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V], with -inf for tokens outside the head's vocabulary. Under tensor
@@ -253,4 +253,4 @@ class Eagle3(Model):
             return logits_RV
         own, each = self._vocabulary, -(-self._vocab_size // self._group.size)
         logits_RV = logits_RV[:, own.first : own.first + own.count]
-        return logits_RV if own.count == each else fill_up(logits_RV, each)
+        return logits_RV if own.count == each else pad_width(logits_RV, each)

@@ -1,7 +1,7 @@
 """The base class of all models, and the base of models with learned positions.
 
 Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim, E values per token
-that one stage sends to the next, F values per token that `Reads` copies.
+that one stage sends to the next, F values per token that `LayerInputs` copies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,18 +21,18 @@ from quire.spec.cuts import Cut
 HEADS = "num_attention_heads"  # the setting, as errors name it
 
 
-class Reads:
+class LayerInputs:
     """Copies of the inputs of selected layers, concatenated per token. Each forward pass overwrites
     them. An EAGLE-3 head reads them to propose draft tokens (eagle3.py).
 
     layers: indices of the layers, counted as in transformers' `hidden_states`; the number of layers
-    selects the last layer's output before the final norm. most_tokens: capacity in tokens per step,
+    selects the last layer's output before the final norm. max_tokens: capacity in tokens per step,
     set where recorded graphs forbid a later reallocation; 0 without such a limit.
     """
 
-    def __init__(self, layers: Sequence[int], most_tokens: int = 0) -> None:
+    def __init__(self, layers: Sequence[int], max_tokens: int = 0) -> None:
         self.layers = tuple(layers)
-        self._most_tokens, self._memory = most_tokens, torch.empty(0, 0)
+        self._max_tokens, self._memory = max_tokens, torch.empty(0, 0)
 
     def keep(self, layer: int, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> None:
         """Copy the sum of both inputs of a layer, [T, D], if the layer is selected."""
@@ -50,7 +50,7 @@ class Reads:
         num_tokens, size = x_TD.shape
         memory = self._memory
         if len(memory) < num_tokens or memory.dtype != x_TD.dtype or memory.device != x_TD.device:
-            num_tokens = max(num_tokens, self._most_tokens)
+            num_tokens = max(num_tokens, self._max_tokens)
             self._memory = x_TD.new_empty(num_tokens, len(self.layers) * size)
         return self._memory
 
@@ -66,14 +66,14 @@ class Model(nn.Module):
     # Whether ranks can share the layers of a class of another package. Such a class takes its
     # numbers of heads from LayerPlace, not from the spec.
     shares_layers = False
-    shows_states = False  # whether `let_read` can be called
-    reads: Reads | None = None  # copies of layer inputs, after `let_read`
+    exposes_states = False  # whether `record_layer_inputs` can be called
+    reads: LayerInputs | None = None  # copies of layer inputs, after `record_layer_inputs`
     has_stages = False  # whether pipeline stages can divide the layers
     entering = leaving = 0  # values per token from the previous stage, and to the next one
     dtype: torch.dtype  # dtype of these values
     elsewhere: tuple[str, ...] = ()  # prefixes of the names of tensors that other ranks hold
     head: LMHead | None  # None except on the last stage
-    kept_as: str | None = None  # key of the weights in the weight cache, if they are cached
+    weights_key: str | None = None  # key of the weights in the weight cache, if they are cached
     position_axes = 1  # axes of the positions: 3 with M-RoPE
     vision: VisionTower | None  # vision tower of a model that reads images
     # Features that token ids below 0 read (ops/embedding.py), [slots, width of the tower's rows].
@@ -116,18 +116,18 @@ class Model(nn.Module):
         self.encoder_memory = torch.zeros(num_slots, self.vision.width, dtype=dtype, device=device)
         return self.encoder_memory
 
-    def let_read(self, layers: Sequence[int], most_tokens: int = 0) -> None:
+    def record_layer_inputs(self, layers: Sequence[int], max_tokens: int = 0) -> None:
         """Copy the inputs of these layers in each later forward pass; see Reads. Raises ModelError
         if the model does not support it."""
-        if not self.shows_states:
+        if not self.exposes_states:
             raise ModelError(
                 "an EAGLE-3 head reads the states between layers, which this model does not"
                 f" expose: it runs by {self.runs_by}. Use another method of speculative_config"
                 " (ngram, suffix, draft_model)."
             )
-        self.reads = Reads(layers, most_tokens)
+        self.reads = LayerInputs(layers, max_tokens)
 
-    def last_read(self, num_tokens: int) -> torch.Tensor:
+    def recorded_inputs(self, num_tokens: int) -> torch.Tensor:
         """Return the layer inputs that the last forward pass copied, [T, F], in token order. The
         next pass overwrites them."""
         assert self.reads is not None, "let_read comes first"
@@ -159,24 +159,24 @@ class Model(nn.Module):
         """Return whether a tensor of the weight files belongs to another rank."""
         return any(each.startswith(self.elsewhere) for each in self.names_of(name))
 
-    def take_place(
+    def set_stage(
         self,
         factory: ParamFactory,
         layers: Sequence[str],
         before: Sequence[str],
-        behind: Sequence[str],
+        after: Sequence[str],
         width: int,
     ) -> None:
         """Record which modules other stages hold, and set `entering` and `leaving`.
 
-        layers: module name of each layer of the whole model. before, behind: names of the modules
+        layers: module name of each layer of the whole model. before, after: names of the modules
         that run before and after the layers. width: values per token between stages (E).
         """
         place, self.dtype = factory.place, factory.dtype
         here = place.layers(len(layers))
         others = [name for layer, name in enumerate(layers) if layer not in here]
         others += [] if place.is_first else before
-        others += [] if place.is_last else behind
+        others += [] if place.is_last else after
         self.elsewhere = tuple(f"{name}." for name in others)
         self.entering = 0 if place.is_first else width
         self.leaving = 0 if place.is_last else width
@@ -185,7 +185,7 @@ class Model(nn.Module):
 class PositionedModel(Model):
     """A model that adds learned position embeddings to its token embeddings."""
 
-    shows_states = has_stages = True
+    exposes_states = has_stages = True
     embedding: Embedding | None
     positions: Embedding | None
     layers: nn.ModuleList

@@ -16,7 +16,7 @@ from quire.models.checkpoint.sources import Source
 from quire.models.load.assembly import empty_model
 from quire.models.model import Model
 from quire.models.parts.layers import Embedding, Layer, Linear, LMHead
-from quire.models.vision.place import encoder_size
+from quire.models.vision.encoder_size import encoder_size
 from quire.ops.weights.formats import SIZES, Packing, Quantization
 from quire.spec.cuts import Cut
 from quire.spec.media_families import EncoderSize

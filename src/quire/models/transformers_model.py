@@ -40,8 +40,8 @@ class TransformersModel(Model):
         if windows != spec.layer_windows:
             raise made.seen.error(f"its layers' windows are {windows}, not {spec.layer_windows}")
         is_compiled = spec.implementation == COMPILED
-        how = {"is_part": found.is_part, "is_compiled": is_compiled}
-        rebuilt = Rebuilt(made, nowhere, factory.device, **how)
+        rebuild_options = {"is_part": found.is_part, "is_compiled": is_compiled}
+        rebuilt = Rebuilt(made, nowhere, factory.device, **rebuild_options)
         self._steps = rebuilt.steps
         self._run = rebuilt.compiled() if is_compiled else rebuilt.run
         self._paged, self._names = rebuilt.paged, rebuilt.names

@@ -61,7 +61,7 @@ class AttentionStep:
     result.
     query_lens_host, context_lens_host: upper bounds of the lengths on the device (exact while no
     drafts are in flight).
-    guessing_S: bool, rows whose last tokens are draft tokens; their states are not stored
+    has_drafts_S: bool, rows whose last tokens are draft tokens; their states are not stored
     (states.py).
     groups: cache groups whose layers run, None for all. Blocks of the other groups are unchanged.
     ends_T: position after the last key seen by a token that attends in both directions, at most its
@@ -76,7 +76,7 @@ class AttentionStep:
     block_tables_SL: tuple[torch.Tensor, ...]
     query_lens_host: Int32
     context_lens_host: Int32
-    guessing_S: torch.Tensor | None = None
+    has_drafts_S: torch.Tensor | None = None
     groups: range | None = None
     ends_T: Int32 | None = None
 

@@ -140,14 +140,14 @@ def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
     return capped_RV.tanh_().mul_(cap).to(x_RV.dtype)
 
 
-@op("beside")
-def beside(x_TA: torch.Tensor, y_TB: torch.Tensor) -> torch.Tensor:
+@op("concatenate")
+def concatenate(x_TA: torch.Tensor, y_TB: torch.Tensor) -> torch.Tensor:
     """Concatenate the rows of x and y, [T, A + B]."""
     return torch.cat((x_TA, y_TB), dim=1)
 
 
-@op("fill_up")
-def fill_up(x_RN: torch.Tensor, width: int) -> torch.Tensor:
+@op("pad_width")
+def pad_width(x_RN: torch.Tensor, width: int) -> torch.Tensor:
     """Pad rows to `width` columns with -inf, [R, width]."""
     return torch.nn.functional.pad(x_RN, (0, width - x_RN.shape[1]), value=-torch.inf)
 

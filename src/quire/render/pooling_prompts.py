@@ -20,8 +20,8 @@ def to_pool(
     renderer: Renderer, parts: Sequence[Prompt], params: PoolingParams, longest: int
 ) -> RenderedPrompt:
     """Render one prompt or a pair of texts, truncated if requested. Raises RequestError."""
-    most = most_tokens(params, longest)
-    if most is None and len(parts) == 1:
+    limit = truncation_limit(params, longest)
+    if limit is None and len(parts) == 1:
         return renderer.render(parts[0])
     texts = [renderer.render(part, add_special_tokens=False) for part in parts]
     is_text, tokenizer = [text.text is not None for text in texts], renderer.tokenizer
@@ -30,34 +30,34 @@ def to_pool(
     frame: list[list[int]] = [[], []]
     if tokenizer is not None and all(is_text):
         frame = tokenizer.frame(len(parts))
-    return joined([text.token_ids for text in texts], frame, most, params.truncation_side)
+    return joined([text.token_ids for text in texts], frame, limit, params.truncation_side)
 
 
-def most_tokens(params: PoolingParams, longest: int) -> int | None:
+def truncation_limit(params: PoolingParams, longest: int) -> int | None:
     """Return the maximum number of tokens of a prompt; None for no truncation.
 
     Raises RequestError if the request's value exceeds `longest`."""
-    most = params.truncate_prompt_tokens
-    if most is None:
+    limit = params.truncate_prompt_tokens
+    if limit is None:
         return None
-    if most < FITTING or most > longest:
+    if limit < FITTING or limit > longest:
         raise RequestError(
-            f"{FIELD} must be at most max_model_len = {longest}, or -1 for that, got {most}.",
+            f"{FIELD} must be at most max_model_len = {longest}, or -1 for that, got {limit}.",
             FIELD,
         )
-    return longest if most == FITTING else most
+    return longest if limit == FITTING else limit
 
 
 def joined(
-    parts: Sequence[Ids], frame: Sequence[Ids], most: int | None, side: str
+    parts: Sequence[Ids], frame: Sequence[Ids], limit: int | None, side: str
 ) -> RenderedPrompt:
-    """Put special tokens (`Tokenizer.frame`) around texts, and truncate the texts to fit `most`.
+    """Put special tokens (`Tokenizer.frame`) around texts, and truncate the texts to fit `limit`.
 
     Raises RequestError if no tokens of the texts would remain."""
-    if most is not None:
-        room = most - sum(map(len, frame))
+    if limit is not None:
+        room = limit - sum(map(len, frame))
         if room < len(parts):
-            raise RequestError(f"{FIELD}={most} leaves no room next to the special tokens.", FIELD)
+            raise RequestError(f"{FIELD}={limit} leaves no room next to the special tokens.", FIELD)
         sizes = [len(parts[0])] if len(parts) == 1 else _sizes(len(parts[0]), len(parts[1]), room)
         parts = [_cut(part, min(size, room), side) for part, size in zip(parts, sizes, strict=True)]
     between = zip(frame, [*parts, []], strict=True)

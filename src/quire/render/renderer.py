@@ -16,7 +16,7 @@ from quire.base.requests.media_items import MediaItem
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.detect import detect_format
-from quire.render.answers.format import AnswerFormat, AskedAnswer
+from quire.render.answers.format import AnswerFormat, RequestedAnswer
 from quire.render.answers.grammar import answer_grammar
 from quire.render.grammars.grammars import Grammars
 from quire.render.grammars.structured import grammar_of, no_tokenizer
@@ -107,12 +107,12 @@ class Renderer:
         return found
 
     def grammar_of(
-        self, wanted: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
+        self, structure: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
     ) -> str:
         """Return the unchecked grammar of an answer that consists of this content only.
 
         Raises RequestError, also for a model without a tokenizer."""
-        return grammar_of(wanted, self._added_ids(field), strict=strict, field=field)
+        return grammar_of(structure, self._added_ids(field), strict=strict, field=field)
 
     def answer_grammar(
         self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None = None
@@ -128,7 +128,7 @@ class Renderer:
         if form is None:
             own = self.answer_format() if self.has_template else AnswerFormat()
             form = own if own.begins_in_reasoning(text) else AnswerFormat()
-        requested = AskedAnswer(
+        requested = RequestedAnswer(
             form,
             content=constraint,
             begins_in_reasoning=form.begins_in_reasoning(text),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quire.base.plan import Plan, RowStart, StepResult
 from quire.runner.device import Tensors
-from quire.runner.step_ops import Asked, Int32, Needs, Sampling, StepShape
+from quire.runner.step_ops import Int32, Needs, Sampling, SamplingRequests, StepShape
 
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
@@ -47,7 +47,7 @@ class Work(Protocol):
     """The work of a step in two halves."""
 
     @property
-    def num_places(self) -> int:
+    def num_row_slots(self) -> int:
         """Return the number of row slots in the work; 0: one for each row."""
         ...
 
@@ -156,7 +156,7 @@ class SamplingPart:
 
 class SamplingFeature:
     """Sampling feature beyond the columns of a row's state; the default does nothing. It is
-    notified only of rows that request it (`asks_for_features`), once each until release."""
+    notified only of rows that request it (`requests_features`), once each until release."""
 
     def start(self, start: RowStart) -> None:
         """Note the features that a starting row requests."""
@@ -167,8 +167,8 @@ class SamplingFeature:
     def release(self, row: int) -> None:
         """Drop the features of a released row."""
 
-    def part_of(self, needs: Needs, asked: Asked | None) -> SamplingPart | None:
-        """Return the feature's part in a step, or None if it has no part. asked: None for a
+    def part_of(self, needs: Needs, requested: SamplingRequests | None) -> SamplingPart | None:
+        """Return the feature's part in a step, or None if it has no part. requested: None for a
         recorded step, whose part serves all rows."""
         return None
 
@@ -179,6 +179,6 @@ class EditLists(Protocol):
     generation: int
     table: "EditTable"
 
-    def spans(self, rows: Int32, places: npt.NDArray[np.intp]) -> dict[int, Int32]:
-        """Return the span of each row's lists in the table, by position. rows, places: [K]."""
+    def spans(self, rows: Int32, positions: npt.NDArray[np.intp]) -> dict[int, Int32]:
+        """Return the span of each row's lists in the table, by position. rows, positions: [K]."""
         ...

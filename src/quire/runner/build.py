@@ -24,17 +24,17 @@ from quire.models.load.packing import model_bytes
 from quire.models.parts.determinism import make_deterministic
 from quire.models.parts.pooling_layers import load_pooling_layers
 from quire.models.registry import model_spec
-from quire.models.vision.place import encoder_size
+from quire.models.vision.encoder_size import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import ALONE
 from quire.ops.rows.row_arrays import RowArrays
-from quire.ops.sampling.device_guesses import Runs
+from quire.ops.sampling.device_drafts import Runs
 from quire.ops.sampling.find_runs import SEARCHED
 from quire.runner.derive import derive_config, with_length
+from quire.runner.drafting.draft_steps import VerifyStep
 from quire.runner.drafting.drafting import DraftPasses, make_draft_passes, with_spare_blocks
-from quire.runner.drafting.guesses import GuessedStep
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
     WHOLE_MACHINE,
@@ -57,7 +57,7 @@ from quire.runner.stage import (
     StageModel,
     check_stages,
 )
-from quire.runner.warm.keep import keep_start
+from quire.runner.warm.save_start import save_start
 from quire.spec.model_spec import ModelSpec
 from quire.spec.pooling_spec import with_pooling
 
@@ -65,7 +65,7 @@ MEASURED_BLOCKS = 32
 
 
 @dataclass(frozen=True)
-class Taken:
+class WarmMemory:
     """Memory of a runner without torch, which a runner with torch takes over. plan: its memory
     plan. blocks: bytes of each cache group's blocks. rows: its rows."""
 
@@ -83,7 +83,7 @@ class Pools:
 
     num_blocks: tuple[int, ...]
     host_limits: tuple[int, ...] | None = None
-    taken: Taken | None = None
+    warm_memory: WarmMemory | None = None
 
 
 def choose_device(name: str) -> torch.device:
@@ -114,52 +114,56 @@ def build_runner(
     config: EngineConfig,
     source: ModelSource,
     progress: Progress | None = None,
-    place: RankPlace = WHOLE,
+    shard: RankPlace = WHOLE,
     share: MachineShare = WHOLE_MACHINE,
     links: StageLinks = NO_LINKS,
-    taken: Taken | None = None,
+    warm_memory: WarmMemory | None = None,
 ) -> BuiltRunner:
     """Load the model, or a rank's part of it, and allocate its KV pool. links: channels of its
-    stage to other stages. taken: memory of a CPU runner without torch. Raises ModelError,
+    stage to other stages. warm_memory: memory of a CPU runner without torch. Raises ModelError,
     ConfigError, OutOfMemory."""
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
     spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
-    if place.num_stages > 1:
+    if shard.num_stages > 1:
         check_stages(config, spec, device.type)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
-    asked, config = config, derive_config(config, spec, device.type)
+    given_config, config = config, derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)
-    spec = whole.of_stage(place.stage, place.num_stages).of_ranks(
-        place.tensor.size, has_whole_experts=place.has_whole_experts
+    spec = whole.of_stage(shard.stage, shard.num_stages).of_ranks(
+        shard.tensor.size, has_whole_experts=shard.has_whole_experts
     )
     dtype = torch_dtype(config.model.dtype)
     free = _free_bytes(share, device)
-    most = free if device.type == "cpu" and taken is None else None
-    model = _load(config, source, whole, device, place, progress, most)
+    max_bytes = free if device.type == "cpu" and warm_memory is None else None
+    model = _load(config, source, whole, device, shard, progress, max_bytes)
     weights, drafter = model_bytes(model), None
     if draft_source is not None and whole.drafter is not None:
-        left = None if most is None else most - weights
-        on_all = RankPlace(place.tensor)
+        left = None if max_bytes is None else max_bytes - weights
+        on_all = RankPlace(shard.tensor)
         drafter = _load(config, draft_source, whole.drafter, device, on_all, progress, left)
         join(drafter, model, spec.num_layers, config.scheduler.max_num_batched_tokens or 0)
         weights += model_bytes(drafter)
-    spec = replace(spec, encoder=encoder_size(model, whole, place))
+    spec = replace(spec, encoder=encoder_size(model, whole, shard))
     media = _media(config, source, spec, model)
-    if place.num_stages > 1:
+    if shard.num_stages > 1:
         model = StageModel(model, dtype, links)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
-        memory = plan_cpu_memory(config, spec, weights, free) if taken is None else taken.plan
+        memory = (
+            plan_cpu_memory(config, spec, weights, free)
+            if warm_memory is None
+            else warm_memory.plan
+        )
     else:
 
         def make(
             config: EngineConfig, num_blocks: tuple[int, ...]
         ) -> tuple[ModelRunner, DraftPasses | None]:
-            runner = _assemble(config, spec, device, model, place, Pools(num_blocks), media)
+            runner = _assemble(config, spec, device, model, shard, Pools(num_blocks), media)
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
@@ -167,15 +171,15 @@ def build_runner(
     config = with_length(config, memory.max_model_len)
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
-    pools = Pools(memory.num_blocks, host, taken)
-    runner = _assemble(config, spec, device, model, place, pools, media, scales)
+    pools = Pools(memory.num_blocks, host, warm_memory)
+    runner = _assemble(config, spec, device, model, shard, pools, media, scales)
     if (pooler := _pooler(config, source, spec, device)) is not None:
         runner.make_step = partial(PoolingStep, pooler=pooler)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
-    if device.type == "cpu" and share.is_whole and host is None and taken is None:
-        keep_start(asked, source, spec, runner.model, weights, rate)
+    if device.type == "cpu" and share.is_whole and host is None and warm_memory is None:
+        save_start(given_config, source, spec, runner.model, weights, rate)
     return BuiltRunner(
         runner,
         config,
@@ -198,17 +202,17 @@ def _load(
     source: ModelSource,
     spec: ModelSpec,
     device: torch.device,
-    place: RankPlace,
+    shard: RankPlace,
     progress: Progress | None,
-    most_bytes: int | None,
+    max_bytes: int | None,
 ) -> Any:
-    """Load the model into the device's memory. most_bytes: known limit for weights, if any."""
+    """Load the model into the device's memory. max_bytes: known limit for weights, if any."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
     formats.check(config.model.dtype, device.type)
     cache = weight_cache(config.model.weight_cache)
     load_format, seed = load_format_of(config, source), config.model.seed
     try:
-        options = LoadOptions(load_format, seed, formats, cache, most_bytes, place)
+        options = LoadOptions(load_format, seed, formats, cache, max_bytes, shard)
         model = load_model(source.directory, spec, dtype, device, options, progress)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
@@ -255,7 +259,7 @@ def copy_rate(
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     if runner.backend.host_blocks is not None:
-        runner.backend.host_blocks.give_back()
+        runner.backend.host_blocks.free_mirrors()
     return num * block_bytes / max(seconds[-1], 1e-9)
 
 
@@ -264,44 +268,44 @@ def _assemble(
     spec: ModelSpec,
     device: torch.device,
     model: DecoderModel,
-    place: RankPlace,
+    shard: RankPlace,
     pools: Pools,
     media: Media | None,
     scales: Scales | None = None,
 ) -> ModelRunner:
-    num_blocks, taken = pools.num_blocks, pools.taken
+    num_blocks, warm_memory = pools.num_blocks, pools.warm_memory
     cache, dtype = config.cache, torch_dtype(config.model.dtype)
     limits = pools.host_limits or (0,) * len(num_blocks)
     host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
     size, kv_format = cache.block_size, cache.kv_cache_dtype
     num_blocks = with_spare_blocks(config, spec, num_blocks)
-    given = () if taken is None else taken.blocks
+    given = () if warm_memory is None else warm_memory.blocks
     layout = KVLayout(
         spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks, given
     )
-    num_rows, length = config.scheduler.max_num_seqs, config.model.most_tokens
+    num_rows, length = config.scheduler.max_num_seqs, config.model.row_capacity
     assert num_rows and length
     backend = share_context(
         layout,
         lambda part: make_backend(
             config.attention_backend, part, scales, deterministic=config.deterministic
         ),
-        place.context,
+        shard.context,
     )
     sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
     native: DecoderModel
-    group = place.tensor
+    group = shard.tensor
     if isinstance(model, StageModel):
         native = model.native(backend)
         group = group if model.is_last else ALONE  # only the last stage samples
     else:
         native = native_or_same(model, backend)
-    state = None if taken is None else as_tensors(taken.rows)
+    state = None if warm_memory is None else as_tensors(warm_memory.rows)
     runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state)
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:
         runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
-        runner.make_draft_step = partial(GuessedStep, runs=runs)
+        runner.make_draft_step = partial(VerifyStep, runs=runs)
     if media is not None:
         runner.attachments.append(media)
     return runner

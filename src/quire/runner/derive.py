@@ -7,7 +7,7 @@ from quire.base.errors import ConfigError
 from quire.base.settings.config import AUTO_LENGTH, EngineConfig
 from quire.base.settings.speculation import parse_speculation
 from quire.ops.host.native import core
-from quire.runner.setup.step_size import MOST_TOKENS
+from quire.runner.setup.step_size import MAX_TOKENS
 from quire.spec.cuts import cut_block
 from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 
@@ -65,10 +65,11 @@ def check_context(config: EngineConfig, spec: ModelSpec) -> None:
     cut_block(config.cache.block_size, sharing)
     for each in (spec, *([] if spec.drafter is None else [spec.drafter])):
         whole = each.num_kv_heads if each.num_ranks == 1 else 1
-        most = max(1, num_ranks // whole)
-        if most % sharing:
+        group_size = max(1, num_ranks // whole)
+        if group_size % sharing:
             raise ConfigError(
-                f"{name} does not divide the {most} of tensor_parallel_size={num_ranks} ranks that"
+                f"{name} does not divide the {group_size} of tensor_parallel_size={num_ranks}"
+                " ranks that"
                 f" share each of {whole} heads of keys and values (num_key_value_heads). Choose a"
                 " size that does, or more ranks."
             )
@@ -150,7 +151,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
     check_context(config, spec)
     config = pooling_config(config, spec)
     dtype = choose_dtype(config.model.dtype, spec, device)
-    budget = MOST_TOKENS if on_cpu else GPU_TOKENS
+    budget = MAX_TOKENS if on_cpu else GPU_TOKENS
     if spec.is_encoder:
         length = spec.max_position if length == AUTO_LENGTH else length
         check_whole_prompts(config, length)

@@ -67,7 +67,7 @@ class Device(Protocol):
         ...
 
 
-class _Here:
+class _HostArrival:
     """Arrival whose values are already on the host."""
 
     def __init__(self, values: "list[torch.Tensor]", began: float) -> None:
@@ -106,7 +106,7 @@ class HostDevice:
 
     def run(self, work: Work) -> Arrival:
         began = time.perf_counter()
-        return _Here([self._own(tensor) for tensor in work()], began)
+        return _HostArrival([self._own(tensor) for tensor in work()], began)
 
     def begin_capture(self) -> Graph:
         raise NotImplementedError("a CPU does not record graphs")

@@ -13,7 +13,7 @@ from pathlib import Path
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.settings.cache_config import SERVE
 from quire.base.settings.config import AUTO_LENGTH, EngineConfig
-from quire.base.settings.speculation import most_guesses, parse_speculation, speculation_of
+from quire.base.settings.speculation import max_draft_tokens, parse_speculation, speculation_of
 from quire.kv.sizing import (
     MIB,
     host_tier_blocks,
@@ -29,12 +29,12 @@ CPU_POOL_SHARE = 0.25
 MEMORY_VARIABLE = "QUIRE_MEMORY_BYTES"  # a process's share of a machine's memory
 CGROUP = Path("/sys/fs/cgroup")
 GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, blocks in transit
-MOST_SERVED = 4  # host memory for blocks served to peers, in pools
+MAX_SERVED_POOLS = 4  # host memory for blocks served to peers, in pools
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 # Sizes at which the steps of a GPU are recorded as graphs.
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MIXED_ROWS = (4, 32, 128)  # in addition to the maximum number of rows
-MOST_MIXED = 32  # kinds
+MAX_MIXED = 32  # kinds
 GRAPH_BYTES = 4 << 20  # of a graph besides its tensors: nodes and parameters
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before any work
 
@@ -175,12 +175,12 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     size = DTYPE_BYTES[config.model.dtype]
     largest = max(workspace_bytes(spec, size, tokens, rows), encoding_bytes(config, spec))
-    kept = kept_inputs_bytes(config, spec) + encoder_cache_bytes(config, spec)
+    retained = retained_inputs_bytes(config, spec) + encoder_cache_bytes(config, spec)
     if spec.drafter is None:
-        return largest + kept
+        return largest + retained
     largest = max(largest, workspace_bytes(spec.drafter, size, tokens, rows))
     spare = rows * spare_blocks(config) * sum(block_bytes_of(config, spec.drafter))
-    return largest + kept + spare
+    return largest + retained + spare
 
 
 def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
@@ -204,18 +204,18 @@ def largest_item(config: EngineConfig, encoder: EncoderSize, max_position: int) 
     length = config.model.max_model_len
     assert length, "it is derived"
     length = max_position if length == AUTO_LENGTH else length
-    return min(config.scheduler.encoder_cache_tokens, length, encoder.most_tokens or length)
+    return min(config.scheduler.encoder_cache_tokens, length, encoder.max_tokens or length)
 
 
-def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+def retained_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Bound the bytes of inputs that layers with a state retain for drafting rows. They are needed
     until verification ends (ops/attention/states.py)."""
     scheduler = config.scheduler
-    guesses = speculation_of(config.speculative_config, scheduler.pipeline_depth)
-    if guesses is None or not spec.linear_layers:
+    draft_options = speculation_of(config.speculative_config, scheduler.pipeline_depth)
+    if draft_options is None or not spec.linear_layers:
         return 0
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-    tokens = scheduler.max_num_seqs + most_guesses(scheduler.max_num_seqs)
+    tokens = scheduler.max_num_seqs + max_draft_tokens(scheduler.max_num_seqs)
     size = max(4 if config.device == "cpu" else 0, DTYPE_BYTES[config.model.dtype])
     of_token = len(spec.linear_layers) * spec.linear_attention.num_inputs * size
     return min(tokens, scheduler.max_num_batched_tokens) * of_token
@@ -311,7 +311,7 @@ def host_tier_limits(
     if has_stores and (on_cpu or cache.kv_host_gb == 0):
         num_bytes = min(max(memory.pool_bytes, PASSING_BYTES[0]), PASSING_BYTES[1], free // 4)
     if cache.kv_host_gb is None and any(store.startswith(SERVE) for store in cache.stores):
-        num_bytes = min(max(MOST_SERVED * memory.pool_bytes, num_bytes), free // 4)
+        num_bytes = min(max(MAX_SERVED_POOLS * memory.pool_bytes, num_bytes), free // 4)
     if cache.kv_host_gb:
         num_bytes = int(cache.kv_host_gb * 1e9) // num_ranks
     if num_bytes > free:
@@ -335,14 +335,14 @@ def ladder(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def most_mixed_tokens(max_rows: int) -> int:
+def max_mixed_tokens(max_rows: int) -> int:
     """Return the number of tokens of the largest mixed step that is recorded."""
     return max(MIXED_TOKENS[-1], max_rows)
 
 
 def all_graphs_bytes(max_rows: int, tensors_bytes: int) -> int:
     """Return the bytes of all graphs. tensors_bytes: of the largest graph, shared by all."""
-    return tensors_bytes + GRAPH_BYTES * (len(ladder(max_rows)) + MOST_MIXED)
+    return tensors_bytes + GRAPH_BYTES * (len(ladder(max_rows)) + MAX_MIXED)
 
 
 def estimated_graph_bytes(config: EngineConfig, spec: ModelSpec) -> int:
@@ -351,22 +351,22 @@ def estimated_graph_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     assert num_rows
     if config.enforce_eager:
         return 0
-    size, tokens = DTYPE_BYTES[config.model.dtype], most_mixed_tokens(num_rows)
+    size, tokens = DTYPE_BYTES[config.model.dtype], max_mixed_tokens(num_rows)
     return all_graphs_bytes(num_rows, workspace_bytes(spec, size, tokens, num_rows))
 
 
-Least = Callable[[Sequence[int]], tuple[int, ...]]
+Minimum = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class MachineShare:
     """Share of a machine's memory for one rank. num_ranks: ranks that share the memory. free_bytes:
-    free memory before any rank allocated; None: measured by each rank. least: returns the
+    free memory before any rank allocated; None: measured by each rank. minimum: returns the
     elementwise minimum of numbers over all ranks; all ranks must call it."""
 
     num_ranks: int = 1
     free_bytes: int | None = None
-    least: Least = tuple
+    minimum: Minimum = tuple
 
     @property
     def is_whole(self) -> bool:
@@ -378,7 +378,7 @@ class MachineShare:
 
     def agree(self, plan: MemoryPlan, block_bytes: Sequence[int]) -> MemoryPlan:
         """Return a plan that fits all ranks, since block numbers are the same on every rank."""
-        *blocks, length, states = self.least(
+        *blocks, length, states = self.minimum(
             (*plan.num_blocks, plan.max_model_len, plan.num_states)
         )
         if tuple(blocks) == plan.num_blocks and length == plan.max_model_len:
@@ -395,7 +395,7 @@ class MachineShare:
         self, limits: tuple[int, ...] | None, num_groups: int
     ) -> tuple[int, ...] | None:
         """Return the number of host blocks that every rank can have; None if a rank has none."""
-        found = self.least(limits or (0,) * num_groups)
+        found = self.minimum(limits or (0,) * num_groups)
         return found if all(found) else None
 
 

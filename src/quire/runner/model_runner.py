@@ -85,8 +85,8 @@ class ModelRunner(StepRunner):
         if self._graphs is None:
             return None
         num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
-        num_places = max(num_rows, len(plan.sample_rows))
-        return self._graphs.find(num_places, 0 if num_tokens == num_rows else num_tokens, needs)
+        num_row_slots = max(num_rows, len(plan.sample_rows))
+        return self._graphs.find(num_row_slots, 0 if num_tokens == num_rows else num_tokens, needs)
 
     def graph_bytes(self, config: EngineConfig) -> int:
         """Return the measured bytes of recorded steps; 0 if steps are not recorded."""

@@ -12,16 +12,16 @@ import torch
 from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
-from quire.ops.attention.states import KeptInputs
+from quire.ops.attention.states import RecordedInputs
 from quire.ops.host.native import address
 from quire.ops.host.native_types import CorePlan, CoreStatePlan
 from quire.ops.host.threads import num_threads, torch_threads
 from quire.ops.trace.program import Instruction, ProgramDraft, Untraceable
 from quire.ops.weights.packed import PackedWeight
 from quire.runner.native_program import (
-    NOTHING_KEPT,
-    Kept,
-    KeptByProgram,
+    NOTHING_RETAINED,
+    RetainedByProgram,
+    RetainedRegion,
     assemble,
     position_axes,
     query_heads,
@@ -46,11 +46,11 @@ class NativePass:
         ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         outside: Sequence[torch.Tensor],
-        kept: Kept = NOTHING_KEPT,
+        retained: RetainedRegion = NOTHING_RETAINED,
     ) -> None:
         """Compute the step that the backend has prepared. positions: [T], or [axes, T] with several
-        axes. outside: the draft's first buffers, float32 [T, width]. kept: storage for the inputs
-        of layers with states."""
+        axes. outside: the draft's first buffers, float32 [T, width]. retained: storage for the
+        inputs of layers with states."""
         ids_T, positions_T = ids_T.long(), positions_T.expand(self._axes, -1).contiguous()
         groups: list[tuple[CorePlan | CoreStatePlan, int]] = [
             (self._backend.states.plan(group), 0)
@@ -64,7 +64,7 @@ class NativePass:
             address(positions_T, torch.int64),
             [address(rows, torch.float32) for rows in outside],
             groups,
-            kept,
+            retained,
             num_threads(),
         )
 
@@ -100,7 +100,7 @@ class NativeModel:
         self.compiled = NativePass(draft, backend)
         self._read_widths = draft.widths[1 : draft.num_outside - takes_rows(model)]
         self._read: list[torch.Tensor] = []
-        self._kept = KeptByProgram(draft)
+        self._retained = RetainedByProgram(draft)
 
     def __call__(
         self,
@@ -112,22 +112,24 @@ class NativeModel:
     ) -> torch.Tensor:
         """Compute the hidden states [T, D] of the prepared step, or the next stage's input [T, E].
         intermediate: the previous stage's output, [T, E]. All are float32."""
-        kept = attention if isinstance(attention, KeptInputs) else None
-        assert (attention if kept is None else kept.inner) is self.backend
+        retained = attention if isinstance(attention, RecordedInputs) else None
+        assert (attention if retained is None else retained.inner) is self.backend
         num_tokens = len(input_ids_T)
         out_TD = torch.empty(num_tokens, self._size)
         self._read = [torch.empty(num_tokens, width) for width in self._read_widths]
         outside = [out_TD, *self._read]
         if intermediate_TE is not None:
             outside.append(intermediate_TE.float())
-        if kept is None:
+        if retained is None:
             self.compiled.run(input_ids_T, positions_T, outside)
         else:
-            self.compiled.run(input_ids_T, positions_T, outside, self._kept.memory_for(kept))
-            self._kept.tell(kept)
+            self.compiled.run(
+                input_ids_T, positions_T, outside, self._retained.memory_for(retained)
+            )
+            self._retained.report(retained)
         return out_TD
 
-    def last_read(self, num_tokens: int) -> torch.Tensor:
+    def recorded_inputs(self, num_tokens: int) -> torch.Tensor:
         """See Model; float32."""
         return self._read[0][:num_tokens]
 
@@ -148,7 +150,7 @@ def expert_pairs_of(model: Any) -> int:
     return model.expert_pairs if isinstance(model, NativeModel) else 0
 
 
-class OperationsBesideCore:
+class OperationModel:
     """Model run operation by operation: the core computes large products, one torch thread the
     rest."""
 
@@ -168,8 +170,8 @@ class OperationsBesideCore:
             hidden_TD: torch.Tensor = self._model(input_ids_T, positions_T, attention, **given)
         return hidden_TD
 
-    def last_read(self, num_tokens: int) -> torch.Tensor:
-        return self._model.last_read(num_tokens)
+    def recorded_inputs(self, num_tokens: int) -> torch.Tensor:
+        return self._model.recorded_inputs(num_tokens)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden_RD)
@@ -187,7 +189,7 @@ def native_or_same(model: Any, backend: AttentionBackend) -> Any:
     except Untraceable as reason:
         logger.warning("The model runs operation by operation: %s.", reason)
         is_ours = isinstance(model, Model) and model.only_operations
-        return OperationsBesideCore(model) if is_ours and _is_packed(model) else model
+        return OperationModel(model) if is_ours and _is_packed(model) else model
 
 
 def _is_packed(model: Model) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from quire.models.model import Model
 from quire.ops.attention.cpu import CpuBackend
-from quire.ops.attention.states import DeltaInputs, KeptInputs
+from quire.ops.attention.states import DeltaInputs, RecordedInputs
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.host.native import address
 from quire.ops.host.native_types import CoreProgram
@@ -18,8 +18,10 @@ from quire.ops.registry import record_ops
 from quire.ops.trace.program import Kind, ProgramDraft, Untraceable, here
 from quire.ops.trace.tracer import Tracer
 
-Kept = tuple[int, int, int, int]  # address and width of memory, address and number of tokens
-NOTHING_KEPT: Kept = (0, 0, 0, 0)
+RetainedRegion = tuple[
+    int, int, int, int
+]  # address and width of memory, address and number of tokens
+NOTHING_RETAINED: RetainedRegion = (0, 0, 0, 0)
 TRACED_TOKENS = 3  # any number that no other dimension is likely to have
 
 
@@ -33,7 +35,7 @@ def trace(model: Any) -> tuple[ProgramDraft, int]:
             entering = [torch.zeros(TRACED_TOKENS, model.entering, dtype=model.dtype)]
             given = {"intermediate_TE": entering[0]}
         hidden_TD = model(ids_T, positions_T, TracedAttention(), **given)
-        return [hidden_TD, *([model.last_read(TRACED_TOKENS)] if is_read else []), *entering]
+        return [hidden_TD, *([model.recorded_inputs(TRACED_TOKENS)] if is_read else []), *entering]
 
     draft = traced(run)
     return draft, draft.widths[0]
@@ -88,18 +90,18 @@ def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> Cor
                 program.add_state_layer(groups.index(group) if group in groups else 0, states)
             else:
                 found = backend.layer_kv(layer)
-                place = groups.index(found.group) if found.group in groups else 0
-                program.add_layer(place, found.kv)
+                group_index = groups.index(found.group) if found.group in groups else 0
+                program.add_layer(group_index, found.kv)
 
-    return draft.parts(layer_places(backend), here).assemble(backend.variant, add_layers, int)
+    return draft.parts(layer_indices(backend), here).assemble(backend.variant, add_layers, int)
 
 
-def layer_places(backend: CpuBackend) -> dict[int, int]:
+def layer_indices(backend: CpuBackend) -> dict[int, int]:
     """Return the index of each layer among the layers that the backend has memory for."""
-    return {layer: place for place, layer in enumerate(backend.layers)}
+    return {layer: group_index for group_index, layer in enumerate(backend.layers)}
 
 
-class KeptByProgram:
+class RetainedByProgram:
     """Inputs that a program retains for drafting rows (KeptInputs in csrc/program.h), [G, width]. A
     row holds all layers' inputs of a token. All steps reuse the memory."""
 
@@ -112,23 +114,28 @@ class KeptByProgram:
         ]
         self._memory = torch.empty(0, sum(self._widths))
 
-    def memory_for(self, kept: KeptInputs) -> Kept:
+    def memory_for(self, retained: RecordedInputs) -> RetainedRegion:
         """Allocate room for a step's tokens; return addresses and sizes for the program."""
-        count, width = len(kept.places_G), sum(self._widths)
+        count, width = len(retained.indices_G), sum(self._widths)
         if width == 0:
-            return NOTHING_KEPT
+            return NOTHING_RETAINED
         if count > len(self._memory):
             self._memory = torch.empty(count, width)
-        places, values = address(kept.places_G, torch.int64), address(self._memory, torch.float32)
-        return values, width, places, count
+        addresses, values = (
+            address(retained.indices_G, torch.int64),
+            address(self._memory, torch.float32),
+        )
+        return values, width, addresses, count
 
-    def tell(self, kept: KeptInputs) -> None:
+    def report(self, retained: RecordedInputs) -> None:
         """Report each layer's retained inputs."""
-        parts = self._memory[: len(kept.places_G)].split(self._widths, dim=1)
+        parts = self._memory[: len(retained.indices_G)].split(self._widths, dim=1)
         for part_GC, each in zip(parts, self._instructions, strict=True):
             assert each.weight is not None
             if each.kind == Kind.CONVOLVE:
-                kept.keep_convolution(each.layer, part_GC, each.weight.T)
+                retained.record_convolution(each.layer, part_GC, each.weight.T)
             else:
                 assert each.bias is not None
-                kept.keep_rule(each.layer, DeltaInputs(part_GC, each.weight, each.bias, each.delta))
+                retained.record_rule(
+                    each.layer, DeltaInputs(part_GC, each.weight, each.bias, each.delta)
+                )

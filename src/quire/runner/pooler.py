@@ -38,27 +38,27 @@ class Pooler:
         device: torch.device,
     ) -> None:
         self._kind, self._layers, self._device = spec.kind, layers, device
-        num_kept = num_rows if spec.needs_all else 0
-        self._sums_RD = torch.zeros(num_kept, width, dtype=torch.float64, device=device)
+        num_sums = num_rows if spec.needs_all else 0
+        self._sums_RD = torch.zeros(num_sums, width, dtype=torch.float64, device=device)
 
     def take(self, plan: Plan, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Add a step's hidden states, [T, D]. Return the pooled prompts of the rows that end with
         it, float64 [N, K]."""
         ends_S = np.cumsum(plan.num_tokens, dtype=np.int64)
         if self._kind == LAST:
-            places_N = self._index(ends_S[plan.sample_places] - 1)
-            x_ND = hidden_TD.index_select(0, places_N).double()
+            indices_N = self._index(ends_S[plan.sample_indices] - 1)
+            x_ND = hidden_TD.index_select(0, indices_N).double()
         else:
-            self._keep(plan, hidden_TD, ends_S - plan.num_tokens)
+            self._accumulate(plan, hidden_TD, ends_S - plan.num_tokens)
             x_ND = self._sums_RD.index_select(0, self._index(plan.sample_rows))
             if self._kind != CLS:
                 lengths_S = plan.computed_bound + plan.num_tokens
-                x_ND = x_ND / self._index(lengths_S[plan.sample_places]).double()[:, None]
+                x_ND = x_ND / self._index(lengths_S[plan.sample_indices]).double()[:, None]
         for layer in self._layers:
             x_ND = layer(x_ND)
         return x_ND
 
-    def _keep(self, plan: Plan, hidden_TD: torch.Tensor, begins_S: np.ndarray) -> None:
+    def _accumulate(self, plan: Plan, hidden_TD: torch.Tensor, begins_S: np.ndarray) -> None:
         """Add a step's part to the rows' sums."""
         begin = plan.computed_bound == 0
         fresh_rows = self._index(plan.rows[begin])

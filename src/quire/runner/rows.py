@@ -18,11 +18,11 @@ from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE
 from quire.runner.device import Arrival, Device, Tensors, Work
 from quire.runner.step_ops import (
     NUM_RESULTS,
-    Asked,
     Flags,
     RowUpdates,
     Sampling,
     SamplingFlags,
+    SamplingRequests,
     StepLists,
     StepOps,
     Update,
@@ -48,13 +48,13 @@ class Forks:
         self._step_id = -1
         self._done: set[RowFork] = set()
 
-    def to_do(self, plan: Plan) -> list[RowFork]:
+    def pending(self, plan: Plan) -> list[RowFork]:
         """Return the forks that no earlier attempt at this step has carried out."""
         if plan.step_id != self._step_id:
             self._step_id, self._done = plan.step_id, set()
         return [fork for fork in plan.forked if fork not in self._done]
 
-    def did(self, *forks: RowFork) -> None:
+    def mark_done(self, *forks: RowFork) -> None:
         self._done.update(forks)
 
 
@@ -77,7 +77,9 @@ class DeviceRows:
     def max_model_len(self) -> int:
         return int(self.state.tokens_RM.shape[1])
 
-    def apply(self, plan: Plan, has_edits: Flags, asked: Asked) -> tuple[Update, StepLists]:
+    def apply(
+        self, plan: Plan, has_edits: Flags, requested: SamplingRequests
+    ) -> tuple[Update, StepLists]:
         """Prepare a plan's changes, which the step's own work applies (`run_with`); return them and
         the step's lists.
 
@@ -86,10 +88,10 @@ class DeviceRows:
         """
         updates = self.changes(plan, has_edits)
         self._result_slot = (self._result_slot + 1) % NUM_RESULTS
-        places = plan.sample_places
-        lengths = (plan.computed_bound + plan.num_tokens)[places]
-        sampling = Sampling(asked, lengths, self.prompt_lens[plan.sample_rows])
-        lists = StepLists(plan.rows, plan.num_tokens, sampling, places, self._result_slot)
+        indices = plan.sample_indices
+        lengths = (plan.computed_bound + plan.num_tokens)[indices]
+        sampling = Sampling(requested, lengths, self.prompt_lens[plan.sample_rows])
+        lists = StepLists(plan.rows, plan.num_tokens, sampling, indices, self._result_slot)
         return self.ops.prepare(updates, lists), lists
 
     def changes(self, plan: Plan, has_edits: Flags) -> RowUpdates:
@@ -98,8 +100,8 @@ class DeviceRows:
         updates = RowUpdates()
         for start in plan.started:
             self.prompt_lens[start.row] = start.num_prompt_tokens
-            place = start.row if has_edits[start.row] else -1
-            updates.deltas.append(start_deltas(start, place))
+            edit_index = start.row if has_edits[start.row] else -1
+            updates.deltas.append(start_deltas(start, edit_index))
             if len(start.token_ids):
                 updates.runs.append((start.row, 0, start.token_ids))
         if plan.forked:
@@ -108,10 +110,12 @@ class DeviceRows:
         self._add_rest(plan, updates)
         return updates
 
-    def expect_nothing(self) -> None:
+    def prepare_empty_step(self) -> None:
         """Prepare a step without rows, for work that is run or recorded without a plan."""
         nothing, flags = Plan(step_id=-1), SamplingFlags.of_rows(0)
-        update, _ = self.apply(nothing, flags.has_edits, Asked(nothing.sample_rows, flags))
+        update, _ = self.apply(
+            nothing, flags.has_edits, SamplingRequests(nothing.sample_rows, flags)
+        )
         self.run_with(update, list)
 
     def run_with(self, update: Update, work: Work) -> Arrival:
@@ -132,7 +136,7 @@ class DeviceRows:
     def _fork(self, plan: Plan, has_edits: Flags) -> RowUpdates:
         """Copy rows; return the changes by which the children differ from their parents."""
         updates, batch = RowUpdates(), list[RowFork]()
-        for fork in self._forks.to_do(plan):
+        for fork in self._forks.pending(plan):
             touched = {row for each in batch for row in (each.parent, each.child)}
             if fork.child in touched or fork.parent in {each.child for each in batch}:
                 self._copy(batch)
@@ -150,7 +154,7 @@ class DeviceRows:
     def _copy(self, batch: list[RowFork]) -> None:
         if batch:
             self.ops.fork(np.array([(fork.parent, fork.child) for fork in batch], np.int32))
-            self._forks.did(*batch)
+            self._forks.mark_done(*batch)
 
     def _add_rest(self, plan: Plan, updates: RowUpdates) -> None:
         """Add the changes that follow started and forked rows."""
@@ -164,14 +168,14 @@ class DeviceRows:
                 deltas = wide_deltas(host.row, "num_prompt_tokens", end)
                 updates.deltas.append(np.array(deltas, np.int32))
         if len(plan.last_ids):
-            _add_places(plan, updates)
+            _add_positions(plan, updates)
         writes = plan.block_writes
         if len(writes.row):
             columns = (writes.group, writes.row, writes.index, writes.block_id)
             updates.deltas.append(np.stack(columns, axis=1))
 
 
-def _add_places(plan: Plan, updates: RowUpdates) -> None:
+def _add_positions(plan: Plan, updates: RowUpdates) -> None:
     """Add the positions of the rows of a model in stages, and the last token that each computes."""
     deltas = np.zeros((len(plan.rows), 4), np.int32)
     deltas[:, 0], deltas[:, 1], deltas[:, 3] = COMPUTED, plan.rows, plan.computed_bound

@@ -112,7 +112,7 @@ class StageLinks:
     """Channels of a stage to the previous and the next stage; None at the ends of the model."""
 
     before: StageLink | None = None
-    behind: StageLink | None = None
+    next_link: StageLink | None = None
 
 
 NO_LINKS = StageLinks()
@@ -123,12 +123,12 @@ class StageModel:
 
     def __init__(self, model: Any, dtype: torch.dtype, links: StageLinks) -> None:
         self._model, self._dtype = model, dtype
-        self._before, self._behind = links.before, links.behind
+        self._before, self._next_link = links.before, links.next_link
         self._is_owed = self._owes = False  # message due from the previous stage; to the next stage
 
     @property
     def is_last(self) -> bool:
-        return self._behind is None
+        return self._next_link is None
 
     @property
     def expert_pairs(self) -> int:
@@ -137,14 +137,14 @@ class StageModel:
 
     def native(self, backend: AttentionBackend) -> "StageModel":
         """Return this stage with the model in its native form, if the core can run it."""
-        links = StageLinks(self._before, self._behind)
+        links = StageLinks(self._before, self._next_link)
         return StageModel(native_or_same(self._model, backend), self._dtype, links)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Guard one run of the model. If the model did not run, receive the message that is due,
         and notify later stages of the failure."""
-        self._is_owed, self._owes = self._before is not None, self._behind is not None
+        self._is_owed, self._owes = self._before is not None, self._next_link is not None
         try:
             yield
         finally:
@@ -164,7 +164,7 @@ class StageModel:
             assert len(rows_TE) == len(input_ids_T), "stages carry out the same plans"
             given = {"intermediate_TE": rows_TE.to(self._dtype)}
         out_TD: torch.Tensor = self._model(input_ids_T, positions_T, attention, **given)
-        if self._behind is not None:
+        if self._next_link is not None:
             self._send(out_TD)
         return out_TD
 
@@ -181,31 +181,33 @@ class StageModel:
         return self._before.receive()
 
     def _send(self, rows_TE: torch.Tensor | None) -> None:
-        assert self._behind is not None
+        assert self._next_link is not None
         self._owes = False
-        self._behind.send(rows_TE)
+        self._next_link.send(rows_TE)
 
 
 def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Raise ConfigError for features that a model in stages does not support, before it is loaded.
     device: its type."""
-    what = f"pipeline_parallel_size={config.parallel.pipeline_parallel_size}"
+    setting = f"pipeline_parallel_size={config.parallel.pipeline_parallel_size}"
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.model is not None:
         raise ConfigError(
-            f"{what} and speculative_config with the method {speculation.method}: a draft model"
+            f"{setting} and speculative_config with the method {speculation.method}: a draft model"
             " needs data from several stages. Use the method ngram or suffix, or use"
             " tensor_parallel_size."
         )
     if speculation is not None and spec.linear_layers:
         raise ConfigError(
-            f"{what} and speculative_config for {spec.model_type}, whose layers have states: only"
+            f"{setting} and speculative_config for {spec.model_type}, whose layers have states:"
+            " only"
             " the last stage knows which draft tokens were accepted. Remove one of them, or use"
             " tensor_parallel_size."
         )
     if device != "cpu":
         raise ConfigError(
-            f"{what} is for CPUs so far; on several GPUs of one machine use tensor_parallel_size."
+            f"{setting} is for CPUs so far; on several GPUs of one machine use"
+            " tensor_parallel_size."
         )
 
 
@@ -235,19 +237,19 @@ def plan_of_earlier_stage(plan: Plan) -> Plan:
         replace(start, params=GREEDY, stop_token_ids=(), bad_words_token_ids=())
         for start in plan.started
     )
-    last_ids, told = plan.last_ids.copy(), list[HostTokens]()
-    place = {row: i for i, row in enumerate(plan.rows.tolist())} if plan.drafts else {}
+    last_ids, draft_runs = plan.last_ids.copy(), list[HostTokens]()
+    index_of_row = {row: i for i, row in enumerate(plan.rows.tolist())} if plan.drafts else {}
     for draft in plan.drafts:
-        at = place[draft.row]
+        at = index_of_row[draft.row]
         tokens = np.concatenate([last_ids[at : at + 1], draft.token_ids])
-        told.append(HostTokens(draft.row, int(plan.last_positions[at]), tokens))
+        draft_runs.append(HostTokens(draft.row, int(plan.last_positions[at]), tokens))
         last_ids[at] = tokens[-1]
     return replace(
         plan,
         started=started,
         last_ids=last_ids,
         drafts=(),
-        host_tokens=(*plan.host_tokens, *told),
+        host_tokens=(*plan.host_tokens, *draft_runs),
         masked_rows=plan.masked_rows[:0],
         num_candidates=np.full_like(plan.num_candidates, -1),
     )

@@ -54,9 +54,9 @@ class RowUpdates:
         if len(merged) == 1:
             return merged
         wide = merged.astype(np.int64)
-        places = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
-        kept: Int32 = merged[last_writes(places)]
-        return kept
+        positions = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
+        last: Int32 = merged[last_writes(positions)]
+        return last
 
 
 @dataclass
@@ -101,8 +101,8 @@ class SamplingFlags:
         self.is_beam[row] = params.use_beam_search
         self.top_k[row] = max(params.top_k, 0)
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self.has_edits[row] = asks_for_edits(start)
-        self.has_extras[row] = asks_for_extras(start)
+        self.has_edits[row] = requests_edits(start)
+        self.has_extras[row] = requests_extras(start)
 
     def release(self, rows: Int32) -> None:
         """Clear the flags of released rows."""
@@ -119,30 +119,30 @@ class SamplingFlags:
         return SamplingFlags(*(array[rows] for array in vars(self).values()))
 
 
-def asks_for_edits(start: RowStart) -> bool:
+def requests_edits(start: RowStart) -> bool:
     """Return whether the row's logits are masked or biased."""
     params = start.params
     has_lists = bool(params.allowed_token_ids or start.bad_words_token_ids or params.logit_bias)
-    return has_lists or has_least_length(start)
+    return has_lists or has_min_tokens(start)
 
 
-def has_least_length(start: RowStart) -> bool:
+def has_min_tokens(start: RowStart) -> bool:
     """Return whether stop tokens are forbidden at the beginning of the row's output."""
     return start.params.min_tokens > 0 and len(start.stop_token_ids) > 0
 
 
-def asks_for_extras(start: RowStart) -> bool:
+def requests_extras(start: RowStart) -> bool:
     """Return whether the row requests features without a kernel, or names tokens."""
     params = start.params
     has_own = bool(params.logits_processors or params.logprob_token_ids)
     return params.has_dry or params.has_xtc or has_own
 
 
-def asks_for_features(start: RowStart) -> bool:
+def requests_features(start: RowStart) -> bool:
     """Return whether the row requests more than the columns of its state express."""
     params = start.params
     has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-    return has_logprobs or asks_for_edits(start) or asks_for_extras(start)
+    return has_logprobs or requests_edits(start) or requests_extras(start)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingRequests:
     """Requested sampling features of a step's sampling rows. spans: spans of their edits, by
     position among them. masked: positions of rows with a mask."""
 
@@ -182,7 +182,7 @@ class Sampling:
     """Sampling rows with the host's knowledge of them. lengths: numbers of tokens, upper bounds of
     the device's values. prompt_lens: how many of these tokens are prompt."""
 
-    asked: Asked
+    requested: SamplingRequests
     lengths: npt.NDArray[np.integer]
     prompt_lens: npt.NDArray[np.int64]
 
@@ -190,18 +190,18 @@ class Sampling:
 @dataclass(frozen=True)
 class StepLists:
     """Rows of a step. rows, num_tokens: scheduled rows and their numbers of tokens. sampling:
-    sampling rows. sample_places: for each of them, the index of the scheduled row whose logits it
+    sampling rows. sample_indices: for each of them, the index of the scheduled row whose logits it
     uses. result_slot: slot for the step's tokens."""
 
     rows: Int32
     num_tokens: Int32
     sampling: Sampling
-    sample_places: npt.NDArray[np.intp]
+    sample_indices: npt.NDArray[np.intp]
     result_slot: int
 
     @property
     def sample_rows(self) -> Int32:
-        return self.sampling.asked.rows
+        return self.sampling.requested.rows
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,10 @@ class Needs:
     def all_logits(self) -> bool:
         """Return whether sampling does more than a choice among all tokens by logits and noise."""
         is_changed = self.has_penalties or self.edits is not None or self.has_masks
-        is_told = self.num_candidates != NO_LOGPROBS
-        return self.has_filters or is_changed or is_told or self.has_beams or self.has_extras
+        reports_logprobs = self.num_candidates != NO_LOGPROBS
+        return (
+            self.has_filters or is_changed or reports_logprobs or self.has_beams or self.has_extras
+        )
 
     @property
     def makes_copy(self) -> bool:
@@ -275,8 +277,9 @@ class StepOps(Protocol):
         """Prepare changes. lists: of the step that comes next, if any."""
         ...
 
-    def prepare_masks(self, places: Int32, words: Int32) -> Update:
-        """Prepare token masks for `edit`. places: [M], among the step's sampling rows. words: [M,
+    def prepare_masks(self, positions: Int32, words: Int32) -> Update:
+        """Prepare token masks for `edit`. positions: [M], among the step's sampling rows. words:
+        [M,
         W] (`quire.ops.sampling.logit_edits`)."""
         ...
 

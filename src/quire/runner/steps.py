@@ -34,10 +34,10 @@ from quire.runner.rows import DeviceRows
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.step_ops import (
     NO_UPDATE,
-    Asked,
     Gathered,
     Needs,
     Sampling,
+    SamplingRequests,
     StepShape,
     Update,
 )
@@ -72,7 +72,7 @@ class Moves:
         self._num_swaps = 0  # swaps carried out; a part of a plan has all swaps or none
 
     def carry_out(self, plan: Plan) -> None:
-        backend, place = self._backend, 0
+        backend, num_seen = self._backend, 0
         if plan.step_id != self._step_id:
             self._step_id, self._num_swaps = plan.step_id, 0
         for move in plan.moves:
@@ -82,10 +82,10 @@ class Moves:
             elif move.kind == "copy":
                 backend.copy_blocks(*blocks)
             else:
-                place += 1
-                if place > self._num_swaps:
+                num_seen += 1
+                if num_seen > self._num_swaps:
                     backend.swap_out(*blocks)
-                    self._num_swaps = place
+                    self._num_swaps = num_seen
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ MakeStep = Callable[[StepRunner, Plan, MaskPromise | None], Step]
 class PlainStep:
     """Step that chooses one token per sampling row; launched directly, or as recorded work."""
 
-    num_places = 0
+    num_row_slots = 0
 
     def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
         self._runner, self._plan, self._masks = runner, plan, masks
@@ -227,12 +227,12 @@ class PlainStep:
             recorded = runner.find_recorded(plan, needs)
         self._is_recorded = recorded is not None
         work: Work = recorded or self
-        update, lists = rows.apply(plan, runner.sampler.flags.has_edits, self._asked)
+        update, lists = rows.apply(plan, runner.sampler.flags.has_edits, self._requested)
         slot, unread = lists.result_slot, runner.unread
         if (before := unread.pop(slot, None)) is not None:
             before.wait()
         tokens_N = rows.ops.results_QR[slot, : len(plan.sample_rows)]
-        shape = shape_of(plan, work.num_places)
+        shape = shape_of(plan, work.num_row_slots)
 
         def first() -> Tensors:
             runner.moves.carry_out(plan)
@@ -274,9 +274,9 @@ class PlainStep:
         """Note the plan's started and released rows, and the requests of its sampling rows."""
         sampler = self._runner.sampler
         self._forward = self._runner.follow(self._plan)
-        self._asked = sampler.asked(rows, self._plan.masked_rows)
-        self._needs = sampler.needs(self._asked)
-        self._sampling = sampler.parts(self._needs, self._asked)
+        self._requested = sampler.requested(rows, self._plan.masked_rows)
+        self._needs = sampler.needs(self._requested)
+        self._sampling = sampler.parts(self._needs, self._requested)
         return self._needs
 
     def _seen(self, logits_NV: "torch.Tensor | None", longest: int) -> Tensors:
@@ -312,12 +312,12 @@ class PlainStep:
     def _prepared_masks(self, depths: npt.NDArray[np.int64] | None) -> Update:
         """Wait for the step's masks and prepare them for its rows."""
         assert self._masks is not None, "a plan with masked rows comes with a promise"
-        masks, asked, which = self._masks.wait(), self._asked, self._asked.masked
-        behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
-        words = masks.of(asked.rows[which])[np.arange(len(which)), behind]
+        masks, requested, which = self._masks.wait(), self._requested, self._requested.masked
+        depths_M = np.zeros(len(which), np.int64) if depths is None else depths[which]
+        words = masks.of(requested.rows[which])[np.arange(len(which)), depths_M]
         self._errors |= masks.errors
-        ops, places = self._runner.rows.ops, which.astype(np.int32)
-        return ops.prepare_masks(places, np.ascontiguousarray(words))
+        ops, positions = self._runner.rows.ops, which.astype(np.int32)
+        return ops.prepare_masks(positions, np.ascontiguousarray(words))
 
     def _result(
         self, tokens_NK: Int32, counts_N: Int32, arrived: "list[torch.Tensor]"
@@ -326,7 +326,7 @@ class PlainStep:
         row, [N]. arrived: tensors of the parts, sampling first."""
         rows = self._plan.sample_rows
         processed = [n for part in self._sampling for n in part.processed]
-        reasons = reasons_of(rows, tokens_NK[:, 0], self._asked, self._errors, processed)
+        reasons = reasons_of(rows, tokens_NK[:, 0], self._requested, self._errors, processed)
         result = StepResult(
             step_id=self._plan.step_id,
             token_ids=np.maximum(tokens_NK, 0),
@@ -349,10 +349,11 @@ class PlainStep:
         return result
 
 
-def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
-    """Return the shape of a plan's step. num_places: number of row slots; 0: one for each row."""
+def shape_of(plan: Plan, num_row_slots: int = 0) -> StepShape:
+    """Return the shape of a plan's step. num_row_slots: number of row slots; 0: one for each
+    row."""
     num_rows = len(plan.rows)
-    query_lens, context_lens = np.zeros((2, num_places or num_rows), np.int32)
+    query_lens, context_lens = np.zeros((2, num_row_slots or num_rows), np.int32)
     query_lens[:num_rows] = plan.num_tokens
     context_lens[:num_rows] = plan.computed_bound + plan.num_tokens
     return StepShape(query_lens, context_lens, len(plan.sample_rows))
@@ -361,18 +362,20 @@ def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
 def reasons_of(
     rows_N: Int32,
     tokens_N: Int32,
-    asked: Asked,
-    told: dict[int, str],
+    requested: SamplingRequests,
+    known_errors: dict[int, str],
     processed: Sequence[int] = (),
 ) -> dict[int, str]:
-    """Return the reasons why rows have no token (-1 in tokens [N]), by row. asked: requests, whose
-    first entries are of these rows. `told`: known errors by row. processed: see SamplingPart."""
-    failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in told]
+    """Return the reasons why rows have no token (-1 in tokens [N]), by row. requested: requests,
+    whose
+    first entries are of these rows. `known_errors`: known errors by row. processed: see
+    SamplingPart."""
+    failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in known_errors]
     if not failed:
         return {}
-    reasons = {int(asked.rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
-    reasons |= {int(asked.rows[n]): _NOTHING_ALLOWED for n in asked.masked}
-    return {row: told.get(row) or reasons.get(row, NOT_FINITE) for row in failed}
+    reasons = {int(requested.rows[n]): _NOTHING_LEFT for n in [*requested.spans, *processed]}
+    reasons |= {int(requested.rows[n]): _NOTHING_ALLOWED for n in requested.masked}
+    return {row: known_errors.get(row) or reasons.get(row, NOT_FINITE) for row in failed}
 
 
 def unservable(reasons: dict[int, str]) -> tuple[int, ...]:

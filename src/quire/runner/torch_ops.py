@@ -98,12 +98,12 @@ class TorchOps:
 
         return Update(take, lambda arrival: None)
 
-    def prepare_masks(self, places: Int32, words: Int32) -> Update:
+    def prepare_masks(self, positions: Int32, words: Int32) -> Update:
         """Store the masks; on a CPU they are read in place."""
 
         def take() -> None:
             device = self._state.device
-            self._masks = RowMasks(to_device(places, device), to_device(words, device))
+            self._masks = RowMasks(to_device(positions, device), to_device(words, device))
 
         return Update(take, lambda arrival: None)
 
@@ -113,11 +113,11 @@ class TorchOps:
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs = gather_step(state, lists.rows, lists.num_tokens, longest)
         ends = np.cumsum(lists.num_tokens, dtype=np.int64)
-        rows_N, places_N = self._index(lists.sample_rows), self._index(lists.sample_places)
+        rows_N, indices_N = self._index(lists.sample_rows), self._index(lists.sample_indices)
         samples = SampleInputs(
             rows=rows_N,
-            last=self._index(ends[lists.sample_places] - 1),
-            lengths=inputs.context_lens_S[places_N].long(),
+            last=self._index(ends[lists.sample_indices] - 1),
+            lengths=inputs.context_lens_S[indices_N].long(),
             prompt_lens=to_device(lists.sampling.prompt_lens, state.device),
         )
         return Gathered(inputs, samples, inputs.context_lens_S)
@@ -147,12 +147,12 @@ class TorchOps:
         self, logits_NV: torch.Tensor, samples: SampleInputs, table: EditTable | None
     ) -> None:
         sampling, tokens_RM = self._served, self._state.tokens_RM
-        asked, lengths = sampling.asked, sampling.lengths
-        for n, span in asked.spans.items():
+        requested, lengths = sampling.requested, sampling.lengths
+        for n, span in requested.spans.items():
             assert table is not None
-            tokens_M, num_prompt_tokens = tokens_RM[asked.rows[n]], int(sampling.prompt_lens[n])
+            tokens_M, num_prompt_tokens = tokens_RM[requested.rows[n]], int(sampling.prompt_lens[n])
             apply_edits(logits_NV[n], table, span, tokens_M, samples.lengths[n], num_prompt_tokens)
-        penalised = np.flatnonzero(asked.flags.has_penalties)
+        penalised = np.flatnonzero(requested.flags.has_penalties)
         if len(penalised) > 0:
             which_P = self._index(penalised)
             rows_P = samples.rows[which_P]
@@ -170,7 +170,7 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose a token per row, int64 [N]: greedy for all, then random where requested."""
         best_N, values_N = arg_max(logits_NV)
-        flags = self._served.asked.flags
+        flags = self._served.requested.flags
         is_random, ids_N = ~flags.is_greedy, best_N
         if is_random.any():
             ids_N = best_N.clone()
@@ -188,7 +188,7 @@ class TorchOps:
         """Choose as `choose` does, and score the chosen tokens; float64 [N, 2]."""
         best_N, peaks_N = arg_max(logits_NW)
         temperatures_N, streams = self._streams(samples.rows, samples.lengths)
-        ids_N, which = best_N, np.flatnonzero(~self._served.asked.flags.is_greedy)
+        ids_N, which = best_N, np.flatnonzero(~self._served.requested.flags.is_greedy)
         if len(which) > 0:
             index = self._index(which)
             some_NW = logits_NW if len(which) == len(logits_NW) else logits_NW[index]
@@ -221,7 +221,7 @@ class TorchOps:
         self, logits_NV: torch.Tensor, samples: SampleInputs, which: Indices, index: torch.Tensor
     ) -> torch.Tensor:
         """Choose tokens of the rows `which`; either all or none of them have filters."""
-        state, flags = self._state, self._served.asked.flags
+        state, flags = self._state, self._served.requested.flags
         some_NV = logits_NV if len(which) == len(logits_NV) else logits_NV[index]
         rows = samples.rows[index]
         temperatures, streams = self._streams(rows, samples.lengths[index])

@@ -80,13 +80,13 @@ class BeamSearch:
         is_last = length >= self.max_output
         ended: list[Beam] = []
         alive: list[Beam] = []
-        for place, beam in enumerate(self._ranked(candidates)):
+        for index, beam in enumerate(self._ranked(candidates)):
             if beam.score == NEVER_CHOSEN:
                 break
-            if place >= self.width and (is_last or len(alive) == self.width):
+            if index >= self.width and (is_last or len(alive) == self.width):
                 break
             if is_last or beam.token_id in self.stop_token_ids:
-                ended += [beam] if place < self.width else []
+                ended += [beam] if index < self.width else []
             elif len(alive) < self.width:
                 alive.append(beam)
         alive += [replace(beam, score=NEVER_CHOSEN) for beam in alive[:1]] * (

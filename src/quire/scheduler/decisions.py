@@ -23,7 +23,7 @@ class Decisions:
     """All decisions of one call of a door.
 
     plan: from `schedule`; None if nothing can be planned before another result. sampling: sequences
-    of its sample_rows, object [num_sampled]. outputs: for clients. left_out: from `update`; for
+    of its sample_rows, object [num_sampled]. outputs: for clients. omitted: from `update`; for
     each plan still in flight, oldest first, the rows whose results will be void. refusal: from
     `add`. orders: for stores. notes: for subscribers (`Scheduler.subscribe`). next_s: time when
     something becomes due, on the clock of `now`; None for never.
@@ -32,7 +32,7 @@ class Decisions:
     plan: Plan | None = None
     sampling: npt.NDArray[np.object_] | None = None
     outputs: StepOutputs = NO_OUTPUTS
-    left_out: tuple[frozenset[int], ...] = ()
+    omitted: tuple[frozenset[int], ...] = ()
     refusal: RequestError | None = None
     events: list[Event] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
@@ -93,7 +93,7 @@ class OutputsBuilder:
     def build(self) -> StepOutputs:
         rows, token_ids, arrivals = self._rows, self._token_ids, self._arrivals
         if self._candidates:
-            with_token = {arrival for arrival, told in self._updates.items() if told.token_ids}
+            with_token = {arrival for arrival, notice in self._updates.items() if notice.token_ids}
             in_columns = set(arrivals.tolist())
             with_token |= in_columns
             for arrival, (sequence, candidates) in self._candidates.items():

@@ -15,7 +15,7 @@ def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsB
     for i, row in enumerate(step.plan.rows.tolist() if result.prompt_candidates else ()):
         candidates = result.prompt_candidates.get(row)
         sequence = step.row_sequences[i]
-        if candidates is None or row in step.left_out or sequence.state is State.ENDED:
+        if candidates is None or row in step.omitted or sequence.state is State.ENDED:
             continue
         start = int(step.plan.computed_bound[i])
         fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
@@ -26,7 +26,7 @@ def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsB
     sampling = step.sampling
     for row, pooled in result.pooled.items():
         sequence = sampling[row]
-        if row not in step.left_out and sequence.state is not State.ENDED:
+        if row not in step.omitted and sequence.state is not State.ENDED:
             outputs.update_of(sequence).pooled = pooled
 
 
@@ -35,6 +35,6 @@ def take_candidates(step: InFlightStep, result: StepResult, outputs: OutputsBuil
     tokens."""
     sampling = step.sampling
     for row, candidates in result.candidates.items():
-        if row not in step.left_out and not sampling[row].is_beam:
+        if row not in step.omitted and not sampling[row].is_beam:
             more = result.more_candidates.get(row, [])
             outputs.set_candidates(sampling[row], [candidates, *more])

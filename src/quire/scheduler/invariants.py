@@ -52,9 +52,9 @@ def check_rows(rows: Rows, lifecycle: Lifecycle, num_in_flight: int) -> None:
     assert (table.computed[order] <= table.total[order]).all(), "computed overtook total"
     assert (table.known[order] <= table.total[order]).all(), "known overtook total"
     assert (table.total[order] <= table.limit[order]).all(), "total overtook the limit"
-    pending = table.total[order] - table.known[order] - table.tried[order]
+    pending = table.total[order] - table.known[order] - table.verified[order]
     assert (pending <= num_in_flight).all(), "stray pending"
-    assert np.count_nonzero(table.tried) == rows.num_trying, "draft tokens without a row"
+    assert np.count_nonzero(table.verified) == rows.num_trying, "draft tokens without a row"
     assert (table.capacity[order] >= table.computed[order]).all(), "computed without a slot"
     ranks = [(sequence.priority, sequence.arrival) for sequence in running]
     assert ranks == sorted(ranks), "running rows are out of order"

@@ -12,14 +12,14 @@ import numpy as np
 from quire.base.live import (
     CACHED,
     HELD,
-    NOBODY,
+    NO_OWNER,
     PINNED,
     USED,
     BlockMap,
-    HeldRow,
     HostMemory,
     LiveState,
     PinnedRow,
+    RetainedRow,
     RunningRow,
     WaitingRow,
 )
@@ -35,7 +35,7 @@ from quire.scheduler.core.sequence import Blocker, Int64, Sequence, State
 from quire.scheduler.reuse.held import Held, Holds
 from quire.scheduler.reuse.pinned import PinnedPrefixes
 
-MOST_TOLD = 100  # maximum number of rows listed per kind
+MAX_LISTED = 100  # maximum number of rows listed per kind
 
 
 def live_state(core: SchedulerCore, retained: Holds, pinned: PinnedPrefixes) -> LiveState:
@@ -44,20 +44,22 @@ def live_state(core: SchedulerCore, retained: Holds, pinned: PinnedPrefixes) -> 
     running = rows.sequences()
     oldest_last = sorted(running, key=lambda sequence: -sequence.arrival)
     queue, parked = lifecycle.queue.waiting(), _parked(lifecycle)
-    told = list(itertools.islice((*queue, *parked), MOST_TOLD))
+    listed = list(itertools.islice((*queue, *parked), MAX_LISTED))
     held = retained.all()
-    kept = [(blocks, HELD) for blocks in retained.tables()]
-    kept += [(blocks, PINNED) for blocks in pinned.tables()]
+    other_tables = [(blocks, HELD) for blocks in retained.tables()]
+    other_tables += [(blocks, PINNED) for blocks in pinned.tables()]
     return LiveState(
-        groups=[_block_map(memory, g, oldest_last, kept) for g in range(len(memory.kv.groups))],
+        groups=[
+            _block_map(memory, g, oldest_last, other_tables) for g in range(len(memory.kv.groups))
+        ],
         running=[_running(sequence) for sequence in running],
         waiting=[
             _waiting(sequence, _reason(sequence, i == 0, rows, memory, lifecycle, admission))
-            for i, sequence in enumerate(told)
+            for i, sequence in enumerate(listed)
         ],
         num_waiting=len(queue) + len(parked),
         pinned=_pinned(pinned),
-        held=[_held(each) for each in held[:MOST_TOLD]],
+        held=[_retained_row(each) for each in held[:MAX_LISTED]],
         num_held=len(held),
         host=HostMemory(*host_occupancy(memory.kv)),
         num_rows=rows.table.num_rows,
@@ -81,17 +83,17 @@ def _block_map(
     memory: Memory,
     g: int,
     oldest_last: list[Sequence],
-    kept: list[tuple[SequenceBlocks, int]],
+    other_tables: list[tuple[SequenceBlocks, int]],
 ) -> BlockMap:
     refs, indexed = occupancy(memory.kv, g)
     sharers = np.array(refs, np.int32)
     states = np.zeros_like(sharers)
     states[indexed] = CACHED
     states[sharers > 0] = USED
-    owners = np.full_like(sharers, NOBODY)
+    owners = np.full_like(sharers, NO_OWNER)
     for sequence in oldest_last:
         owners[_there(sequence.blocks.tables[g].live_blocks)] = number_of(sequence)
-    for blocks, state in kept:
+    for blocks, state in other_tables:
         states[_there(blocks.tables[g].live_blocks)] = state
     return BlockMap(memory.kv.groups[g].kind, owners, sharers, states)
 
@@ -114,8 +116,8 @@ def _pinned(pinned: PinnedPrefixes) -> list[PinnedRow]:
     ]
 
 
-def _held(held: Held) -> HeldRow:
-    return HeldRow(
+def _retained_row(held: Held) -> RetainedRow:
+    return RetainedRow(
         held.request.request_id,
         held.index,
         len(held.tokens),

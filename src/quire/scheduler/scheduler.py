@@ -14,7 +14,7 @@ A new feature attaches in the same way (extension.py). The core does not change.
 import enum
 
 from quire.base.live import LiveState
-from quire.base.messages import Fork, HeldRequest, PinnedPrefix
+from quire.base.messages import Fork, PinnedPrefix, RetainedRequest
 from quire.base.settings.config import SchedulerConfig
 from quire.base.settings.kv_transfer import EVICTED
 from quire.scheduler.branching.branching import Branching
@@ -94,14 +94,14 @@ class Scheduler(SchedulerCore):
 
     def held(
         self, now: float, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
+    ) -> list[RetainedRequest]:
         """Return the retained sequences of a tenant, oldest first; of all tenants if None. With
         request_id, return only one sequence with its tokens, retained or unfinished."""
         if request_id is None:
             return self.retained.listing(tenant, now)
         names = (request_id, f"{request_id}-0")
-        asked = (self.retained.ask(Fork(name, index, 0), tenant, now) for name in names)
-        return [found for found in asked if found is not None][:1]
+        descriptions = (self.retained.describe(Fork(name, index, 0), tenant, now) for name in names)
+        return [found for found in descriptions if found is not None][:1]
 
     def requests(self) -> tuple[RequestView, ...]:
         """Return the unfinished requests, oldest first."""

@@ -64,7 +64,7 @@ OMITTED = types.MappingProxyType(  # the continuing run supplies these
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
         "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned", "_limits",
                    "_grants"),
-        "MissReports": ("_tell", "_last", "_open", "_young", "_old"),
+        "MissReports": ("_publish", "_last", "_open", "_young", "_old"),
     }
 )  # fmt: skip
 VOCABULARY = (
@@ -266,14 +266,14 @@ class _Dump:
             return Deferred(value.copy(), name)
         return [tag, *(self.refer(item, name) for pair in value.items() for item in pair)]
 
-    def name(self, what: type, found_at: str) -> str:
+    def name(self, label: type, found_at: str) -> str:
         """Return the saved name of a class. Raise EngineError if it cannot be saved."""
-        if what not in self.names:
+        if label not in self.names:
             try:
-                self.names[what] = _name(what)
+                self.names[label] = _name(label)
             except EngineError as error:
                 raise EngineError(f"the scheduler's state, at {found_at!r}: {error}") from error
-        return self.names[what]
+        return self.names[label]
 
 
 class _Restore:

@@ -28,7 +28,7 @@ class Suspects:
         """Suspect all rows of a failed step, including rows that only start with it."""
         lengths = _lengths(step)
         for lease, sequence in zip(step.leases, step.row_sequences, strict=True):
-            if lease[0] not in step.left_out and sequence.state is not State.ENDED:
+            if lease[0] not in step.omitted and sequence.state is not State.ENDED:
                 self.until[sequence] = lengths.get(sequence, 1)
 
     def are_guilty(self, step: InFlightStep) -> bool:
@@ -49,4 +49,4 @@ def _lengths(step: InFlightStep) -> dict[Sequence, int]:
     plan = step.plan.without_drafts
     ends = (plan.computed_bound + plan.num_tokens).tolist()
     rows = zip(plan.rows.tolist(), step.row_sequences, ends, strict=False)
-    return {sequence: end for row, sequence, end in rows if row not in step.left_out}
+    return {sequence: end for row, sequence, end in rows if row not in step.omitted}

@@ -59,7 +59,7 @@ def find_tainted(
                 if lease[0] in errors:
                     tainted.failed[lease] = owners[lease], errors[lease[0]]
         if i < num_void:
-            void = {lease: owners[lease] for lease in leases if lease[0] not in step.left_out}
+            void = {lease: owners[lease] for lease in leases if lease[0] not in step.omitted}
             tainted.dependants |= {each: void[each] for each in void if each not in tainted.failed}
         _follow_moves(tainted, step.plan, has_lost_swaps and i < max(1, num_void))
         epochs = dict(leases)

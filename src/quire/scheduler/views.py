@@ -52,7 +52,7 @@ class PinsView:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldView:
+class RetainedView:
     """Numbers of retained sequences of ended requests, and of their tokens."""
 
     num_sequences: int
@@ -87,7 +87,7 @@ class SchedulerView:
     num_free_blocks: int
     usage: float
     pins: PinsView
-    held: HeldView
+    held: RetainedView
     tier: TierView | None
     stores: StoresView | None
     media: MediaView | None

@@ -47,7 +47,7 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         app.include_router(utility.description, dependencies=[protected])
     for router in (
         prefixes.router, sessions.router, admin.router, live.router, files_routes.router,
-        batches_routes.router, responses.router, responses.kept,
+        batches_routes.router, responses.router, responses.stored_router,
     ):  # fmt: skip
         app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router, embeddings.router, scores.router):

@@ -1,4 +1,4 @@
-"""Turn prompts into token ids without blocking the event loop: `Lanes` and `AsyncRenderer`.
+"""Turn prompts into token ids without blocking the event loop: `TextThreads` and `AsyncRenderer`.
 
 Short texts are processed on the loop. Longer texts go to threads, and the longest texts to a thread
 of their own, so short texts never queue behind long ones. Each lane is FIFO. Texts in work and in
@@ -27,7 +27,7 @@ MAX_OPEN_CHARS = 1 << 26
 MAX_OPEN = 1024
 
 
-class Lanes:
+class TextThreads:
     """Thread pools for text work, which bound the number and the characters of open texts. A text
     beyond the bounds is refused, unless no other text is open."""
 
@@ -74,11 +74,11 @@ INT64 = 2**63
 
 
 class AsyncRenderer:
-    """Renderer that runs its long work in the threads of `Lanes`."""
+    """Renderer that runs its long work in the threads of `TextThreads`."""
 
-    def __init__(self, renderer: Renderer, lanes: Lanes) -> None:
+    def __init__(self, renderer: Renderer, text_threads: TextThreads) -> None:
         self._renderer = renderer
-        self._lanes = lanes
+        self._text_threads = text_threads
 
     async def render(
         self,
@@ -109,7 +109,7 @@ class AsyncRenderer:
                 self._check_length(prompt, max_tokens, field)
             return self._renderer.render(prompt, None, None, add_special_tokens, media)
 
-        return await self._lanes.run(max(num_chars, 1), rendered)
+        return await self._text_threads.run(max(num_chars, 1), rendered)
 
     def _check_length(self, text: str, max_tokens: int, field: str) -> None:
         tokenizer = self._renderer.tokenizer

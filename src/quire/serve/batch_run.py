@@ -76,7 +76,7 @@ class BatchRun:
                 logger.info("%d of %d lines are done already", runner.tally.num_done, len(index))
             if not runner.is_complete:
                 self._run(source, names, index, journal, runner)
-            return self._tell_end(runner, len(index))
+            return self._report_end(runner, len(index))
 
     def _run(
         self,
@@ -95,11 +95,11 @@ class BatchRun:
             with collecting_rarely(), BatchBar(len(index), runner.tally) as bar:
                 asyncio.run(self._answer(cores, text, names, journal, runner, bar))
         except EngineDead as error:
-            raise EngineDead(f"{error} {self._how_to_go_on()}") from error
+            raise EngineDead(f"{error} {self._resume_hint()}") from error
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(
-                f"{self._files.output} cannot be written ({reason}). {self._how_to_go_on()}"
+                f"{self._files.output} cannot be written ({reason}). {self._resume_hint()}"
             ) from error
         finally:
             cores.stop()
@@ -151,11 +151,11 @@ class BatchRun:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 asyncio.get_running_loop().add_signal_handler(number, take)
 
-    def _tell_end(self, runner: LineRunner, total: int) -> int:
+    def _report_end(self, runner: LineRunner, total: int) -> int:
         tally = runner.tally
         if not runner.is_complete:
             left = total - tally.num_done
-            logger.info("%d of %d lines are left. %s", left, total, self._how_to_go_on())
+            logger.info("%d of %d lines are left. %s", left, total, self._resume_hint())
             return INTERRUPTED
         logger.info(
             "%s: %d answers, %d failed; %d prompt tokens (%d cached), %d output tokens",
@@ -164,7 +164,7 @@ class BatchRun:
         )  # fmt: skip
         return 0
 
-    def _how_to_go_on(self) -> str:
+    def _resume_hint(self) -> str:
         return (
             f"Finished lines are in {self._files.output}. Run the same command again to continue."
         )

@@ -10,7 +10,7 @@ import fastapi
 from quire.base.settings.config import ServerConfig
 from quire.engine.client.requests import RequestMaker
 from quire.render.renderer import Renderer
-from quire.serve.async_renderer import AsyncRenderer, Lanes
+from quire.serve.async_renderer import AsyncRenderer, TextThreads
 from quire.serve.bodies.reading import MODEL
 from quire.serve.media.request_images import ImageReader
 from quire.serve.observers.rate_limits import RateLimits
@@ -38,12 +38,12 @@ class ApiContext:
     model_names: names of the model in requests; responses show the first one. started_s: unix time.
     draining: set while the process shuts down: new work is refused, open work continues.
     num_open: open HTTP requests that generate; the drain ends when it is 0.
-    lanes: threads for long texts. hooks: filters of prompts and responses, if configured.
+    text_threads: threads for long texts. hooks: filters of prompts and responses, if configured.
     rates: rate limits of the keys, if configured. peers: the server's other API processes.
     responses: responses of /v1/responses that this process stores. images: reader of images.
     models: with several models, the contexts of all; they share everything but the model's own.
-    all_models: with several models, the view of all of them. be_known: waits until the model's
-    limits and abilities are known.
+    all_models: with several models, the view of all of them. wait_until_known: waits until the
+    model's limits and abilities are known.
     """
 
     client: "AsyncClient"
@@ -52,14 +52,14 @@ class ApiContext:
     model_names: tuple[str, ...]
     config: ServerConfig
     started_s: int
-    lanes: Lanes = field(default_factory=Lanes)
+    text_threads: TextThreads = field(default_factory=TextThreads)
     hooks: "Hooks | None" = None
     rates: RateLimits | None = None
     peers: Peers = field(default_factory=Peers)
     activity: Activity = field(default_factory=Activity)
     models: "tuple[ApiContext, ...]" = ()
     all_models: AllModels | None = None
-    be_known: Callable[[], Awaitable[None]] | None = None
+    wait_until_known: Callable[[], Awaitable[None]] | None = None
     responses: Responses = field(init=False)
     images: ImageReader = field(init=False)
 
@@ -116,7 +116,7 @@ class ApiContext:
                 return each
         return self
 
-    def beside(
+    def with_model(
         self,
         client: "AsyncClient",
         renderer: Renderer,
@@ -131,7 +131,7 @@ class ApiContext:
 
     @property
     def async_renderer(self) -> AsyncRenderer:
-        return AsyncRenderer(self.renderer, self.lanes)
+        return AsyncRenderer(self.renderer, self.text_threads)
 
 
 async def context(request: fastapi.Request) -> ApiContext:
@@ -144,14 +144,14 @@ async def context(request: fastapi.Request) -> ApiContext:
 async def model_known(api: ApiContext, name: Any) -> None:
     """Wait until the limits of the model `name` are known; an empty name means this model. An
     unknown name is refused later. Raise EngineDead or EngineBusy."""
-    if api.be_known is not None and (not name or name in api.model_names):
-        await api.be_known()
+    if api.wait_until_known is not None and (not name or name in api.model_names):
+        await api.wait_until_known()
 
 
 # For handlers: `async def show(api: Api) -> ...`
 Api = Annotated[ApiContext, fastapi.Depends(context)]
 
 
-async def knowing(request: fastapi.Request, api: Api) -> None:
+async def require_known_model(request: fastapi.Request, api: Api) -> None:
     """Wait until the model's limits are known; dependency of routes that do not generate."""
     await model_known(api, request.scope.get(MODEL))

@@ -67,8 +67,10 @@ def _allowed_methods(routes: list[Any], scope: Scope) -> list[str]:
     """Return the methods that the routes at the request's path accept."""
     found = []
     for method in METHODS:
-        asked = "GET" if method == "HEAD" else method
-        if any(route.matches({**scope, "method": asked})[0] is Match.FULL for route in routes):
+        matched_method = "GET" if method == "HEAD" else method
+        if any(
+            route.matches({**scope, "method": matched_method})[0] is Match.FULL for route in routes
+        ):
             found.append(method)
     return found
 
@@ -76,7 +78,7 @@ def _allowed_methods(routes: list[Any], scope: Scope) -> list[str]:
 def error_answer(error: BaseException, scope: Scope) -> Response:
     """Return the response to a failed request. An unexpected exception is also logged."""
     request_id = str(scope.get("state", {}).get("request_id", ""))
-    told = as_api_error(error, request_id)
+    api_error = as_api_error(error, request_id)
     if is_messages(scope):
-        return message_error_response(told, request_id)
-    return error_response(told)
+        return message_error_response(api_error, request_id)
+    return error_response(api_error)

@@ -86,7 +86,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def too_late(message: str) -> ApiError:
+def timed_out(message: str) -> ApiError:
     """Return a 408 for a request whose timeout_s has passed. OpenAI's client retries after a 408.
     The response forbids that, because repeated late work would burden an overloaded server."""
     headers = {"x-should-retry": "false"}

@@ -82,25 +82,25 @@ class Peers:
         else:
             await request.body()  # read it to the end; the route does not use it
         try:
-            asking = self._ask(exchange, request, body, number)
-            status, headers = await unless_disconnected(request.receive, asking)
-            kept = [(name, value) for name, value in headers if name not in OWN]
-            if dict(kept).get(b"content-type", b"").startswith(EVENTS):
+            sending = self._send(exchange, request, body, number)
+            status, headers = await unless_disconnected(request.receive, sending)
+            forwarded = [(name, value) for name, value in headers if name not in OWN]
+            if dict(forwarded).get(b"content-type", b"").startswith(EVENTS):
                 response = await start_stream(request, exchange.pieces(), last)
             else:
                 whole = await unless_disconnected(request.receive, exchange.whole())
                 response = Response(whole, status)
         except (OSError, h11.ProtocolError) as error:
             exchange.close()
-            raise _gone() from error
+            raise _unreachable() from error
         except BaseException:
             exchange.close()
             raise
-        for name, value in kept:
+        for name, value in forwarded:
             response.headers[name.decode("latin-1")] = value.decode("latin-1")
         return response
 
-    async def _ask(
+    async def _send(
         self, exchange: "_Exchange", request: fastapi.Request, body: bytes, number: int
     ) -> tuple[int, Headers]:
         """Forward a request; return status and headers of the response."""
@@ -117,7 +117,7 @@ class Peers:
         context = _any_certificate() if self.has_tls else None
         await exchange.open(self._path(number), context)
         method = scope["method"].encode()
-        return await exchange.ask(
+        return await exchange.send_request(
             h11.Request(method=method, target=path + query, headers=headers), body
         )
 
@@ -140,7 +140,7 @@ class _Exchange:
             path, ssl=context, server_hostname=name or None
         )
 
-    async def ask(self, head: h11.Request, body: bytes) -> tuple[int, Headers]:
+    async def send_request(self, head: h11.Request, body: bytes) -> tuple[int, Headers]:
         """Send the request with one write; return status and headers of the response."""
         assert self._writer is not None
         events: list[h11.Event] = [head, h11.Data(data=body), h11.EndOfMessage()]
@@ -185,7 +185,7 @@ def _any_certificate() -> ssl.SSLContext:
     return context
 
 
-def _gone() -> ApiError:
+def _unreachable() -> ApiError:
     text = "the API process that holds this id does not answer; try again later."
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(503, text, "server_error", code="process_gone", headers=headers)

@@ -84,12 +84,12 @@ async def _serve(
     config: ApiConfig, sources: Sequence[ModelSource], options: argparse.Namespace
 ) -> int:
     loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, asked.set)
+    stop_requested = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop_requested.set)
     loop.set_exception_handler(report_loop_error)
     link = None
-    if options.keeper is not None:
-        link = ModelLink(options.keeper, config.server.model_wait_s)
+    if options.manager is not None:
+        link = ModelLink(options.manager, config.server.model_wait_s)
         await link.start()
     rates = None
     if options.rates is not None:
@@ -102,7 +102,7 @@ async def _serve(
     batches = open_batches(config.server)
     server = ApiServer(uvicorn_config(context, options.log_level, batches))
     ready = asyncio.create_task(_wait_until_ready(fronts, link))
-    ending = asyncio.create_task(asked.wait())
+    ending = asyncio.create_task(stop_requested.wait())
     await asyncio.wait((ready, ending), return_when=asyncio.FIRST_COMPLETED)
     try:
         if not ready.done():
@@ -153,7 +153,7 @@ async def _wait_until_ready(fronts: Sequence[ModelFront], link: ModelLink | None
         assert front.leased is not None
         if link.states[front.names[0]].state == LOADED:
             with contextlib.suppress(QuireError):  # the model has ended meanwhile
-                await front.leased.be_known()
+                await front.leased.wait_until_known()
 
 
 async def _serve_until(
@@ -239,7 +239,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ready", type=int, required=True, help="descriptor to say `ready` on")
     add = parser.add_argument
     add(
-        "--keeper",
+        "--manager",
         type=Path,
         help="Unix socket of the process that loads models, for several models",
     )

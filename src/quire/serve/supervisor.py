@@ -46,7 +46,7 @@ from quire.models.checkpoint.source import resolve_source
 from quire.serve.observers.rate_limits import make_memory
 from quire.serve.observers.usage_log import check_usage_log
 from quire.serve.processes.children import NEVER, READY, Child, CoreChild, Process
-from quire.serve.processes.cores import CorePlace, core_places
+from quire.serve.processes.cores import CoreShare, core_shares
 from quire.serve.processes.launch import (
     END_S,
     CoreSocket,
@@ -64,7 +64,7 @@ from quire.serve.several.served import (
 )
 
 if TYPE_CHECKING:
-    from quire.serve.several.keeper import Keeper
+    from quire.serve.several.manager import ModelManager
 
 
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -94,7 +94,7 @@ def check_tracing(endpoint: str | None) -> None:
 logger = logging.getLogger("quire")
 
 MAX_OPEN_FILES = 1 << 16
-KEEPER = "keeper.sock"
+MANAGER_SOCKET = "manager.sock"
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,20 @@ class ServedCore:
     """One core of a model: the model, the devices of the core, and its socket."""
 
     model: ServedModel
-    place: CorePlace
+    placement: CoreShare
     socket: CoreSocket
 
 
 def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -> int:
     """Serve one model until a signal or the death of a core; return the exit status."""
-    places = core_places(engine)
+    placements = core_shares(engine)
     model = ServedModel(engine, server.served_model_name)
     with _prepared(server) as (listening, stack):
-        sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
+        sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in placements]
         source = resolve_source(engine.model)  # downloads once, for all processes
         check_before_loading(engine, source)
-        pairs = zip(places, sockets, strict=True)
-        cores = [ServedCore(model, place, unix) for place, unix in pairs]
+        pairs = zip(placements, sockets, strict=True)
+        cores = [ServedCore(model, placement, unix) for placement, unix in pairs]
         first = first_request(model, source)
         return Supervisor(server, log_level, listening, cores, first).run()
 
@@ -125,30 +125,30 @@ def serve_several(
 ) -> int:
     """Serve several models, which are loaded and unloaded as requests need them. Return the exit
     status, after a signal or when no model is left."""
-    from quire.serve.several.keeper import Keeper
+    from quire.serve.several.manager import ModelManager
     from quire.serve.several.residency import Residency
-    from quire.serve.several.shares import shared_out
+    from quire.serve.several.shares import with_pools
 
     with _prepared(server) as (listening, stack):
         models = [own_record(each) for each in named(models)] if len(models) > 1 else named(models)
-        models = shared_out(models, server.max_loaded_models, log_level)
+        models = with_pools(models, server.max_loaded_models, log_level)
         cores = []
         for model in models:
             unix = stack.enter_context(contextlib.closing(CoreSocket()))
-            cores.append(ServedCore(model, CorePlace(model=model.name), unix))
-        listener = stack.enter_context(bind_unix(cores[0].socket.home / KEEPER))
+            cores.append(ServedCore(model, CoreShare(model=model.name), unix))
+        listener = stack.enter_context(bind_unix(cores[0].socket.home / MANAGER_SOCKET))
         listener.listen(64)
-        most, idle_s = server.max_loaded_models, server.idle_unload_s
+        limit, idle_s = server.max_loaded_models, server.idle_unload_s
         end_s = max(core_end_s(model.engine) for model in models)
         names = [model.name for model in models]
 
-        def make_keeper(children: Sequence[CoreChild]) -> Keeper:
-            residency = Residency(names, most, idle_s, time.monotonic())
+        def make_manager(children: Sequence[CoreChild]) -> ModelManager:
+            residency = Residency(names, limit, idle_s, time.monotonic())
             pairs = zip(names, children, strict=True)
-            return Keeper(residency, dict(pairs), listener, end_s)
+            return ModelManager(residency, dict(pairs), listener, end_s)
 
         first = first_request(models[0], resolve_source(models[0].engine.model))
-        return Supervisor(server, log_level, listening, cores, first, make_keeper).run()
+        return Supervisor(server, log_level, listening, cores, first, make_manager).run()
 
 
 @contextlib.contextmanager
@@ -165,10 +165,10 @@ def _prepared(server: ServerConfig) -> Iterator[tuple[socket.socket, contextlib.
 def raise_open_files_limit() -> None:
     """Raise the limit of open files; children inherit it. Each connection is an open file, and the
     usual limit is 1024."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MAX_OPEN_FILES)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    now, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else min(limit, MAX_OPEN_FILES)
+    if now != resource.RLIM_INFINITY and now < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, limit))
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 class Supervisor:
     """Starter and watcher of one server's processes. first: the example request that the start log
-    shows. make_keeper: makes the `Keeper` that loads and unloads several models."""
+    shows. make_manager: makes the `ModelManager` that loads and unloads several models."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Supervisor:
         tcp: socket.socket,
         cores: Sequence[ServedCore],
         first: FirstRequest,
-        make_keeper: "Callable[[Sequence[CoreChild]], Keeper] | None" = None,
+        make_manager: "Callable[[Sequence[CoreChild]], ModelManager] | None" = None,
     ) -> None:
         self._server, self._first = server, first
         self._served = cores
@@ -237,7 +237,7 @@ class Supervisor:
         self._tcp = tcp
         self._rates = make_memory(len(server.api_key)) if server.rate_limits else None
         self._cores = [self._core(core) for core in cores]
-        self._keeper = None if make_keeper is None else make_keeper(self._cores)
+        self._manager = None if make_manager is None else make_manager(self._cores)
         self._apis = [self._api(index) for index in range(server.api_server_count)]
         self._ready_in, self._ready_out = os.pipe()
         self._never_ready = set(range(server.api_server_count))  # API processes, by index
@@ -255,8 +255,8 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: None)
         try:
-            if self._keeper is not None:
-                self._keeper.begin()
+            if self._manager is not None:
+                self._manager.begin()
             self._start_due()
             while any(child.is_running or child.due_s is not None for child in self._children):
                 self._watch()
@@ -274,13 +274,13 @@ class Supervisor:
     # ---- starting ----------------------------------------------------------------------------
 
     def _core(self, served: ServedCore) -> CoreChild:
-        model, place, unix = served.model, served.place, served.socket
+        model, placement, unix = served.model, served.placement, served.socket
 
         def start() -> Process:
             name, prefix = model.name if model.names else None, self._server.metrics_prefix
-            return unix.start_core(model.engine, self._log_level, name, place, prefix)
+            return unix.start_core(model.engine, self._log_level, name, placement, prefix)
 
-        child = Child(place.name, start, self._server.restart_engine)
+        child = Child(placement.name, start, self._server.restart_engine)
         return CoreChild(child, unix.path, unix.heartbeat)
 
     def _core_end_s(self) -> float:
@@ -300,8 +300,8 @@ class Supervisor:
         def start() -> Process:
             arguments = ["--socket", str(self._tcp.fileno()), "--ready", str(self._ready_out)]
             arguments += ["--index", str(index)]
-            if self._keeper is not None:
-                arguments += ["--keeper", str(self._served[0].socket.home / KEEPER)]
+            if self._manager is not None:
+                arguments += ["--manager", str(self._served[0].socket.home / MANAGER_SOCKET)]
             config = {"models": self._api_models(), "server": self._server}
             fds: tuple[int, ...] = (self._tcp.fileno(), self._ready_out)
             if self._rates is not None:
@@ -320,10 +320,10 @@ class Supervisor:
                 child.start()
             except OSError as error:
                 logger.error("%s cannot be started: %s", child.name, error)
-                if self._keeper is None or child in self._apis:
+                if self._manager is None or child in self._apis:
                     self._start_again(child)
                 else:
-                    self._keeper.start_failed(child, error)
+                    self._manager.start_failed(child, error)
 
     # ---- watching ----------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Supervisor:
         """Wait for the next event or deadline, and handle it."""
         running = [child for child in self._children if child.is_running]
         fds = [*(child.pidfd for child in running), self._ready_in, self._signals_in.fileno()]
-        fds += [] if self._keeper is None else self._keeper.fds()
+        fds += [] if self._manager is None else self._manager.fds()
         readable, _, _ = select.select(fds, [], [], self._wait_s())
         if self._signals_in.fileno() in readable:
             self._take_signals()
@@ -339,23 +339,23 @@ class Supervisor:
             self._take_ready()
         for child in running:
             if child.pidfd in readable:
-                self._bury(child)
+                self._handle_end(child)
         now = time.monotonic()
         for core in self._cores:
             core.look(now, is_ending=self._status is not None)
             if core.is_lost and self._status is None:
                 self._end(1, 0.0)
-        if self._keeper is not None:
-            self._keep(self._keeper, readable)
+        if self._manager is not None:
+            self._manage_models(self._manager, readable)
         if now > self._deadline_s:
-            self._kill_late(now)
+            self._kill_stragglers(now)
         self._start_due()
 
-    def _keep(self, keeper: "Keeper", readable: Sequence[int]) -> None:
+    def _manage_models(self, model_manager: "ModelManager", readable: Sequence[int]) -> None:
         """Load and unload models, even while the server drains."""
-        if keeper.is_open:
-            keeper.look(readable)
-        if self._status is None and (status := keeper.end_status) is not None:
+        if model_manager.is_open:
+            model_manager.look(readable)
+        if self._status is None and (status := model_manager.end_status) is not None:
             logger.error("no model is left to serve")
             self._end(status, 0.0)
 
@@ -364,7 +364,7 @@ class Supervisor:
         supervisor must look at the heartbeats."""
         dues = (child.due_s for child in self._children if child.due_s is not None)
         untils = [core.until_s for core in self._cores]
-        untils += [] if self._keeper is None else [self._keeper.due_s()]
+        untils += [] if self._manager is None else [self._manager.due_s()]
         next_s = min(self._deadline_s, *untils, *dues)
         return bounded_wait_s(next_s - time.monotonic())
 
@@ -387,18 +387,18 @@ class Supervisor:
             for line in start_lines(self._server, self._tcp.getsockname(), self._first):
                 logger.info("%s", line)
 
-    def _bury(self, child: Child) -> None:
+    def _handle_end(self, child: Child) -> None:
         """Handle the end of a child: an expected end, a restart, or the end of the server."""
         status = child.bury()
         for core in self._cores:
             if core.child is child:
                 core.forget()
-        if self._is_kept(child):
-            assert self._keeper is not None
-            self._keeper.bury(child, status)
+        if self._is_managed(child):
+            assert self._manager is not None
+            self._manager.bury(child, status)
             return
         if self._status is not None:
-            if not child.was_told or status not in (0, -signal.SIGTERM):
+            if not child.is_stopping or status not in (0, -signal.SIGTERM):
                 logger.error("%s stopped with an error (%s)", child.name, _describe(status))
                 self._status = self._status or 1
             if child in self._apis and not self._running_apis():
@@ -410,10 +410,10 @@ class Supervisor:
         logger.error("%s ended unexpectedly (%s)", child.name, _describe(status))
         self._start_again(child)
 
-    def _is_kept(self, child: Child) -> bool:
-        """Return whether the keeper manages this child: a core of one of several models."""
-        keeper = self._keeper
-        return keeper is not None and keeper.is_open and child not in self._apis
+    def _is_managed(self, child: Child) -> bool:
+        """Return whether the model manager owns this child: a core of one of several models."""
+        model_manager = self._manager
+        return model_manager is not None and model_manager.is_open and child not in self._apis
 
     def _start_again(self, child: Child) -> None:
         pause_s = child.plan_restart(time.monotonic())
@@ -429,7 +429,7 @@ class Supervisor:
         """Ask the API processes to end; the cores end after them."""
         self._status = status
         self._deadline_s = time.monotonic() + drain_s + END_S
-        if self._keeper is None or drain_s == 0:
+        if self._manager is None or drain_s == 0:
             self._start_no_cores()
         for child in self._apis:
             child.end()
@@ -439,13 +439,13 @@ class Supervisor:
     def _end_cores(self) -> None:
         self._start_no_cores()
         for core in self._running_cores():
-            if not core.was_told:
+            if not core.is_stopping:
                 self._deadline_s = time.monotonic() + self._core_end_s()
                 core.end()
 
     def _start_no_cores(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._manager is not None:
+            self._manager.close()
         for core in self._cores:
             core.child.due_s = None
 
@@ -455,7 +455,7 @@ class Supervisor:
     def _running_apis(self) -> list[Child]:
         return [child for child in self._apis if child.is_running]
 
-    def _kill_late(self, now: float) -> None:
+    def _kill_stragglers(self, now: float) -> None:
         """Kill the processes that missed the deadline; abandon a process that survives its kill."""
         self._deadline_s = now + END_S
         self._status = self._status or 1

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 FULL, WINDOW, CHUNKED, LATENT, STATE = "full", "window", "chunked", "latent", "state"
 STEP = "step"
 KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE, STEP)
-KEPT_STATES = 2  # maximum per prompt: at its end, and where other prompts diverge from it
+MAX_RETAINED_STATES = 2  # maximum per prompt: at its end, and where other prompts diverge from it
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CacheGroup:
             return max(0, num_tokens - 1)
         return 0
 
-    def behind(self, num_layers: int) -> "CacheGroup":
+    def after(self, num_layers: int) -> "CacheGroup":
         """Return this group with its layers renumbered to follow `num_layers` other layers."""
         return replace(self, layers=tuple(num_layers + layer for layer in self.layers))
 
@@ -59,7 +59,7 @@ class CacheGroup:
         """Whether all tokens stay needed until the sequence ends."""
         return self.kind in (FULL, LATENT, STEP)
 
-    def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 0) -> int:
+    def max_blocks(self, num_tokens: int, block_size: int, chunk: int = 0) -> int:
         """Return the maximum number of blocks that a sequence of `num_tokens` holds at any time.
 
         chunk: tokens computed per step; 0 for one token."""
@@ -67,7 +67,7 @@ class CacheGroup:
         if self.keeps_all:
             return blocks
         if self.kind == STATE:  # the block that is read, the retained states, and the last block
-            return min(blocks, 2 + (KEPT_STATES if chunk else 0))
+            return min(blocks, 2 + (MAX_RETAINED_STATES if chunk else 0))
         new = -(-chunk // block_size)
         return min(blocks, -(-self._span // block_size) + 1 + new)
 

@@ -45,7 +45,7 @@ class Fields:
         return self._raw.get(name, self._defaults.get(name))
 
     def integer(
-        self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE
+        self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE
     ) -> int:
         """Return the value of the first name that is present.
 
@@ -56,22 +56,22 @@ class Fields:
             assert default is not None
             return default
         value = self.value(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.error(name, f"it must be a whole number from {least} to {most}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.error(name, f"it must be a whole number from {minimum} to {maximum}")
         return value
 
     def number(
-        self, name: str, default: float | None = None, least: float = 0.0, above: bool = True
+        self, name: str, default: float | None = None, minimum: float = 0.0, above: bool = True
     ) -> float:
-        """Return a number from `least` to 1e30, without `least` itself if `above` is set."""
+        """Return a number from `minimum` to 1e30, without `minimum` itself if `above` is set."""
         if self._present((name,), default is not None) is None:
             assert default is not None
             return default
         value = self.value(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # This order of comparisons also rejects NaN.
-        if not is_number or not least <= value <= MAX_NUMBER or (above and value == least):
-            limit = f"above {least:g}" if above else f"from {least:g}"
+        if not is_number or not minimum <= value <= MAX_NUMBER or (above and value == minimum):
+            limit = f"above {minimum:g}" if above else f"from {minimum:g}"
             raise self.error(name, f"it must be a number {limit} to {MAX_NUMBER:g}")
         return float(value)
 
@@ -91,13 +91,14 @@ class Fields:
             raise self.error(name, "it must be a text")
         return value
 
-    def integers(self, name: str, most: int = MAX_COUNT) -> tuple[int, ...]:
-        """Return a list of whole numbers from 0 to `most`, or of a single one; empty if absent."""
+    def integers(self, name: str, maximum: int = MAX_COUNT) -> tuple[int, ...]:
+        """Return a list of whole numbers from 0 to `maximum`, or of a single one; empty if
+        absent."""
         value = self.value(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
         for each in found:
-            if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each <= most:
-                raise self.error(name, f"it must hold whole numbers from 0 to {most}")
+            if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each <= maximum:
+                raise self.error(name, f"it must hold whole numbers from 0 to {maximum}")
         return tuple(found)
 
     def texts(self, name: str) -> tuple[str, ...] | None:
@@ -121,9 +122,9 @@ class Fields:
     def names(self) -> list[str]:
         return list(self._raw)
 
-    def error(self, name: str, what: str) -> ModelError:
-        """Return an error that names the field and its value; `what` completes the sentence."""
-        return ModelError(f"{self._where}: {name} is {shown(self.value(name))}; {what}.")
+    def error(self, name: str, problem: str) -> ModelError:
+        """Return an error that names the field and its value; `problem` completes the sentence."""
+        return ModelError(f"{self._where}: {name} is {shown(self.value(name))}; {problem}.")
 
     def _present(self, names: tuple[str, ...], has_default: bool) -> str | None:
         for name in names:

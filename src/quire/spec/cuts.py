@@ -28,28 +28,28 @@ def all_of(whole: int) -> Cut:
     return Cut(whole, 0, whole)
 
 
-def cut_evenly(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
+def cut_evenly(whole: int, rank: int, num_ranks: int, field: str) -> Cut:
     """Return a rank's equal share. Raises ConfigError if there is a remainder.
 
-    what: the config field with the dimension's size, for the error."""
+    field: the config field with the dimension's size, for the error."""
     if whole % num_ranks:
         raise ConfigError(
-            f"tensor_parallel_size={num_ranks} does not divide {what}, which is {whole} in this"
+            f"tensor_parallel_size={num_ranks} does not divide {field}, which is {whole} in this"
             " model; choose one that does."
         )
     count = whole // num_ranks
     return Cut(whole, rank * count, count)
 
 
-def cut_or_repeat(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
+def cut_or_repeat(whole: int, rank: int, num_ranks: int, field: str) -> Cut:
     """Return a rank's equal share; if ranks outnumber indices, several ranks share an index.
 
     Raises ConfigError unless one number divides the other."""
     if num_ranks <= whole:
-        return cut_evenly(whole, rank, num_ranks, what)
+        return cut_evenly(whole, rank, num_ranks, field)
     if num_ranks % whole:
         raise ConfigError(
-            f"tensor_parallel_size={num_ranks} is not a multiple of {what}, which is {whole} in"
+            f"tensor_parallel_size={num_ranks} is not a multiple of {field}, which is {whole} in"
             " this model, and does not divide it; choose a multiple or a divisor."
         )
     return Cut(whole, rank * whole // num_ranks, 1)

@@ -59,7 +59,7 @@ def head_spec(directory: Path, target: ModelSpec) -> ModelSpec:
         if fields.flag(name):
             raise fields.error(name, "heads of this variant are not supported; take one without it")
     target_size = fields.integer("target_hidden_size", default=spec.hidden_size)
-    num_ids = fields.integer("draft_vocab_size", default=spec.vocab_size, most=MAX_VOCABULARY)
+    num_ids = fields.integer("draft_vocab_size", default=spec.vocab_size, maximum=MAX_VOCABULARY)
     _check_target(directory, target, hidden_size=target_size, vocab_size=spec.vocab_size)
     if num_ids > spec.vocab_size:
         raise fields.error("draft_vocab_size", f"it is at most vocab_size, {spec.vocab_size}")

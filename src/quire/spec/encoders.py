@@ -30,15 +30,15 @@ def padding_rows(fields: Fields, model_type: str) -> int:
     """Return the number of rows in the position table before the first token's row."""
     if model_type not in ROBERTA_TYPES:
         return 0
-    return fields.integer("pad_token_id", least=0, most=MAX_COUNT - 1) + 1
+    return fields.integer("pad_token_id", minimum=0, maximum=MAX_COUNT - 1) + 1
 
 
 def num_segments(fields: Fields) -> int:
     """Return the number of segments (token types) to which tokens may belong."""
-    return fields.integer("type_vocab_size", default=2, most=MAX_SEGMENTS)
+    return fields.integer("type_vocab_size", default=2, maximum=MAX_SEGMENTS)
 
 
-def tells_segments(fields: Fields) -> bool:
+def uses_segments(fields: Fields) -> bool:
     """Return whether the model distinguishes the two texts of a pair by segments.
 
     RoBERTa does not, whatever the size of its table: all its tokens are in the first segment."""
@@ -60,7 +60,7 @@ def encoder_windows(fields: Fields, model_type: str, num_layers: int) -> tuple[i
     other."""
     if model_type != MODERNBERT:
         return (None,) * num_layers
-    window = fields.integer("local_attention", default=LOCAL_ATTENTION, most=MAX_COUNT) // 2 + 1
+    window = fields.integer("local_attention", default=LOCAL_ATTENTION, maximum=MAX_COUNT) // 2 + 1
     kinds = fields.texts("layer_types")
     if kinds is None:
         every = fields.integer("global_attn_every_n_layers", default=FULL_EVERY)

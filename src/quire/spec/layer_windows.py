@@ -118,7 +118,7 @@ def _windowed_layers(fields: Fields, model_type: str, num_layers: int) -> list[b
     """Return for each layer whether it has the window, for configs without `layer_types`."""
     if model_type == "smollm3":
         return [not turns for turns in rotated_layers(fields, num_layers)]
-    first = fields.integer("max_window_layers", default=num_layers, least=0)
+    first = fields.integer("max_window_layers", default=num_layers, minimum=0)
     if model_type == "qwen2_moe":
         return [layer % 2 == 0 and layer < first for layer in range(num_layers)]
     return [layer >= first for layer in range(num_layers)]
@@ -130,7 +130,7 @@ def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
     `no_rope_layers` holds a 1 for each layer that rotates. Without it, each layer does except every
     `no_rope_layer_interval`-th."""
     if fields.has("no_rope_layers"):
-        found = fields.integers("no_rope_layers", most=1)
+        found = fields.integers("no_rope_layers", maximum=1)
         if len(found) < num_layers:
             raise fields.error(
                 "no_rope_layers", f"it has {len(found)} of {num_layers} layers (num_hidden_layers)"
@@ -158,12 +158,12 @@ def _of_others(fields: Fields, num_layers: int) -> Windows:
     window, kinds = _window(fields), _kinds(fields, num_layers, FULL)
     if kinds is not None:
         return tuple(window if kind == SLIDING else None for kind in kinds)
-    first = fields.integer("max_window_layers", default=num_layers, least=0)
+    first = fields.integer("max_window_layers", default=num_layers, minimum=0)
     return tuple(None if layer < first else window for layer in range(num_layers))
 
 
 def _window(fields: Fields) -> int:
-    return fields.integer("sliding_window", most=MAX_COUNT)
+    return fields.integer("sliding_window", maximum=MAX_COUNT)
 
 
 def _kinds(

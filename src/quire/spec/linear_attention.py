@@ -68,8 +68,8 @@ class LinearAttention:
 
 def linear_attention(fields: Fields) -> LinearAttention:
     """Read the sizes from a config. Raises ModelError."""
-    key_heads = fields.integer("linear_num_key_heads", default=16, most=MAX_HEADS)
-    value_heads = fields.integer("linear_num_value_heads", default=32, most=MAX_HEADS)
+    key_heads = fields.integer("linear_num_key_heads", default=16, maximum=MAX_HEADS)
+    value_heads = fields.integer("linear_num_value_heads", default=32, maximum=MAX_HEADS)
     if value_heads % key_heads:
         raise fields.error(
             "linear_num_value_heads" if fields.has("linear_num_value_heads") else
@@ -80,7 +80,7 @@ def linear_attention(fields: Fields) -> LinearAttention:
     return LinearAttention(
         key_heads,
         value_heads,
-        key_dim=fields.integer("linear_key_head_dim", default=128, most=MAX_HEAD_DIM),
-        value_dim=fields.integer("linear_value_head_dim", default=128, most=MAX_HEAD_DIM),
-        width=fields.integer("linear_conv_kernel_dim", default=4, least=2, most=MAX_WIDTH),
+        key_dim=fields.integer("linear_key_head_dim", default=128, maximum=MAX_HEAD_DIM),
+        value_dim=fields.integer("linear_value_head_dim", default=128, maximum=MAX_HEAD_DIM),
+        width=fields.integer("linear_conv_kernel_dim", default=4, minimum=2, maximum=MAX_WIDTH),
     )

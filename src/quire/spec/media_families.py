@@ -126,4 +126,4 @@ class EncoderSize:
 
     slot: int  # size of one slot of the encoder cache
     per_token: int  # maximum memory while encoding, for each token of an item
-    most_tokens: int | None = None  # tokens of an item; None for no limit of its own
+    max_tokens: int | None = None  # tokens of an item; None for no limit of its own

@@ -198,16 +198,16 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
             "num_experts" if fields.has("num_experts") else "num_local_experts",
             f"with {num_layers} layers that is more than {MAX_EXPERT_LAYERS} experts",
         )
-    num_chosen = fields.integer("num_experts_per_tok", default=num_chosen, least=0)
+    num_chosen = fields.integer("num_experts_per_tok", default=num_chosen, minimum=0)
     if inner is None:
         options = ExpertOptions(num_experts, num_chosen, fields.integer("intermediate_size"), True)
     else:
         options = ExpertOptions(
             num_experts,
             num_chosen,
-            inner_size=fields.integer("moe_intermediate_size", default=inner, least=0),
+            inner_size=fields.integer("moe_intermediate_size", default=inner, minimum=0),
             normalises=always or fields.flag("norm_topk_prob"),
-            step=1 if always else fields.integer("decoder_sparse_step", default=1, least=0),
+            step=1 if always else fields.integer("decoder_sparse_step", default=1, minimum=0),
             dense_layers=() if always else fields.integers("mlp_only_layers"),
             shared_size=_shared_size(fields, model_type),
         )
@@ -229,7 +229,7 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
 def _num_experts(fields: Fields, model_type: str, default: int) -> int:
     """Read the number of experts, which has two names in some types."""
     names = ("num_experts", "num_local_experts")[: 1 if model_type in WITH_ONE_NAME else 2]
-    counts = [fields.integer(n, default=default, least=0, most=MAX_EXPERTS) for n in names]
+    counts = [fields.integer(n, default=default, minimum=0, maximum=MAX_EXPERTS) for n in names]
     if all(map(fields.has, names)) and counts[0] != counts[-1]:
         raise fields.error(names[0], f"but num_local_experts, another name for it, is {counts[1]}")
     return counts[0] if fields.has(names[0]) else counts[-1]

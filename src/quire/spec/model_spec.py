@@ -171,7 +171,7 @@ class ModelSpec:
         The drafter's groups come last."""
         if self.drafter is None:
             return self.own_groups
-        drafted = (each.behind(self.num_layers) for each in self.drafter.own_groups)
+        drafted = (each.after(self.num_layers) for each in self.drafter.own_groups)
         return (*self.own_groups, *drafted)
 
     @property
@@ -389,9 +389,9 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
     model_type = fields.text("model_type", "")
     if not model_type:
         raise ModelError("config.json has no model_type.")
-    num_layers = fields.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", "n_layer", maximum=MAX_LAYERS)
     hidden = fields.integer("hidden_size", "n_embd")
-    heads = fields.integer("num_attention_heads", "n_head", most=MAX_HEADS)
+    heads = fields.integer("num_attention_heads", "n_head", maximum=MAX_HEADS)
     kv_heads = _kv_heads(fields, model_type, heads)
     spec = ModelSpec(
         model_type=model_type,
@@ -401,7 +401,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_head_dim(fields, model_type, hidden, heads),
-        vocab_size=fields.integer("vocab_size", most=MAX_VOCABULARY),
+        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
         max_position=_max_position(fields, model_type),
         dtype=_dtype(fields),
         tie_embeddings=fields.flag("tie_word_embeddings"),
@@ -424,14 +424,14 @@ def _max_position(fields: Fields, model_type: str) -> int:
     """Return the maximum number of tokens in a sequence."""
     before = padding_rows(fields, model_type)
     minimum = before + MIN_POSITIONS
-    return fields.integer(*POSITIONS, least=minimum, most=MAX_COUNT) - before
+    return fields.integer(*POSITIONS, minimum=minimum, maximum=MAX_COUNT) - before
 
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
     """Return the number of KV heads; by default the number of query heads."""
     if model_type in UNGROUPED_TYPES:
         return heads
-    found = fields.integer("num_key_value_heads", default=heads, most=MAX_HEADS)
+    found = fields.integer("num_key_value_heads", default=heads, maximum=MAX_HEADS)
     if heads % found:
         name = "num_key_value_heads"
         raise fields.error(name, f"it must divide num_attention_heads, {heads}")
@@ -440,7 +440,7 @@ def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
 
 def _head_dim(fields: Fields, model_type: str, hidden: int, heads: int) -> int:
     if model_type not in UNGROUPED_TYPES and fields.has("head_dim"):
-        return fields.integer("head_dim", most=MAX_HEAD_DIM)
+        return fields.integer("head_dim", maximum=MAX_HEAD_DIM)
     if hidden % heads:
         name = "hidden_size" if fields.has("hidden_size") else "n_embd"
         raise fields.error(name, f"it is not a multiple of {heads} heads")

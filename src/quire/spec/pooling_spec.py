@@ -25,7 +25,7 @@ from quire.base.requests.pooling import (
 from quire.base.settings.config import ModelConfig
 from quire.base.settings.fields import json_object
 from quire.spec.config_fields import MAX_COUNT, MAX_JSON_BYTES, Fields, read_object
-from quire.spec.encoders import encoder_pooling, is_encoder, tells_segments
+from quire.spec.encoders import encoder_pooling, is_encoder, uses_segments
 from quire.spec.gguf.container import is_gguf
 from quire.spec.model_spec import QUIRE, ModelSpec, read_config
 
@@ -79,7 +79,7 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
         found = msgspec.structs.replace(found, dimensions=_dimensions(fields))
     if is_encoder(fields.text("model_type", "")):
         found = msgspec.structs.replace(
-            found, tells_texts=tells_segments(fields), longest=_longest(directory)
+            found, has_text_pairs=uses_segments(fields), longest=_longest(directory)
         )
     return _with_settings(found, settings)
 
@@ -176,7 +176,7 @@ def _classifier(fields: Fields, directory: Path, kind: str) -> PoolingSpec:
 def _labels(fields: Fields) -> tuple[str, ...]:
     """Return the names of the classes in order; transformers' default names if there are none."""
     named = fields.inner("id2label")
-    count = fields.integer("num_labels", default=2, most=MAX_LABELS)
+    count = fields.integer("num_labels", default=2, maximum=MAX_LABELS)
     if named is None:
         return tuple(f"LABEL_{index}" for index in range(count))
     keys = named.names()
@@ -278,7 +278,7 @@ def _longest(directory: Path) -> int | None:
     except FileNotFoundError:
         return None
     has_length = found.has("max_seq_length")
-    return found.integer("max_seq_length", most=MAX_COUNT) if has_length else None
+    return found.integer("max_seq_length", maximum=MAX_COUNT) if has_length else None
 
 
 def _modules(path: Path) -> list[Fields]:

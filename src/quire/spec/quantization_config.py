@@ -84,20 +84,22 @@ class QuantizationConfig:
     """The modules that are quantized, and their storage formats.
 
     A target is a module's name, `re:` with a pattern for the start of the name, or a class of
-    layers. `left_out` is what the config claims; the weight files are decisive."""
+    layers. `excluded` is what the config claims; the weight files are decisive."""
 
     method: str  # the config's name of the method
     stored: tuple[tuple[str, StoredWeight | None], ...]  # by target; None for plain weights
-    left_out: tuple[str, ...] = ()  # targets that are not quantized
+    excluded: tuple[str, ...] = ()  # targets that are not quantized
 
     def stored_as(self, module: str) -> StoredWeight | None:
         """Return the storage format of a linear layer's weight; None if it is plain."""
-        found = (how for target, how in self.stored if _is_target(target, module))
+        found = (
+            stored_weight for target, stored_weight in self.stored if _is_target(target, module)
+        )
         return next(found, None)
 
-    def leaves_out(self, module: str) -> bool:
+    def excludes(self, module: str) -> bool:
         """Return whether the config excludes the module from quantization."""
-        return any(_is_target(target, module) for target in self.left_out)
+        return any(_is_target(target, module) for target in self.excluded)
 
 
 def quantization_config(config: Fields) -> QuantizationConfig | None:
@@ -139,8 +141,8 @@ def _gptq(fields: Fields) -> QuantizationConfig:
     base = StoredWeight(
         GPTQ, bits, _group_size(fields, "group_size"), 1, has_zeros, offset, sorts_inputs=sorts
     )
-    left_out = () if fields.flag("lm_head") else (HEAD,)
-    return QuantizationConfig("gptq", (*_overrides(fields, base), ("Linear", base)), left_out)
+    excluded = () if fields.flag("lm_head") else (HEAD,)
+    return QuantizationConfig("gptq", (*_overrides(fields, base), ("Linear", base)), excluded)
 
 
 def _overrides(fields: Fields, base: StoredWeight) -> list[tuple[str, StoredWeight | None]]:
@@ -194,7 +196,7 @@ def _group_size(fields: Fields, name: str) -> int:
 
 
 def _bits(fields: Fields, name: str, known: tuple[int, ...]) -> int:
-    bits = fields.integer(name, most=64)
+    bits = fields.integer(name, maximum=64)
     if bits not in known:
         raise fields.error(name, f"only {' and '.join(map(str, known))} are read; {WHAT_TO_DO}")
     return bits
@@ -243,8 +245,8 @@ def _modelopt(fields: Fields) -> QuantizationConfig | None:
         raise inner.error("quant_algo", f"of modelopt {known} are supported; {WHAT_TO_DO}")
     side = 128 if algorithm == "FP8_PB_WO" else 0
     stored = StoredWeight(FLOAT8, 8, side, side)
-    left_out = [*(inner.texts("ignore") or ()), *(inner.texts("exclude_modules") or ())]
-    patterns = tuple("re:" + fnmatch.translate(each) for each in left_out)
+    excluded = [*(inner.texts("ignore") or ()), *(inner.texts("exclude_modules") or ())]
+    patterns = tuple("re:" + fnmatch.translate(each) for each in excluded)
     return QuantizationConfig("modelopt", (("Linear", stored),), patterns)
 
 
@@ -307,7 +309,7 @@ def _group(group: Fields, config: Fields) -> StoredWeight | None:
         raise owner.error("format", f"of compressed-tensors {known} are supported; {WHAT_TO_DO}")
     if kind != ("float" if form in (FLOAT8, FLOAT4) else "int"):
         raise weights.error("type", f"{form} does not hold that")
-    bits = weights.integer("num_bits", default=8, most=64)
+    bits = weights.integer("num_bits", default=8, maximum=64)
     known_bits = {FLOAT8: (8,), FLOAT4: (4,)}.get(form, (4, 8))
     if bits not in known_bits:
         raise weights.error("num_bits", f"of {form} {known_bits} are read; {WHAT_TO_DO}")

@@ -23,7 +23,7 @@ class RopeOptions:
     axes: tuple[int, ...] = ()  # M-RoPE's axis of each frequency; empty with one axis
 
 
-LEAST_FACTOR = 1e-3  # smaller ones would give frequencies outside of float32
+MIN_FACTOR = 1e-3  # smaller ones would give frequencies outside of float32
 ROPES = ("default", "linear", "llama3", "yarn", "divisors")
 
 
@@ -88,9 +88,9 @@ def rope_of(
         raise fields.error(
             "head_dim", f"heads of {rotated} dimensions cannot be rotated: it must be even"
         )
-    theta = own.number("rope_theta", fields.number(theta_name, 10000.0, LEAST_FACTOR), LEAST_FACTOR)
+    theta = own.number("rope_theta", fields.number(theta_name, 10000.0, MIN_FACTOR), MIN_FACTOR)
     if kind == "linear":
-        return RopeOptions(kind, theta, rotated, own.number("factor", least=LEAST_FACTOR))
+        return RopeOptions(kind, theta, rotated, own.number("factor", minimum=MIN_FACTOR))
     if kind == "divisors":
         return RopeOptions(kind, theta, rotated, divisors=_divisors(own, "divisors", rotated))
     if kind == "default":
@@ -113,7 +113,7 @@ def longrope_options(
     theta_alone = Fields({"rope_theta": own.value("rope_theta")})
     plain = rope_of(theta_alone, fields, rotated, max_position)
     trained = _trained(own, fields, max_position)
-    factor = own.number("factor", max_position / trained, LEAST_FACTOR)
+    factor = own.number("factor", max_position / trained, MIN_FACTOR)
     scale = 1.0
     if factor > 1.0 and not own.has("attention_factor"):
         if trained < 2:
@@ -137,21 +137,21 @@ def longest_short(fields: Fields, max_position: int) -> int | None:
 def _trained(own: Fields, fields: Fields, max_position: int) -> int:
     name = "original_max_position_embeddings"
     holder = fields if fields.has(name) else own
-    return holder.integer(name, default=max_position, most=MAX_COUNT)
+    return holder.integer(name, default=max_position, maximum=MAX_COUNT)
 
 
 def _llama3(own: Fields, plain: RopeOptions) -> RopeOptions:
     low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
     if low >= high:
         raise own.error("low_freq_factor", f"it must be below high_freq_factor, {high:g}")
-    factor = own.number("factor", least=LEAST_FACTOR)
+    factor = own.number("factor", minimum=MIN_FACTOR)
     return replace(plain, factor=factor, low_turns=low, high_turns=high)
 
 
 def _yarn(own: Fields, plain: RopeOptions, max_position: int) -> RopeOptions:
     if plain.theta <= 1:
         raise own.error("rope_theta", f"yarn needs one above 1, not {plain.theta:g}")
-    factor = own.number("factor", max_position / plain.trained, LEAST_FACTOR)
+    factor = own.number("factor", max_position / plain.trained, MIN_FACTOR)
     # As in transformers, 0 means absent.
     fast = own.number("beta_fast", 32.0, above=False) or 32.0
     slow = own.number("beta_slow", 1.0, above=False) or 1.0
@@ -191,4 +191,4 @@ def _divisors(own: Fields, name: str, rotated: int) -> tuple[float, ...]:
             f"it must be a list of {rotated // 2} numbers: half of the rotated dimensions of a"
             " head (head_dim, partial_rotary_factor)",
         )
-    return tuple(each.number(str(index), least=LEAST_FACTOR) for index in range(len(found)))
+    return tuple(each.number(str(index), minimum=MIN_FACTOR) for index in range(len(found)))

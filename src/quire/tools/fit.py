@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.settings.config import AUTO_LENGTH, EngineConfig
 from quire.base.settings.speculation import parse_speculation
-from quire.kv.sizing import MIB, least_pool_bytes, sequences_that_fit
+from quire.kv.sizing import MIB, min_pool_bytes, sequences_that_fit
 from quire.models.checkpoint.files import has_weights, listed, safetensors_shapes, weight_files
 from quire.models.checkpoint.formats import AS_THEY_ARE, weight_formats
 from quire.models.checkpoint.rank_place import RankPlace
@@ -181,12 +181,12 @@ class _Question:
         taken += estimated_graph_bytes(config, self.own)
         return gpu_pool_budget(total, share, used, total - used, taken)
 
-    def least_pool(self, config: EngineConfig) -> int:
+    def min_pool_bytes_of(self, config: EngineConfig) -> int:
         """Return the bytes of a pool for one request of max_model_len, or for any one if it is
         auto."""
         length, scheduler = config.model.max_model_len, config.scheduler
         assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-        return least_pool_bytes(
+        return min_pool_bytes(
             self.own.cache_groups,
             block_bytes_of(config, self.own),
             config.cache.block_size,
@@ -445,7 +445,7 @@ def _lacking(question: _Question, config: EngineConfig, weights_bytes: int) -> i
     left = question.budget(config, weights_bytes)
     if left >= 0 and config.cache.kv_cache_memory_bytes is not None:
         left = config.cache.kv_cache_memory_bytes
-    return max(1, question.least_pool(config) - left)
+    return max(1, question.min_pool_bytes_of(config) - left)
 
 
 def _fits(question: _Question, config: EngineConfig) -> bool:
@@ -465,7 +465,7 @@ def _smaller(
     if question.device.kind != CPU:
         yield from _smaller_on_gpu(config)
         return
-    needed = question.least_pool(config)
+    needed = question.min_pool_bytes_of(config)
     left = question.device.memory_bytes - weights_bytes - workspace_of(config, question.own)
     if needed <= left:
         pool = {"kv_cache_memory_bytes": needed}
@@ -553,7 +553,7 @@ def _differences(question: _Question, source: ModelSource) -> list[str]:
         ],
     }
     lines = [
-        f"the weight files {what} {listed(names)}" for what, names in problems.items() if names
+        f"the weight files {fault} {listed(names)}" for fault, names in problems.items() if names
     ]
     return lines if lines or question.file is not None else _first_difference(question, source)
 

@@ -304,10 +304,10 @@ def _to_json(value: Any) -> bytes:
 def _refusal(response: Response) -> str:
     """Return the server's message, from OpenAI's or FastAPI's form of errors, or as text."""
     try:
-        said = json.loads(response.body)
+        error_body = json.loads(response.body)
     except ValueError:
-        said = response.text.strip()[:500]
+        error_body = response.text.strip()[:500]
     for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and key in said:
-            said = said[key]
-    return f"the server answered {response.status}: {said or 'without a reason'}"
+        if isinstance(error_body, dict) and key in error_body:
+            error_body = error_body[key]
+    return f"the server answered {response.status}: {error_body or 'without a reason'}"

@@ -58,7 +58,7 @@ class StepCost:
     def flops(self, num_tokens: int, num_sampled: int) -> int:
         return 2 * (num_tokens * self.layers + num_sampled * self.head)
 
-    def least_s(self, num_tokens: int, num_sampled: int, limits: Limits) -> float:
+    def min_s(self, num_tokens: int, num_sampled: int, limits: Limits) -> float:
         """Return the minimum time within the machine's limits, in seconds."""
         arithmetic = self.flops(num_tokens, num_sampled) / limits.flops_per_s
         return max(arithmetic, self.weight_bytes / limits.bytes_per_s)

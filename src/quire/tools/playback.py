@@ -22,7 +22,7 @@ import msgspec
 
 from quire.base.errors import ConfigError
 from quire.base.live import LiveFrame
-from quire.engine.observability.live import MOST_STEPS, LiveTally
+from quire.engine.observability.live import MAX_STEPS, LiveTally
 from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.observability.timeline import Timeline, Timelines, in_words
 from quire.engine.recording.files import Segment, read_recording
@@ -84,7 +84,7 @@ class Playback:
         now = step.call.now
         is_due = self._previous is None or now - self._previous.at_s >= self._every_s
         is_many = (
-            self._previous is not None and self._num_new_steps(self._previous) >= MOST_STEPS // 2
+            self._previous is not None and self._num_new_steps(self._previous) >= MAX_STEPS // 2
         )
         if (is_due and step.plan is not None) or is_many:
             self._write_frame(now, scheduler)

@@ -22,7 +22,7 @@ from quire.base.errors import EngineError, RecordingDamaged
 from quire.base.events import Event, PrefixFound
 from quire.base.kv_orders import Order
 from quire.base.plan import Plan
-from quire.base.settings.config import SchedulerConfig, most_tokens
+from quire.base.settings.config import SchedulerConfig, row_capacity
 from quire.base.settings.kv_transfer import EVICTED
 from quire.engine.recording.calls import (
     ADD,
@@ -61,7 +61,7 @@ class Difference:
     """The first difference between recording and replay."""
 
     step_id: int  # step of the plan
-    what: str
+    subject: str
     recorded: str
     replayed: str
     during: str  # call that made the plan
@@ -69,7 +69,7 @@ class Difference:
 
     def lines(self) -> list[str]:
         return [
-            f"step {self.step_id}: {self.what} differs",
+            f"step {self.step_id}: {self.subject} differs",
             f"  recorded: {self.recorded}",
             f"  replayed: {self.replayed}",
             f"  in the call: {self.during}",
@@ -270,17 +270,19 @@ class _Replay:
             for name in sorted(recorded.keys() | replayed.keys()):
                 values = recorded.get(name), replayed.get(name)
                 if values[0] != values[1]:
-                    what = (recorded or replayed)["order"]
+                    subject = (recorded or replayed)["order"]
                     texts = _show(name, *values) if recorded and replayed else _either(recorded)
                     name = f".{name}" if recorded and replayed else ""
-                    return self._difference(call, f"an order to a store, {what}{name},", *texts)
+                    return self._difference(call, f"an order to a store, {subject}{name},", *texts)
         return None
 
-    def _difference(self, call: Call, what: str, recorded: str, replayed: str) -> Difference:
+    def _difference(self, call: Call, subject: str, recorded: str, replayed: str) -> Difference:
         step_id = self.scheduler.planner.next_step_id
         if call.plan is not None:
             step_id = call.plan["step_id"]
-        return Difference(step_id, what, recorded, replayed, in_words(call), in_words(self.before))
+        return Difference(
+            step_id, subject, recorded, replayed, in_words(call), in_words(self.before)
+        )
 
 
 def restored(segment: Segment, digester: Digester | None = None) -> Scheduler:
@@ -328,7 +330,7 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     policy = make_policy(config.scheduling_policy)
     num_stores, kept = parts.get("num_stores", 0), parts.get("kept", EVICTED)
     num_stages = settings.get("pipeline_parallel_size", 1)
-    length = most_tokens(settings["max_model_len"], settings.get("runner", "auto"))
+    length = row_capacity(settings["max_model_len"], settings.get("runner", "auto"))
     takes_media = parts.get("takes_media", False)
     scheduler = Scheduler(memory, config, length, policy, num_stores, num_stages, kept, takes_media)
     scheduler.control(parts["rates"], header["now_s"])

@@ -146,17 +146,17 @@ class _Runs:
 
     def _compare(self, plan: Plan, recorded: StepResult, result: StepResult, during: str) -> None:
         if result.error is not None:
-            what, texts = "the outcome", ("a result", result.error)
+            item, texts = "the outcome", ("a result", result.error)
         else:
             pairs = list(zip(_tokens(recorded), _tokens(result), strict=True))
             self.num_tokens += int(result.num_accepted.sum())
             at = next((i for i, (before, now) in enumerate(pairs) if before != now), None)
             if at is None:
                 return
-            what = f"the token of row {plan.sample_rows[at]}"
+            item = f"the token of row {plan.sample_rows[at]}"
             texts = str(pairs[at][0]), str(pairs[at][1])
         self.difference = Difference(
-            plan.step_id, what, *texts, during, f"plan of step {plan.step_id}"
+            plan.step_id, item, *texts, during, f"plan of step {plan.step_id}"
         )
         raise _Stop
 

@@ -114,13 +114,13 @@ class Trace:
         number = {"step": plan.step_id, "rows": len(plan.rows), "tokens": plan.num_scheduled_tokens}
         self._slice(STEPS, 0, f"step {plan.step_id}", start, now, number)
         counts = plan.num_tokens.tolist(), plan.num_drafts.tolist()
-        for row, num_tokens, num_guessed in zip(plan.rows.tolist(), *counts, strict=True):
+        for row, num_tokens, num_draft_tokens in zip(plan.rows.tolist(), *counts, strict=True):
             holder = self._holders.get(row)
             if holder is None or holder[1] > planned_s:
                 continue  # the plan's request has lost the row since
-            kind = "decode" if num_tokens - num_guessed == 1 else f"chunk of {num_tokens}"
-            if num_guessed:
-                kind += f" with {num_guessed} guesses"
+            kind = "decode" if num_tokens - num_draft_tokens == 1 else f"chunk of {num_tokens}"
+            if num_draft_tokens:
+                kind += f" with {num_draft_tokens} guesses"
             at = max(start, holder[1])
             self._slice(ROWS, row, kind, at, now, {"step": plan.step_id, "tokens": num_tokens})
         for move in plan.moves:

@@ -29,7 +29,7 @@ def config(**changed: Any) -> KVEventsConfig:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each change is a message of its own."""
-    monkeypatch.setattr(event_publisher, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(event_publisher, "MAX_CHANGES_PER_MESSAGE", 1)
     monkeypatch.setattr(event_publisher, "GATHER_S", 0.001)
 
 

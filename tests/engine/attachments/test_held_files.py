@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
-from quire.base.messages import Fork, HeldRequest, PutBack
+from quire.base.messages import Fork, PutBack, RetainedRequest
 from quire.base.requests.media_items import MediaItem
-from quire.engine.attachments.held_files import HeldFiles
+from quire.engine.attachments.retained_files import RetainedFiles
 from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all
 from tests.engine.loop.test_sessions import Engine, needs_core
@@ -21,18 +21,18 @@ TOKENS = np.arange(5, 45, dtype=np.int32)
 PRINT = b"\1\2"
 
 
-def told(name: str = "cmpl-a", index: int = 0, **more: Any) -> HeldRequest:
+def told(name: str = "cmpl-a", index: int = 0, **more: Any) -> RetainedRequest:
     fields = {"keep_s": 60.0, "tenant": "", "cache_salt": "salt", "expires_in_s": 50.0} | more
-    return HeldRequest(name, index, 30, len(TOKENS), 0, **fields)
+    return RetainedRequest(name, index, 30, len(TOKENS), 0, **fields)
 
 
-def opened(folder: Path, server: str = "one", fingerprint: bytes = PRINT) -> HeldFiles:
-    files = HeldFiles.open(folder, fingerprint, server, FakeClock())
+def opened(folder: Path, server: str = "one", fingerprint: bytes = PRINT) -> RetainedFiles:
+    files = RetainedFiles.open(folder, fingerprint, server, FakeClock())
     assert files is not None
     return files
 
 
-def kept(folder: Path, *held: HeldRequest, server: str = "one") -> None:
+def kept(folder: Path, *held: RetainedRequest, server: str = "one") -> None:
     files = opened(folder, server)
     files.submit({(one.id, one.index): (one, TOKENS) for one in held})
     files.close()
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(
     (tmp_path / "quire-held-1").write_text("in the way")
     logging.getLogger("quire").addHandler(caplog.handler)
     try:
-        assert HeldFiles.open(tmp_path, PRINT, "", FakeClock()) is None
+        assert RetainedFiles.open(tmp_path, PRINT, "", FakeClock()) is None
     finally:
         logging.getLogger("quire").removeHandler(caplog.handler)
     assert "will not survive a restart" in caplog.text

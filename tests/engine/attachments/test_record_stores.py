@@ -128,7 +128,7 @@ def test_a_scheduler_that_asks_otherwise_is_found(tmp_path: Path, monkeypatch) -
     with monkeypatch.context() as patch:
         patch.setattr(Stores, "begin", lambda self, s: not self._memory.names.readable(s))
         found = one(path)
-        assert found.what == "an order to a store, LookUp," and found.replayed == "none"
+        assert found.subject == "an order to a store, LookUp," and found.replayed == "none"
         assert found.during.startswith("add request ")
     with monkeypatch.context() as patch:
         allocate, given = Stores._order, []
@@ -139,11 +139,11 @@ def test_a_scheduler_that_asks_otherwise_is_found(tmp_path: Path, monkeypatch) -
 
         patch.setattr(Stores, "_order", one_block_less)
         found = one(path)
-        assert given and found.what == "an order to a store, Fetch.host_blocks,"
+        assert given and found.subject == "an order to a store, Fetch.host_blocks,"
         assert "entries" in found.recorded != found.replayed
     with monkeypatch.context() as patch:
         patch.setattr(Stores, "_take_looked_up", lambda self, answer: None)  # requests wait on
-        assert one(path).what == "whether there is a plan"
+        assert one(path).subject == "whether there is a plan"
     replayed(path)
 
 

@@ -22,7 +22,7 @@ from quire.base.errors import ConfigError, EngineError
 from quire.base.plan import Plan
 from quire.engine.attachments import recorder as record
 from quire.engine.attachments.recorder import Recorder
-from quire.engine.recording.calls import END, UPDATE, PlanGuess, calls_of, end_of, plan_fields
+from quire.engine.recording.calls import END, UPDATE, PlanPrediction, calls_of, end_of, plan_fields
 from quire.engine.recording.files import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.engine.recording.frames import State, read_frames
 from quire.scheduler.core.names import Digester, Named
@@ -68,7 +68,7 @@ def test_plans_around_one_that_has_no_rows() -> None:
     full = Plan(step_id=1, rows=ones, num_tokens=ones, computed_bound=ones)
     plans = [full, Plan(step_id=2), Plan(step_id=3), replace(full, step_id=4)]
     fields = [plan_fields(plan, None) for plan in plans]
-    writer, reader = PlanGuess(), PlanGuess()
+    writer, reader = PlanPrediction(), PlanPrediction()
     assert [reader.complete(writer.shorten(each)) for each in fields] == fields
 
 
@@ -355,7 +355,7 @@ def test_a_disk_that_is_too_slow_leaves_a_gap(
     tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine does not wait. When the disk has caught up a new segment begins."""
-    monkeypatch.setattr(record, "MOST_ITEMS", 20)
+    monkeypatch.setattr(record, "MAX_QUEUED_ITEMS", 20)
     may_write, blocked = threading.Event(), threading.Event()
     append = RecordingFiles.append
 
@@ -372,7 +372,7 @@ def test_a_disk_that_is_too_slow_leaves_a_gap(
         run.step(30)
     assert not run.recorder.is_recording
     assert "cannot be written fast enough" in caplog.text
-    monkeypatch.setattr(record, "MOST_ITEMS", 1 << 14)
+    monkeypatch.setattr(record, "MAX_QUEUED_ITEMS", 1 << 14)
     may_write.set()
     pause = threading.Event()
     while not run.recorder.is_recording:

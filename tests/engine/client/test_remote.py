@@ -1,6 +1,6 @@
 """A core behind its socket: `CoreServer` runs in a thread, its clients are `RemoteClient`s.
 
-Covers `engine/client/asking_client.py`.
+Covers `engine/client/core_questions.py`.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ def test_a_core_that_takes_nothing_in_is_sent_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is refused leaves nothing behind, not even an abort on its way."""
-    monkeypatch.setattr(remote, "MOST_UNSENT_BYTES", 100_000)
+    monkeypatch.setattr(remote, "MAX_UNSENT_BYTES", 100_000)
     ready = Ready(0, 97, 1 << 20, 20, 4, {"model": "tiny"}, "memory")
 
     held: list[object] = []  # nobody else holds a connection that reads no more

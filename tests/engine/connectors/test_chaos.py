@@ -188,7 +188,7 @@ def test_a_disk_runs_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert engine.keep(*range(100)).count(True) < 100  # 5 % stay free
             facts = os.statvfs(tmp_path / "small")
             assert facts.f_bavail >= 0.05 * facts.f_blocks
-            monkeypatch.setattr(module, "LEAST_FREE_SHARE", 0.0)
+            monkeypatch.setattr(module, "MIN_FREE_SHARE", 0.0)
         else:
             real, left = os.writev, [20]
 

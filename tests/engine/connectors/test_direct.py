@@ -153,7 +153,7 @@ def test_what_is_lost_comes_over_tcp(
     peer._disconnect()  # with the next connection it is tried again
     assert got(peer, 3) == [sealed(3)] and transfer.num_read == 1
     transfer.before = lose
-    for _ in range(direct.MOST_FAILURES):
+    for _ in range(direct.MAX_FAILURES):
         peer._disconnect()
         assert got(peer, 3) == [sealed(3)]
     transfer.before = lambda pieces: None

@@ -106,15 +106,15 @@ def test_who_stops_early_leaves_no_file_open(tmp_path: Path) -> None:
 
 def test_a_file_that_vanishes_is_a_miss(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, PLENTY)
-    for i in range(module.AHEAD + 2):
+    for i in range(module.NUM_PREFETCHED + 2):
         store.put(key(i), [value(i)])
-    values = store.get([key(i) for i in range(module.AHEAD + 2)])
+    values = store.get([key(i) for i in range(module.NUM_PREFETCHED + 2)])
     assert next(values) == value(0)
     for path in files(tmp_path):
         path.unlink()
     rest = [None if v is None else bytes(v) for v in values]
     # Those that were open are read; the others are gone.
-    assert rest == [value(i) for i in range(1, module.AHEAD)] + [None, None]
+    assert rest == [value(i) for i in range(1, module.NUM_PREFETCHED)] + [None, None]
 
 
 # ---- the limit ---------------------------------------------------------------------------------

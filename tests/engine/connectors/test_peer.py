@@ -19,7 +19,7 @@ from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer import PeerStore
 from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, greet, introduce, request
-from quire.engine.connectors.served import MOST_CONNECTIONS, ServedBlocks
+from quire.engine.connectors.served import MAX_CONNECTIONS, ServedBlocks
 from quire.engine.connectors.store import StoreError
 from quire.kv.pool import BlockPool
 from tests.support.engine.stores import (
@@ -109,7 +109,7 @@ def test_what_was_put_is_found_and_read(served: Engine, peer: PeerStore) -> None
 def test_any_number_of_keys_may_be_asked_for(
     served: Engine, peer: PeerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.connectors.peer.MOST_KEYS", 2)
+    monkeypatch.setattr("quire.engine.connectors.peer.MAX_KEYS", 2)
     served.put(1, 2, 3)
     assert peer.find([key(i) for i in range(5)]) == [False, True, True, True, False]
     assert got(peer, *range(5)) == [None, sealed(1), sealed(2), sealed(3), None]
@@ -282,7 +282,7 @@ def test_too_many_connections_are_refused_and_others_go_on(served: Engine, peer:
     served.put(1)
     peer.find([key(0)])
     place = ("127.0.0.1", served.port)
-    others = [socket.create_connection(place) for _ in range(MOST_CONNECTIONS)]
+    others = [socket.create_connection(place) for _ in range(MAX_CONNECTIONS)]
     assert got(peer, 1) == [sealed(1)]
     late = PeerStore(f"127.0.0.1:{served.port}", 1)
     with pytest.raises(StoreError):

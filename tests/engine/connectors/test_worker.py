@@ -14,7 +14,7 @@ import quire.engine.connectors.worker as module
 from quire.base.clock import FakeClock
 from quire.base.kv_orders import Answer, Fetched, Item, Keep, Kept, LookedUp, LookUp, Order, Removed
 from quire.engine.connectors.store import Buffer, StoreError
-from quire.engine.connectors.worker import MOST_FAILURES, QUIET_S, STUCK_S, WAIT_S, StoreWorker
+from quire.engine.connectors.worker import MAX_FAILURES, QUIET_S, STUCK_S, WAIT_S, StoreWorker
 from tests.support.engine.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -167,7 +167,7 @@ def test_a_long_fetch_lets_look_ups_through(bench: Bench, monkeypatch: pytest.Mo
 def test_keeps_beyond_the_limit_are_refused_at_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_KEEP_BYTES", 3 * BLOCK_BYTES[0])
+    monkeypatch.setattr(module, "MAX_KEEP_BYTES", 3 * BLOCK_BYTES[0])
     bench.hold(keep(1, 2, ticket=1))
     bench.worker.submit(keep(3, ticket=2))
     assert bench.answers.is_empty
@@ -413,7 +413,7 @@ def test_what_a_store_cannot_remove_is_missing_until_it_was_put_anew(
     assert bench.do(look_up(1, 2)).found == [True, True]
     # Also in a quiet time, when the store is not asked at all.
     bench.store.raises = fail
-    for _ in range(MOST_FAILURES):
+    for _ in range(MAX_FAILURES):
         bench.do(look_up(5))
     num_calls = len(bench.store.calls)
     assert bench.do(remove(2)) == Removed(0, 1, [False])
@@ -547,7 +547,7 @@ def test_each_order_is_answered_once_and_ok_means_the_right_bytes(
 ) -> None:
     """Host blocks are given to the next fetch as soon as the one before was answered; the clock
     runs ahead by chance, so that fetches expire while they are read."""
-    monkeypatch.setattr(module, "MOST_FAILURES", 10**9)
+    monkeypatch.setattr(module, "MAX_FAILURES", 10**9)
     monkeypatch.setattr(module, "STUCK_S", 10.0**9)
     random, clock, memory, answers = np.random.default_rng(seed), FakeClock(), Memory(), Answers()
     store = Moody(seed)

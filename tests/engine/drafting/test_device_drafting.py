@@ -13,7 +13,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.events import Event, Planned, Stepped
 from quire.base.requests.sampling_params import StructuredOutputsParams
-from quire.engine.drafting.device_drafting import AheadDrafting
+from quire.engine.drafting.device_drafting import DeviceDrafting
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all
@@ -115,7 +115,7 @@ def plain_answers(kind: str) -> list[Any]:
 def test_no_answer_changes(kind: str, depth: int) -> None:
     plain = plain_answers(kind)
     with engine(depth, **SETTINGS[kind]) as llm:
-        assert isinstance(drafter_of(llm.engine.client.core), AheadDrafting)
+        assert isinstance(drafter_of(llm.engine.client.core), DeviceDrafting)
         plans = Plans(llm)
         assert answers(llm) == plain
     assert plans.num_guessing >= 10 and plans.num_behind >= 10

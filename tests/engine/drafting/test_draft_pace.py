@@ -94,15 +94,15 @@ def test_what_guessing_takes_counts() -> None:
 
 def test_the_first_guess_pays_for_the_step_that_tries_it() -> None:
     """A step that tries any takes half as much again."""
-    times, tried = times_of(t1=1.0, t64=1.0), times_of(t8=1.5)
-    assert lengths([1], [0.4], 0, times, tried=tried) == [0]
-    assert lengths([1], [0.6], 0, times, tried=tried) == [1]
-    assert lengths([4], [0.4], 0, times, tried=tried) == [3]
+    times, verified = times_of(t1=1.0, t64=1.0), times_of(t8=1.5)
+    assert lengths([1], [0.4], 0, times, verified=verified) == [0]
+    assert lengths([1], [0.6], 0, times, verified=verified) == [1]
+    assert lengths([4], [0.4], 0, times, verified=verified) == [3]
 
 
 def test_what_no_step_has_tried_for_long_is_tried_again() -> None:
-    tried = times_of(t8=100.0)
+    verified = times_of(t8=100.0)
     for _ in range(FORGOTTEN + 1):
-        assert tried.seconds(8) == 100.0
-        tried.pass_one()
-    assert tried.seconds(8) is None
+        assert verified.seconds(8) == 100.0
+        verified.pass_one()
+    assert verified.seconds(8) is None

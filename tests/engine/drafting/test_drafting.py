@@ -79,7 +79,7 @@ def test_a_wrong_guess_costs_no_token() -> None:
         steps = steps_of(llm)
         [output] = llm.generate([TEXT], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 60
-    assert sum(step.num_guessed for step in steps) > sum(step.num_accepted for step in steps)
+    assert sum(step.num_draft_tokens for step in steps) > sum(step.num_accepted for step in steps)
 
 
 def test_guesses_stay_within_the_limit() -> None:
@@ -111,13 +111,13 @@ def test_who_cannot_be_guessed_for_rests() -> None:
         core = llm.engine.client.core
         drafting = drafter_of(core)
         assert drafting is not None
-        guess = drafting.guess
+        propose = drafting.propose
 
         def noted(sequences: list[Sequence], num_running: int) -> list[Draft]:
             asked.append(len(sequences))
-            return guess(sequences, num_running)
+            return propose(sequences, num_running)
 
-        drafting.guess = noted  # type: ignore[method-assign]
+        drafting.propose = noted  # type: ignore[method-assign]
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         params.allowed_token_ids = list(range(40, 80))
         params.logit_bias = dict.fromkeys(params.allowed_token_ids, 90.0)

@@ -150,7 +150,7 @@ def test_answers_stay_what_they_are(how: dict[str, Any], head: Path) -> None:
             outputs = llm.generate(TEXTS, params, use_tqdm=False)
         found.append([(c.token_ids, c.logprobs) for o in outputs for c in o.outputs])
     assert found[0] == found[1]
-    assert sum(s.num_guessed for s in steps) > sum(s.num_accepted for s in steps) > 0
+    assert sum(s.num_draft_tokens for s in steps) > sum(s.num_accepted for s in steps) > 0
 
 
 def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from quire.engine.drafting import drafting as drafting_module
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.calls import Tool
-from quire.render.answers.format import AskedAnswer, NamedTool
+from quire.render.answers.format import NamedTool, RequestedAnswer
 from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.templates.chat_template import ChatOptions
@@ -99,7 +99,7 @@ def request_of(engine: Engine, form: str, **params: Any) -> Request:
         given = SamplingParams(structured_outputs=FORMS[form], **params)
         grammar = checked_grammar(engine.renderer, given, prompt)
         return engine.requests.make(prompt, given, grammar=grammar)
-    asked = AskedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[form])
+    asked = RequestedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[form])
     assert engine.renderer.tokenizer is not None
     grammar = answer_grammar(asked, engine.renderer.tokenizer.added_ids)
     return engine.requests.make(prompt, SamplingParams(**params), grammar=grammar)
@@ -168,7 +168,7 @@ def test_calls_with_the_text_of_added_tokens(plain: Engine, forcing: Engine) -> 
         schema = {"type": "object", "properties": {mark: {"const": mark}}, "required": [mark]}
         name = f"get{mark}"
         form = plain.renderer.answer_format(None, True)
-        asked = AskedAnswer(form, (Tool(name, schema),), NamedTool(name))
+        asked = RequestedAnswer(form, (Tool(name, schema),), NamedTool(name))
         request = plain.requests.make(
             plain.renderer.render(QUESTION, ChatOptions(tools=SHOWN)),
             SamplingParams(max_tokens=120, temperature=0.0, logprobs=0),
@@ -214,7 +214,7 @@ def test_no_forced_token_changes_an_answer(
 ) -> None:
     steps = steps_of(forcing)
     assert answers(forcing, *all_ways(forcing, form)) == plain_answers[form]
-    assert sum(step.num_guessed for step in steps) > len(WAYS)
+    assert sum(step.num_draft_tokens for step in steps) > len(WAYS)
 
 
 def test_others_guesses_change_nothing_either(plain_answers: dict[str, list[Any]]) -> None:
@@ -230,7 +230,7 @@ def test_others_guesses_change_nothing_either(plain_answers: dict[str, list[Any]
     steps = steps_of(made)
     for form, expected in plain_answers.items():
         assert answers(made, *all_ways(made, form)) == expected, form
-    tried, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
+    tried, right = sum(s.num_draft_tokens for s in steps), sum(s.num_accepted for s in steps)
     assert gone and tried > right > 0
     made.client.close()
 
@@ -253,7 +253,7 @@ def test_a_forced_call_takes_few_steps(plain: Engine, forcing: Engine, form: str
         steps = steps_of(made)
         answers(made, request_of(made, form, **WAYS[way]))
         counts.append(len(steps))
-    assert sum(s.num_guessed for s in steps) == sum(s.num_accepted for s in steps)
+    assert sum(s.num_draft_tokens for s in steps) == sum(s.num_accepted for s in steps)
     assert counts[1] <= SHARES[form] * counts[0]
 
 
@@ -284,11 +284,11 @@ def test_forced_tokens_that_are_not_worth_their_time_are_hardly_looked_for(
     steps = steps_of(forcing)
     expected = answers(plain, request_of(plain, "named", temperature=0.0))
     assert answers(forcing, request_of(forcing, "named", temperature=0.0)) == expected
-    assert sum(step.num_guessed for step in steps) == 0
+    assert sum(step.num_draft_tokens for step in steps) == 0
     assert 0 < len(asked) < len(steps) / 2
     monkeypatch.undo()
     answers(forcing, request_of(forcing, "named", temperature=0.0), request_of(forcing, "json"))
-    assert sum(step.num_guessed for step in steps) > 0
+    assert sum(step.num_draft_tokens for step in steps) > 0
 
 
 def test_forced_tokens_can_be_left_out_or_asked_for() -> None:

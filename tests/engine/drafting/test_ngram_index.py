@@ -6,17 +6,17 @@ from array import array
 import numpy as np
 import pytest
 
-from quire.engine.drafting.ngram_index import LONG, MOST_PLACES, Match, Places, keys_of
+from quire.engine.drafting.ngram_index import LONG, MAX_PLACES, Match, RunIndex, keys_of
 
 
-def one_by_one(tokens: list[int]) -> Places:
-    places = Places(1000)
+def one_by_one(tokens: list[int]) -> RunIndex:
+    places = RunIndex(1000)
     for token_id in tokens:
         places.append(token_id, keys_of(places.tokens))
     return places
 
 
-def found_in(places: Places, last: list[int]) -> Match:
+def found_in(places: RunIndex, last: list[int]) -> Match:
     keys = keys_of(array("i", last))
     assert keys is not None
     return places.find(array("i", last), keys)
@@ -26,7 +26,7 @@ def found_in(places: Places, last: list[int]) -> Match:
 def test_at_once_as_one_by_one(num_tokens: int) -> None:
     choose = random.Random(num_tokens)
     tokens = [choose.randrange(3) for _ in range(num_tokens)]
-    single, whole = one_by_one(tokens), Places(1000)
+    single, whole = one_by_one(tokens), RunIndex(1000)
     whole.fill(np.array(tokens, np.int32))
     for _ in range(40):
         last = [choose.randrange(3) for _ in range(12)]
@@ -40,12 +40,12 @@ def test_at_once_as_one_by_one(num_tokens: int) -> None:
 def test_the_newest_places_of_a_run_that_is_everywhere() -> None:
     places = one_by_one([7, 8, 9] * 100)
     length, found = found_in(places, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert (length, found) == (2, [299 - 3 * i for i in range(MOST_PLACES)])
+    assert (length, found) == (2, [299 - 3 * i for i in range(MAX_PLACES)])
 
 
 def test_large_ids() -> None:
     tokens = [2**31 - 1 - i for i in range(20)]
     places = one_by_one(tokens)
-    whole = Places(1000)
+    whole = RunIndex(1000)
     whole.fill(np.array(tokens, np.int32))
     assert found_in(places, tokens[:10]) == found_in(whole, tokens[:10]) == (10, [10])

@@ -9,25 +9,25 @@ from hypothesis import strategies as st
 from quire.base.settings.speculation import Suffixes
 from quire.engine.drafting import ngram_index as places
 from quire.engine.drafting.ngram_index import LONG, SHORT
-from quire.engine.drafting.suffixes import BULK, OWN_TOKENS, PIECE, Answers, SuffixGuesser
+from quire.engine.drafting.suffixes import BULK, OWN_TOKENS, PIECE, Answers, SuffixDrafter
 
 TEXTS = st.lists(st.integers(0, 2), max_size=40)
-ALL = Suffixes(depth=10_000, factor=100.0, least_chance=0.0)
-ALONE = Suffixes(depth=10_000, num_answers=0, factor=1.0, least_chance=0.3)
+ALL = Suffixes(depth=10_000, factor=100.0, min_probability=0.0)
+ALONE = Suffixes(depth=10_000, num_answers=0, factor=1.0, min_probability=0.3)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def every_place() -> Iterator[None]:
     """The search below looks at every place, so the guesser must, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "MOST_PLACES", 10_000)
+        patch.setattr(places, "MAX_PLACES", 10_000)
         yield
 
 
-def guesser(
+def drafter(
     prompt: list[int], answers: Answers, limits: Suffixes = ALL, tenant: str = "", salt: str = ""
-) -> SuffixGuesser:
-    made = SuffixGuesser(limits, len(prompt), answers, answers.writer(tenant, salt))
+) -> SuffixDrafter:
+    made = SuffixDrafter(limits, len(prompt), answers, answers.writer(tenant, salt))
     made.extend(prompt)
     return made
 
@@ -59,7 +59,7 @@ def most_frequent(found: list[Way], num: int, limits: Suffixes) -> tuple[float, 
             break
         best = max(nexts, key=nexts.count)  # the newest of those that are as frequent
         chance *= nexts.count(best) / len(nexts)
-        if chance < limits.least_chance:
+        if chance < limits.min_probability:
             break
         guesses.append(best)
         expected += chance
@@ -84,11 +84,11 @@ def test_a_sequence_alone_as_a_search_would_find(
 ) -> None:
     """Also where what was found is followed, and in a prompt that is put at once."""
     prompt = prompt * (BULK // max(1, len(prompt)) + 1 if num % 2 else 1)
-    made, text = guesser(prompt, Answers(1), ALONE), list(prompt)
+    made, text = drafter(prompt, Answers(1), ALONE), list(prompt)
     for piece in [[], *pieces]:
         made.extend(piece)
         text += piece
-        assert made.guess(num) == of_itself(text, num, ALONE)[1], text
+        assert made.propose(num) == of_itself(text, num, ALONE)[1], text
 
 
 @settings(max_examples=200, deadline=None)
@@ -103,16 +103,16 @@ def test_in_others_answers_as_a_search_would_find(
     answers, found = Answers(8), list[Way]()
     running = []
     for other, answer in others:
-        made = guesser(other, answers)
+        made = drafter(other, answers)
         for token_id in answer:  # in steps, in which it guesses itself
             made.extend([token_id])
-            made.guess(num)
+            made.propose(num)
         running += [made] if is_running else []
         before = other[-LONG:]
         found += ways(before + answer, len(before), prompt)
     own = of_itself(prompt, num, ALL)
     there = most_frequent(found, num, ALL) if len(prompt) >= LONG else (0.0, [])
-    assert guesser(prompt, answers).guess(num) == (own if own[0] >= there[0] else there)[1]
+    assert drafter(prompt, answers).propose(num) == (own if own[0] >= there[0] else there)[1]
 
 
 OWNERS = st.sampled_from([("", ""), ("ann", ""), ("bob", ""), ("ann", "s"), ("", "s")])
@@ -128,43 +128,43 @@ def test_nothing_is_seen_by_another_tenant_or_under_another_salt(
     from one to the other while somebody follows what it has found in them."""
     answers = Answers(data.draw(st.integers(1, 3)))
     prompt, names = [0, 1, 2, 3, 0, 1, 2, 3], dict[tuple[str, str], int]()
-    running: dict[tuple[str, str], SuffixGuesser] = {}
+    running: dict[tuple[str, str], SuffixDrafter] = {}
     for (tenant, salt), is_new, tokens in turns:
         owner = tenant, salt
         secret = 100 * (1 + names.setdefault(owner, len(names)))
         if is_new or owner not in running:
-            running[owner] = guesser([secret + 50, *prompt], answers, tenant=tenant, salt=salt)
+            running[owner] = drafter([secret + 50, *prompt], answers, tenant=tenant, salt=salt)
         made = running[owner]
         made.extend([token_id + secret * (token_id == 3) for token_id in tokens])
         for each, one in running.items():
             own = 100 * (1 + names[each])
-            assert all(t < 4 or t == own + 3 for t in one.guess(8)), "a secret of somebody else"
+            assert all(t < 4 or t == own + 3 for t in one.propose(8)), "a secret of somebody else"
 
 
 def test_others_see_an_answer_only_with_the_same_tenant_and_salt() -> None:
     answers, prompt = Answers(8), [1, 2, 3, 4, 5, 6]
-    guesser(prompt, answers, tenant="ann", salt="s").extend([7, 8, 9])
-    seen = guesser(prompt, answers, tenant="ann", salt="s").guess(4)
+    drafter(prompt, answers, tenant="ann", salt="s").extend([7, 8, 9])
+    seen = drafter(prompt, answers, tenant="ann", salt="s").propose(4)
     assert seen == [7, 8, 9]
     for tenant, salt in [("", ""), ("ann", ""), ("", "s"), ("bob", "s"), ("ann", "t")]:
-        assert guesser(prompt, answers, tenant=tenant, salt=salt).guess(4) == []
+        assert drafter(prompt, answers, tenant=tenant, salt=salt).propose(4) == []
     off = Suffixes(num_answers=0)
-    assert guesser(prompt, answers, off, tenant="ann", salt="s").guess(4) == []
+    assert drafter(prompt, answers, off, tenant="ann", salt="s").propose(4) == []
 
 
 def test_prompts_are_seen_by_nobody_else() -> None:
     answers, prompt = Answers(8), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    guesser(prompt, answers).extend([11])
-    assert guesser(prompt[:8], answers).guess(4) == []
-    assert guesser(prompt, answers).guess(4) == [11]
+    drafter(prompt, answers).extend([11])
+    assert drafter(prompt[:8], answers).propose(4) == []
+    assert drafter(prompt, answers).propose(4) == [11]
 
 
 def test_the_oldest_answers_make_room() -> None:
     answers = Answers(4)
     for i in range(20):
-        guesser([10 * i + j for j in range(6)], answers).extend([1000 + i] * 9)
+        drafter([10 * i + j for j in range(6)], answers).extend([1000 + i] * 9)
     assert len(answers.places.tokens) == 4 * PIECE
-    seen = [guesser([10 * i + j for j in range(6)], answers).guess(2) for i in range(20)]
+    seen = [drafter([10 * i + j for j in range(6)], answers).propose(2) for i in range(20)]
     assert seen == [[]] * 16 + [[1000 + i] * 2 for i in range(16, 20)]
 
 
@@ -172,14 +172,14 @@ def test_an_answer_of_many_pieces() -> None:
     """All of it is found, and what stood before each piece."""
     answers = Answers(8)
     text = list(range(10_000, 10_000 + 3 * PIECE))
-    guesser(text[:6], answers).extend(text[6:])
+    drafter(text[:6], answers).extend(text[6:])
     for end in range(6, len(text) - 1):
-        assert guesser(text[end - 6 : end], answers).guess(1) == [text[end]]
+        assert drafter(text[end - 6 : end], answers).propose(1) == [text[end]]
 
 
 def test_of_a_long_prompt_the_newest_tokens_count() -> None:
     old, new = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]
     filler = list(range(100, 100 + OWN_TOKENS))
     prompt = old + filler[: OWN_TOKENS // 2] + new + filler[OWN_TOKENS // 2 :]
-    assert guesser(prompt + new[:6], Answers(1)).guess(1) == [17]
-    assert guesser(prompt + old[:6], Answers(1)).guess(1) == []
+    assert drafter(prompt + new[:6], Answers(1)).propose(1) == [17]
+    assert drafter(prompt + old[:6], Answers(1)).propose(1) == []

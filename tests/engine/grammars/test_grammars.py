@@ -252,7 +252,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     for i in range(40):
         bench.add(str(i), lark(f"/[a-d]{{{1 + i}}}/"), max_tokens=3)
     bench.finish()
-    assert len(bench.grammars._compiler._cache) == grammar_compiler.MOST_CACHED
+    assert len(bench.grammars._compiler._cache) == grammar_compiler.MAX_CACHED_GRAMMARS
     gc.collect()
     assert not [o for o in gc.get_objects() if type(o) in (Guided, Follower)]
 

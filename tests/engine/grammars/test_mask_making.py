@@ -14,7 +14,7 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.grammars import compiler as grammar_compiler
 from quire.engine.grammars.compiler import Compiler
 from quire.engine.grammars.mask_making import MaskMaker
-from quire.engine.grammars.matchers import Guided, Wanted
+from quire.engine.grammars.matchers import Guided, MaskRequest
 from quire.engine.recording.files import read_recording
 from quire.scheduler.core.sequence import Sequence
 from quire.tools.replay import replay_all
@@ -47,9 +47,9 @@ class Maker:
         return Guided(request, self.compiler.compile(grammar))
 
     def made(
-        self, guided: Guided, token_ids: list[int], guesses: list[int], row: int = 3
+        self, guided: Guided, token_ids: list[int], draft_ids: list[int], row: int = 3
     ) -> list[list[int]]:
-        wanted = Wanted(row, guided, 0, np.array(token_ids, np.int32), tuple(guesses))
+        wanted = MaskRequest(row, guided, 0, np.array(token_ids, np.int32), tuple(draft_ids))
         masks = self.masks.make(np.array([row], np.int32), [wanted])
         assert not masks.errors
         return [allowed_ids(words) for words in masks.words[0]]
@@ -61,18 +61,18 @@ def test_each_position_is_behind_its_guess(grammar: str) -> None:
     choose, maker = random.Random(1), Maker()
     guided, known = maker.guided(grammar), []
     while True:
-        guesses: list[int] = []
+        draft_ids: list[int] = []
         for _ in range(choose.randrange(5)):
-            allowed = behind(grammar, known + guesses)
-            guesses.append(choose.choice(allowed))
-            if guesses[-1] == END:
+            allowed = behind(grammar, known + draft_ids)
+            draft_ids.append(choose.choice(allowed))
+            if draft_ids[-1] == END:
                 break
-        found = maker.made(guided, known, guesses)
+        found = maker.made(guided, known, draft_ids)
         for i, allowed in enumerate(found):
-            is_end = i > 0 and guesses[i - 1] == END
-            assert allowed == ([] if is_end else behind(grammar, known + guesses[:i]))
-        num_right = choose.randrange(len(guesses) + 1)
-        known += guesses[:num_right]
+            is_end = i > 0 and draft_ids[i - 1] == END
+            assert allowed == ([] if is_end else behind(grammar, known + draft_ids[:i]))
+        num_right = choose.randrange(len(draft_ids) + 1)
+        known += draft_ids[:num_right]
         if END in known or END in behind(grammar, known) or len(known) > 15:
             return
         known.append(choose.choice(behind(grammar, known)))
@@ -91,9 +91,9 @@ def test_rows_have_their_own_guesses() -> None:
     few, many = maker.guided(ENDS), maker.guided(WORDS)
     nothing = np.empty(0, np.int32)
     wanted = [
-        Wanted(5, few, 0, nothing, tuple(ids_of("a"))),
-        Wanted(2, None),
-        Wanted(1, many, 0, nothing, tuple(ids_of("dad"))),
+        MaskRequest(5, few, 0, nothing, tuple(ids_of("a"))),
+        MaskRequest(2, None),
+        MaskRequest(1, many, 0, nothing, tuple(ids_of("dad"))),
     ]
     masks = maker.masks.make(np.array([5, 2, 1], np.int32), wanted)
     first, ended, last = masks.of(np.array([5, 2, 1], np.int32))
@@ -128,16 +128,19 @@ def test_a_grammar_that_meets_a_limit_behind_a_guess_ends_the_guesses(monkeypatc
 def test_forced_tokens_are_the_only_ones() -> None:
     maker = Maker()
     guided = maker.guided(JSON)
-    forced = maker.masks.forced(Wanted(0, guided, 0, np.array(ids_of("{"), np.int32)))
+    forced = maker.masks.forced(MaskRequest(0, guided, 0, np.array(ids_of("{"), np.int32)))
     known = ids_of("{")
     for token in forced:
         assert behind(JSON, known) == [token]
         known.append(token)
     assert len(behind(JSON, known)) > 1
-    guesses = ids_of("12") + ids_of("a")
-    wanted = Wanted(0, maker.guided(NUMBERS), 0, np.empty(0, np.int32), tuple(guesses))
+    draft_ids = ids_of("12") + ids_of("a")
+    wanted = MaskRequest(0, maker.guided(NUMBERS), 0, np.empty(0, np.int32), tuple(draft_ids))
     assert maker.masks.cut(wanted) == len(ids_of("12"))
-    assert maker.masks.forced(Wanted(0, None)) == [] and maker.masks.cut(Wanted(0, None)) == 0
+    assert (
+        maker.masks.forced(MaskRequest(0, None)) == []
+        and maker.masks.cut(MaskRequest(0, None)) == 0
+    )
 
 
 class Wild(StandIn):
@@ -148,7 +151,7 @@ class Wild(StandIn):
         self._right, self._choose = right, random.Random(2)
         self.num_tried = self.num_right = 0
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         drafts = []
         for sequence in sequences:
             known = context = sequence.known_tokens.tolist()
@@ -165,8 +168,8 @@ class Wild(StandIn):
                 context = [*context, token]
                 if matcher is not None:
                     matcher.consume_token(token)
-            guesses, name = context[len(known) :], sequence.request.request_id
-            drafts.append(Draft(name, sequence.index, len(known), guesses))
+            draft_ids, name = context[len(known) :], sequence.request.request_id
+            drafts.append(Draft(name, sequence.index, len(known), draft_ids))
         return drafts
 
 
@@ -204,10 +207,10 @@ def test_those_that_give_way_or_fail_cost_nobody_an_answer(mode: dict[str, Any])
 def test_a_limit_behind_a_guess_ends_no_request_before_its_time(monkeypatch: Any) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", 40)
     found = []
-    for guesses in (None, Wild(1.0)):
+    for draft_ids in (None, Wild(1.0)):
         bench = GuidedBench()
-        if guesses is not None:
-            draft_with(bench.core, guesses)
+        if draft_ids is not None:
+            draft_with(bench.core, draft_ids)
         bench.add("long", lark("/[a-d]{60}/"), max_tokens=30)
         bench.finish()
         assert reason_of(bench.ends["long", 0]) == "error"

@@ -9,7 +9,7 @@ import pytest
 
 from quire.base.errors import ConfigError, MissingDependency
 from quire.engine.grammars.grammars import Grammars
-from quire.engine.grammars.matchers import Wanted
+from quire.engine.grammars.matchers import MaskRequest
 from quire.engine.grammars.vocabulary import make_vocabulary, num_words
 from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import tokenizer
@@ -91,7 +91,7 @@ def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
         time.sleep(0.001)
     assert grammars.take()[0].error is None
     masks = grammars._masks.make(
-        np.array([5], np.int32), [Wanted(5, grammars._guided["0"], 0, np.empty(0, np.int32))]
+        np.array([5], np.int32), [MaskRequest(5, grammars._guided["0"], 0, np.empty(0, np.int32))]
     )
     assert not masks.errors
     bits = np.unpackbits(masks.words[0, 0].view(np.uint8), bitorder="little")

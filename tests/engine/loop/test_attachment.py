@@ -310,7 +310,7 @@ def test_our_own_attachments_are_in_their_order(tmp_path: Path) -> None:
     core.close()
     assert found == [
         Order.QUEUE_LIMIT,
-        Order.HELD_FILES,
+        Order.RETAINED_FILES,
         Order.STORES,
         Order.GRAMMARS,
         Order.DRAFTING,

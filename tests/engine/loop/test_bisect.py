@@ -19,7 +19,7 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
 from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
-from quire.engine.loop.recovery import bisect_step, combine, leave_out, restrict
+from quire.engine.loop.recovery import bisect_step, combine, omit_rows, restrict
 from tests.support.cases import pairwise
 from tests.support.engine.failing_core import POISON, VOCAB, Bench, prompt, with_poison
 from tests.support.engine.updates import error_of
@@ -338,9 +338,9 @@ def test_a_restricted_plan_keeps_what_its_rows_need() -> None:
     writes = part.block_writes
     columns = (writes.group, writes.row, writes.index, writes.block_id)
     assert [column.tolist() for column in columns] == [[0], [4], [7], [10]]
-    assert leave_out(plan, {5, 3, 2}).rows.tolist() == [4, 1, 0]
-    assert leave_out(plan, set()) is plan
-    assert leave_out(plan, {2, 4}).block_writes.row.tolist() == []
+    assert omit_rows(plan, {5, 3, 2}).rows.tolist() == [4, 1, 0]
+    assert omit_rows(plan, set()) is plan
+    assert omit_rows(plan, {2, 4}).block_writes.row.tolist() == []
 
 
 @pytest.mark.parametrize("guilty", [set(), {0}, {5}, {2, 3}, set(range(6))])

@@ -14,8 +14,8 @@ from quire.base.requests.sampling_params import SamplingParams, StructuredOutput
 from quire.base.settings.config import config_from_flat
 from quire.engine.attachments.drafting import DraftingAttachment
 from quire.engine.attachments.grammars import GrammarAttachment
-from quire.engine.attachments.held_files import HeldFiles
 from quire.engine.attachments.order import Order
+from quire.engine.attachments.retained_files import RetainedFiles
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.client.admission import checked_grammar
 from quire.engine.loop.attachment import DoorWatcher, Loop
@@ -91,7 +91,7 @@ def test_nothing_changes_the_state_between_two_calls(tmp_path: Path) -> None:
     )  # fmt: skip
     engine = build_engine(config)
     core = engine.client.core
-    for kind in (StoresAttachment, GrammarAttachment, HeldFiles, DraftingAttachment):
+    for kind in (StoresAttachment, GrammarAttachment, RetainedFiles, DraftingAttachment):
         assert attached(core, kind) is not None, kind
     watcher = StateWatcher(core.scheduler)
     core.attach(watcher)

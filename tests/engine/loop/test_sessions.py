@@ -13,7 +13,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.messages import Fork, HeldRequest, Request
+from quire.base.messages import Fork, Request, RetainedRequest
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.sampling_params import RequestOutputKind
 from quire.base.settings.cache_config import CacheConfig
@@ -76,12 +76,12 @@ class Engine:
             self._found[key] = self.tokens(token_ids, **params)
         return self._found[key]
 
-    def kept(self, **params: Any) -> HeldRequest:
+    def kept(self, **params: Any) -> RetainedRequest:
         request = self.ask(self.story, **({"max_tokens": 20, "keep_s": 600} | params))
         self.finish(request)
         return self.held(request.request_id)
 
-    def held(self, name: str, index: int = 0) -> HeldRequest:
+    def held(self, name: str, index: int = 0) -> RetainedRequest:
         [found] = self.client.held(name, index)
         return found
 
@@ -269,12 +269,12 @@ def test_other_tokens_are_refused(reference: Engine) -> None:
 def test_more_than_may_be_held_is_refused(
     reference: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "MOST_HELD", 3)
+    monkeypatch.setattr(held, "MAX_RETAINED", 3)
     source = reference.kept()
     running = reference.ask(reference.story, max_tokens=2, keep_s=5)
     with pytest.raises(EngineBusy, match="sequences are retained or will be"):
         reference.ask(reference.story, max_tokens=2, n=2, keep_s=5)
-    monkeypatch.setattr(held, "MOST_HELD_TOKENS", 150)
+    monkeypatch.setattr(held, "MAX_RETAINED_TOKENS", 150)
     with pytest.raises(EngineBusy, match="tokens are retained or will be"):
         reference.ask(reference.story, max_tokens=90, keep_s=5)
     reference.finish(running)

@@ -25,8 +25,8 @@ from quire.engine.recording.files import read_recording
 from quire.ops.weights.formats import variants
 from quire.runner.derive import derive_config
 from quire.runner.setup.step_size import (
-    FEWEST_TOKENS,
-    MOST_TOKENS,
+    MAX_TOKENS,
+    MIN_TOKENS,
     STEP_S,
     StepBudget,
     bounded_tokens,
@@ -89,7 +89,7 @@ class Cpu:
 
 
 def engine(cpu: Cpu, first: int | None, num_rows: int = 64) -> EngineCore:
-    config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=MOST_TOKENS)
+    config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=MAX_TOKENS)
     scheduler, _ = dry_run(20_000, 16, config, LENGTH, enable_prefix_caching=False)
     budget = None if first is None else StepBudget(first)
     limits = RequestLimits(VOCAB_SIZE, LENGTH, 5, num_rows)
@@ -155,12 +155,12 @@ def test_decoding_rows_wait_no_longer_while_prompts_are_computed() -> None:
 
 def test_long_contexts_make_tokens_dearer() -> None:
     cpu = Cpu(FakeClock(), FAST, attention_s=1e-4)
-    core = engine(cpu, MOST_TOKENS)
+    core = engine(cpu, MAX_TOKENS)
     decode(core, 2)
     plans, seconds = compute(core, cpu, [30_000])
     assert max(seconds[3:]) <= MOST_GAP_S
     sizes = [plan.num_scheduled_tokens for plan in plans]
-    assert sizes[0] == MOST_TOKENS and sizes[-3] < 100
+    assert sizes[0] == MAX_TOKENS and sizes[-3] < 100
     compute(core, cpu, [6000])  # and cheaper again
     assert core.scheduler.memory.rates.step_tokens > 150
 
@@ -204,17 +204,17 @@ def test_steps_that_tell_nothing_are_not_asked() -> None:
     assert budget.num_tokens == 128
     budget.observe(plan_of(20), 0.5)  # small, and yet it takes too long
     budget.observe(plan_of(20), 0.5)
-    assert budget.num_tokens == FEWEST_TOKENS
+    assert budget.num_tokens == MIN_TOKENS
 
 
 def test_bounds() -> None:
     budget = StepBudget(64)
     for _ in range(4):
         budget.observe(plan_of(255), 1e-6)
-    assert budget.num_tokens == MOST_TOKENS
+    assert budget.num_tokens == MAX_TOKENS
     for _ in range(2):
         budget.observe(plan_of(255), 1e6)
-    assert budget.num_tokens == FEWEST_TOKENS
+    assert budget.num_tokens == MIN_TOKENS
     sizes = [bounded_tokens(n) for n in (0, 1, 16, 31.9, 32, 255.9, 256, 1e30, float("inf"))]
     assert sizes == [16, 16, 16, 24, 32, 248, 256, 256, 256]
 
@@ -275,7 +275,7 @@ def test_a_budget_that_was_asked_for_is_kept() -> None:
     decode(core, 1)
     plans, _ = compute(core, cpu, [2000])
     assert core.scheduler.memory.rates.step_tokens == 0
-    assert [plan.num_scheduled_tokens for plan in plans[:7]] == [MOST_TOKENS] * 7
+    assert [plan.num_scheduled_tokens for plan in plans[:7]] == [MAX_TOKENS] * 7
 
 
 def test_all_who_decode_go_on_and_so_does_a_prompt() -> None:
@@ -288,7 +288,7 @@ def test_all_who_decode_go_on_and_so_does_a_prompt() -> None:
     assert plan.num_tokens.tolist() == [1] * 40 + [16]
     core.scheduler.control(MeasuredRates(step_tokens=1000), 0.0)
     plan, *_ = compute(core, cpu, [1000])[0]
-    assert plan.num_scheduled_tokens == MOST_TOKENS
+    assert plan.num_scheduled_tokens == MAX_TOKENS
     core.scheduler.control(MeasuredRates(), 0.0)
     for i in range(200):
         core.add(dry_request(f"more {i}", [7] * 3, 20_000))
@@ -327,7 +327,7 @@ def test_it_begins_with_what_the_kernels_were_measured_to_do(tmp_path: Path) -> 
             keep_figures({}, flops)
             config = config_from_flat(model="shape:qwen3-0.6b", dtype="bfloat16", **settings)
             config = derive_config(config, spec, "cpu")
-            assert config.scheduler.max_num_batched_tokens == MOST_TOKENS  # for memory
+            assert config.scheduler.max_num_batched_tokens == MAX_TOKENS  # for memory
             found[flops, len(settings)] = first_budget(config, spec, THREADS)
         assert found == {(SLOW, 0): 40, (SLOW, 1): 40, (FAST, 0): 256, (FAST, 1): 256}
         keep_figures({"int8": variants()[-1]}, SLOW)  # nine times as many operations of int8
@@ -342,5 +342,5 @@ def test_an_engine_follows_unless_a_number_is_asked_for(asked: int | None) -> No
         "demo", device="cpu", max_num_batched_tokens=asked, max_model_len=64, disable_log_stats=True
     ) as llm:
         scheduler = llm.engine.client.core.scheduler
-        assert scheduler.token_budget == (asked or MOST_TOKENS)
-        assert scheduler.memory.rates.step_tokens == (0 if asked else MOST_TOKENS)
+        assert scheduler.token_budget == (asked or MAX_TOKENS)
+        assert scheduler.memory.rates.step_tokens == (0 if asked else MAX_TOKENS)

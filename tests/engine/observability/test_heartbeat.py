@@ -10,7 +10,7 @@ from quire.base.plan import Plan
 from quire.base.settings.config import SchedulerConfig, config_from_flat
 from quire.engine.observability.beating import BeatingExecutor
 from quire.engine.observability.heartbeat import (
-    LEAST_S,
+    MIN_LIMIT_S,
     Heartbeat,
     HeartbeatReader,
     StuckWatch,
@@ -36,8 +36,8 @@ def test_at_rest_the_next_look_must_come_in_time(tmp_path: Path) -> None:
     beat.begin(0.0)
     beat.end(50.0)
     beat.wait(100.0, 1.0)
-    assert not reader.is_stuck(101.0 + LEAST_S)
-    assert reader.is_stuck(101.1 + LEAST_S)
+    assert not reader.is_stuck(101.0 + MIN_LIMIT_S)
+    assert reader.is_stuck(101.1 + MIN_LIMIT_S)
     beat.wait(112.0, 1.0)
     assert not reader.is_stuck(112.0)
 

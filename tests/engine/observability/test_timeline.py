@@ -12,7 +12,7 @@ import pytest
 
 from quire.base.events import Admitted, Finished, Planned, Preempted, Queued, Stepped
 from quire.base.plan import Plan
-from quire.engine.observability.timeline import MOST_ITEMS, Timelines, as_data, in_words
+from quire.engine.observability.timeline import MAX_ITEMS, Timelines, as_data, in_words
 from tests.support.engine.failing_core import prompt
 from tests.support.engine.recorded_runs import Run
 
@@ -99,7 +99,7 @@ def test_states() -> None:
 
 
 def test_it_stays_small() -> None:
-    story = Story(most=10)
+    story = Story(max_ended=10)
     for i in range(50):
         story.tell(Queued(i, f"r{i}", 9), Admitted(i, f"r{i}", i % 8, 0))
         story.step(i + 0.1, {i % 8: 9}, (i % 8,))
@@ -112,8 +112,8 @@ def test_it_stays_small() -> None:
     for i in range(100):
         story.tell(Preempted(700 + i, "r", "x", 5), Admitted(700.5 + i, "r", 1, 0))
     [line] = story.lines.find("r")
-    assert (line.chunks.num, len(line.chunks.each)) == (500, MOST_ITEMS)
-    assert (line.num_preemptions, len(line.preemptions)) == (100, MOST_ITEMS)
+    assert (line.chunks.num, len(line.chunks.each)) == (500, MAX_ITEMS)
+    assert (line.num_preemptions, len(line.preemptions)) == (100, MAX_ITEMS)
     assert line.preemptions[-1].at_s == 799
 
 

@@ -39,7 +39,7 @@ def test_who_gives_way_comes_back(mode: str) -> None:
 @pytest.mark.slow
 def test_guesses() -> None:
     settings = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
-    assert compare(TWO, "multi_query", 120, **settings).num_guessed > 0
+    assert compare(TWO, "multi_query", 120, **settings).num_draft_tokens > 0
 
 
 @pytest.mark.slow

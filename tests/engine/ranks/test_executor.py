@@ -38,7 +38,7 @@ def test_two_ranks_that_guess() -> None:
     draft = {"method": "draft_model", "model": str(text_checkpoint("gpt2"))}
     settings = {"speculative_config": json.dumps(draft | {"num_speculative_tokens": 3})}
     found = compare(TWO, "llama", 120, **settings)
-    assert found.num_masked > 5 and found.num_guessed > 0
+    assert found.num_masked > 5 and found.num_draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -71,4 +71,4 @@ def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
 @pytest.mark.slow
 def test_guesses_of_the_text_are_tried_by_all_ranks() -> None:
     guesses = {"method": "ngram", "num_speculative_tokens": 3}
-    assert compare(TWO, "llama", 240, speculative_config=json.dumps(guesses)).num_guessed > 0
+    assert compare(TWO, "llama", 240, speculative_config=json.dumps(guesses)).num_draft_tokens > 0

@@ -27,7 +27,7 @@ from quire.base.requests.media_items import EncoderInput, EncoderRead, MediaItem
 from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.ranks.messages import (
     Done,
-    Guessed,
+    Drafted,
     Masks,
     Order,
     Step,
@@ -126,7 +126,7 @@ def test_masks_and_guesses() -> None:
     same(order, crossed(Order(order), rank_codec()).order)
     for shape in ((2, 3), (0, 3)):
         answer = DraftAnswer(np.zeros(shape, np.int32), 0.25)
-        back = crossed(Guessed.of(answer), core_codec()).answer
+        back = crossed(Drafted.of(answer), core_codec()).answer
         assert back.duration_s == 0.25 and back.token_ids.size == answer.token_ids.size
 
 

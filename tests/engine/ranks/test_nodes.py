@@ -1,6 +1,6 @@
 """Ranks on several machines without Ray: `quire serve --node-rank 1` and an engine of its own.
 
-Covers `engine/ranks/node.py`, `engine/ranks/messages.py` and `engine/ranks/alike.py`.
+Covers `engine/ranks/node.py`, `engine/ranks/messages.py` and `engine/ranks/consistency.py`.
 """
 
 import contextlib
@@ -23,10 +23,17 @@ from quire import LLM
 from quire.base.errors import ConfigError, EngineError, RankLost
 from quire.base.settings.config import config_from_flat
 from quire.base.settings.parallel import ParallelConfig
-from quire.engine.ranks.alike import contradictions, given_settings_of
-from quire.engine.ranks.dial_in import Address, Door
-from quire.engine.ranks.keeper import CORE_ENDED, CORE_LOST, LEFT, Ending, Place, keep
+from quire.engine.ranks.connections import Address, AuthenticatingListener
+from quire.engine.ranks.consistency import contradictions, given_settings_of
 from quire.engine.ranks.node import Node, rank_token, ranks_of_node
+from quire.engine.ranks.node_agent import (
+    CORE_ENDED,
+    CORE_LOST,
+    LEFT,
+    Ending,
+    RankAssignment,
+    run_rank,
+)
 from quire.engine.ranks.rank_set import RankSet
 from quire.engine.ranks.remote import RemoteRanks
 from tests.support.engine.scenarios import COMMON, NUM_ASKED, alone, answers_of
@@ -219,10 +226,10 @@ class Core:
     address: Address
     pool: ThreadPoolExecutor
 
-    def keep(self, number: int, **more: Any) -> "Future[Ending]":
+    def run_rank(self, number: int, **more: Any) -> "Future[Ending]":
         """Keep a rank on a thread, and wait until it is there."""
-        place = Place(number, **more)
-        future = self.pool.submit(keep, self.address, SECRET.encode(), place)
+        assignment = RankAssignment(number, **more)
+        future = self.pool.submit(run_rank, self.address, SECRET.encode(), assignment)
         rank = self.transport.ranks[number]
         wait_until(lambda: rank.here is not None, "the rank has come", 10)
         return future
@@ -230,7 +237,7 @@ class Core:
     def refusal(self, number: int, **more: Any) -> str:
         """Why a rank is not taken."""
         with pytest.raises(ConfigError) as raised:
-            keep(self.address, SECRET.encode(), Place(number, **more))
+            run_rank(self.address, SECRET.encode(), RankAssignment(number, **more))
         return str(raised.value)
 
 
@@ -261,7 +268,7 @@ def test_who_was_started_otherwise_is_refused_with_the_difference(
     unset = core.refusal(1, settings={"revision": '"main"'})
     assert 'revision is "main" there and not set on machine 0; start' in unset
     assert "no rank 5 of 3: machine 0 was started with tensor_parallel_size=3" in core.refusal(5)
-    ending = core.keep(1, settings={"model": '"a"'})
+    ending = core.run_rank(1, settings={"model": '"a"'})
     assert "running already by 127.0.0.1; is its node_rank another" in core.refusal(1)
     core.ranks.close()  # the core's thread has said all that it says
     assert ending.result(10) == Ending(CORE_ENDED)
@@ -282,7 +289,7 @@ def test_secrets_of_machines_are_compared_and_not_shown() -> None:
 
 def test_a_machine_that_is_told_to_end_says_so_and_the_others_hear_why(core: Core) -> None:
     leaving = threading.Event()
-    first, other = core.keep(0, leaving=leaving), core.keep(1)
+    first, other = core.run_rank(0, leaving=leaving), core.run_rank(1)
     leaving.set()
     assert first.result(10) == Ending(LEFT)
     why = "rank 0 of 3 (on 127.0.0.1) was stopped, because its machine was shut down"
@@ -291,8 +298,10 @@ def test_a_machine_that_is_told_to_end_says_so_and_the_others_hear_why(core: Cor
 
 
 def test_a_core_that_is_gone_without_a_word_is_told_from_one_that_ended() -> None:
-    door = Door("127.0.0.1", SECRET.encode(), lambda arrival: arrival.socket.close())
-    assert keep(door.address, SECRET.encode(), Place(0)) == Ending(CORE_LOST)
+    door = AuthenticatingListener(
+        "127.0.0.1", SECRET.encode(), lambda arrival: arrival.socket.close()
+    )
+    assert run_rank(door.address, SECRET.encode(), RankAssignment(0)) == Ending(CORE_LOST)
     door.close()
 
 

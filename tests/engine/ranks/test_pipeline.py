@@ -41,7 +41,7 @@ def test_who_gives_way_comes_back(mode: str) -> None:
 @pytest.mark.slow
 def test_guesses_of_the_host() -> None:
     config = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
-    assert compare(STAGES, "llama", 120, **config).num_guessed > 0
+    assert compare(STAGES, "llama", 120, **config).num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -130,14 +130,14 @@ def test_who_spins_is_told_from_who_waits_for_it(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SPIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(quire.engine.observability.heartbeat, "LEAST_S", 2.0)
+    monkeypatch.setattr(quire.engine.observability.heartbeat, "MIN_LIMIT_S", 2.0)
     with LLM(str(checkpoint("llama")), **(COMMON | TWO)) as llm:
         core, pids = llm.engine.client.core, ranks_of()
         next(llm.stream(WORDS, LONG))
         core.add(Request("r", WORDS, LONG, seed=1))
-        heard = core.executor.steps._lateness._heard
+        last_beats = core.executor.steps._stragglers._last_beats
         # Otherwise it may still be sending its answer, and send nothing else then.
-        wait_until(lambda: heard[rank].beat.number >= 0, "it has told of its step")
+        wait_until(lambda: last_beats[rank].beat.number >= 0, "it has told of its step")
         kill(pids[rank], number)
         core.plan()
         began = time.monotonic()

@@ -101,7 +101,7 @@ def test_a_rank_that_fails_ends_all_once() -> None:
     assert str(error) == "rank 1 of 2 (process 101) cannot continue: EngineError: no memory"
     ranks.link.give_up(0, "is late")
     later = Heard()
-    ranks.link.tell(later)
+    ranks.link.set_listener(later)
     assert later.losses.get_nowait() is error and heard.losses.empty()
     ranks.close()
     assert pairs.calls == ["stop", "end after a loss"]

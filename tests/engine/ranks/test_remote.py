@@ -1,6 +1,6 @@
 """Ranks that are kept by other processes and connect over a network.
 
-Covers `engine/ranks/remote.py`, `engine/ranks/keeper.py`, `engine/ranks/launch.py`.
+Covers `engine/ranks/remote.py`, `engine/ranks/node_agent.py`, `engine/ranks/launch.py`.
 """
 
 import signal
@@ -63,7 +63,7 @@ def test_a_machine_that_ends_is_missed_and_all_go(starters: Starters) -> None:
         starter.processes[1].kill()  # and the kernel kills its rank
         began = time.monotonic()
         wait_until(lambda: core.rest_s() == 0.0, "it is missed", SOON_S)
-        with pytest.raises(EngineError, match="keeper or machine has ended"):
+        with pytest.raises(EngineError, match="node agent or machine has ended"):
             core.step()
         assert time.monotonic() - began < SOON_S
         assert f"rank 1 of 2 (process {ranks[1]} on 127.0.0.1)" in str(core._death)

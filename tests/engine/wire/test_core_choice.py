@@ -114,7 +114,7 @@ def test_without_a_prefix_cache_the_least_loaded_gets_it() -> None:
 
 
 def test_the_first_blocks_are_remembered_longest() -> None:
-    choice = CoreChoice(2, SIZE, most_marks=50)
+    choice = CoreChoice(2, SIZE, max_marks=50)
     choice.choose(request(prompt(1)), {1: 0})
     assert len(choice) == 50
     assert choice.choose(request(prompt(1, 40)), IDLE) == 1
@@ -160,7 +160,7 @@ TURNS = st.tuples(
 def test_nobody_is_sent_to_a_core_with_much_more_to_do(
     turns: list[tuple[list[int], dict[int, int]]],
 ) -> None:
-    choice = CoreChoice(4, SIZE, most_marks=20)
+    choice = CoreChoice(4, SIZE, max_marks=20)
     for token_ids, loads in turns:
         one = request(token_ids)
         core = choice.choose(one, loads)
@@ -183,8 +183,8 @@ def test_the_same_load_reported_again_is_news(tmp_path: Path) -> None:
     """Another client's request may weigh as much as the one of ours that has ended."""
     beat, reader = Heartbeat(tmp_path / "beat", 1.0), HeartbeatReader(tmp_path / "beat")
     seen = SeenLoad()
-    beat.tell_load(300)
+    beat.report_load(300)
     assert seen.tokens(reader.load(), own=300) == 300
-    beat.tell_load(0)  # ours has ended
-    beat.tell_load(300)  # the other client's began
+    beat.report_load(0)  # ours has ended
+    beat.report_load(300)  # the other client's began
     assert seen.tokens(reader.load(), own=0) == 300

@@ -6,7 +6,7 @@ import pytest
 from quire.base.errors import EngineError
 from quire.base.messages import (
     Abort,
-    AskMetrics,
+    GetMetrics,
     Metrics,
     Ready,
     Refused,
@@ -36,7 +36,7 @@ TO_CORE = [
     Abort("r1", "stop"),
     Abort("r4", "stop", index=1),
     ResetPrefixCache(),
-    AskMetrics(4),
+    GetMetrics(4),
 ]
 FROM_CORE = [
     Ready(1, 100, 64, 20, 4, {"model": "demo", "max_num_seqs": 4, "kv": None}, "memory"),
@@ -106,7 +106,7 @@ def test_other_messages_are_refused(body: bytes) -> None:
 
 
 def test_a_message_for_the_other_direction_is_refused() -> None:
-    body = client_codec().encode(AskMetrics(1))[LENGTH.size :]
+    body = client_codec().encode(GetMetrics(1))[LENGTH.size :]
     with pytest.raises(EngineError):
         client_codec().decode(body)
 

@@ -240,4 +240,4 @@ def test_encoding_takes_no_more_memory_than_the_tower_says(family: str) -> None:
         bound = len(found) * tower.numbers_per_token * found.element_size()
         assert live.peak <= bound < 4 * live.peak, image.grid
         per_square = len(found) // len(image.pixels)
-        assert tower.most_tokens in (None, per_square), image.grid
+        assert tower.max_tokens in (None, per_square), image.grid

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.render.answers import table
-from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
+from quire.render.answers.format import AnswerFormat, NamedTool, RequestedAnswer
 from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Part, joined
 from quire.render.answers.syntax import CallFormat, content_marks
@@ -21,7 +21,7 @@ from tests.support.render.answers import GOLDENS, NOW, TOOLS, WEATHER, Golden
 from tests.support.render.byte_vocabulary import Vocabulary, accepts, closings, marks_of
 
 
-def parsed(asked: AskedAnswer, pieces: list[str]) -> list[Part]:
+def parsed(asked: RequestedAnswer, pieces: list[str]) -> list[Part]:
     parser = asked.parser()
     out = [part for piece in pieces for part in parser.push(piece)]
     return without_ids(joined(out + parser.flush()))
@@ -41,7 +41,7 @@ def test_every_row_has_a_golden_answer() -> None:
 
 @goldens
 def test_every_cut_gives_the_parts_of_the_whole(golden: Golden) -> None:
-    asked = AskedAnswer(golden.format, TOOLS)
+    asked = RequestedAnswer(golden.format, TOOLS)
     for pieces in cuts(golden.text):
         assert parsed(asked, pieces) == golden.parts, pieces
 
@@ -56,7 +56,7 @@ def test_every_cut_gives_the_parts_of_the_whole(golden: Golden) -> None:
     ],
 )  # fmt: skip
 def test_null_arguments_are_an_empty_object(calls: CallFormat, text: str) -> None:
-    asked = AskedAnswer(AnswerFormat(calls), TOOLS)
+    asked = RequestedAnswer(AnswerFormat(calls), TOOLS)
     for pieces in cuts(text):
         assert parsed(asked, pieces) == [
             CallBegun(0, "now", ""), CallArguments(0, "{}"), CallEnded(0),
@@ -72,8 +72,8 @@ def test_the_grammar_takes_the_golden_answer(golden: Golden, has_tokens: bool) -
     vocabulary = Vocabulary(marks_of(golden.format) if has_tokens else ())
     strict = tuple(dataclasses.replace(tool, strict=True) for tool in TOOLS)
     for asked in (
-        AskedAnswer(golden.format, TOOLS, "required"),
-        AskedAnswer(golden.format, strict),
+        RequestedAnswer(golden.format, TOOLS, "required"),
+        RequestedAnswer(golden.format, strict),
     ):
         grammar = answer_grammar(asked, vocabulary.added)
         assert accepts(vocabulary, grammar, vocabulary.split(golden.text)) == ""
@@ -124,9 +124,9 @@ def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool
         return
     chance = random.Random(golden.name)
     vocabulary = Vocabulary(marks_of(golden.format) if has_tokens else (), closings(golden.format))
-    forced = AskedAnswer(golden.format, TOOLS, "required")
-    free = AskedAnswer(golden.format, (WEATHER, NOW))
-    named = AskedAnswer(golden.format, TOOLS, NamedTool("get_weather"), parallel=False)
+    forced = RequestedAnswer(golden.format, TOOLS, "required")
+    free = RequestedAnswer(golden.format, (WEATHER, NOW))
+    named = RequestedAnswer(golden.format, TOOLS, NamedTool("get_weather"), parallel=False)
     for asked in (forced, free, named):
         grammar = answer_grammar(asked, vocabulary.added)
         for _ in range(2):
@@ -157,7 +157,7 @@ def test_nothing_that_a_model_writes_is_lost(data: st.DataObject) -> None:
                               '"name": "f"', '"parameters":'])  # fmt: skip
     plain = st.characters(exclude_categories=["C"])  # the others are escaped in arguments
     text = "".join(data.draw(st.lists(pieces | st.text(plain, max_size=3), max_size=12)))
-    asked = AskedAnswer(golden.format, data.draw(st.sampled_from([TOOLS, ()])))
+    asked = RequestedAnswer(golden.format, data.draw(st.sampled_from([TOOLS, ()])))
     parts = parsed(asked, [text])
     assert parsed(asked, list(text)) == parts
     cut = data.draw(st.integers(0, len(text)))
@@ -202,7 +202,7 @@ TIMED = list({golden.format: golden for golden in reversed(GOLDENS[::3])}.values
 
 @pytest.mark.parametrize("golden", TIMED, ids=[golden.name for golden in TIMED])
 def test_the_time_is_linear_in_each_format(golden: Golden) -> None:
-    asked = AskedAnswer(golden.format, TOOLS)
+    asked = RequestedAnswer(golden.format, TOOLS)
     start = time.process_time()
     for opener in content_marks(golden.calls, golden.reasoning):
         for unit in (opener, f'{opener}{{"name"', f"{opener}now", golden.text[: 2 * len(opener)]):
@@ -219,7 +219,7 @@ def test_reasoning_ends_where_its_budget_does() -> None:
         formats = AnswerFormat(calls, form)
         vocabulary = Vocabulary(marks_of(formats), (*form.close.split(), "ab"))
         for choice in ("auto", "required"):
-            asked = AskedAnswer(
+            asked = RequestedAnswer(
                 formats, TOOLS, choice, begins_in_reasoning=True, thinking_token_budget=9
             )
             grammar = answer_grammar(asked, vocabulary.added)

@@ -7,7 +7,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.requests.structured_outputs import StructuredOutputsParams
-from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
+from quire.render.answers.format import AnswerFormat, NamedTool, RequestedAnswer
 from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, MISTRAL, QWEN3_CODER, THINK
@@ -21,59 +21,59 @@ CALL_F = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 CALL_G = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
 
 
-def fault(asked: AskedAnswer, text: str) -> str:
+def fault(asked: RequestedAnswer, text: str) -> str:
     grammar = answer_grammar(asked, VOCABULARY.added)
     return accepts(VOCABULARY, grammar, VOCABULARY.split(text))
 
 
 def test_required_is_one_call_or_more() -> None:
-    asked = AskedAnswer(QWEN, (F, G), "required")
+    asked = RequestedAnswer(QWEN, (F, G), "required")
     for text in (CALL_F, CALL_G, CALL_F + CALL_G, f"<think>hm</think>\n\n{CALL_G}\n{CALL_F}"):
         assert fault(asked, text) == ""
     for text in ("", "hello", CALL_F + "x", "<think>a</think>", CALL_F.replace("1", '"1"'), "{}"):
         assert fault(asked, text)
-    assert fault(AskedAnswer(QWEN, (F, G), "required", parallel=False), CALL_F) == ""
-    assert fault(AskedAnswer(QWEN, (F, G), "required", parallel=False), CALL_F + CALL_G)
+    assert fault(RequestedAnswer(QWEN, (F, G), "required", parallel=False), CALL_F) == ""
+    assert fault(RequestedAnswer(QWEN, (F, G), "required", parallel=False), CALL_F + CALL_G)
 
 
 def test_a_named_tool_is_that_one() -> None:
-    asked = AskedAnswer(QWEN, (F, G), NamedTool("g"))
+    asked = RequestedAnswer(QWEN, (F, G), NamedTool("g"))
     assert fault(asked, CALL_G) == ""
     assert fault(asked, CALL_F)
     assert fault(asked, CALL_G + CALL_G)
     with pytest.raises(RequestError, match="'h', which is not in tools"):
-        answer_grammar(AskedAnswer(QWEN, (F, G), NamedTool("h")), {})
+        answer_grammar(RequestedAnswer(QWEN, (F, G), NamedTool("h")), {})
     with pytest.raises(RequestError, match="start the server with --tool-call-parser") as caught:
-        answer_grammar(AskedAnswer(AnswerFormat(), (F, G), "required"), {})
+        answer_grammar(RequestedAnswer(AnswerFormat(), (F, G), "required"), {})
     assert caught.value.field == "tool_choice"
 
 
 def test_auto_is_free_but_for_calls() -> None:
-    asked = AskedAnswer(QWEN, (F, G))
+    asked = RequestedAnswer(QWEN, (F, G))
     for text in ("", "hello {", f"Look:\n{CALL_F}", CALL_F + CALL_G, f"<think>a</think>b{CALL_F}"):
         assert fault(asked, text) == ""
     for text in ("a<tool_call>b", CALL_F.replace('"x"', '"y"'), "a</tool_call>"):
         assert fault(asked, text)
-    assert answer_grammar(AskedAnswer(QWEN, (G,)), VOCABULARY.added) == ""
-    assert answer_grammar(AskedAnswer(QWEN, (F,), "none"), VOCABULARY.added) == ""
+    assert answer_grammar(RequestedAnswer(QWEN, (G,)), VOCABULARY.added) == ""
+    assert answer_grammar(RequestedAnswer(QWEN, (F,), "none"), VOCABULARY.added) == ""
 
 
 def test_a_content_of_some_form_beside_tools() -> None:
     content = StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}})
-    asked = AskedAnswer(QWEN, (F, G), content=content)
+    asked = RequestedAnswer(QWEN, (F, G), content=content)
     for text in ('{"a": 1}', CALL_F, '<think>x</think>\n\n{"a": 1}', "<think></think>" + CALL_G):
         assert fault(asked, text) == ""
     for text in ("hello", "<think>x", CALL_F + '{"a": 1}'):
         assert fault(asked, text)
-    assert fault(AskedAnswer(QWEN, (F,), "none", content=content), CALL_F)
+    assert fault(RequestedAnswer(QWEN, (F,), "none", content=content), CALL_F)
 
 
 def test_behind_reasoning_there_is_no_other() -> None:
     content = StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}})
     for asked, rest in (
-        (AskedAnswer(QWEN, (F,), "required", has_reasoned=True), CALL_F),
-        (AskedAnswer(QWEN, content=content, has_reasoned=True), '{"a": 1}'),
-        (AskedAnswer(QWEN, thinking_token_budget=3, has_reasoned=True), "anything"),
+        (RequestedAnswer(QWEN, (F,), "required", has_reasoned=True), CALL_F),
+        (RequestedAnswer(QWEN, content=content, has_reasoned=True), '{"a": 1}'),
+        (RequestedAnswer(QWEN, thinking_token_budget=3, has_reasoned=True), "anything"),
     ):
         assert fault(asked, rest) == ""
         assert fault(asked, "<think>x</think>\n\n" + rest)
@@ -82,12 +82,14 @@ def test_behind_reasoning_there_is_no_other() -> None:
 def test_budgets_are_kept() -> None:
     for tools, rest in (((), "anything <tool_call>"), ((F,), CALL_F)):
         choice = "required" if tools else "auto"
-        asked = AskedAnswer(QWEN, tools, choice, begins_in_reasoning=True, thinking_token_budget=3)
+        asked = RequestedAnswer(
+            QWEN, tools, choice, begins_in_reasoning=True, thinking_token_budget=3
+        )
         for text in ("abc</think>", "</think>"):
             assert fault(asked, text + rest) == ""
         assert "'d' is refused" in fault(asked, "cbd" + "d</think>" + rest)
         assert fault(asked, f"a</think>{rest}<think>b</think>")
-    asked = AskedAnswer(QWEN, thinking_token_budget=0)
+    asked = RequestedAnswer(QWEN, thinking_token_budget=0)
     assert fault(asked, "<think></think>hi") == ""
     assert fault(asked, "<think>a</think>hi")
 
@@ -99,14 +101,16 @@ def test_a_name_that_the_parser_cannot_read_is_refused(name: str) -> None:
     for form in (MISTRAL, QWEN3_CODER):
         for choice in ("required", "auto"):
             with pytest.raises(RequestError, match="rename it") as raised:
-                answer_grammar(AskedAnswer(AnswerFormat(form), (tool,), choice), VOCABULARY.added)
+                answer_grammar(
+                    RequestedAnswer(AnswerFormat(form), (tool,), choice), VOCABULARY.added
+                )
             assert raised.value.field == "tools"
-    assert answer_grammar(AskedAnswer(QWEN, (tool,), "required"), VOCABULARY.added)
+    assert answer_grammar(RequestedAnswer(QWEN, (tool,), "required"), VOCABULARY.added)
 
 
 @pytest.mark.parametrize("kind", ["string", ["object", "null"]])
 def test_arguments_are_an_object_whatever_a_schema_says(kind: object) -> None:
-    asked = AskedAnswer(QWEN, (Tool("g", {"type": kind}),), "required")
+    asked = RequestedAnswer(QWEN, (Tool("g", {"type": kind}),), "required")
     assert fault(asked, CALL_G) == ""
     for value in ('"a"', "null"):
         assert fault(asked, CALL_G.replace("{}", value))

@@ -12,7 +12,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.render.answers import table
-from quire.render.answers.format import AnswerFormat, AskedAnswer
+from quire.render.answers.format import AnswerFormat, RequestedAnswer
 from quire.render.answers.grammar import answer_grammar
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.answers.schema_types import typed, types_of
@@ -30,16 +30,16 @@ def written(values: dict[str, str]) -> str:
     return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
 
 
-def asked(properties: dict[str, Any], **schema: object) -> AskedAnswer:
+def asked(properties: dict[str, Any], **schema: object) -> RequestedAnswer:
     whole = {"type": "object", "properties": properties} | schema
-    return AskedAnswer(CODER, (Tool("f", whole),), "required")
+    return RequestedAnswer(CODER, (Tool("f", whole),), "required")
 
 
-def fault(one: AskedAnswer, text: str) -> str:
+def fault(one: RequestedAnswer, text: str) -> str:
     return accepts(VOCABULARY, answer_grammar(one, VOCABULARY.added), VOCABULARY.split(text))
 
 
-def read(one: AskedAnswer, text: str) -> str:
+def read(one: RequestedAnswer, text: str) -> str:
     parser = one.parser()
     parts = [part for char in text for part in parser.push(char)] + parser.flush()
     assert [part.name for part in parts if isinstance(part, CallBegun)] == ["f"]
@@ -89,7 +89,7 @@ def test_required_ones_must_come_and_others_may() -> None:
     assert fault(one, written({"a": "1", "b": "1", "c": "2"})) == ""
     for keys in ("a", "b", "ab", "bac", "abcd"):
         assert fault(one, written(dict.fromkeys(keys, "1")))
-    assert fault(AskedAnswer(CODER, (Tool("f"),), "required"), written({})) == ""
+    assert fault(RequestedAnswer(CODER, (Tool("f"),), "required"), written({})) == ""
 
 
 def test_values_are_typed_as_well_as_can_be() -> None:
@@ -129,7 +129,7 @@ def test_strings_stream_and_what_is_cut_off_stays() -> None:
 )  # fmt: skip
 def test_what_the_format_cannot_write_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as raised:
-        answer_grammar(AskedAnswer(CODER, (Tool("f", schema),), "required"), VOCABULARY.added)
+        answer_grammar(RequestedAnswer(CODER, (Tool("f", schema),), "required"), VOCABULARY.added)
     assert raised.value.field == "tools"
 
 
@@ -145,7 +145,7 @@ def test_the_whole_schema_may_be_a_reference() -> None:
         "required": ["a"],
     }
     tool = Tool("f", {"$ref": "#/$defs/pair", "$defs": {"pair": pair}})
-    one = AskedAnswer(CODER, (tool,), "required")
+    one = RequestedAnswer(CODER, (tool,), "required")
     text = written({"a": "5", "b": '{"a": "x"}'})
     assert fault(one, text) == "" and fault(one, written({}))
     assert json.loads(read(one, text)) == {"a": "5", "b": {"a": "x"}}

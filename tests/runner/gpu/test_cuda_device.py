@@ -207,7 +207,7 @@ class TestGraphs:
         config = config_from_flat(model=path, attention_backend="triton", **SETTINGS)
         built = build_runner(config, resolve_model(path, None))
         cuda.allocated, cuda.peak = 1000, 1700
-        num_graphs = len(memory_plan.ladder(3)) + memory_plan.MOST_MIXED
+        num_graphs = len(memory_plan.ladder(3)) + memory_plan.MAX_MIXED
         wanted = 700 + memory_plan.GRAPH_BYTES * num_graphs
         assert built.runner.graph_bytes(built.config) == wanted
 
@@ -312,14 +312,14 @@ class TestMoves:
         crossed = [(entry[0], entry[2]) for entry in cuda.log if entry[1] == "waits for"][1:]
         assert crossed == [("stream 2", "default"), ("default", "stream 2")]
         assert torch.equal(kv[:, ids], before[:, ids]) and not kv[:, 0].any()
-        host.give_back()
+        host.free_mirrors()
         kept = {entry[0] for entry in cuda.log if entry[1] == "keeps"}
         assert kept == {"stream 1", "stream 2"}
 
     def test_marks_are_done_when_what_is_before_them_is(self, cuda: FakeCuda) -> None:
         found = streams.streams_of(SimpleNamespace(is_cuda=True, device=CUDA))  # type: ignore
         assert isinstance(found, CudaStreams) and streams.streams_of(torch.ones(1)) is None
-        first, failing = found.out.mark(), found.beside(lambda: [][1])
+        first, failing = found.out.mark(), found.run_task(lambda: [][1])
         found.into.wait_for(first)
         last = found.into.mark()
         assert not first.is_done()

@@ -32,7 +32,7 @@ class Decoder:
         self.most = most
         self._is_new = False
 
-    def expect_nothing(self) -> None:
+    def prepare_empty_step(self) -> None:
         self._is_new = True
 
     def gather(self, shape: StepShape) -> Any:
@@ -117,7 +117,7 @@ def test_mixed_steps_have_places_for_rows_and_tokens(takes_any_lengths: bool) ->
 
 
 def test_not_every_kind_of_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_MIXED", 2)
+    monkeypatch.setattr(graphs, "MAX_MIXED", 2)
     found = make(4, Decoder())
     recorded = [[found.find(4, tokens, PLAIN) for _ in range(9)][-1] for tokens in (16, 32, 48, 64)]
     assert [each is not None for each in recorded] == [True, True, False, False]

@@ -113,11 +113,11 @@ def test_everything_is_told_long_before_it_is_done(
 ) -> None:
     """With small slots the changes of a plan need several, and the ring is often full."""
     if room == "small":
-        monkeypatch.setattr(slots, "MOST_TOKENS", 7)
-        monkeypatch.setattr(slots, "MOST_DELTAS", 9)
-        monkeypatch.setattr(slots, "MOST_RUNS", 2)
+        monkeypatch.setattr(slots, "MAX_TOKENS", 7)
+        monkeypatch.setattr(slots, "MAX_DELTAS", 9)
+        monkeypatch.setattr(slots, "MAX_RUNS", 2)
         monkeypatch.setattr(slots, "NUM_SLOTS", 3)
-        monkeypatch.setattr(slots, "LONGEST_RUN", 5)
+        monkeypatch.setattr(slots, "MAX_RUN_TOKENS", 5)
     built = build("triton")
     found = drive(built, devices[-1] if room == "large" else None)
     assert devices[-1].most_waiting >= (5 if room == "large" else 2)

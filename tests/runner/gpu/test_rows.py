@@ -14,7 +14,7 @@ from quire.runner.device import HostDevice
 from quire.runner.gpu.kernel_ops import KernelOps
 from quire.runner.rows import PROMPT_COLUMN, DeviceRows
 from quire.runner.setup.assemble import empty_rows
-from quire.runner.step_ops import Asked, SamplingFlags, StepOps
+from quire.runner.step_ops import SamplingFlags, SamplingRequests, StepOps
 from quire.runner.torch_ops import TorchOps
 from tests.support.runner.late_device import LateDevice
 
@@ -48,8 +48,8 @@ def test_a_plan_changes_the_rows_in_its_order(how: str, make: Callable[..., Any]
         block_writes=BlockWrites(0 * column, column, column, 33 * column),
     )
     flags = SamplingFlags.of_rows(5)
-    asked = Asked(plan.sample_rows, flags.at(plan.sample_rows), {})
-    update, _ = rows.apply(plan, flags.has_edits, asked)
+    requested = SamplingRequests(plan.sample_rows, flags.at(plan.sample_rows), {})
+    update, _ = rows.apply(plan, flags.has_edits, requested)
     rows.run_with(update, list)
     device.run(list).wait()
     tokens = rows.state.tokens_RM[:, :9].tolist()

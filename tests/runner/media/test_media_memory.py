@@ -14,7 +14,7 @@ from quire.runner import build
 from quire.runner.derive import derive_config
 from quire.runner.memory_plan import largest_item, workspace_of
 from quire.runner.setup.preview import preview_runner
-from quire.runner.warm.conditions import can_be_kept
+from quire.runner.warm.conditions import can_save_start
 from quire.spec.media_families import EncoderSize
 from quire.spec.model_spec import load_spec
 from quire.tools.devices import Device
@@ -103,8 +103,8 @@ def test_fit_says_what_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_model_with_a_tower_starts_with_torch() -> None:
     """Its start is not kept for one without torch."""
     engine = Engine(dtype="float32", attention_backend="auto")
-    assert not can_be_kept(engine.built.spec)
-    assert can_be_kept(load_spec(checkpoint("llama")))
+    assert not can_save_start(engine.built.spec)
+    assert can_save_start(load_spec(checkpoint("llama")))
 
 
 def source() -> Any:

@@ -17,7 +17,7 @@ from quire.models.checkpoint.rank_place import RankPlace
 from quire.models.checkpoint.source import ModelSource, resolve_model
 from quire.models.parts.layers import ParamFactory
 from quire.models.registry import make_model
-from quire.models.vision.place import encoder_size
+from quire.models.vision.encoder_size import encoder_size
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.runner.build import build_runner
@@ -95,7 +95,7 @@ def test_two_ranks_that_share_layers() -> None:
     config = config_from_flat(model=path, tensor_parallel_size=2, **SETTINGS)
 
     def work(group: RankGroup) -> list[list[list[int]]]:
-        built = build_runner(config, resolve_model(path, None), place=RankPlace(group))
+        built = build_runner(config, resolve_model(path, None), shard=RankPlace(group))
         return [built.run(plan).token_ids.tolist() for plan in plans]
 
     with vision_models():

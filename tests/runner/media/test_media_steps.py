@@ -15,9 +15,9 @@ from quire.base.messages import Draft, Drafted
 from quire.base.plan import Plan, StepResult
 from quire.engine.loop.recovery import bisect_step
 from quire.models.load.loading import load_model
-from quire.ops.sampling.device_guesses import Runs
+from quire.ops.sampling.device_drafts import Runs
 from quire.ops.sampling.find_runs import SEARCHED
-from quire.runner.drafting.guesses import GuessedStep
+from quire.runner.drafting.draft_steps import VerifyStep
 from quire.spec.model_spec import load_spec
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.reference_checkpoints import checkpoint
@@ -103,7 +103,7 @@ def test_steps_with_drafts(on_device: bool) -> None:
         plain.add(name)
     answers = {name: [t for t, _ in pairs] for (name, _), pairs in plain.drive().items()}
     engine = Engine()
-    engine.runner.make_draft_step = partial(GuessedStep, runs=Runs(1, 3, SEARCHED))
+    engine.runner.make_draft_step = partial(VerifyStep, runs=Runs(1, 3, SEARCHED))
     for name in ITEMS:
         engine.add(name)
 

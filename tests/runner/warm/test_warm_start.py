@@ -1,5 +1,5 @@
 """Starts without torch: the same tokens and blocks, to the bit, as starts with it. Torch is
-imported on the first call that needs it. Covers the whole folder, with `runner/warm/keep.py`,
+imported on the first call that needs it. Covers the whole folder, with `runner/warm/save_start.py`,
 `runner/warm/start_file.py` and `runner/warm/array_ops.py`."""
 
 import dataclasses

@@ -94,7 +94,7 @@ class MediaMachine(SchedulerMachine):
             start, size = end + int(random.integers(0, 4)), int(random.integers(1, NUM_SLOTS + 1))
             if start + size > num:
                 break
-            is_whole = bool(random.integers(2)) and size <= config._most_whole
+            is_whole = bool(random.integers(2)) and size <= config._max_whole
             digest = b"%d %d" % (size, random.integers(3)) + bytes([is_whole]) * 28
             items.append(MediaItem(start, size, digest[:32], pixels=PIXELS, is_whole=is_whole))
             end = start + size

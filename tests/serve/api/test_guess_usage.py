@@ -69,7 +69,7 @@ def test_what_was_tried_and_what_was_right(
     }  # fmt: skip
     usage = usage_of(api, path, body)
     details = usage["completion_tokens_details"]
-    accepted, guessed = sum(s.num_accepted for s in STEPS), sum(s.num_guessed for s in STEPS)
+    accepted, guessed = sum(s.num_accepted for s in STEPS), sum(s.num_draft_tokens for s in STEPS)
     found = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert found == (accepted, guessed - accepted) and guessed > 0
     assert usage["completion_tokens"] == sum(len(step.rows) for step in STEPS) + accepted
@@ -88,7 +88,7 @@ def test_a_stop_string_leaves_out_only_what_came_after_it(api: TestClient) -> No
     body = {"model": "demo", "prompt": TEXT, "max_tokens": 60, "temperature": 0.0, "stop": ["two"]}
     usage = usage_of(api, "/v1/completions", body)
     details = usage.get("completion_tokens_details", {})
-    accepted, guessed = sum(s.num_accepted for s in STEPS), sum(s.num_guessed for s in STEPS)
+    accepted, guessed = sum(s.num_accepted for s in STEPS), sum(s.num_draft_tokens for s in STEPS)
     assert 0 <= accepted - details.get("accepted_prediction_tokens", 0) <= 3
     assert sum(details.values()) <= guessed
 

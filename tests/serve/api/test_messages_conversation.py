@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.serve.anthropic.as_chat import chat_of
-from quire.serve.anthropic.conversation import chat_messages, goes_on
+from quire.serve.anthropic.conversation import chat_messages, continues_last
 from quire.serve.anthropic.protocol import CountTokensRequest
 from quire.serve.errors import ApiError
 
@@ -116,11 +116,11 @@ def test_a_wrong_block_is_named(message: dict[str, Any], words: str) -> None:
 
 
 def test_an_answer_goes_on_from_text_alone() -> None:
-    assert not goes_on(chat_messages(None, [user(TEXT)]))
-    assert goes_on(chat_messages(None, [user(TEXT), assistant(text("b"))]))
+    assert not continues_last(chat_messages(None, [user(TEXT)]))
+    assert continues_last(chat_messages(None, [user(TEXT), assistant(text("b"))]))
     for blocks, words in (([CALL], "tool_use"), ([{"type": "redacted_thinking"}], "without text")):
         with pytest.raises(ApiError, match=words):
-            goes_on(chat_messages(None, [user(TEXT), assistant(*blocks)]))
+            continues_last(chat_messages(None, [user(TEXT), assistant(*blocks)]))
 
 
 def chat(**fields: Any) -> dict[str, Any]:

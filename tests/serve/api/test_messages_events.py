@@ -8,7 +8,7 @@ import pytest
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, EngineDead
 from quire.serve.anthropic.errors import is_messages, message_error_body
 from quire.serve.anthropic.events import MessageEvents, message_of
-from quire.serve.errors import ApiError, as_api_error, bad_request, too_late
+from quire.serve.errors import ApiError, as_api_error, bad_request, timed_out
 from quire.serve.pipeline.answer import UsageCounter
 
 
@@ -90,7 +90,7 @@ def test_an_empty_answer_has_no_blocks() -> None:
         (ApiError(403, "no"), "permission_error"),
         (ApiError(404, "no"), "not_found_error"),
         (ApiError(405, "no"), "invalid_request_error"),
-        (too_late("no"), "timeout_error"),
+        (timed_out("no"), "timeout_error"),
         (ApiError(413, "no"), "request_too_large"),
         (ApiError(415, "no"), "invalid_request_error"),
         (ApiError(429, "no"), "rate_limit_error"),

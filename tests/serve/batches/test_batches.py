@@ -14,7 +14,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.serve.app import create_app
 from quire.serve.batches import batch_store, line_runner
-from quire.serve.batches.batch_job import LOW_PRIORITY, BatchJob, Workplace
+from quire.serve.batches.batch_job import LOW_PRIORITY, BatchJob, BatchResources
 from quire.serve.batches.batch_store import BatchRecord, BatchStore, new_batch_id
 from quire.serve.batches.batches import open_batches
 from quire.serve.batches.directory import FilesDirectory
@@ -127,13 +127,13 @@ def begun(server: KeptServer, number: int, num_done: int) -> Any:
 def test_a_batch_can_be_cancelled(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look, found = BatchJob._look, list[str | None]()
+    look, found = BatchJob._check_end, list[str | None]()
 
     def noted(job: BatchJob) -> None:
         look(job)
         found.append(job._ends_as)
 
-    monkeypatch.setattr(BatchJob, "_look", noted)
+    monkeypatch.setattr(BatchJob, "_check_end", noted)
     with serving(make_context, tmp_path) as server:
         made = begun(server, 30, num_done=2)
         server.delete(f"/v1/files/{made['input_file_id']}", status=409)
@@ -308,7 +308,7 @@ def test_a_stop_does_not_wait_for_the_rest_of_a_file(
     kept = open_batches(context.config)
     assert kept is not None
     looks = iter([False, False, True])
-    place = Workplace(
+    place = BatchResources(
         create_app(context, kept), kept.files, kept.records, Slots(1), lambda: next(looks)
     )
     record = record_of("file-" + "0" * 32)

@@ -31,7 +31,7 @@ def test_lines_are_found_with_their_numbers(tmp_path: Path) -> None:
 def test_an_empty_file_has_no_lines(tmp_path: Path) -> None:
     index = index_of(write(tmp_path / "in", []))
     assert len(index) == 0 and index.order.tolist() == []
-    assert index.places_of(array("Q", [7])).tolist() == [-1]
+    assert index.positions_of(array("Q", [7])).tolist() == [-1]
 
 
 def test_lines_that_begin_alike_follow_each_other(tmp_path: Path) -> None:
@@ -111,4 +111,4 @@ def test_lines_are_found_by_their_ids(tmp_path: Path) -> None:
     index = index_of(path)
     halves = [int.from_bytes(index.data(place)[1][:8], "big") for place in range(30)]
     wanted = array("Q", [halves[7], 12345, halves[29], halves[0]])
-    assert index.places_of(wanted).tolist() == [7, -1, 29, 0]
+    assert index.positions_of(wanted).tolist() == [7, -1, 29, 0]

@@ -12,7 +12,7 @@ from quire.serve.several.residency import (
     Denied,
     Granted,
     Lease,
-    MakeWay,
+    NotifyHolder,
     Order,
     Residency,
     Start,
@@ -34,16 +34,16 @@ def loaded(*names: str, **options: float | int) -> Residency:
 
 def test_who_asks_for_what_is_loaded_gets_it_at_once() -> None:
     residency = loaded("a")
-    residency.ask("a", (P, 1), 1.0)
+    residency.request("a", (P, 1), 1.0)
     assert residency.decide(1.0) == [Granted("a", (P, 1))]
     assert residency.decide(1.0) == []
 
 
 def test_a_model_is_loaded_for_all_who_ask_meanwhile() -> None:
     residency = loaded("a")
-    residency.ask("b", (P, 1), 1.0)
+    residency.request("b", (P, 1), 1.0)
     assert residency.decide(1.0) == [Start("b")]
-    residency.ask("b", (Q, 1), 2.0)
+    residency.request("b", (Q, 1), 2.0)
     assert residency.decide(2.0) == []
     residency.loaded("b", 3.0)
     assert residency.decide(3.0) == [Granted("b", (P, 1)), Granted("b", (Q, 1))]
@@ -53,11 +53,11 @@ def test_a_model_is_loaded_for_all_who_ask_meanwhile() -> None:
 def test_the_one_that_was_used_longest_ago_makes_room() -> None:
     residency = loaded("a", "b", max_loaded=2)
     for number, name in enumerate("ab"):  # a was asked for first, and used last
-        residency.ask(name, (P, number), 1.0)
+        residency.request(name, (P, number), 1.0)
         residency.decide(1.0)
     residency.give_back("b", (P, 1), 2.0)
     residency.give_back("a", (P, 0), 3.0)
-    residency.ask("c", (P, 2), 4.0)
+    residency.request("c", (P, 2), 4.0)
     assert residency.decide(4.0) == [Stop("b")]
     assert residency.decide(5.0) == []  # what ends still has its place
     residency.unloaded("b", 6.0)
@@ -67,11 +67,11 @@ def test_the_one_that_was_used_longest_ago_makes_room() -> None:
 
 def test_one_in_use_gives_way_and_never_ends_under_a_lease() -> None:
     residency = loaded("a", max_loaded=1)
-    residency.ask("a", (P, 1), 1.0)
+    residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
-    residency.ask("b", (Q, 1), 2.0)
-    assert residency.decide(2.0) == [MakeWay("a", P)]
-    residency.ask("a", (Q, 2), 3.0)  # behind the one that waits
+    residency.request("b", (Q, 1), 2.0)
+    assert residency.decide(2.0) == [NotifyHolder("a", P)]
+    residency.request("a", (Q, 2), 3.0)  # behind the one that waits
     assert residency.decide(3.0) == []
     residency.give_back("a", (P, 1), 4.0)
     assert residency.decide(4.0) == [Stop("a")]
@@ -79,16 +79,16 @@ def test_one_in_use_gives_way_and_never_ends_under_a_lease() -> None:
     assert residency.decide(5.0) == [Start("b")]
     residency.loaded("b", 6.0)
     assert residency.decide(6.0) == [Granted("b", (Q, 1))]
-    assert residency.decide(7.0) == [MakeWay("b", Q)]
+    assert residency.decide(7.0) == [NotifyHolder("b", Q)]
 
 
 def test_who_gives_way_goes_on_when_nobody_waits_any_more() -> None:
     residency = loaded("a", max_loaded=1)
-    residency.ask("a", (P, 1), 1.0)
+    residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
-    residency.ask("b", (Q, 1), 2.0)
+    residency.request("b", (Q, 1), 2.0)
     residency.decide(2.0)
-    residency.ask("a", (P, 2), 3.0)
+    residency.request("a", (P, 2), 3.0)
     residency.give_back("b", (Q, 1), 4.0)
     assert residency.decide(4.0) == [Granted("a", (P, 2))]
 
@@ -97,9 +97,9 @@ def test_a_turn_is_as_long_as_loading_took() -> None:
     residency = Residency(["a", "b"], max_loaded=1)
     residency.begin("a", 0.0)
     residency.loaded("a", 2.0)
-    residency.ask("b", (P, 1), 2.5)
+    residency.request("b", (P, 1), 2.5)
     assert residency.decide(2.5) == [] and residency.due_s() == 4.0
-    residency.ask("a", (P, 2), 3.0)  # its turn is not over
+    residency.request("a", (P, 2), 3.0)  # its turn is not over
     assert residency.decide(3.0) == [Granted("a", (P, 2))]
     residency.give_back("a", (P, 2), 3.5)
     assert residency.decide(3.5) == []
@@ -110,14 +110,14 @@ def test_a_turn_has_a_bound() -> None:
     residency = Residency(["a", "b"], max_loaded=1)
     residency.begin("a", 0.0)
     residency.loaded("a", 100.0)
-    residency.ask("b", (P, 1), 100.0)
+    residency.request("b", (P, 1), 100.0)
     residency.decide(100.0)
     assert residency.due_s() == 100.0 + TURN_S
 
 
 def test_idle_models_are_unloaded() -> None:
     residency = loaded("a", "b", idle_s=10.0)
-    residency.ask("a", (P, 1), 5.0)
+    residency.request("a", (P, 1), 5.0)
     residency.decide(5.0)
     assert residency.due_s() == 10.0
     assert residency.decide(9.9) == []
@@ -135,10 +135,10 @@ def test_without_idle_s_nothing_is_unloaded() -> None:
 
 def test_a_process_that_is_gone_holds_nothing() -> None:
     residency = loaded("a", max_loaded=1)
-    residency.ask("a", (P, 1), 1.0)
+    residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
-    residency.ask("b", (P, 2), 2.0)
-    residency.ask("b", (Q, 1), 2.0)
+    residency.request("b", (P, 2), 2.0)
+    residency.request("b", (Q, 1), 2.0)
     residency.decide(2.0)
     residency.forget(P, 3.0)
     assert residency.decide(3.0) == [Stop("a")]
@@ -149,22 +149,22 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 
 def test_a_failed_load_is_told_and_tried_again_later() -> None:
     residency = loaded("a")
-    residency.ask("b", (P, 1), 1.0)
+    residency.request("b", (P, 1), 1.0)
     residency.decide(1.0)
     residency.failed("b", "no room.", 2.0)
     assert residency.decide(2.0) == [Denied("b", (P, 1), "no room.")]
-    residency.ask("b", (P, 2), 3.0)
+    residency.request("b", (P, 2), 3.0)
     assert residency.decide(3.0) == [Denied("b", (P, 2), "no room.")]
     assert residency.models["b"].state == FAILED
     again_s = 2.0 + RETRY_S
-    residency.ask("b", (P, 3), again_s)
+    residency.request("b", (P, 3), again_s)
     assert residency.decide(again_s) == [Start("b")]
 
 
 def test_a_failed_load_leaves_its_place_to_others() -> None:
     residency = loaded(max_loaded=1)
-    residency.ask("a", (P, 1), 1.0)
-    residency.ask("b", (P, 2), 2.0)
+    residency.request("a", (P, 1), 1.0)
+    residency.request("b", (P, 2), 2.0)
     assert residency.decide(2.0) == [Start("a")]
     residency.failed("a", "broken.", 3.0)
     assert residency.decide(3.0) == [Denied("a", (P, 1), "broken."), Start("b")]
@@ -173,17 +173,17 @@ def test_a_failed_load_leaves_its_place_to_others() -> None:
 def test_the_dead_stay_dead() -> None:
     residency = loaded("a")
     residency.died("a", "killed.", 1.0)
-    residency.ask("a", (P, 1), 1e6)
+    residency.request("a", (P, 1), 1e6)
     assert residency.decide(1e6) == [Denied("a", (P, 1), "killed.")]
     assert residency.models["a"].state == DEAD
 
 
 def test_one_that_dies_under_a_lease_and_comes_again_serves_on() -> None:
     residency = loaded("a")
-    residency.ask("a", (P, 1), 1.0)
+    residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
     residency.begin("a", 2.0)
-    residency.ask("a", (P, 2), 3.0)
+    residency.request("a", (P, 2), 3.0)
     assert residency.decide(3.0) == []
     residency.loaded("a", 4.0)
     assert residency.decide(4.0) == [Granted("a", (P, 2))]
@@ -223,7 +223,7 @@ def test_any_order_of_things_keeps_the_rules_and_serves_everybody(seed: int, mos
             number += 1
             lease, model = (chance.choice([P, Q]), number), chance.choice("abc")
             asked[lease] = (model, now)
-            residency.ask(model, lease, now)
+            residency.request(model, lease, now)
         for lease, model in list(open_leases.items()):
             if chance.random() < 0.2:
                 del open_leases[lease]
@@ -245,7 +245,7 @@ def test_what_went_wrong_is_told_until_the_model_is_there_again() -> None:
     residency = loaded("a", "b")
     residency.begin("a", 1.0, "its process ended.")
     residency.failed("b", "the file is gone.", 1.0)
-    residency.ask("b", (P, 1), 2.0 + RETRY_S)
+    residency.request("b", (P, 1), 2.0 + RETRY_S)
     assert residency.decide(2.0 + RETRY_S) == [Start("b")]
     told = [(each.state, each.why) for each in residency.models.values()]
     assert told[:2] == [(LOADING, "its process ended."), (LOADING, "the file is gone.")]
@@ -257,9 +257,9 @@ def test_what_went_wrong_is_told_until_the_model_is_there_again() -> None:
 def test_what_went_wrong_is_told_also_while_there_is_no_place() -> None:
     residency = loaded("a", max_loaded=1)
     residency.failed("b", "the file is gone.", 1.0)
-    residency.ask("a", (P, 1), 1.0)
+    residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
-    residency.ask("b", (P, 2), 2.0 + RETRY_S)
+    residency.request("b", (P, 2), 2.0 + RETRY_S)
     residency.decide(2.0 + RETRY_S)
     waits = residency.models["b"]
     assert (waits.state, waits.why) == (UNLOADED, "the file is gone.")

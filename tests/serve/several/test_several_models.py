@@ -1,6 +1,6 @@
 """`quire serve A B`, as its user sees it. Real processes with tiny checkpoints.
 
-Covers `serve/several/keeper.py`, `serve/several/served.py`, `serve/several/front.py` and
+Covers `serve/several/manager.py`, `serve/several/served.py`, `serve/several/front.py` and
 `serve/several/all_models.py`.
 """
 

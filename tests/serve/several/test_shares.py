@@ -9,7 +9,7 @@ from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.kv.sizing import MIB
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES
 from quire.serve.several.shares import ModelNeeds, Needs, described, pool_budget, split
-from quire.serve.several.sizes import least, needs_of
+from quire.serve.several.sizes import min_bytes, needs_of
 from tests.support.models.encoder_checkpoints import encoder_checkpoint
 from tests.support.models.reference_checkpoints import text_checkpoint
 
@@ -46,7 +46,7 @@ def test_what_one_cannot_use_others_get() -> None:
     pools = split(needs(), 3, 9630 * MIB, NO_OWN)
     assert pools[2] == 40 * MIB
     assert sum(pools) == pytest.approx(9630 * MIB, rel=1e-6)
-    assert split(needs(), 3, 10**12, NO_OWN) == [each.most for each in MODELS]
+    assert split(needs(), 3, 10**12, NO_OWN) == [each.highest for each in MODELS]
 
 
 def test_an_encoder_takes_no_pool_from_others() -> None:
@@ -111,7 +111,7 @@ def test_needs_are_found_without_loading() -> None:
     found = needs_of(configs)
     tiny, demo = found.models
     assert found.device == "cpu" and found.free > 0
-    assert 0 < tiny.weights < demo.weights and 0 < tiny.one_sequence <= (tiny.most or 0)
+    assert 0 < tiny.weights < demo.weights and 0 < tiny.one_sequence <= (tiny.highest or 0)
     # One sequence of 128 tokens: 9 blocks of 16, keys and values of 2 layers, 2 heads of 8.
     assert tiny.one_sequence == pytest.approx(9 * 16 * 2 * 2 * 2 * 8 * 4, rel=0.06)
 
@@ -123,5 +123,5 @@ def test_a_model_that_cannot_be_loaded_is_named() -> None:
 
 @pytest.mark.parametrize("wanted", [1, 70_000, 10**6, 10**9])
 def test_the_least_that_fits(wanted: int) -> None:
-    found = least(lambda num_bytes: num_bytes >= wanted)
+    found = min_bytes(lambda num_bytes: num_bytes >= wanted)
     assert wanted <= found <= max(wanted * 1.06, MIB // 16)

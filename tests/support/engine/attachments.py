@@ -52,19 +52,19 @@ def stores_of(core: EngineCore) -> Any:
 class StandIn:
     """Guesses nothing. num_tried: guesses that plans have tried."""
 
-    is_idle = holds_back = is_ahead = looks_ahead = False
+    is_idle = holds_back = drafts_on_device = decides_wait = False
     num_tried = 0
 
-    def worth(self, table: RowTable, rows: Int64) -> Int64:
+    def draftable(self, table: RowTable, rows: Int64) -> Int64:
         return rows
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         return []
 
     def follow(self) -> None:
         pass
 
-    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+    def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         pass
 
     def planned(self, plan: Plan) -> None:

@@ -39,7 +39,7 @@ class FakeAttachment(Attachment):
         kind = "plan" if given is None else type(given).__name__
         self._note("hear", kind)
         assert (kind == "plan") or decisions.plan is None
-        assert isinstance(given, StepResult) or not decisions.left_out
+        assert isinstance(given, StepResult) or not decisions.omitted
 
     def answers(self, now: float) -> Sequence[Control]:
         self._note("answers")

@@ -31,7 +31,7 @@ def replayed(path: Path) -> Outcome:
 
 def begin_segment(recorder: Recorder) -> None:
     """Let a recorder begin a segment, with a snapshot, before the next call."""
-    recorder._writer.wants_segment = True
+    recorder._writer.needs_segment = True
 
 
 class Run:

@@ -6,22 +6,22 @@ import subprocess
 import sys
 
 from quire.base.settings.config import EngineConfig
-from quire.engine.ranks.dial_in import Address
+from quire.engine.ranks.connections import Address
 
 KEEP = """
 import sys
-from quire.engine.ranks.dial_in import Address
-from quire.engine.ranks.keeper import Place, keep
+from quire.engine.ranks.connections import Address
+from quire.engine.ranks.node_agent import RankAssignment, run_rank
 host, port, rank, has_before = sys.argv[1:]
 secret = bytes.fromhex(sys.stdin.readline())
-keep(Address(host, int(port)), secret, Place(int(rank), has_before == "True"))
+run_rank(Address(host, int(port)), secret, RankAssignment(int(rank), has_before == "True"))
 """
 
 
 class LocalStarter:
-    """absent: ranks whose keepers do not come."""
+    """absent: ranks whose node agents do not connect."""
 
-    keeper = "keeper"
+    agent_name = "node agent"
     secret: bytes | None = None
     port = 0
 

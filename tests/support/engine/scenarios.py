@@ -55,7 +55,7 @@ class Answers:
     answers: list[str] = field(default_factory=list)
     moves: dict[str, int] = field(default_factory=dict)
     num_masked: int = 0
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_plans: int = 0
 
 
@@ -70,7 +70,7 @@ class Seen:
     def submit(self, plan: Plan, masks: Any = None) -> None:
         self.found.num_plans += 1
         self.found.num_masked += len(plan.masked_rows) > 0
-        self.found.num_guessed += len(plan.drafts) > 0
+        self.found.num_draft_tokens += len(plan.drafts) > 0
         for move in plan.moves:
             self.found.moves[move.kind] = self.found.moves.get(move.kind, 0) + 1
         self.inner.submit(plan, masks)

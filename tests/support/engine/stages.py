@@ -41,7 +41,7 @@ def build_stages(config: EngineConfig, source: ModelSource, num: int) -> list[Bu
         build_runner(
             config,
             source,
-            place=RankPlace(stage=stage, num_stages=num),
+            shard=RankPlace(stage=stage, num_stages=num),
             links=StageLinks(
                 links[stage - 1] if stage > 0 else None, links[stage] if stage < num - 1 else None
             ),

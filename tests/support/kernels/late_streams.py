@@ -93,7 +93,7 @@ class LateStreams:
     def ids(self, blocks: Int32) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int32)
 
-    def beside(self, task: Callable[[], None]) -> Mark:
+    def run_task(self, task: Callable[[], None]) -> Mark:
         self._thread.run(task)
         return self._thread.mark()
 
@@ -127,5 +127,5 @@ class ThreadStreams:
     def ids(self, blocks: Int32) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int32)
 
-    def beside(self, task: Callable[[], None]) -> Mark:
+    def run_task(self, task: Callable[[], None]) -> Mark:
         return TaskMark(self._thread.submit(task))

@@ -112,7 +112,7 @@ class FakeDevice:
         self.num_raised = 0
         self.waits_for_masks = False  # on a thread of its own
         self.lost: tuple[int, list[set[int]]] = -1, []  # in a step: slots of rows that failed alone
-        self.num_guessed = self.num_right = 0  # guesses of its own
+        self.num_draft_tokens = self.num_right = 0  # guesses of its own
         self.unsure: set[int] = set()  # rows that had some: what plans say of them is a bound
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
@@ -142,7 +142,7 @@ class FakeDevice:
         errors |= unservable
         accepted = self._accept(drafts, sampled, errors, behind)
         if plan.is_guessing:
-            self.num_guessed += sum(map(len, drafts.values()))
+            self.num_draft_tokens += sum(map(len, drafts.values()))
             self.num_right += sum(map(len, accepted.values()))
         for row, _, _ in spans:
             self.computed[row] = ends[row] + len(accepted.get(row, ()))

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.base.live import CACHED, FREE, HELD, NOBODY, PINNED, USED, LiveState
+from quire.base.live import CACHED, FREE, HELD, NO_OWNER, PINNED, USED, LiveState
 from quire.base.messages import Abort, Hold, Unpin
 from quire.kv.table import NULL
 from quire.spec.cache_group import CacheGroup
@@ -59,20 +59,20 @@ def blocks_of(bench: Bench, g: int) -> list[tuple[int, int, int]]:
                     holders[block].append(sequence.members[0].arrival)
     for pin in bench.pins.values():
         for block in pin.blocks.tables[g].live_blocks if pin.blocks is not None else ():
-            holders[block].append(NOBODY)
+            holders[block].append(NO_OWNER)
             pinned.add(block)
     held: set[int] = set()
     for each in bench.scheduler.retained.all():
         for block in each.blocks.tables[g].live_blocks if each.blocks is not None else ():
             if block != NULL:
-                holders[block].append(NOBODY)
+                holders[block].append(NO_OWNER)
                 held.add(block)
     found = []
     for block, numbers in enumerate(holders):
         state = PINNED if block in pinned else HELD if block in held else USED
         if not numbers:
             state = CACHED if pool.is_indexed(block) else FREE
-        owner = min((n for n in numbers if n != NOBODY), default=NOBODY)
+        owner = min((n for n in numbers if n != NO_OWNER), default=NO_OWNER)
         found.append((owner, len(numbers), state))
     return found
 

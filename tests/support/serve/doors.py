@@ -22,7 +22,7 @@ from quire.base.settings.config import ServerConfig
 from quire.engine.start.text import TextSide
 from quire.serve.anthropic.protocol import MessagesRequest
 from quire.serve.app import create_app
-from quire.serve.async_renderer import Lanes
+from quire.serve.async_renderer import TextThreads
 from quire.serve.batches.app_caller import AppCaller
 from quire.serve.bodies.pooling_protocol import (
     ClassifyBody,
@@ -396,7 +396,7 @@ class LocalAsyncLLM(AsyncLLM):
         self._config = engine.config
         self._cores: Any = SimpleNamespace(is_alive=True, is_stopped=False)
         self._loaded = TextSide(engine.renderer, engine.renderer.tokenizer, engine.requests)
-        self._lanes, self._media, self._fake = Lanes(), llm._media, client
+        self._text_threads, self._media, self._fake = TextThreads(), llm._media, client
 
     async def _connected(self) -> Any:
         return self._fake

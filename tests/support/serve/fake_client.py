@@ -15,12 +15,12 @@ from quire.base.events import Event
 from quire.base.live import LiveFrame
 from quire.base.messages import (
     Cancel,
-    HeldRequest,
     Hold,
     Live,
     PinnedPrefix,
     Ready,
     Request,
+    RetainedRequest,
     Rewind,
     Unpin,
 )
@@ -142,7 +142,7 @@ class FakeClient:
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
+    ) -> list[RetainedRequest]:
         return self.engine.client.core.held(request_id, index, tenant)
 
     async def keep(

@@ -9,16 +9,16 @@ import msgspec
 
 from quire.engine.wire.wire import LENGTH, body_length
 from quire.serve.several.link import ModelLink
-from quire.serve.several.messages import ModelState, States, ToKeeper, keeper_codec
+from quire.serve.several.messages import ModelState, States, ToManager, manager_codec
 
 
 class FakeKeeper:
     """heard: what came in, oldest first."""
 
     def __init__(self) -> None:
-        self.heard: list[ToKeeper] = []
+        self.heard: list[ToManager] = []
         self._news = asyncio.Event()
-        self._codec = keeper_codec()
+        self._codec = manager_codec()
         self.writer: asyncio.StreamWriter | None = None
 
     async def follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,7 +40,7 @@ class FakeKeeper:
     def tell_states(self, **states: str) -> None:
         self.tell(States([ModelState(name, state) for name, state in states.items()]))
 
-    async def hear(self, num_messages: int) -> list[ToKeeper]:
+    async def hear(self, num_messages: int) -> list[ToManager]:
         """All that was heard, once there is so much."""
         async with asyncio.timeout(10.0):
             while len(self.heard) < num_messages:

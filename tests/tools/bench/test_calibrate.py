@@ -9,7 +9,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.serve.python.llm import LLM
-from quire.tools.bench.calibrate import MOST_OUTPUT, Driver, StepListener, draw_batch
+from quire.tools.bench.calibrate import MAX_OUTPUT, Driver, StepListener, draw_batch
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_batches_of_all_sizes_that_fit() -> None:
     assert {len(each) for each in batches} >= {1, 2, 4, 8, 13}
     lengths = [(request.prompt_len, request.output_len) for each in batches for request in each]
     assert min(length for length, _ in lengths) <= 3 and max(length for length, _ in lengths) > 150
-    assert all(2 <= num <= MOST_OUTPUT and length + num <= 200 for length, num in lengths)
+    assert all(2 <= num <= MAX_OUTPUT and length + num <= 200 for length, num in lengths)
 
 
 def test_traffic_pauses_and_joins_what_runs(small_llm: LLM) -> None:

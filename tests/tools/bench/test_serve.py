@@ -1,6 +1,6 @@
 """`bench serve` end to end against a server that a test scripts. No test depends on durations.
 
-Covers `tools/bench/asking.py` and `tools/bench/guesses.py`.
+Covers `tools/bench/bench_request.py` and `tools/bench/drafts.py`.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.tools.bench import asking, serve
+from quire.tools.bench import bench_request, serve
 from quire.tools.bench.arguments import add_serve_arguments
 from quire.tools.bench.datasets import BenchRequest
 from quire.tools.bench.metrics import RequestResult
@@ -241,7 +241,7 @@ def test_requests_are_sent_when_they_are_due() -> None:
 
 
 def read(is_chat: bool, *chunks: tuple[float, dict[str, Any]]) -> RequestResult:
-    reading = asking._Reading(RequestResult(10.0, 3), is_chat)
+    reading = bench_request._Reading(RequestResult(10.0, 3), is_chat)
     for now_s, chunk in chunks:
         reading.take(json.dumps(chunk), now_s)
     return reading.finish()

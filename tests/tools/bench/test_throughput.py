@@ -70,8 +70,8 @@ def test_step_cost_counts_what_is_multiplied() -> None:
 def test_least_time_is_the_larger_limit() -> None:
     cost = StepCost(layers=10, head=5, weight_bytes=30)
     limits = Limits(flops_per_s=100.0, bytes_per_s=60.0)
-    assert cost.least_s(1, 1, limits) == pytest.approx(0.5)  # 30 bytes against 30 operations
-    assert cost.least_s(4, 2, limits) == pytest.approx(1.0)  # 100 operations
+    assert cost.min_s(1, 1, limits) == pytest.approx(0.5)  # 30 bytes against 30 operations
+    assert cost.min_s(4, 2, limits) == pytest.approx(1.0)  # 100 operations
 
 
 def test_share_of_limits() -> None:

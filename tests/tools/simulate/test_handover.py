@@ -14,7 +14,7 @@ from quire.spec.cache_group import CacheGroup
 from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
 from quire.tools.simulate.handover import DECODES, HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.replica import Replica
-from quire.tools.simulate.run import Coming, Run, run_all
+from quire.tools.simulate.run import Incoming, Run, run_all
 from quire.tools.step_times import Roofline
 
 BLOCK, BYTES = 4, 100
@@ -29,7 +29,7 @@ class Listed:
     def __init__(self, arrivals: list[Arrival]) -> None:
         self._arrivals, self.num = arrivals, len(arrivals)
 
-    def arrivals(self) -> "list[Coming]":
+    def arrivals(self) -> "list[Incoming]":
         return list(self._arrivals)
 
     def then(self, request_id: str, now: float) -> Arrival | None:

@@ -68,7 +68,7 @@ def test_requests_come_as_they_came_or_at_another_rate(recorded: Recorded) -> No
     came = [each.at_s - recorded.begins_s for each in recorded.requests]
     assert [each.at_s for each in arrivals] == pytest.approx(came)
     assert [each.num_output for each in arrivals] == [4 + 3 * i for i in range(7)] + [6]
-    faster = list(RecordedWork(recorded, 97, rate_per_s=1e6, most=3).arrivals())
+    faster = list(RecordedWork(recorded, 97, rate_per_s=1e6, max_requests=3).arrivals())
     assert len(faster) == 3 and faster[-1].at_s == pytest.approx(3e-6)
     prompts = [recorded.prompt(i, 97) for i in range(8)]
     assert all(each[:16] == prompts[0][:16] for each in prompts[::2])  # others have a salt

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.settings.config import SchedulerConfig
-from quire.tools.bench.wanted import Wanted
+from quire.tools.bench.shown_metrics import ShownMetrics
 from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.plot import (
     BOTTOM,
@@ -47,7 +47,7 @@ def test_charts_of_a_run() -> None:
     scheduler, _ = dry_run(100, 4, SchedulerConfig(1, 64), 128, enable_prefix_caching=False)
     arrivals = [Arrival(0.0, simulated_request(str(i), [3] * 8, 9), 2) for i in range(2)]
     run = simulate(scheduler, arrivals, Roofline(1.0, 0.0))
-    results = results_of(run, Wanted((), (99.0,), {}))
+    results = results_of(run, ShownMetrics((), (99.0,), {}))
     first, gaps, rows, used, speed, num_open, spent = charts_of(run, results)
     assert isinstance(first, LineChart) and isinstance(gaps, LineChart)
     assert (first.lines[0].x[0], first.lines[0].x[-1]) == (1000.0, 3000.0)

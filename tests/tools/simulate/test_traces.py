@@ -40,8 +40,8 @@ def test_burst_gpt_without_answers_that_failed(tmp_path: Path) -> None:
     )
     trace = read_trace(write(tmp_path, text))
     assert lengths(trace) == [(0.0, 472, 18), (113.0, 417, 276)]
-    assert trace.num_left_out == 1
-    assert len(read_trace(write(tmp_path, text), most=1).requests) == 1
+    assert trace.num_skipped == 1
+    assert len(read_trace(write(tmp_path, text), max_requests=1).requests) == 1
 
 
 def mooncake(*items: dict[str, object]) -> str:

@@ -27,7 +27,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     is_difference: bool = False  # whether the only class is the second token's row minus the first
     dense: tuple[tuple[str, str], ...] = ()  # directory and activation of each dense layer
     dimensions: tuple[int, ...] | None = None  # allowed sizes; None any, () the full size only
-    tells_texts: bool = False  # whether the model distinguishes the two texts of a pair
+    has_text_pairs: bool = False  # whether the model distinguishes the two texts of a pair
     longest: int | None = None  # default limit of tokens per prompt, below the model's own
 
     @property

@@ -5,7 +5,7 @@ import msgspec
 from quire.base.errors import RequestError
 
 FIELD = "repetition_detection"
-MOST_PATTERN_SIZE = 1024
+MAX_PATTERN_SIZE = 1024
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -23,8 +23,8 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True)
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise _wrong(name, value, "an integer of at least 0")
-        if self.max_pattern_size > MOST_PATTERN_SIZE:
-            raise _wrong("max_pattern_size", self.max_pattern_size, f"at most {MOST_PATTERN_SIZE}")
+        if self.max_pattern_size > MAX_PATTERN_SIZE:
+            raise _wrong("max_pattern_size", self.max_pattern_size, f"at most {MAX_PATTERN_SIZE}")
         if self.min_pattern_size > self.max_pattern_size:
             rule = f"at most max_pattern_size={self.max_pattern_size}"
             raise _wrong("min_pattern_size", self.min_pattern_size, rule)
@@ -36,7 +36,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True)
         return self.max_pattern_size > 0
 
     @property
-    def least_size(self) -> int:
+    def effective_min_size(self) -> int:
         return max(1, self.min_pattern_size)
 
 

@@ -31,7 +31,7 @@ ID_LISTS = (
     "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "dry_breaker_token_ids",
     "logprob_token_ids",
 )  # fmt: skip
-MOST_NAMED_TOKENS = 128  # limit for tokens named for logprobs
+MAX_NAMED_TOKENS = 128  # limit for tokens named for logprobs
 NO_TOKEN = -1  # filler in a list of such tokens
 MIN_PENALTY = 0.01  # limit that keeps a logit finite when multiplied or divided by it
 LOGIT_BIAS_LIMIT = 100.0
@@ -410,8 +410,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             _require(ok, "logits_processors", processor, rule)
         named = self.logprob_token_ids
         if named is not None:
-            ok = 1 <= len(named) <= MOST_NAMED_TOKENS
-            rule = f"None or a list of 1 to {MOST_NAMED_TOKENS} ids"
+            ok = 1 <= len(named) <= MAX_NAMED_TOKENS
+            rule = f"None or a list of 1 to {MAX_NAMED_TOKENS} ids"
             _require(ok, "logprob_token_ids", named, rule)
             rule = f"absent with logprob_token_ids, or {len(named)}, which is their number"
             _require(self.logprobs in (None, 0, len(named)), "logprobs", self.logprobs, rule)
@@ -436,8 +436,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         ok = isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows)
         _require(ok and len(rows) > 0, name, rows, "a list of lists of token ids")
         for row in rows:
-            ok = len(row) <= MOST_NAMED_TOKENS and all(_is_int(i) and i >= NO_TOKEN for i in row)
-            _require(ok, name, row, f"lists of at most {MOST_NAMED_TOKENS} token ids, or -1")
+            ok = len(row) <= MAX_NAMED_TOKENS and all(_is_int(i) and i >= NO_TOKEN for i in row)
+            _require(ok, name, row, f"lists of at most {MAX_NAMED_TOKENS} token ids, or -1")
         ok = self.prompt_logprobs in (None, 0)
         _require(ok, "prompt_logprobs", self.prompt_logprobs, f"absent with {name}")
         self.prompt_logprobs = 0  # the prompt token's own logprob, next to the named ones

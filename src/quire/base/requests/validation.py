@@ -8,7 +8,7 @@ import msgspec
 
 from quire.base.clock import duration_rule, is_duration
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, UNSUPPORTED, WRONG_RUNNER, RequestError
-from quire.base.messages import Draft, HeldRequest, Request
+from quire.base.messages import Draft, Request, RetainedRequest
 from quire.base.requests.media_items import items_before
 from quire.base.requests.pooling import plain_id
 from quire.base.requests.sampling_params import SamplingParams, processor_name
@@ -30,16 +30,16 @@ class RequestLimits:
     logits_processors: tuple[str, ...] = ()  # names of processors that requests may use
     takes_functions: bool = True  # whether requests may contain Python functions as processors
     pools: bool = False  # whether all requests must pool; else none may
-    tells_texts: bool = False  # see `PoolingSpec`
+    has_text_pairs: bool = False  # see `PoolingSpec`
     takes_grammars: bool = False  # whether requests may have a constraint
 
     def known_part(self, draft: Draft) -> Draft:
         """Return a draft up to its first token id outside of the vocabulary."""
-        guesses, size = draft.token_ids, self.vocab_size
-        if min(guesses, default=0) >= 0 and max(guesses, default=0) < size:
+        draft_ids, size = draft.token_ids, self.vocab_size
+        if min(draft_ids, default=0) >= 0 and max(draft_ids, default=0) < size:
             return draft
-        num = next(i for i, token_id in enumerate(guesses) if not 0 <= token_id < size)
-        return msgspec.structs.replace(draft, token_ids=guesses[:num])
+        num = next(i for i, token_id in enumerate(draft_ids) if not 0 <= token_id < size)
+        return msgspec.structs.replace(draft, token_ids=draft_ids[:num])
 
     def check(self, request: Request, num_known: int = 0) -> None:
         """Raise RequestError if this engine can never serve the request.
@@ -58,7 +58,7 @@ class RequestLimits:
         if request.pin_s is not None:
             check_pin(request)
         if request.keep_s or request.fork is not None:
-            check_kept(request, request.keep_s)
+            check_retainable(request, request.keep_s)
         name = width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
@@ -73,13 +73,13 @@ class RequestLimits:
             self._check_beams(request)
         self._check_processors(params)
         for name in ("logprobs", "prompt_logprobs"):
-            value, most = getattr(params, name), self.max_logprobs
-            if value is not None and most != -1 and not 0 <= value <= most:
-                rule = f"more than max_logprobs={most}; request fewer or raise max_logprobs."
+            value, limit = getattr(params, name), self.max_logprobs
+            if value is not None and limit != -1 and not 0 <= value <= limit:
+                rule = f"more than max_logprobs={limit}; request fewer or raise max_logprobs."
                 raise RequestError(f"{name}={value} is {rule}", name)
-        for name, most in MAX_LENGTHS.items():
-            if (length := len(getattr(request, name))) > most:
-                rule = f"at most {most} is possible. Shorten it."
+        for name, limit in MAX_LENGTHS.items():
+            if (length := len(getattr(request, name))) > limit:
+                rule = f"at most {limit} is possible. Shorten it."
                 raise RequestError(f"{name} has a length of {length}; {rule}", name)
         if not -INT32 <= request.priority < INT32:
             message = f"priority must be an integer of 32 bits, got {request.priority}."
@@ -118,8 +118,8 @@ class RequestLimits:
             )
 
     def _check_processors(self, params: SamplingParams) -> None:
-        for asked in params.logits_processors or ():
-            name, field = processor_name(asked), "logits_processors"
+        for processor in params.logits_processors or ():
+            name, field = processor_name(processor), "logits_processors"
             if name is None and not self.takes_functions:
                 raise RequestError(
                     "a Python function cannot be sent to an engine in another process; install it"
@@ -146,22 +146,22 @@ class RequestLimits:
             )
 
     def _check_prompt(self, prompt: list[int], num_known: int) -> None:
-        most, name, otherwise = (
+        limit, name, otherwise = (
             self.max_model_len - 1,
             "max_model_len - 1",
             " or raise max_model_len",
         )
         if self.pools:
-            most, name = self.max_model_len, "max_model_len"
+            limit, name = self.max_model_len, "max_model_len"
             otherwise = ", or truncate it with truncate_prompt_tokens=-1"
-        if not 1 <= len(prompt) <= most:
+        if not 1 <= len(prompt) <= limit:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; the range is 1 to {name} = {most}. Shorten"
+                f"the prompt has {len(prompt)} tokens; the range is 1 to {name} = {limit}. Shorten"
                 f" it{otherwise}.",
                 PROMPT,
                 CONTEXT_LENGTH_EXCEEDED if prompt else None,
             )
-        if self.tells_texts:
+        if self.has_text_pairs:
             prompt = list(map(plain_id, prompt))
         if len(prompt) > num_known:
             check_vocabulary(prompt[num_known:] if num_known else prompt, self.vocab_size)
@@ -208,7 +208,7 @@ def check_pin(request: Request) -> None:
         )
 
 
-def check_kept(request: Request, keep_s: float) -> None:
+def check_retainable(request: Request, keep_s: float) -> None:
     """Raise RequestError if a request cannot be retained, or is not a valid fork."""
     params, fork = request.params, request.fork
     if not 0 <= keep_s <= MAX_KEEP_S:
@@ -236,7 +236,7 @@ def check_kept(request: Request, keep_s: float) -> None:
         raise RequestError("a fork with n above 1 cannot replace its source; set n to 1.")
 
 
-def check_fork(request: Request, sources: list[HeldRequest]) -> int:
+def check_fork(request: Request, sources: list[RetainedRequest]) -> int:
     """Check that a fork begins with its source's tokens, and return the number of shared tokens.
 
     sources: the source, or an empty list. A fork without its source is computed like any other

@@ -63,7 +63,7 @@ AT_LEAST_ONE = (  # settings of the scheduler
 )  # fmt: skip
 
 
-def most_tokens(max_model_len: int, runner: str) -> int:
+def row_capacity(max_model_len: int, runner: str) -> int:
     """Return the row capacity in tokens. A pooling row may hold a prompt of the full length, and
     needs one extra slot for its placeholder output token."""
     return max_model_len + (runner == "pooling")
@@ -206,9 +206,9 @@ class ModelConfig:
             json_object(name, getattr(self, name))
 
     @property
-    def most_tokens(self) -> int:
+    def row_capacity(self) -> int:
         """Return the number of tokens that a row can hold, once max_model_len is derived."""
-        return most_tokens(self.max_model_len or 0, self.runner)
+        return row_capacity(self.max_model_len or 0, self.runner)
 
 
 @dataclass(frozen=True)
@@ -335,8 +335,8 @@ class EngineConfig:
         for name in AT_LEAST_ONE:
             value = getattr(scheduler, name)
             check(value is None or value >= 1, name, value, "at least 1")
-        most = scheduler.max_encoder_tokens
-        check(most >= 0, "max_encoder_tokens", most, "at least 0; 0 means max_num_batched_tokens")
+        num = scheduler.max_encoder_tokens
+        check(num >= 0, "max_encoder_tokens", num, "at least 0; 0 means max_num_batched_tokens")
         length = self.model.max_model_len
         fits = length is None or length >= 1 or length == AUTO_LENGTH
         check(fits, "max_model_len", length, "at least 1, or auto (-1)")
@@ -486,8 +486,8 @@ class ServerConfig(ServerMedia, SeveralModels):
         check_duration("shutdown_timeout", self.shutdown_timeout, "to end at once")
         check_duration("sse_keep_alive_interval", self.sse_keep_alive_interval, "for none")
         check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
-        kept = self.response_store_bytes
-        check(kept >= 0, "response_store_bytes", kept, "at least 0")
+        store_bytes = self.response_store_bytes
+        check(store_bytes >= 0, "response_store_bytes", store_bytes, "at least 0")
         share = self.pin_share
         check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")
         for name in ("urgent_api_key", "admin_api_key"):

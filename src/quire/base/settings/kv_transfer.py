@@ -94,15 +94,15 @@ def transfer_of(params: Any) -> KVTransfer | None:
     return KVTransfer(keeps, waits, num, digest, peer) if keeps or waits else None
 
 
-def answer_params(told: HandedOver, engine_id: str = "") -> dict[str, Any]:
+def answer_params(handed_over: HandedOver, engine_id: str = "") -> dict[str, Any]:
     """Return the `kv_transfer_params` of the first leg's response, for the second leg's request."""
-    host, _, port = told.address.rpartition(":")
+    host, _, port = handed_over.address.rpartition(":")
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": engine_id,
-        "remote_block_ids": [told.digest.hex()] if told.num_blocks else [],
-        "remote_num_blocks": told.num_blocks,
+        "remote_block_ids": [handed_over.digest.hex()] if handed_over.num_blocks else [],
+        "remote_num_blocks": handed_over.num_blocks,
         "remote_host": host or None,
         "remote_port": int(port) if host else None,
     }

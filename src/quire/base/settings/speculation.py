@@ -15,7 +15,7 @@ DRAFT_MODEL, EAGLE3 = "draft_model", "eagle3"
 WITH_MODEL = (DRAFT_MODEL, EAGLE3)  # methods with a draft model or head
 NUM_TOKENS = 4  # default number of draft tokens per row
 RUN = 5  # default length of the token run that an n-gram must match
-MOST_TOKENS = 32
+MAX_DRAFT_TOKENS = 32
 MAX_ANSWERS = 100_000
 COMMON = ("method", "num_speculative_tokens")
 FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -42,7 +42,7 @@ class Suffixes:
     depth: int = 24  # tokens of the context to match
     num_answers: int = 10_000  # cached answers of other requests; 0 for the own tokens only
     factor: float = 1.0  # maximum draft tokens per matched token
-    least_chance: float = 0.1  # minimum estimated probability of the whole draft
+    min_probability: float = 0.1  # minimum estimated probability of the whole draft
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Speculation:
     @property
     def num_forced(self) -> int:
         """The maximum number of forced tokens per row and step; they are always accepted."""
-        return self.num_tokens if self.method == FORCED else MOST_TOKENS
+        return self.num_tokens if self.method == FORCED else MAX_DRAFT_TOKENS
 
 
-def most_guesses(num_rows: int) -> int:
+def max_draft_tokens(num_rows: int) -> int:
     """Return the maximum draft tokens of a step for a model with linear attention.
 
     Such a model keeps its layers' inputs for each draft token until the token is verified."""
-    return max(MOST_TOKENS, NUM_TOKENS * num_rows)
+    return max(MAX_DRAFT_TOKENS, NUM_TOKENS * num_rows)
 
 
 def speculation_of(given: str | None, pipeline_depth: int | None) -> Speculation | None:
@@ -81,7 +81,7 @@ def speculation_of(given: str | None, pipeline_depth: int | None) -> Speculation
     The default is forced tokens if steps are not pipelined, since they are then free."""
     found = parse_speculation(given)
     if found is None and pipeline_depth == 1:
-        return Speculation(FORCED, MOST_TOKENS)
+        return Speculation(FORCED, MAX_DRAFT_TOKENS)
     return None if found is None or found.method == NONE else found
 
 
@@ -114,10 +114,10 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
     if method == SUFFIX:
         suffixes = _suffixes(fields)
         return Speculation(
-            method, _num_tokens(fields, min(MOST_TOKENS, suffixes.depth)), suffixes=suffixes
+            method, _num_tokens(fields, min(MAX_DRAFT_TOKENS, suffixes.depth)), suffixes=suffixes
         )
     if method in (FORCED, NONE):
-        return Speculation(method, _num_tokens(fields, MOST_TOKENS))
+        return Speculation(method, _num_tokens(fields, MAX_DRAFT_TOKENS))
     num = _num_tokens(fields, NUM_TOKENS)
     if method in WITH_MODEL:
         return Speculation(method, num, model=_model(fields, method))
@@ -146,19 +146,19 @@ def _suffixes(fields: Mapping[str, Any]) -> Suffixes:
         _count(fields, depth, Suffixes.depth, minimum=2),
         _count(fields, num, Suffixes.num_answers, minimum=0),
         _number(fields, factor, Suffixes.factor),
-        _number(fields, chance, Suffixes.least_chance),
+        _number(fields, chance, Suffixes.min_probability),
     )
     if found.num_answers > MAX_ANSWERS:
         raise ConfigError(f"{num} is at most {MAX_ANSWERS}, got {found.num_answers}.")
-    if found.least_chance > 1:
-        raise ConfigError(f"{chance} is at most 1, got {found.least_chance}.")
+    if found.min_probability > 1:
+        raise ConfigError(f"{chance} is at most 1, got {found.min_probability}.")
     return found
 
 
 def _num_tokens(fields: Mapping[str, Any], default: int) -> int:
     num = _count(fields, "num_speculative_tokens", default)
-    if num > MOST_TOKENS:
-        raise ConfigError(f"num_speculative_tokens is at most {MOST_TOKENS}, got {num}.")
+    if num > MAX_DRAFT_TOKENS:
+        raise ConfigError(f"num_speculative_tokens is at most {MAX_DRAFT_TOKENS}, got {num}.")
     return num
 
 

@@ -17,13 +17,13 @@ from types import FrameType
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineDead, QuireError
-from quire.cli.asked import check_asked
 from quire.cli.chat_targets import ChatTarget, Content, Messages, ModelTarget, ServerTarget
+from quire.cli.model_files import check_input
 from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
-from quire.ops.host.torch_import import tell_own_process
-from quire.render.templates.template_pool import start_ahead
+from quire.ops.host.torch_import import declare_own_process
+from quire.render.templates.template_pool import prestart
 
 PROMPT = "> "
 ANSWER_TOKENS = 256  # room for an answer; at most a quarter of the context
@@ -83,9 +83,9 @@ def _target(arguments: argparse.Namespace) -> ChatTarget:
                 f" {'it' if len(flags) == 1 else 'them'}."
             )
         return ServerTarget(arguments.url, key, model, given_sampling(arguments))
-    tell_own_process()
-    check_asked(arguments, is_chat=True)
-    start_ahead()
+    declare_own_process()
+    check_input(arguments, is_chat=True)
+    prestart()
     from quire.serve.python.llm import LLM
 
     llm = LLM(**({"max_num_seqs": 1} | settings))
@@ -177,9 +177,11 @@ class Chat:
 
     def run(self) -> int:
         if self._is_terminal:
-            tell("Press Ctrl-C to stop an answer and Ctrl-D to exit. Type /help for all commands.")
+            print_notice(
+                "Press Ctrl-C to stop an answer and Ctrl-D to exit. Type /help for all commands."
+            )
         for image in self._images:
-            tell_image(image)
+            print_image_notice(image)
         failed = False
         for line in self._lines():
             command = line.strip()
@@ -201,9 +203,9 @@ class Chat:
             try:
                 yield input(PROMPT)
             except KeyboardInterrupt:
-                tell("\n[press Ctrl-D or type /exit to exit]")
+                print_notice("\n[press Ctrl-D or type /exit to exit]")
             except EOFError:
-                tell("")
+                print_notice("")
                 return
 
     def _command(self, command: str) -> None:
@@ -213,22 +215,22 @@ class Chat:
         elif command == "/reset":
             self._conversation.turns.clear()
             self._images.clear()
-            tell("[new conversation]")
+            print_notice("[new conversation]")
         elif command == "/help":
-            tell(HELP)
+            print_notice(HELP)
         else:
-            tell(f"unknown command {command}\n{HELP}")
+            print_notice(f"unknown command {command}\n{HELP}")
 
     def _add_image(self, path: str) -> None:
         if not path:
-            tell("give the path of an image: /image PATH")
+            print_notice("give the path of an image: /image PATH")
             return
         try:
             self._images.append(Image.read(path))
         except ConfigError as error:
-            tell(f"quire: {error}")
+            print_notice(f"quire: {error}")
         else:
-            tell_image(self._images[-1])
+            print_image_notice(self._images[-1])
 
     def _turn(self, line: str) -> bool:
         """Answer one question, with the pending images; return whether it worked."""
@@ -240,7 +242,7 @@ class Chat:
         try:
             dropped = self._conversation.fit(question, self._target, self._max_tokens)
             if dropped:
-                tell(f"[the context is full: removed the oldest {dropped} turn(s)]")
+                print_notice(f"[the context is full: removed the oldest {dropped} turn(s)]")
             messages = self._conversation.messages(question)
             with Interrupts() as interrupts:
                 for piece in self._target.answer(messages, lambda: interrupts.is_requested):
@@ -257,7 +259,7 @@ class Chat:
             print(flush=True)
             self._conversation.turns.append((question, text))
         if note:
-            tell(note)
+            print_notice(note)
         return well
 
 
@@ -281,10 +283,10 @@ class Interrupts:
         self.is_requested = True
 
 
-def tell_image(image: Image) -> None:
-    tell(f"[image {image.name}, {image.num_bytes:,} bytes: sent with the next message]")
+def print_image_notice(image: Image) -> None:
+    print_notice(f"[image {image.name}, {image.num_bytes:,} bytes: sent with the next message]")
 
 
-def tell(text: str) -> None:
+def print_notice(text: str) -> None:
     """Print a notice for the user, outside of the answer."""
     print(text, file=sys.stderr, flush=True)

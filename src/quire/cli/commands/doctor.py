@@ -23,7 +23,7 @@ from quire.cli import machine
 from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.weights.kernel_choice import CLEARLY, Speed, choose_variant, gain_over
-from quire.runner.setup.step_size import FEWEST_TOKENS, STEP_S
+from quire.runner.setup.step_size import MIN_TOKENS, STEP_S
 from quire.spec.gguf.container import GGUFFile, is_gguf
 
 if TYPE_CHECKING:  # it imports torch, which may be missing
@@ -276,7 +276,7 @@ def _budget(preview: "Preview") -> str:
         return f"always {limit} tokens"
     return (
         f"{preview.first_budget} tokens by the measured kernels, then what takes"
-        f" {1e3 * STEP_S:.0f} ms, from {FEWEST_TOKENS} to {limit}; memory is planned for {limit}"
+        f" {1e3 * STEP_S:.0f} ms, from {MIN_TOKENS} to {limit}; memory is planned for {limit}"
     )
 
 

@@ -6,7 +6,7 @@ import logging
 
 from quire.base.errors import RequestError
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import add_recording, tell
+from quire.cli.recordings import add_recording, log_outcome
 
 logger = logging.getLogger("quire")
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.tools.explain import timelines_of
 
     timelines, outcome = timelines_of(read_recording(arguments.file))
-    status = tell(outcome)
+    status = log_outcome(outcome)
     if arguments.request is None:
         for line in [*timelines.ended.values(), *timelines.open.values()]:
             print(f"{line.request_id}: {'; '.join(in_words(line, timelines.block_size))}")

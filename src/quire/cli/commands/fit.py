@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quire.base.settings.config import config_from_flat
-from quire.cli.asked import DEVICE_HELP, find_config, find_device
+from quire.cli.model_files import DEVICE_HELP, find_config, find_device
 from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_some_settings, given_settings
 

@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.cli.asked import check_asked
+from quire.cli.model_files import check_input
 from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
 from quire.engine.wire.logs import print_error
-from quire.ops.host.torch_import import tell_own_process
-from quire.render.templates.template_pool import start_ahead
+from quire.ops.host.torch_import import declare_own_process
+from quire.render.templates.template_pool import prestart
 
 logger = logging.getLogger("quire")
 
@@ -38,11 +38,11 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    tell_own_process()
+    declare_own_process()
     prompt = _prompt(arguments)
-    check_asked(arguments, is_chat=not arguments.raw)
+    check_input(arguments, is_chat=not arguments.raw)
     if not arguments.raw:
-        start_ahead()
+        prestart()
     from quire.serve.python.llm import LLM
 
     with LLM(**({"max_num_seqs": 1} | given_settings(arguments))) as llm:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import add_recording, tell
+from quire.cli.recordings import add_recording, log_outcome
 
 EVERY_S = 0.1
 
@@ -44,4 +44,4 @@ def run(arguments: argparse.Namespace) -> int:
         f"{num_frames:,} frames in {arguments.output}; open it on the page of a quire server"
         " (Engine, Open a recording)"
     )
-    return tell(outcome)
+    return log_outcome(outcome)

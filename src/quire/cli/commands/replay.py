@@ -3,7 +3,7 @@
 import argparse
 
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import add_recording, tell
+from quire.cli.recordings import add_recording, log_outcome
 from quire.cli.settings import add_settings, given_settings
 
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         from quire.tools.replay import replay_all
 
         outcome = replay_all(segments)
-    status = tell(outcome)
+    status = log_outcome(outcome)
     if outcome.difference is None:
         print(outcome.summary())
         return status

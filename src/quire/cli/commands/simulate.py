@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import ConfigError
 from quire.base.settings.config import config_from_flat
-from quire.cli.asked import DEVICE_HELP, find_config, find_device
+from quire.cli.model_files import DEVICE_HELP, find_config, find_device
 from quire.cli.options.help_parser import Commands, HelpParser
 from quire.cli.settings import ENGINE, add_some_settings, given_settings, options_of
 from quire.tools.bench.arguments import (
@@ -114,7 +114,7 @@ def _add_trace(parser: HelpParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status: 1 if no request got an answer."""
-    from quire.tools.simulate.command import Asked, simulate_command
+    from quire.tools.simulate.command import SimulationInput, simulate_command
 
     settings = given_settings(arguments)
     device = find_device(settings.pop("device", "auto"))
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     config, roles = config_from_flat(**settings), _roles(arguments, replicas)
     num = replicas if roles is None else roles.num_replicas
-    simulation = Asked(config, find_config(config.model), device, num, roles)
+    simulation = SimulationInput(config, find_config(config.model), device, num, roles)
     return simulate_command(arguments, simulation)
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import add_recording, tell
+from quire.cli.recordings import add_recording, log_outcome
 
 
 def add_command(commands: Commands) -> None:
@@ -29,4 +29,4 @@ def run(arguments: argparse.Namespace) -> int:
     outcome = Outcome()
     num_events = write_trace(arguments.file, arguments.output, outcome)
     print(f"{num_events:,} events in {arguments.output}; open it at https://ui.perfetto.dev")
-    return tell(outcome)
+    return log_outcome(outcome)

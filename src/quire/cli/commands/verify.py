@@ -64,10 +64,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 0:
         raise ConfigError(f"--tokens must be at least 0, got {arguments.tokens}.")
     from quire.tools.verify.report import WITHIN, as_data, lines
-    from quire.tools.verify.verify import Asked, verify
+    from quire.tools.verify.verify import Comparison, verify
 
     config = config_from_flat(**given_settings(arguments))
-    comparison = Asked(config, arguments.prompt, arguments.tokens, arguments.against)
+    comparison = Comparison(config, arguments.prompt, arguments.tokens, arguments.against)
 
     report = verify(comparison, lambda run: print(f"  {run.name}", file=sys.stderr))
     if arguments.json is not None:

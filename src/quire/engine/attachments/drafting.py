@@ -7,7 +7,7 @@ from quire.base.messages import Control, Draft, Drafted
 from quire.base.plan import StepResult
 from quire.base.requests.validation import RequestLimits
 from quire.engine.attachments.order import Order
-from quire.engine.drafting.drafting import Guesses
+from quire.engine.drafting.drafting import Drafter
 from quire.engine.loop.attachment import NOTHING_PENDING, Attachment, Given, Pending, Phase
 from quire.engine.loop.in_flight import StepInFlight
 from quire.scheduler.core import sequence
@@ -25,7 +25,7 @@ class DraftingAttachment(Attachment):
 
     order = Order.DRAFTING
 
-    def __init__(self, drafter: Guesses, scheduler: Scheduler, limits: RequestLimits) -> None:
+    def __init__(self, drafter: Drafter, scheduler: Scheduler, limits: RequestLimits) -> None:
         self.drafter = drafter
         self._scheduler = scheduler
         self._limits = limits
@@ -39,16 +39,18 @@ class DraftingAttachment(Attachment):
         drafter, self._num_in_flight = self.drafter, num_in_flight
         if drafter.is_idle or num_in_flight >= self._scheduler.depth:
             return ()
-        is_ahead = drafter.is_ahead
+        drafts_on_device = drafter.drafts_on_device
         if num_in_flight:
             drafter.follow()
-            if not is_ahead:
+            if not drafts_on_device:
                 return ()
-        found = self._candidates(None if is_ahead else 0)
-        drafts = drafter.guess(found, self._scheduler.num_running)
+        found = self._candidates(None if drafts_on_device else 0)
+        drafts = drafter.propose(found, self._scheduler.num_running)
         if not drafts:
             return ()
-        return [Drafted(drafts if is_ahead else self._known(drafts), on_device=is_ahead)]
+        return [
+            Drafted(drafts if drafts_on_device else self._known(drafts), on_device=drafts_on_device)
+        ]
 
     def hear(self, given: Given, decisions: Decisions) -> None:
         if decisions.plan is not None:
@@ -56,20 +58,20 @@ class DraftingAttachment(Attachment):
             self.drafter.planned(decisions.plan)
         elif type(given) is StepResult:
             self._num_in_flight -= 1
-            self._look_ahead()
+            self._decide_wait()
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
         if phase is Phase.DONE and step.result is not None:
             self.drafter.observe(step.carried_out, step.result)
 
-    def _look_ahead(self) -> None:
+    def _decide_wait(self) -> None:
         """Let the drafter decide whether the next plan waits until no plan is in flight."""
         drafter, num = self.drafter, self._num_in_flight
-        if num > 0 and drafter.looks_ahead and not drafter.is_idle:
-            drafter.look_ahead(self._candidates(num), num, self._scheduler.num_running)
+        if num > 0 and drafter.decides_wait and not drafter.is_idle:
+            drafter.decide_wait(self._candidates(num), num, self._scheduler.num_running)
 
     def _candidates(self, num_pending: int | None) -> list[sequence.Sequence]:
-        return self._scheduler.drafts.candidates(self.drafter.worth, num_pending)
+        return self._scheduler.drafts.candidates(self.drafter.draftable, num_pending)
 
     def _known(self, drafts: list[Draft]) -> list[Draft]:
         """Cut drafts before the first token that is not in the vocabulary."""

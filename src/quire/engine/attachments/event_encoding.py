@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from quire.base.messages import Request
-from quire.kv.pool import TAKEN
+from quire.kv.pool import NAME_REMOVED
 from quire.scheduler.core.sequence import Int32
 from quire.scheduler.reuse.index_changes import IndexDelta
 from quire.spec.cache_group import CHUNKED, FULL, LATENT, STATE, WINDOW, CacheGroup
@@ -54,18 +54,18 @@ class EventMaker:
             for is_on_host in (False, True)
         }
 
-    def encode(self, told: Sequence[tuple[float, IndexDelta]]) -> bytes:
+    def encode(self, timed_deltas: Sequence[tuple[float, IndexDelta]]) -> bytes:
         """Return the payload of one message for all these changes, each with its time in
         seconds."""
         events: list[bytes] = []
-        for _, delta in told:
+        for _, delta in timed_deltas:
             if delta.was_cleared:
                 events.append(CLEARED)
             origins = _origins(delta)
             for group, is_on_host, changes in delta.changes:
                 parts = self._stored[group, is_on_host]
                 _add_events(events, parts, changes, {} if is_on_host else origins)
-        at = FLOAT64 + struct.pack(">d", told[-1][0])
+        at = FLOAT64 + struct.pack(">d", timed_deltas[-1][0])
         head = bytes((SMALL_ARRAY + 3,)) + at + _array(len(events))
         return b"".join((head, *events, self._end))
 
@@ -121,7 +121,7 @@ def _add_events(
     come_from: list[Origin] = []
     names = iter(changes)
     for name in names:
-        is_there = name != TAKEN
+        is_there = name != NAME_REMOVED
         digest = name if is_there else next(names)
         before, origin = origin, origins.get(digest)
         if run and (is_there != is_stored or (is_there and not _is_next(before, origin))):

@@ -32,7 +32,7 @@ logger = logging.getLogger("quire")
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 SEQ_BYTES = 8
 GATHER_S = 0.02
-MOST_AT_ONCE = 256  # maximum changes in one message
+MAX_CHANGES_PER_MESSAGE = 256  # maximum changes in one message
 END_S = 1.0  # for sending what waits when the engine ends
 LINGER_MS = 200
 REPLAY_HWM = 2  # messages beyond the buffer's size, so that one request can get the whole buffer
@@ -50,7 +50,7 @@ class EventPublisher:
         self._zmq = _import_zmq()
         self._encode = encode
         self._topic = config.topic.encode()
-        self._most = config.max_queue_size
+        self._max_queued = config.max_queue_size
         self._queue: deque[Any] = deque()
         self._wake = threading.Event()
         self._rests = False  # the sending thread waits until it is woken
@@ -78,7 +78,7 @@ class EventPublisher:
     def publish(self, change: Any) -> bool:
         """Queue a change to be sent. Return False if it is lost, because the queue is full or
         sending has ended."""
-        if not self._takes_more or len(self._queue) >= self._most:
+        if not self._takes_more or len(self._queue) >= self._max_queued:
             return False
         self._queue.append(change)
         if self._rests:
@@ -145,7 +145,7 @@ class EventPublisher:
 
     def _send_waiting(self) -> None:
         while self._queue:
-            num = min(len(self._queue), MOST_AT_ONCE)
+            num = min(len(self._queue), MAX_CHANGES_PER_MESSAGE)
             payload = self._encode([self._queue.popleft() for _ in range(num)])
             number = self._num_sent.to_bytes(SEQ_BYTES, "big")
             self._num_sent += 1
@@ -171,8 +171,8 @@ class EventPublisher:
             return
         asker, _, first = frames
         with self._buffer_lock:
-            kept = [each for each in self._buffer if each[0] >= first]
-        for number, payload in (*kept, (END_SEQ, b"")):
+            buffered = [each for each in self._buffer if each[0] >= first]
+        for number, payload in (*buffered, (END_SEQ, b"")):
             replay.send_multipart((asker, b"", number, payload))
 
 

@@ -20,7 +20,7 @@ class Order(enum.IntEnum):
     """Order numbers of our own attachments."""
 
     QUEUE_LIMIT = 10
-    HELD_FILES = 15
+    RETAINED_FILES = 15
     STORES = 20
     GRAMMARS = 30
     LOADING = 40

@@ -36,11 +36,11 @@ from quire.engine.attachments.order import Order
 from quire.engine.loop.attachment import DoorWatcher, Loop
 from quire.engine.recording.calls import (
     ADD,
+    CONTINUES,
     CONTROL,
     DIGESTS,
     END,
     FOUND,
-    GOES_ON,
     ORDERS,
     PLAN,
     RAISED,
@@ -61,7 +61,7 @@ from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, enc
 logger = logging.getLogger("quire")
 
 SEGMENT = -1  # item that begins a segment, with header and snapshot
-MOST_ITEMS = 1 << 14  # maximum items in the queue; above it recording pauses
+MAX_QUEUED_ITEMS = 1 << 14  # maximum items in the queue; above it recording pauses
 PAUSE_S = 0.05  # between two looks of the writer at the queue
 FRAME_ITEMS = 256
 BREATH_ITEMS = 4  # items after which the writer lets the core's thread run
@@ -161,7 +161,7 @@ class Recorder(DoorWatcher):
             self._put((END, "closed"))
         self._is_on = False
         self._end()
-        self._writer.wants_segment = False  # the writer may have requested one meanwhile
+        self._writer.needs_segment = False  # the writer may have requested one meanwhile
 
     def _pass(self, door: Callable[[], Decisions], now: float, call: tuple[Any, ...]) -> Decisions:
         """Pass a call through its door, and record its decisions."""
@@ -195,9 +195,9 @@ class Recorder(DoorWatcher):
         """Return whether this call is recorded, after beginning or ending a segment if
         necessary."""
         writer = self._writer
-        if writer.wants_segment:
+        if writer.needs_segment:
             self._begin(now)
-        elif self._is_on and len(writer.queue) > MOST_ITEMS:
+        elif self._is_on and len(writer.queue) > MAX_QUEUED_ITEMS:
             self._put((END, "the disk was too slow"))
             self._is_on = False
             writer.has_lost = True
@@ -208,14 +208,14 @@ class Recorder(DoorWatcher):
 
     def _begin(self, now: float) -> None:
         """Begin a segment, or end recording if the state cannot be saved."""
-        self._writer.wants_segment = False
+        self._writer.needs_segment = False
         try:
             item = self._segment(now)
         except EngineError as error:
             logger.warning("recording ends: %s", error)
             item = (END, "the state could not be saved")
         if self._is_on:
-            self._put((END, GOES_ON))
+            self._put((END, CONTINUES))
         self._put(item)
         self._is_on = item[0] == SEGMENT
 
@@ -274,13 +274,13 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 
 class _Writer:
-    """Thread that encodes and writes. The core's thread appends to `queue`, reads `wants_segment`
+    """Thread that encodes and writes. The core's thread appends to `queue`, reads `needs_segment`
     and `has_failed`, and sets `has_lost`: a new segment must follow, as items were dropped."""
 
     def __init__(self, files: RecordingFiles, redaction: Redaction | None) -> None:
         self.queue: deque[tuple[Any, ...]] = deque()
         self.directory = files.directory
-        self.wants_segment = False
+        self.needs_segment = False
         self.has_failed = False
         self.has_lost = False
         self.cpu_s = 0.0  # CPU time of this thread
@@ -324,7 +324,7 @@ class _Writer:
         self._flush()
         if self.has_lost or self._files.is_full:
             self.has_lost = False
-            self.wants_segment = not self._stopping.is_set()
+            self.needs_segment = not self._stopping.is_set()
 
     def _take(self, item: tuple[Any, ...]) -> None:
         if item[0] != SEGMENT:

@@ -17,7 +17,7 @@ from quire.render.renderer import RenderedPrompt, Renderer
 
 
 class Checks(Protocol):
-    """What `admit` needs of a client: it refuses what its engine cannot serve."""
+    """Part of a client that `admit` needs: the check of requests."""
 
     def check(self, request: Request) -> None: ...
 

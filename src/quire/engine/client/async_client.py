@@ -11,12 +11,12 @@ from typing import Protocol, cast
 
 from quire.base.errors import STEP_FAILED, RequestError, StepFailed
 from quire.base.live import LiveFrame
-from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request
+from quire.base.messages import PinnedPrefix, Ready, Request, RetainedRequest
 from quire.base.requests.outputs import RequestOutput
 
 
 class AsyncClient(Protocol):
-    """What a front end needs of an engine.
+    """Engine as a front end sees it.
 
     tenant: whose requests, prefixes or answers are meant; None means every tenant's.
     core_id: the core that has the request, where there are several; None means any.
@@ -82,7 +82,7 @@ class AsyncClient(Protocol):
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
+    ) -> list[RetainedRequest]:
         """Return the held requests, oldest first. With request_id, return only that request's
         sequence `index`, held or unfinished, with its tokens."""
         ...
@@ -110,7 +110,7 @@ class AsyncClient(Protocol):
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         """End requests of any client, or all of them. Their readers get what there is, with
-        finish_reason `abort`. Return the ids of those that were open."""
+        finish_reason `abort`. Return the ids of the requests that were open."""
         ...
 
     async def close(self) -> None:
@@ -165,7 +165,7 @@ class ForwardingClient(AsyncClient):
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
+    ) -> list[RetainedRequest]:
         return await self._client.held(request_id, index, tenant)
 
     async def keep(

@@ -10,11 +10,11 @@ from quire.base.clock import Clock
 from quire.base.messages import (
     Abort,
     Append,
-    HeldRequest,
     Hold,
     PinnedPrefix,
     Request,
     ResetPrefixCache,
+    RetainedRequest,
     Rewind,
     Steer,
     Unpin,
@@ -92,7 +92,7 @@ class InProcessClient:
         self.core.control(Unpin(prefix_id))
         return is_known
 
-    def held(self, request_id: str | None = None, index: int = 0) -> list[HeldRequest]:
+    def held(self, request_id: str | None = None, index: int = 0) -> list[RetainedRequest]:
         return self.core.held(request_id, index)
 
     def keep(self, request_id: str, keep_s: float, core_id: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """A client of several cores that serve the same model: one `RemoteClient` each, and a choice.
 
-A request, with all its sequences, is on one core from its first to its last message. What is about
-no single request (pins, resets, metrics) goes to all. Cores come and go by themselves: while one is
-away its requests have failed, and new ones go to the others.
+A request, with all its sequences, is on one core from its first to its last message. Calls about
+no single request (pins, resets, metrics) go to all cores. Cores come and go by themselves: while
+one is away its requests have failed, and new ones go to the others.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import msgspec
 from quire.base.clock import Clock
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.live import LiveFrame
-from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request, ResetPrefixCache
+from quire.base.messages import PinnedPrefix, Ready, Request, ResetPrefixCache, RetainedRequest
 from quire.base.requests.outputs import RequestOutput
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.remote import RemoteClient, limits_of
@@ -43,7 +43,7 @@ class FleetClient(AsyncClient):
         pairs = zip(self._clients, paths, strict=True)
         self._cores = [_Core(client, path) for client, path in pairs]
         self._where: dict[str, int] = {}  # request id -> core
-        self._choice: CoreChoice | None = None  # once a core has told its block size
+        self._choice: CoreChoice | None = None  # once a core has reported its block size
         self._ready: Ready | None = None
 
     def start(self) -> None:
@@ -52,8 +52,8 @@ class FleetClient(AsyncClient):
             client.start()
 
     async def wait_until_ready(self) -> None:
-        """Wait for all cores. Raise EngineDead if one can never come, ConfigError if they are not
-        alike."""
+        """Wait for all cores. Raise EngineDead if one can never come, ConfigError if the cores
+        differ."""
         await asyncio.gather(*(client.wait_until_ready() for client in self._clients))
         self._look()
         for number, core in enumerate(self._cores):
@@ -62,7 +62,7 @@ class FleetClient(AsyncClient):
 
     @property
     def ready(self) -> Ready:
-        """What the cores that were seen have in common."""
+        """Limits and settings that all known cores have in common."""
         self._look()
         if self._ready is None:
             raise EngineDead("the engine is not ready yet; try again in a moment.")
@@ -109,7 +109,8 @@ class FleetClient(AsyncClient):
             core.own.remove(name)
 
     def _choose(self, request: Request) -> int:
-        """Choose a core, the one that is asked for if one is. Raise EngineDead if it is away, or if
+        """Choose a core: the requested core, if the request names one. Raise EngineDead if it is
+        away, or if
         all are."""
         usable = self._usable()
         if request.core_id is not None:
@@ -146,10 +147,10 @@ class FleetClient(AsyncClient):
     # ---- all cores ---------------------------------------------------------------------------
 
     async def metrics(self) -> str:
-        return merged(await self._ask(lambda client: client.metrics()))
+        return merged(await self._query(lambda client: client.metrics()))
 
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        texts = await self._ask(lambda client: client.timeline(request_id, tenant))
+        texts = await self._query(lambda client: client.timeline(request_id, tenant))
         return next(filter(None, texts.values()), "")
 
     async def live(self, core: int = 0) -> LiveFrame:
@@ -161,20 +162,20 @@ class FleetClient(AsyncClient):
         return await self._clients[core].live()
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        """Return what is pinned, each prefix once: its blocks and hits are those of all cores."""
+        """Return the pinned prefixes, each once, with the blocks and hits of all cores."""
         found: dict[str, list[PinnedPrefix]] = {}
-        for prefixes in (await self._ask(lambda client: client.prefixes(tenant))).values():
+        for prefixes in (await self._query(lambda client: client.prefixes(tenant))).values():
             for prefix in prefixes:
                 found.setdefault(prefix.id, []).append(prefix)
         return sorted(map(_joined, found.values()), key=lambda prefix: -prefix.age_s)
 
     async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
-        return any((await self._ask(lambda client: client.unpin(prefix_id, tenant))).values())
+        return any((await self._query(lambda client: client.unpin(prefix_id, tenant))).values())
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
-        found = await self._ask(lambda client: client.held(request_id, index, tenant))
+    ) -> list[RetainedRequest]:
+        found = await self._query(lambda client: client.held(request_id, index, tenant))
         pairs = ((core, held) for core, mine in found.items() for held in mine)
         return [msgspec.structs.replace(held, core_id=core) for core, held in pairs]
 
@@ -196,21 +197,22 @@ class FleetClient(AsyncClient):
             await self._clients[core].rewind(request_id, index, num_tokens, tenant)
 
     async def reset_prefix_cache(self) -> None:
-        same = ResetPrefixCache()  # so that cores go on to share what they store
+        same = ResetPrefixCache()  # so that cores continue to share their stored blocks
         for core in self._usable():
             await self._clients[core].reset_prefix_cache(same)
         assert self._choice is not None
         self._choice.forget_all()
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        found = await self._ask(lambda client: client.cancel(request_ids, tenant))
+        found = await self._query(lambda client: client.cancel(request_ids, tenant))
         return [name for names in found.values() for name in names]
 
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def _pin(self, request: Request) -> RequestOutput:
-        """Pin a prefix on every core: whoever begins with it may go anywhere. If one cannot, none
+        """Pin a prefix on every core, since a request that begins with it may run on any core.
+        If one cannot, none
         keeps it, and its output is returned."""
         cores = self._usable()
         assert self._choice is not None
@@ -227,12 +229,13 @@ class FleetClient(AsyncClient):
             raise errors[0]
         return (failed or done)[0]
 
-    async def _ask(self, question: Callable[[RemoteClient], Awaitable[T]]) -> dict[int, T]:
-        """Ask all cores; the answers of those that gave one, by number. Raise EngineDead if none
+    async def _query(self, question: Callable[[RemoteClient], Awaitable[T]]) -> dict[int, T]:
+        """Ask all cores, and return the answers that arrived, by core number. Raise EngineDead
+        if none
         did."""
         cores = self._usable()
-        asked = (question(self._clients[core]) for core in cores)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        queried = (question(self._clients[core]) for core in cores)
+        answers = await asyncio.gather(*queried, return_exceptions=True)
         found: dict[int, T] = {}
         for core, answer in zip(cores, answers, strict=True):
             if not isinstance(answer, BaseException):
@@ -257,7 +260,7 @@ class FleetClient(AsyncClient):
         return found
 
     def _look(self) -> None:
-        """Take note of cores that have come, for the first time or anew."""
+        """Record cores that have connected, for the first time or again."""
         for number, core in enumerate(self._cores):
             if not core.has_come():
                 continue
@@ -277,8 +280,8 @@ class FleetClient(AsyncClient):
 
 
 class _Core:
-    """One core as this process sees it. own: what is open there of this process. difference: what
-    tells it from the others, for which it gets no requests."""
+    """One core as this process sees it. own: what is open there of this process. difference: how
+    it differs from the other cores, in which case it gets no requests."""
 
     def __init__(self, client: RemoteClient, path: Path) -> None:
         self.client = client
@@ -298,7 +301,7 @@ class _Core:
         return self.client.ready
 
     def has_come(self) -> bool:
-        """Tell whether the core is another one than at the last look."""
+        """Return whether another core has connected since the last call."""
         if not self.client.is_alive or self.client.ready is self._seen:
             return False
         self._seen = self.client.ready
@@ -324,7 +327,7 @@ def client_of(
 
 
 def difference(one: Ready, other: Ready) -> str:
-    """Say in what two cores differ that should serve the same; empty if in nothing."""
+    """Return how two cores that should be equal differ; empty if they are equal."""
     mine, others = _compared(one), _compared(other)
     names = [name for name in mine | others if mine.get(name) != others.get(name)]
     return ", ".join(f"{name}: {mine.get(name)!r} and {others.get(name)!r}" for name in names)
@@ -344,7 +347,7 @@ def _unlike(number: int, difference: str) -> str:
 
 
 def _joined(pins: list[PinnedPrefix]) -> PinnedPrefix:
-    """Return what cores tell of one prefix as if it were kept once."""
+    """Merge the reports of several cores on one pinned prefix."""
     ends = [pin.expires_in_s for pin in pins if pin.expires_in_s is not None]
     return PinnedPrefix(
         pins[0].id,

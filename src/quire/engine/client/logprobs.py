@@ -10,18 +10,18 @@ from quire.render.tokens.token_stream import TokenStream
 
 def logprobs_of(
     candidates: Candidates,
-    num_wanted: int,
+    num_requested: int,
     stream: TokenStream | None,
     is_ranked: bool = True,
 ) -> dict[int, Logprob]:
     """Return Logprobs by token id: the chosen token first, then the most probable ones by rank.
 
-    num_wanted: how many besides the chosen one; -1 is all. stream: stands before this position, so
-    that a token which completes a character shows it, and one that is a part of it shows nothing;
-    None without a tokenizer. is_ranked: the others are the most probable ones; else they are what
-    was asked for, and their ranks are not known.
+    num_wanted: how many besides the chosen one; -1 is all. stream: text stream just before this
+    position; None without a tokenizer. A token that completes a character shows it; a token that
+    is only a part of a character shows nothing. is_ranked: whether the candidates are the most
+    probable tokens; the ranks of tokens requested by id are unknown.
     """
-    stop = None if num_wanted < 0 else 1 + num_wanted
+    stop = None if num_requested < 0 else 1 + num_requested
     token_ids = candidates.token_ids[:stop].tolist()
     logprobs = candidates.logprobs[:stop].tolist()
     found: dict[int, Logprob] = {}
@@ -36,33 +36,35 @@ def logprobs_of(
 class PromptLogprobCollector:
     """Log-probabilities of a prompt, which may come in several parts. The first token has none."""
 
-    __slots__ = ("_first", "_is_ranked", "_prompt", "_stream", "_wanted", "logprobs")
+    __slots__ = ("_first", "_is_ranked", "_prompt", "_stream", "_num_requested", "logprobs")
 
     def __init__(
         self,
         prompt: list[int],
-        num_wanted: int,
+        num_requested: int,
         stream: TokenStream | None,
         named_from: int | None = None,
     ) -> None:
-        """Begin. stream: at the start of the prompt, with special tokens shown; None without text.
-        named_from: the candidates were asked for by name, of tokens behind this one alone."""
+        """Create the collector. stream: text stream at the start of the prompt, with special
+        tokens shown; None without text.
+        named_from: last position without candidates, if the request names the tokens of each
+        position."""
         self._prompt = prompt
-        self._wanted = num_wanted
+        self._num_requested = num_requested
         self._stream = stream
         self._is_ranked, self._first = named_from is None, (named_from or 0) + 1
         self.logprobs: list[dict[int, Logprob] | None] = [None]
         self._advance(0)
 
     def extend(self, part: list[Candidates]) -> None:
-        """Add the next positions, in order; what lies behind the prompt is ignored."""
+        """Add the next positions in order; positions after the prompt are ignored."""
         for candidates in part:
             place = len(self.logprobs)
             if place == len(self._prompt):
                 return
             found = None
             if place >= self._first:
-                found = logprobs_of(candidates, self._wanted, self._stream, self._is_ranked)
+                found = logprobs_of(candidates, self._num_requested, self._stream, self._is_ranked)
             self.logprobs.append(found)
             self._advance(place)
 

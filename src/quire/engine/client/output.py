@@ -1,8 +1,8 @@
 """The client's side of a request: what the core's steps gave, to what the user gets.
 
-In: `StepOutputs`, in order. Out: requests that have something to show, and `Abort`s for sequences
-that a stop string ended, which only this side can see; what the core still sends for those is
-dropped.
+In: `StepOutputs`, in order. Out: requests that have something to show, and an `Abort` for each
+sequence that a stop string ended. Only this side sees stop strings; later output of such a
+sequence is dropped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 FAILED = ("error", "timeout")
 ABORTED = Finish("abort")
-Ending = Abort | Rewind  # what the core is told of a sequence that ends here
+Ending = Abort | Rewind  # message to the core about a sequence that ends here
 
 
 class OutputProcessor:
@@ -66,7 +66,7 @@ class OutputProcessor:
         self, outputs: StepOutputs, now_s: float
     ) -> "tuple[list[OpenRequest], list[Ending]]":
         """Take in what a step gave; the requests that have something to show, and how sequences
-        are to be ended. What it gave requests that are not followed is dropped."""
+        are to be ended. Outputs of requests that are not followed are dropped."""
         aborts: list[Ending] = []
         touched: dict[OpenRequest, None] = {}
         for name, token_id in self._reader.tokens(outputs):
@@ -96,13 +96,13 @@ class OutputProcessor:
         request.append(token_ids, is_last)
 
     def drop(self, request_id: str) -> None:
-        """Follow a request no longer; nobody wants its output."""
+        """Stop following a request whose output has no reader any more."""
         self._requests.pop(request_id, None)
 
     def abort(
         self, request_ids: Iterable[str], now_s: float, finish: Finish = ABORTED
     ) -> "list[OpenRequest]":
-        """Finish requests on this side, with what they have. The core is told by the caller."""
+        """Finish requests on this side, with what they have. The caller notifies the core."""
         known = [name for name in request_ids if name in self._requests]
         ended = [self._requests.pop(name) for name in known]
         for request in ended:
@@ -114,7 +114,7 @@ class OpenRequest:
     """One request: its samples, and what they have in common.
 
     only: the sample of a request that has one; most have, and their way is kept short. num_open:
-    samples that go on.
+    samples that continue.
     """
 
     __slots__ = (
@@ -203,8 +203,8 @@ class OpenRequest:
         if finish is not None and (finish.error is not None or finish == CANCELLED):
             self.finish(finish, now_s)
             return ()
-        if update.num_guessed:
-            metrics.num_draft_tokens += update.num_guessed
+        if update.num_draft_tokens:
+            metrics.num_draft_tokens += update.num_draft_tokens
             metrics.num_accepted_draft_tokens += max(0, len(update.token_ids) - 1)
         sample.take(update.token_ids, finish, update.candidates)
         return () if sample.finish is None else self._end(sample, now_s)
@@ -229,7 +229,7 @@ class OpenRequest:
         abort = Abort(self.request_id, reason, index)
         if not self._request.keep_s:
             return (abort,)
-        # What is held ends where its text does; the core may be further.
+        # A retained sequence ends where its text does; the core may be further.
         num_tokens = self.num_prompt_tokens + len(sample.token_ids)
         return abort, Rewind(self.request_id, sample.index, num_tokens)
 
@@ -245,9 +245,10 @@ class OpenRequest:
         self._metrics.finished_s = now_s
 
     def finish(self, finish: Finish, now_s: float) -> None:
-        """End all samples that go on, with what they have.
+        """End all open samples with their output so far.
 
-        After a failure those of best_of all end with it: the best of them would not be the best.
+        After a failure all samples of best_of end with it, since the best of the others need not
+        be the best of all.
         """
         for sample in self._samples:
             if sample.finish is None or (self._params.is_ranked and finish.reason in FAILED):
@@ -298,9 +299,9 @@ class OpenRequest:
     def _best(self) -> list[CompletionOutput]:
         """Return the n with the highest cumulative log-probability, numbered from 0 again."""
         by_rank = sorted(self._samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
-        num_wanted = self._params.n
-        self._metrics.num_dropped_tokens = sum([len(s.token_ids) for s in by_rank[num_wanted:]])
-        completions = [sample.completion(delta=False) for sample in by_rank[:num_wanted]]
+        num_shown = self._params.n
+        self._metrics.num_dropped_tokens = sum([len(s.token_ids) for s in by_rank[num_shown:]])
+        completions = [sample.completion(delta=False) for sample in by_rank[:num_shown]]
         for index, completion in enumerate(completions):
             completion.index = index
         return completions

@@ -33,7 +33,7 @@ from quire.base.messages import (
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.validation import RequestLimits
 from quire.base.step_outputs import Failure, Finish, StepOutputs
-from quire.engine.client.asking_client import AskingClient
+from quire.engine.client.core_questions import QuestionClient
 from quire.engine.client.output import ABORTED, OpenRequest, OutputProcessor
 from quire.engine.wire.core_choice import check_core
 from quire.engine.wire.wire import LENGTH, body_length, client_codec
@@ -45,12 +45,12 @@ logger = logging.getLogger("quire")
 # says so: the core may be in a long step, or stuck.
 LATE_S = 1.0
 AGAIN_S = 1.0  # until the next try to connect
-NO_SOCKET = (errno.ENOENT, errno.ECONNREFUSED)  # nobody will ever listen there again
-MOST_UNSENT_BYTES = 256 << 20  # that the core has not taken in
+NO_SOCKET = (errno.ENOENT, errno.ECONNREFUSED)  # the socket's process has ended for good
+MAX_UNSENT_BYTES = 256 << 20  # that the core has not taken in
 MAX_OPEN_MEDIA_BYTES = 2 << 30  # of the pixels of all open requests, here and in the core
 MAX_MEDIA_BYTES = 960 << 20  # of the pixels of one request: a message may have 1 GiB
 
-_GONE = "the engine's process has ended; try again when /health answers 200."
+_ENDED = "the engine's process has ended; try again when /health answers 200."
 
 
 def limits_of(ready: Ready) -> RequestLimits:
@@ -63,13 +63,14 @@ def limits_of(ready: Ready) -> RequestLimits:
         tuple(ready.settings.get("logits_processors", ())),
         takes_functions=False,
         pools=ready.pooling is not None,
-        tells_texts=ready.pooling is not None and ready.pooling.tells_texts,
+        has_text_pairs=ready.pooling is not None and ready.pooling.has_text_pairs,
         takes_grammars=True,
     )
 
 
 class Mailbox:
-    """Tells the reader that there is something; a late one gets several steps in one output.
+    """Wakes the reader of a request when there is output; a late reader gets several steps in
+    one output.
 
     failed: whether it ends with an error.
     """
@@ -87,7 +88,7 @@ class Mailbox:
         return self._error is not None
 
     def notify(self) -> None:
-        """Tell the reader that the request has something to show."""
+        """Notify the reader that the request has something to show."""
         self._is_due = True
         self._wake()
 
@@ -111,7 +112,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
-class RemoteClient(AskingClient):
+class RemoteClient(QuestionClient):
     """One connection to the core behind a Unix socket; a new one when the core was started
     again."""
 
@@ -148,7 +149,7 @@ class RemoteClient(AskingClient):
         """Wait for the core. Raise EngineDead if the connection can never come."""
         while not self._is_alive:
             if self._task is None or self._task.done():
-                raise EngineDead(_GONE)
+                raise EngineDead(_ENDED)
             self._changed.clear()
             await self._changed.wait()
 
@@ -233,8 +234,8 @@ class RemoteClient(AskingClient):
         self._finish(request.request_id, Finish("timeout", error=Failure(TIMED_OUT, why)))
 
     def _check_room(self, num_media_bytes: int) -> None:
-        """Raise EngineBusy if the core has not taken in what it was sent for a long time, or if
-        open requests hold too many pixels already. Raise RequestError for a request that alone has
+        """Raise EngineBusy if the core is far behind in reading, or if open requests hold too
+        many pixels. Raise RequestError for a request that alone has
         too many."""
         if num_media_bytes > MAX_MEDIA_BYTES:
             raise RequestError(
@@ -250,7 +251,7 @@ class RemoteClient(AskingClient):
         if self._writer is None:
             return
         num_bytes = self._writer.transport.get_write_buffer_size()
-        if num_bytes > MOST_UNSENT_BYTES:
+        if num_bytes > MAX_UNSENT_BYTES:
             raise EngineBusy(
                 f"the engine has not yet accepted {num_bytes} bytes of other requests; try again"
                 " in a moment."
@@ -292,7 +293,7 @@ class RemoteClient(AskingClient):
 
     def _send(self, message: ToCore) -> None:
         if self._writer is None or not self._is_alive:
-            raise EngineDead(_GONE)
+            raise EngineDead(_ENDED)
         self._writer.write(self._codec.encode(message))
 
     # ---- the connection ----------------------------------------------------------------------
@@ -333,12 +334,12 @@ class RemoteClient(AskingClient):
             return
 
     def _lose(self) -> None:
-        """Fail all that the core was working on: it has gone."""
+        """Fail all requests and questions of a core that has disconnected."""
         self._is_alive = False
         self._writer = None
         for box in self._boxes.values():
-            box.fail(EngineDead(_GONE))
-        self._fail_questions(EngineDead(_GONE))
+            box.fail(EngineDead(_ENDED))
+        self._fail_questions(EngineDead(_ENDED))
         self._changed.set()
 
     def _take(self, message: FromCore) -> None:

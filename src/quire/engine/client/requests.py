@@ -53,9 +53,9 @@ class RequestMaker:
         timeout_s: float = 0.0,
         grammar: str = "",
     ) -> Request:
-        """Make a request. best_of needs logprobs, asked for or not. request_id: unique; a running
-        number if absent. grammar: what the answer must be, checked (`checked_grammar`); an end
-        token ends such an answer in any case, since it may be all that the grammar allows. Raise
+        """Make a request. best_of needs logprobs, requested or not. request_id: unique; a running
+        number if absent. grammar: checked grammar of the answer (`checked_grammar`). An end
+        token always ends such an answer, since the grammar may allow nothing else. Raise
         RequestError for parameters that mean text where there is no tokenizer."""
         if prompt.media and params.use_beam_search:
             raise RequestError(
@@ -118,7 +118,7 @@ class RequestMaker:
         share: float = 1.0,
     ) -> Request:
         """Make a request that pins a prompt for ttl_s seconds, 0.0 for good. prefix_id: random if
-        absent. share: of what pinned prefixes may hold, how much the tenant's may."""
+        absent. share: the tenant's part of the room for pinned prefixes."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         name = prefix_id or f"prefix-{secrets.token_hex(8)}"
         request = self.make(prompt, params, name, cache_salt, tenant=tenant)
@@ -133,15 +133,15 @@ class RequestMaker:
         tenant: str = "",
         timeout_s: float = 0.0,
         *,
-        tells_texts: bool = False,
+        has_text_pairs: bool = False,
     ) -> Request:
         """Make a request for what a prompt comes to, of a model that pools: it ends with its first
-        token, which stands for that. tells_texts: see PoolingSpec."""
+        token, which stands for that. has_text_pairs: see PoolingSpec."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         made = self.make(prompt, params, request_id, cache_salt, priority, tenant, timeout_s)
         ids = prompt.token_ids
-        if tells_texts and prompt.second is not None:
+        if has_text_pairs and prompt.second is not None:
             first, second = ids[: prompt.second], ids[prompt.second :]
             ids = [*first, *(each + SECOND_TEXT for each in second)]
         return msgspec.structs.replace(made, pools=True, prompt_token_ids=ids)

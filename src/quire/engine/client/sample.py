@@ -20,7 +20,7 @@ REPEATED = "repetition_detected"  # the stop_reason of such an end
 class Sample:
     """Its output so far, and how much of it the user has seen.
 
-    num_sent: tokens that the user has. finish: None while it goes on. was_stopped: a stop
+    num_sent: tokens that the user has. finish: None while it continues. was_stopped: a stop
     string or a repetition ended it, which the core does not know.
     """
 
@@ -50,7 +50,7 @@ class Sample:
         watch = params.repetition_detection
         self._watch = None if watch is None or not watch.is_on else RepetitionWatch(watch)
         self._is_end_sent = False
-        self._text: list[str] = []  # in pieces; those that were sent are joined or dropped
+        self._text: list[str] = []  # in pieces; sent pieces are joined or dropped
         self._logprobs: list[dict[int, Logprob]] | None = None
         if params.logprobs is not None:
             self.cumulative_logprob = 0.0
@@ -101,7 +101,7 @@ class Sample:
             self.end(finish)
 
     def _repeats(self, token_id: int) -> bool:
-        """Tell whether the text, which may end by now, ends with a repetition."""
+        """Return whether the text ends with a repetition and is long enough to end."""
         assert self._watch is not None
         return self._watch.push(token_id) and len(self.token_ids) >= self._params.min_tokens
 
@@ -132,11 +132,11 @@ class Sample:
 
     def _take_candidates(self, candidates: Candidates) -> None:
         if self.cumulative_logprob is None:
-            return  # nobody asked
+            return  # not requested
         if self._logprobs is not None:
             stream = None if self._detokenizer is None else self._detokenizer.stream
-            named, wanted = self._params.logprob_token_ids, self._params.logprobs or 0
-            num = wanted if named is None else len(named)
+            named, num_top = self._params.logprob_token_ids, self._params.logprobs or 0
+            num = num_top if named is None else len(named)
             self._logprobs.append(logprobs_of(candidates, num, stream, named is None))
         self.cumulative_logprob += float(candidates.logprobs[0])
 
@@ -153,12 +153,12 @@ class RepetitionWatch:
     def __init__(self, params: RepetitionDetectionParams) -> None:
         sizes = np.arange(1, params.max_pattern_size + 1, dtype=np.int64)
         self._needed = sizes * (params.min_count - 1)
-        self._needed[: params.least_size - 1] = np.iinfo(np.int64).max
+        self._needed[: params.effective_min_size - 1] = np.iinfo(np.int64).max
         self._recent = np.full(params.max_pattern_size, -1, np.int64)  # the last token comes first
         self._runs = np.zeros(params.max_pattern_size, np.int64)
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; tell whether the text ends with a repeated pattern."""
+        """Take the next token, and return whether the text ends with a repeated pattern."""
         self._runs = np.where(self._recent == token_id, self._runs + 1, 0)
         self._recent[1:] = self._recent[:-1]
         self._recent[0] = token_id

@@ -22,7 +22,7 @@ logger = logging.getLogger("quire")
 
 BUFFER_BYTES = 32 << 20  # maximum bytes of one read
 READ_S = 1.0
-MOST_FAILURES = 3  # then only TCP is used
+MAX_FAILURES = 3  # then only TCP is used
 
 Region = tuple[int, int]  # address, bytes
 
@@ -108,8 +108,8 @@ class DirectReader:
         self._num_failures = 0
 
     @property
-    def wants_peer(self) -> bool:
-        return self._num_failures < MOST_FAILURES
+    def may_connect(self) -> bool:
+        return self._num_failures < MAX_FAILURES
 
     @property
     def is_connected(self) -> bool:
@@ -128,22 +128,22 @@ class DirectReader:
             self._give_up(error)
 
     def read(
-        self, places: Sequence[tuple[int, int, bytes] | None]
+        self, locations: Sequence[tuple[int, int, bytes] | None]
     ) -> list[memoryview | None] | None:
-        """Return the values: header and data. None: they must be read over TCP. places: address,
+        """Return the values: header and data. None: they must be read over TCP. locations: address,
         bytes, header."""
-        found = [place for place in places if place is not None]
+        found = [location for location in locations if location is not None]
         num_bytes = sum(length + HEADER_BYTES for _, length, _ in found)
         if self._peer is None or self._buffer is None or num_bytes > BUFFER_BYTES:
             return None
         view, base = memoryview(self._buffer).cast("B"), ctypes.addressof(self._buffer)
         values: list[memoryview | None] = []
         pieces, end = [], 0
-        for place in places:
-            if place is None:
+        for location in locations:
+            if location is None:
                 values.append(None)
                 continue
-            source, length, header = place
+            source, length, header = location
             begin, data, end = end, end + HEADER_BYTES, end + HEADER_BYTES + length
             view[begin:data] = header
             pieces.append(Piece(source, base + data, length))

@@ -37,12 +37,12 @@ SUFFIX, UNFINISHED = ".kv", ".tmp"
 PAUSE_S = 30.0  # without storing, after it failed
 OLD_S = 3600.0  # after this time, the writer of an unfinished file has ended
 TOUCH_S = 2.0  # a file used again within this time is not marked again
-LEAST_FREE_SHARE, LEAST_FREE_BYTES = 0.05, 1_000_000_000  # minimum free space; the smaller
+MIN_FREE_SHARE, MIN_FREE_BYTES = 0.05, 1_000_000_000  # minimum free space; the smaller
 SHARED_MEMORY = Path("/dev/shm")
 STORE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 MAX_SHARE_OF_MEMORY = 4  # blocks may use a quarter of shared memory
-AHEAD = 8  # files that the disk prefetches
-MOST_BYTES = 1 << 28  # of a value; a larger file is not ours
+NUM_PREFETCHED = 8  # files that the disk prefetches
+MAX_VALUE_BYTES = 1 << 28  # of a value; a larger file is not ours
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # never waits for a pipe
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -86,7 +86,7 @@ class DiskStore:
         opened: list[int | None] = []
         try:
             for i in range(len(keys)):
-                while len(opened) < min(len(keys), i + AHEAD):
+                while len(opened) < min(len(keys), i + NUM_PREFETCHED):
                     opened.append(self._open(keys[len(opened)]))
                 file, opened[i] = opened[i], None
                 yield None if file is None else self._read(file)
@@ -170,7 +170,7 @@ class DiskStore:
         read."""
         try:
             facts = os.fstat(file)
-            if facts.st_size > MOST_BYTES:
+            if facts.st_size > MAX_VALUE_BYTES:
                 return None
             if len(self._buffer) < facts.st_size:
                 self._buffer = bytearray(facts.st_size)
@@ -193,11 +193,12 @@ class DiskStore:
         facts = os.statvfs(self.directory)
         free = facts.f_bavail * facts.f_frsize
         aligned_bytes = -(-num_bytes // facts.f_frsize) * facts.f_frsize
-        least = min(LEAST_FREE_SHARE * facts.f_blocks * facts.f_frsize, LEAST_FREE_BYTES)
-        if free - aligned_bytes < least:
+        min_free_bytes = min(MIN_FREE_SHARE * facts.f_blocks * facts.f_frsize, MIN_FREE_BYTES)
+        if free - aligned_bytes < min_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk has {free / 1e9:.2f} GB free, and must keep {least / 1e9:.2f} GB free",
+                f"the disk has {free / 1e9:.2f} GB free, and must keep {min_free_bytes / 1e9:.2f}"
+                " GB free",
             )
 
     def _write(self, path: str, parts: Sequence[Buffer]) -> None:
@@ -243,8 +244,8 @@ def shared_memory_store(address: str, max_bytes: int) -> DiskStore:
             f"shm:{address} needs {SHARED_MEMORY}, which only Linux has; use dir:PATH instead."
         )
     facts = os.statvfs(SHARED_MEMORY)
-    most_bytes = min(max_bytes, facts.f_blocks * facts.f_frsize // MAX_SHARE_OF_MEMORY)
-    store = DiskStore(SHARED_MEMORY / f"quire-kv-{os.getuid()}-{address}", max(1, most_bytes))
+    limit_bytes = min(max_bytes, facts.f_blocks * facts.f_frsize // MAX_SHARE_OF_MEMORY)
+    store = DiskStore(SHARED_MEMORY / f"quire-kv-{os.getuid()}-{address}", max(1, limit_bytes))
     found = store.directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(

@@ -25,7 +25,7 @@ class HostPool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockLocation:
     """Location of a host block, and how many names it had lost before it got its current one."""
 
     group: int
@@ -38,7 +38,7 @@ class HostIndex:
 
     def __init__(self, fingerprint: bytes, memory: HostMemory, pools: Sequence[HostPool]) -> None:
         self._fingerprint, self._memory, self._pools = fingerprint, memory, pools
-        self._places: dict[bytes, Place] = {}
+        self._locations: dict[bytes, BlockLocation] = {}
         self._keys: dict[tuple[int, int], bytes] = {}  # by group and block, to bound the index
         self._lock = threading.Lock()  # guards both
 
@@ -49,13 +49,13 @@ class HostIndex:
         if self._pools[group].digest_of(block) != digest:
             return False, 0
         key = block_key(self._fingerprint, group, digest)
-        place = Place(group, block, self._pools[group].num_names_lost(block))
+        location = BlockLocation(group, block, self._pools[group].num_names_lost(block))
         with self._lock:
-            if self._places.get(key) == place:
+            if self._locations.get(key) == location:
                 return True, 0
             self._drop(self._keys.get((group, block)))
             self._drop(key)
-            self._places[key], self._keys[group, block] = place, key
+            self._locations[key], self._keys[group, block] = location, key
         return True, self._memory.block_bytes(group)
 
     def remove(self, names: Iterable[BlockName]) -> None:
@@ -67,28 +67,28 @@ class HostIndex:
                 self._drop(key)
 
     def _drop(self, key: bytes | None) -> None:
-        place = None if key is None else self._places.pop(key, None)
-        if place is not None:
-            del self._keys[place.group, place.block]
+        location = None if key is None else self._locations.pop(key, None)
+        if location is not None:
+            del self._keys[location.group, location.block]
 
     def find(self, keys: Iterable[bytes]) -> list[bool]:
-        return [self.place(key) is not None for key in keys]
+        return [self.location(key) is not None for key in keys]
 
-    def place(self, key: bytes) -> Place | None:
+    def location(self, key: bytes) -> BlockLocation | None:
         """Return a block's location; None if it no longer has this name."""
         with self._lock:
-            place = self._places.get(key)
-        return place if place is not None and self._is_there(place) else None
+            location = self._locations.get(key)
+        return location if location is not None and self._is_there(location) else None
 
-    def _is_there(self, place: Place) -> bool:
-        return self._pools[place.group].num_names_lost(place.block) == place.num_lost
+    def _is_there(self, location: BlockLocation) -> bool:
+        return self._pools[location.group].num_names_lost(location.block) == location.num_lost
 
     def read(self, key: bytes) -> tuple[bytes, Buffer] | None:
         """Return a block's envelope, as header and data; None if it was reused."""
-        place = self.place(key)
-        if place is None:
+        location = self.location(key)
+        if location is None:
             return None
-        data = self._memory.read(place.group, place.block)
-        if not self._is_there(place):
+        data = self._memory.read(location.group, location.block)
+        if not self._is_there(location):
             return None
         return seal(*split_key(key), data), data

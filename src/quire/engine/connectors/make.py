@@ -28,15 +28,15 @@ def make_transfer(name: str) -> DirectTransfer:
 def split_via(address: str) -> tuple[str, DirectTransfer | None]:
     """Split HOST:PORT?via=NAME, and create the transfer. Raises ConfigError, and
     MissingDependency."""
-    place, sign, name = address.partition(VIA)
+    host_port, sign, name = address.partition(VIA)
     if not sign:
-        return place, None
-    return place, make_transfer(name)
+        return host_port, None
+    return host_port, make_transfer(name)
 
 
 def _peer(address: str, max_bytes: int) -> PeerStore:
-    place, transfer = split_via(address.removeprefix("//"))
-    return PeerStore(place, max_bytes, transfer)
+    host_port, transfer = split_via(address.removeprefix("//"))
+    return PeerStore(host_port, max_bytes, transfer)
 
 
 BUILT_IN: Mapping[str, Make] = MappingProxyType(

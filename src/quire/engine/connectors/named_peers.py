@@ -24,10 +24,10 @@ class NamedPeers:
     NAME:ADDRESS."""
 
     def __init__(self, stores: Sequence[str]) -> None:
-        places = {i: _place(s, PEER) for i, s in enumerate(stores) if s.startswith(PEER)}
-        self._others = tuple(i for i in range(len(stores)) if i not in places)
-        self._numbers = {place: i for i, place in places.items()}
-        served = [_place(s, SERVE) for s in stores if s.startswith(SERVE)]
+        host_ports = {i: _host_port(s, PEER) for i, s in enumerate(stores) if s.startswith(PEER)}
+        self._others = tuple(i for i in range(len(stores)) if i not in host_ports)
+        self._numbers = {host_port: i for i, host_port in host_ports.items()}
+        served = [_host_port(s, SERVE) for s in stores if s.startswith(SERVE)]
         host, _, port = (served or [""])[0].rpartition(":")
         # Address of this engine's blocks, if its settings have one
         self.address = "" if host in ANYWHERE or port == "0" else f"{host}:{port}"
@@ -52,6 +52,6 @@ class NamedPeers:
         return msgspec.structs.replace(request, kv_transfer=chosen)
 
 
-def _place(setting: str, kind: str) -> str:
+def _host_port(setting: str, kind: str) -> str:
     """Return HOST:PORT of a setting."""
     return setting.removeprefix(kind).removeprefix("//").partition(VIA)[0].lower()

@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 
 from quire.engine.connectors.direct import DirectReader, DirectTransfer
-from quire.engine.connectors.disk import MOST_BYTES
+from quire.engine.connectors.disk import MAX_VALUE_BYTES
 from quire.engine.connectors.peer_wire import (
     DESCRIBE,
     FIND,
     GET,
     LENGTH,
-    MOST_DESCRIPTION,
-    MOST_KEYS,
+    LOCATION,
+    LOCATIONS,
+    MAX_DESCRIPTION_BYTES,
+    MAX_KEYS,
     NOTHING,
-    PLACE,
-    PLACES,
     REMOVE,
     introduce,
     parse_address,
@@ -44,8 +44,8 @@ class PeerStore:
         self, address: str, max_bytes: int, transfer: DirectTransfer | None = None
     ) -> None:
         self._address = address
-        self._place = parse_address("peer", address)
-        self._secret = secret_for(self._place[0], "peer")
+        self._host_port = parse_address("peer", address)
+        self._secret = secret_for(self._host_port[0], "peer")
         self._sock: socket.socket | None = None
         self._until_s = 0.0  # deadline of the current exchange
         self._buffer = bytearray()
@@ -80,19 +80,19 @@ class PeerStore:
         """Return the values; None if they must be read over TCP."""
         if self._direct is None or not self._direct.is_connected:
             return None
-        sock.sendall(request(PLACES, keys))
-        places: list[tuple[int, int, bytes] | None] = []
+        sock.sendall(request(LOCATIONS, keys))
+        locations: list[tuple[int, int, bytes] | None] = []
         for _ in keys:
-            address, length = PLACE.unpack(receive(sock, PLACE.size, until_s=self._until_s))
+            address, length = LOCATION.unpack(receive(sock, LOCATION.size, until_s=self._until_s))
             if length == NOTHING:
-                places.append(None)
+                locations.append(None)
             else:
                 header = receive(sock, HEADER_BYTES, until_s=self._until_s)
-                places.append((address, length, bytes(header)))
-        return self._direct.read(places)
+                locations.append((address, length, bytes(header)))
+        return self._direct.read(locations)
 
     def _value(self, sock: socket.socket, length: int) -> memoryview:
-        if length > MOST_BYTES:
+        if length > MAX_VALUE_BYTES:
             raise StoreError(
                 f"peer {self._address}: a value of {length} bytes was not written by quire."
             )
@@ -130,7 +130,7 @@ class PeerStore:
         try:
             self._until_s = time.monotonic() + CALL_S
             if sock is None:
-                sock = self._sock = socket.create_connection(self._place, CONNECT_S)
+                sock = self._sock = socket.create_connection(self._host_port, CONNECT_S)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.settimeout(CALL_S)
                 introduce(sock, self._secret, self._until_s)
@@ -144,16 +144,16 @@ class PeerStore:
             raise
 
     def _get_to_know(self, sock: socket.socket) -> None:
-        if self._direct is None or not self._direct.wants_peer:
+        if self._direct is None or not self._direct.may_connect:
             return
         sock.sendall(request(DESCRIBE, []))
         (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until_s=self._until_s))
-        if length > MOST_DESCRIPTION:
+        if length > MAX_DESCRIPTION_BYTES:
             raise StoreError(f"a description of {length} bytes was not written by quire.")
         self._direct.connect(bytes(receive(sock, length, until_s=self._until_s)))
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     """Yield the keys in parts that fit into a request."""
-    for first in range(0, len(keys), MOST_KEYS):
-        yield keys[first : first + MOST_KEYS]
+    for first in range(0, len(keys), MAX_KEYS):
+        yield keys[first : first + MAX_KEYS]

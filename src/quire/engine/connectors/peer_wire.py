@@ -33,10 +33,10 @@ NONCE_BYTES, PROOF_BYTES = 32, 32
 HEAD = struct.Struct("<BI")
 LENGTH = struct.Struct("<Q")
 NOTHING = (1 << 64) - 1
-FIND, GET, REMOVE, DESCRIBE, PLACES = 1, 2, 3, 4, 5
-PLACE = struct.Struct("<QQ")
-MOST_DESCRIPTION = 1 << 20
-MOST_KEYS = 1 << 16
+FIND, GET, REMOVE, DESCRIBE, LOCATIONS = 1, 2, 3, 4, 5
+LOCATION = struct.Struct("<QQ")
+MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_KEYS = 1 << 16
 SECRET = "QUIRE_KV_SECRET"  # an environment variable, because all users can see a flag
 
 
@@ -125,7 +125,7 @@ def request(kind: int, keys: Sequence[bytes]) -> bytes:
 def receive_request(sock: socket.socket) -> tuple[int, list[bytes]]:
     """Return the kind of a request, and its keys. Raises OSError."""
     kind, num = HEAD.unpack(receive(sock, HEAD.size))
-    if kind not in (FIND, GET, REMOVE, DESCRIBE, PLACES) or num > MOST_KEYS:
+    if kind not in (FIND, GET, REMOVE, DESCRIBE, LOCATIONS) or num > MAX_KEYS:
         raise ConnectionError("a peer sent an invalid request")
     data = bytes(receive(sock, num * KEY.size))
     return kind, [data[i : i + KEY.size] for i in range(0, len(data), KEY.size)]

@@ -32,9 +32,9 @@ from quire.engine.connectors.peer_wire import (
     FIND,
     GET,
     LENGTH,
+    LOCATION,
+    LOCATIONS,
     NOTHING,
-    PLACE,
-    PLACES,
     greet,
     parse_address,
     receive_request,
@@ -43,7 +43,7 @@ from quire.engine.connectors.peer_wire import (
 
 logger = logging.getLogger("quire")
 
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 GREETING_S, SEND_S = 2.0, 10.0  # maximum time for a peer to authenticate, and to receive
 REST_S = 600.0  # between two requests
 AGAIN_S = 0.2  # after a connection could not be accepted, for example with too many open files
@@ -98,7 +98,7 @@ class ServedBlocks:
             return Fetched(order.store, order.ticket, [False] * len(order.items), 0, 0.0)
         if isinstance(order, Keep):
             pairs = [self._index.add(item) for item in order.items]
-            ok, num_bytes = [is_kept for is_kept, _ in pairs], sum(num for _, num in pairs)
+            ok, num_bytes = [is_stored for is_stored, _ in pairs], sum(num for _, num in pairs)
             return Kept(order.store, order.ticket, ok, num_bytes, 0.0, is_lasting=False)
         assert isinstance(order, Remove)
         self._index.remove(order.names)
@@ -133,7 +133,7 @@ class ServedBlocks:
                     return
                 continue
             with self._lock:
-                if self._closed.is_set() or len(self._connections) >= MOST_CONNECTIONS:
+                if self._closed.is_set() or len(self._connections) >= MAX_CONNECTIONS:
                     sock.close()
                     continue
                 self._connections.add(sock)
@@ -161,10 +161,10 @@ class ServedBlocks:
         if kind == FIND:
             sock.sendall(bytes(self._index.find(keys)))
         elif kind == DESCRIBE:
-            said = b"" if self._direct is None else self._direct.describe()
-            sock.sendall(LENGTH.pack(len(said)) + said)
-        elif kind == PLACES:
-            sock.sendall(b"".join(self._place(key) for key in keys))
+            description = b"" if self._direct is None else self._direct.describe()
+            sock.sendall(LENGTH.pack(len(description)) + description)
+        elif kind == LOCATIONS:
+            sock.sendall(b"".join(self._location(key) for key in keys))
         elif kind == GET:
             for key in keys:
                 parts = self._index.read(key)
@@ -178,11 +178,11 @@ class ServedBlocks:
             self._index.remove_keys(keys)
             sock.sendall(b"\1")
 
-    def _place(self, key: bytes) -> bytes:
+    def _location(self, key: bytes) -> bytes:
         """Return where a block is, with its header. The header's checksum is over the current
         bytes."""
-        place, parts = self._index.place(key), self._index.read(key)
-        if self._direct is None or place is None or parts is None:
-            return PLACE.pack(0, NOTHING)
-        address = self._direct.address(place.group, place.block)
-        return PLACE.pack(address, memoryview(parts[1]).nbytes) + parts[0]
+        location, parts = self._index.location(key), self._index.read(key)
+        if self._direct is None or location is None or parts is None:
+            return LOCATION.pack(0, NOTHING)
+        address = self._direct.address(location.group, location.block)
+        return LOCATION.pack(address, memoryview(parts[1]).nbytes) + parts[0]

@@ -18,7 +18,7 @@ SWEEP_S = 60.0
 SLACK = 16  # 1/16 of the limit: maximum bytes written between two sweeps, and additional room made
 FILES_PER_CALL = 4096
 FOLDER_COST = 4  # reading a folder costs as much as so many files
-MOST_OLDEST = 1 << 16
+MAX_OLDEST = 1 << 16
 DELETED_PER_CALL = 64  # beyond the required room
 ENDED = True
 
@@ -83,7 +83,7 @@ class Trimmer:
             cost += FOLDER_COST
             for changed, size, path in self._files(folder):
                 total, cost = total + size, cost + 1
-                keep = heapq.heappush if len(oldest) < MOST_OLDEST else heapq.heappushpop
+                keep = heapq.heappush if len(oldest) < MAX_OLDEST else heapq.heappushpop
                 keep(oldest, (-changed, size, path))
             if cost > FILES_PER_CALL:
                 cost = 0
@@ -99,13 +99,13 @@ class Trimmer:
                         facts = entry.stat(follow_symlinks=False)
                         yield facts.st_mtime_ns, facts.st_size, entry.path
 
-    def _delete(self, most_bytes: int) -> None:
-        """Delete the oldest files until at most `most_bytes` remain. Then delete a few more, for
+    def _delete(self, target_bytes: int) -> None:
+        """Delete the oldest files until at most `target_bytes` remain. Then delete a few more, for
         bytes that other processes write."""
         assert self._used is not None
-        num_more, fewer_bytes = DELETED_PER_CALL, most_bytes - self._max_bytes // SLACK
-        while self._oldest and (self._used > most_bytes or num_more and self._used > fewer_bytes):
-            num_more -= self._used <= most_bytes
+        num_more, fewer_bytes = DELETED_PER_CALL, target_bytes - self._max_bytes // SLACK
+        while self._oldest and (self._used > target_bytes or num_more and self._used > fewer_bytes):
+            num_more -= self._used <= target_bytes
             changed, size, path = self._oldest.popleft()
             try:
                 if os.stat(path, follow_symlinks=False).st_mtime_ns != changed:

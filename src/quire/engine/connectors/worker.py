@@ -58,11 +58,11 @@ WAIT_S: dict[type[Order], float] = {  # then `expire` ends the job
 }  # fmt: skip
 STUCK_S = 2.0  # maximum of a store's call; until a longer one returns, all other orders get misses
 FETCH_BYTES = 8 << 20  # in one request; look-ups are done in between
-MOST_KEEP_BYTES = 256 << 20  # of waiting orders
-MOST_WAITING = 4096  # look-ups, and fetches
+MAX_KEEP_BYTES = 256 << 20  # of waiting orders
+MAX_WAITING = 4096  # look-ups, and fetches
 POLL_S, PROBED = 0.01, 4  # interval of repeated look-ups; first and last names probed
-MOST_FAILURES, QUIET_S = 3, 5.0  # failures in a row, then time without calls
-MOST_REFUSED = 4096
+MAX_FAILURES, QUIET_S = 3, 5.0  # failures in a row, then time without calls
+MAX_REFUSED_KEYS = 4096
 
 
 class HostMemory(Protocol):
@@ -194,9 +194,9 @@ class _Work:
         waiting = self._jobs[type(job.order)]
         num_bytes = self._bytes_to_keep(job)
         with self._changed:
-            if self._is_closing or len(waiting) >= MOST_WAITING:
+            if self._is_closing or len(waiting) >= MAX_WAITING:
                 return False
-            if num_bytes and self._keep_bytes and self._keep_bytes + num_bytes > MOST_KEEP_BYTES:
+            if num_bytes and self._keep_bytes and self._keep_bytes + num_bytes > MAX_KEEP_BYTES:
                 return False
             waiting.append(job)
             self._keep_bytes += num_bytes
@@ -374,7 +374,7 @@ class _Mover:
 
     def _fail(self, error: BaseException) -> None:
         self._num_failures += 1
-        if self._num_failures >= MOST_FAILURES:
+        if self._num_failures >= MAX_FAILURES:
             self._quiet_until_s = self._clock.now() + QUIET_S
         name = type(self._store).__name__
         self._log.warn(
@@ -461,7 +461,7 @@ class _Mover:
     def _refuse(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._refused[key] = None
-        while len(self._refused) > MOST_REFUSED:
+        while len(self._refused) > MAX_REFUSED_KEYS:
             del self._refused[next(iter(self._refused))]
 
     def _remove(self, job: _Job) -> bool:
@@ -500,8 +500,8 @@ class _Mover:
             data = self.memory.read(group, block)
         key, header = self._key(group, digest), seal(self._fingerprint, group, digest, data)
         with self._calling():
-            is_kept = self._store.put(key, (header, data))
-        if is_kept:
+            is_stored = self._store.put(key, (header, data))
+        if is_stored:
             self._refused.pop(key, None)
             with job.lock:
                 job.ok[job.position] = True

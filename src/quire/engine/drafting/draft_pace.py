@@ -23,9 +23,9 @@ from quire.base.plan import Int32, Plan
 
 FORGOTTEN = 128  # steps until the times of an unused size are dropped
 NUM_TIMES = 9  # recent times of a size
-KEPT, KEPT_OF_ALL = 0.9, 0.98  # weight of the old estimate, of a sequence and of all
+OLD_WEIGHT, OLD_WEIGHT_OF_ALL = 0.9, 0.98  # weight of the old estimate, of a sequence and of all
 FIRST_CHANCE = 0.7  # initial acceptance probability
-LEAST_CHANCE = 0.05  # minimum probability of another draft token
+MIN_CHANCE = 0.05  # minimum probability of another draft token
 HOPE = 0.01  # growth of the chance per step without draft tokens, so that drafting is tried again
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -86,7 +86,7 @@ class StepTimes:
             self._seconds.pop(size, None)
 
 
-class Tried(NamedTuple):
+class PlannedDraft(NamedTuple):
     """Draft tokens that a plan verifies for one sequence."""
 
     num_known: int  # tokens of the sequence before them
@@ -94,33 +94,33 @@ class Tried(NamedTuple):
 
     def num_right(self, known_tokens: Int32) -> int:
         """Return how many leading draft tokens equal the sequence's `known_tokens` [T]."""
-        came = known_tokens[self.num_known : self.num_known + len(self.token_ids)]
-        is_right = came == self.token_ids[: len(came)]
-        return len(came) if is_right.all() else int(is_right.argmin())
+        actual = known_tokens[self.num_known : self.num_known + len(self.token_ids)]
+        is_right = actual == self.token_ids[: len(actual)]
+        return len(actual) if is_right.all() else int(is_right.argmin())
 
 
-def tries_of(plan: Plan) -> dict[int, Tried]:
+def planned_drafts(plan: Plan) -> dict[int, PlannedDraft]:
     """Return the draft tokens that a plan verifies, by row."""
     if not plan.drafts:
         return {}
     known = (plan.computed_bound + plan.num_tokens - plan.num_drafts).tolist()
     known_of = dict(zip(plan.rows.tolist(), known, strict=True))
-    return {draft.row: Tried(known_of[draft.row], draft.token_ids) for draft in plan.drafts}
+    return {draft.row: PlannedDraft(known_of[draft.row], draft.token_ids) for draft in plan.drafts}
 
 
 class Chance:
     """Estimate of the probability that a draft token is accepted, as a moving average.
 
-    kept: weight of the old estimate when a draft token is observed."""
+    old_weight: weight of the old estimate when a draft token is observed."""
 
-    def __init__(self, value: float = FIRST_CHANCE, kept: float = KEPT) -> None:
-        self.value, self._kept = value, kept
+    def __init__(self, value: float = FIRST_CHANCE, old_weight: float = OLD_WEIGHT) -> None:
+        self.value, self._old_weight = value, old_weight
 
-    def observe(self, num_guessed: int, num_right: int) -> None:
+    def observe(self, num_proposed: int, num_right: int) -> None:
         """Update the estimate. Draft tokens after the first rejected one do not count."""
-        num_tested = min(num_guessed, num_right + 1)
+        num_tested = min(num_proposed, num_right + 1)
         for i in range(num_tested):
-            self.value = self._kept * self.value + (1 - self._kept) * (i < num_right)
+            self.value = self._old_weight * self.value + (1 - self._old_weight) * (i < num_right)
 
     def hope(self, num_steps: int = 1) -> None:
         """Raise the estimate after steps without draft tokens, up to `FIRST_CHANCE`."""
@@ -128,34 +128,34 @@ class Chance:
 
 
 def lengths(
-    most: Seq[int],
+    max_drafts: Seq[int],
     chances: Seq[float],
     num_others: int,
     times: StepTimes,
-    guessing_s: Callable[[int], float] = lambda num: 0.0,
-    tried: StepTimes | None = None,
+    drafting_s: Callable[[int], float] = lambda num: 0.0,
+    verified: StepTimes | None = None,
 ) -> list[int]:
     """Return the number of draft tokens for each row that gives the highest token rate.
 
     Without any times, each row gets its maximum.
 
     Args:
-        most: maximum draft tokens of each row.
+        max_drafts: maximum draft tokens of each row.
         chances: acceptance probability of a draft token of each row.
         num_others: tokens of the step in addition to one for each of these rows.
         times: times of steps.
-        guessing_s: seconds to draft that many tokens for all rows.
-        tried: times of steps with draft tokens, if they differ from `times`.
+        drafting_s: seconds to draft that many tokens for all rows.
+        verified: times of steps with draft tokens, if they differ from `times`.
     """
-    found = [0] * len(most)
+    found = [0] * len(max_drafts)
     if times.seconds(1) is None:
-        return list(most)
-    num_tokens = num_others + len(most)
+        return list(max_drafts)
+    num_tokens = num_others + len(max_drafts)
     gained = float(num_tokens)
     rate = gained / max(1e-9, times.seconds(num_tokens) or 0.0)
-    if tried is None or tried.seconds(1) is None:
-        tried = times
-    heap = [(-chance, row) for row, chance in enumerate(chances) if most[row] > 0]
+    if verified is None or verified.seconds(1) is None:
+        verified = times
+    heap = [(-chance, row) for row, chance in enumerate(chances) if max_drafts[row] > 0]
     heapify(heap)
     best, best_rate, longest = list(found), rate, 0
     while heap:
@@ -164,10 +164,10 @@ def lengths(
         longest = max(longest, found[row])
         num_tokens += 1
         gained -= gain
-        seconds = (tried.seconds(num_tokens) or 0.0) + guessing_s(longest)
+        seconds = (verified.seconds(num_tokens) or 0.0) + drafting_s(longest)
         rate = gained / max(1e-9, seconds)
         if rate > best_rate:
             best, best_rate = list(found), rate
-        if found[row] < most[row] and -gain * chances[row] > LEAST_CHANCE:
+        if found[row] < max_drafts[row] and -gain * chances[row] > MIN_CHANCE:
             heappush(heap, (gain * chances[row], row))
     return best

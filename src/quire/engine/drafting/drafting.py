@@ -22,29 +22,29 @@ from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
 from quire.base.settings.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.drafting.draft_pace import (
-    KEPT_OF_ALL,
+    OLD_WEIGHT_OF_ALL,
     Chance,
+    PlannedDraft,
     StepTimes,
-    Tried,
     lengths,
-    tries_of,
+    planned_drafts,
 )
-from quire.engine.drafting.suffixes import Answers, SuffixGuesser
+from quire.engine.drafting.suffixes import Answers, SuffixDrafter
 from quire.engine.grammars.grammars import Grammars
 from quire.ops.sampling.find_runs import SEARCHED, find_runs
 from quire.scheduler.core.sequence import RowTable, Sequence, State
 
 
 class NGrams:
-    """Look-up of rows' last `fewest` to `most` tokens in their own earlier text."""
+    """Look-up of rows' last `min_tokens` to `max_tokens` tokens in their own earlier text."""
 
-    def __init__(self, fewest: int, most: int) -> None:
-        self._fewest, self._most = fewest, most
+    def __init__(self, min_tokens: int, max_tokens: int) -> None:
+        self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
     def places(self, table: RowTable, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return [N] the position after the newest earlier match of the last tokens, for each of
         `rows` [N]; -1 without a match."""
-        bounds = self._fewest, self._most, SEARCHED
+        bounds = self._min_tokens, self._max_tokens, SEARCHED
         return find_runs(table.tokens, rows, table.known[rows], *bounds)
 
 
@@ -57,20 +57,23 @@ def repeated(tokens: npt.NDArray[np.int32], place: int, num: int) -> list[int]:
 
 
 PATIENCE = 4  # failed look-ups in a row, before a rest gets longer than a step
-MOST_REST = 4  # maximum steps of a rest
-MOST_IN_VAIN = 16  # maximum steps until forced tokens that did not pay off are looked up again
+MAX_REST_STEPS = 4  # maximum steps of a rest
+MAX_FORCED_REST_STEPS = (
+    16  # maximum steps until forced tokens that did not pay off are looked up again
+)
 
 
 Int64 = npt.NDArray[np.int64]
 
 
-class Guesses(Protocol):
+class Drafter(Protocol):
     """Interface of a drafter, for the attachment that calls it.
 
     is_idle: whether there is no sequence to draft for.
     holds_back: whether the next plan must wait until no plan is in flight.
-    is_ahead: whether the device makes the next draft tokens, even while plans are in flight.
-    looks_ahead: whether `look_ahead` may change `holds_back`."""
+    drafts_on_device: whether the device makes the next draft tokens, even while plans are in
+    flight.
+    decides_wait: whether `decide_wait` may change `holds_back`."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -79,18 +82,18 @@ class Guesses(Protocol):
     def holds_back(self) -> bool: ...
 
     @property
-    def is_ahead(self) -> bool: ...
+    def drafts_on_device(self) -> bool: ...
 
     @property
-    def looks_ahead(self) -> bool: ...
+    def decides_wait(self) -> bool: ...
 
-    def worth(self, table: RowTable, rows: Int64) -> Int64:
+    def draftable(self, table: RowTable, rows: Int64) -> Int64:
         """Return the rows of `rows` [N] that may have draft tokens."""
         ...
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         """Propose draft tokens for the sequences where drafting is expected to pay off. The core
-        calls it before each plan if `is_ahead`, else only while no plan is in flight.
+        calls it before each plan if `drafts_on_device`, else only while no plan is in flight.
         num_running: number of running rows, including these sequences."""
         ...
 
@@ -98,7 +101,7 @@ class Guesses(Protocol):
         """Note that the next plan follows one in flight, so the host proposes nothing for it."""
         ...
 
-    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+    def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """Decide whether the next plan waits for the plans in flight. sequences: candidates for
         drafting after these plans, each with `num_pending` pending tokens."""
         ...
@@ -114,26 +117,29 @@ class Guesses(Protocol):
 
 def rest_after(num_misses: int) -> int:
     """Return in how many steps to look again, after `num_misses` failed look-ups in a row."""
-    return min(MOST_REST, 1 << max(0, num_misses - PATIENCE))
+    return min(MAX_REST_STEPS, 1 << max(0, num_misses - PATIENCE))
 
 
 @dataclass(slots=True)
-class Guesser:
+class DraftState:
     """Drafting state of one sequence."""
 
-    history: SuffixGuesser | None  # for the suffix method
+    history: SuffixDrafter | None  # for the suffix method
     chance: Chance
-    tried: Tried | None = None  # draft tokens that the last plan with some verified
+    verified: PlannedDraft | None = None  # draft tokens that the last plan with some verified
     num_misses: int = 0  # steps in a row without draft tokens, or in which none paid off
 
     def catch_up(self, sequence: Sequence, of_all: Chance) -> None:
         """Add the sequence's new tokens, and record how many of its draft tokens were accepted.
         of_all: the acceptance estimate over all sequences, which is updated as well."""
-        if self.tried is not None:
-            num, num_right = len(self.tried.token_ids), self.tried.num_right(sequence.known_tokens)
+        if self.verified is not None:
+            num, num_right = (
+                len(self.verified.token_ids),
+                self.verified.num_right(sequence.known_tokens),
+            )
             self.chance.observe(num, num_right)
             of_all.observe(num, num_right)
-            self.tried = None
+            self.verified = None
         if self.history is not None:
             self.history.extend(sequence.known_tokens[self.history.num_taken :].tolist())
 
@@ -145,13 +151,13 @@ class Guesser:
         return steps
 
 
-class Guessed(NamedTuple):
+class Proposal(NamedTuple):
     """Draft tokens proposed for one sequence."""
 
     sequence: Sequence
-    guesses: list[int]
+    draft_ids: list[int]
     chance: float  # acceptance probability of each, if all before it are accepted
-    guesser: Guesser | None  # None if a grammar forces the draft tokens
+    draft_state: DraftState | None  # None if a grammar forces the draft tokens
 
 
 class Drafting:
@@ -176,25 +182,25 @@ class Drafting:
         self._rests = 0  # step before which the drafter rests
         self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
-        self._num_in_vain = 0  # steps in a row in which no forced token paid off
+        self._num_forced_misses = 0  # steps in a row in which no forced token paid off
         self._forced_from = 0  # step before which forced tokens are not looked up
         self.holds_back = False
         self._is_alone = True  # no other plan was in flight with the last one
         self._began_s = self._taken_s = 0.0
         # Seconds between results of plans that overlap: without draft tokens, and with some.
-        self._flowing, self._flowing_tried = StepTimes(), StepTimes()
-        self._of: dict[Sequence, Guesser] = {}
+        self._flowing, self._flowing_verified = StepTimes(), StepTimes()
+        self._of: dict[Sequence, DraftState] = {}
         self._has_new = False  # a sequence was added since ended ones were removed
-        self._in_row: dict[int, Guesser] = {}  # rows with draft tokens from the last call
-        self._times, self._tried = StepTimes(), StepTimes()  # without drafts, and with some
-        self._of_all = Chance(kept=KEPT_OF_ALL)  # initial chance of a new sequence
+        self._in_row: dict[int, DraftState] = {}  # rows with draft tokens from the last call
+        self._times, self._verified = StepTimes(), StepTimes()  # without drafts, and with some
+        self._of_all = Chance(old_weight=OLD_WEIGHT_OF_ALL)  # initial chance of a new sequence
 
     @property
-    def is_ahead(self) -> bool:
+    def drafts_on_device(self) -> bool:
         return False
 
     @property
-    def looks_ahead(self) -> bool:
+    def decides_wait(self) -> bool:
         return True
 
     @property
@@ -204,7 +210,7 @@ class Drafting:
             return False
         return self._only_forced or self._num_steps < self._rests
 
-    def worth(self, table: RowTable, rows: Int64) -> Int64:
+    def draftable(self, table: RowTable, rows: Int64) -> Int64:
         rows = rows[self._rests_until[rows] <= self._num_steps]
         if self._ngrams is None or len(rows) == 0:
             return rows
@@ -214,141 +220,148 @@ class Drafting:
     def follow(self) -> None:
         self._is_alone = False
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         self._began_s, self._is_alone = time.perf_counter(), True
         if self._has_new:
             self._forget_ended()
-        drafts = self._guess(sequences, num_running)
+        drafts = self._propose(sequences, num_running)
         self.holds_back = bool(drafts)
-        self._rest_all(is_worth=self.holds_back)
+        self._rest_all(has_drafts=self.holds_back)
         return drafts
 
-    def _rest_all(self, is_worth: bool) -> None:
-        """Let the drafter rest, for longer with each step in a row without success (`is_worth`)."""
-        self._num_misses = 0 if is_worth else self._num_misses + 1
+    def _rest_all(self, has_drafts: bool) -> None:
+        """Let the drafter rest, for longer with each step in a row without success
+        (`has_drafts`)."""
+        self._num_misses = 0 if has_drafts else self._num_misses + 1
         self._rests = self._num_steps + rest_after(self._num_misses)
 
-    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
-        """See `Guesses`. Compare the token rate expected with drafts to the rate of overlapping
+    def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+        """See `Drafter`. Compare the token rate expected with drafts to the rate of overlapping
         plans."""
         gained = float(num_running)
         if any(sequence.request.grammar for sequence in sequences):
             self.holds_back = True  # masks make the device wait for the host anyway
             return
-        found = [e for e in self._find(sequences, num_pending) if len(e.guesses) > num_pending]
+        found = [e for e in self._find(sequences, num_pending) if len(e.draft_ids) > num_pending]
         if not found:
             return
-        sizes = [len(each.guesses) - num_pending for each in found]
+        sizes = [len(each.draft_ids) - num_pending for each in found]
         chances = [each.chance for each in found]
-        nums = lengths(sizes, chances, num_running - len(found), self._times, tried=self._tried)
+        nums = lengths(
+            sizes, chances, num_running - len(found), self._times, verified=self._verified
+        )
         for num, each in zip(nums, found, strict=True):
             gained += sum(each.chance ** (num_pending + i) for i in range(1, num + 1))
-            if num == 0 and each.guesser is not None:
-                self._rest(each.sequence, each.guesser)
-        tried = self._times if self._tried.seconds(1) is None else self._tried
-        seconds = tried.seconds(num_running + sum(nums))
+            if num == 0 and each.draft_state is not None:
+                self._rest(each.sequence, each.draft_state)
+        verified = self._times if self._verified.seconds(1) is None else self._verified
+        seconds = verified.seconds(num_running + sum(nums))
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
             self.holds_back = sum(nums) > 0  # measure it
         else:
             self.holds_back = gained / max(seconds, 1e-9) > num_running / max(plainly, 1e-9)
 
-    def _guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def _propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         found = self._find(sequences)
         self._in_row = {}
         if not found:
             return []
-        sizes, chances = [len(each.guesses) for each in found], [each.chance for each in found]
+        sizes, chances = [len(each.draft_ids) for each in found], [each.chance for each in found]
         drafts = []
-        nums = lengths(sizes, chances, num_running - len(found), self._times, tried=self._tried)
-        self._weigh_forced([n for n, each in zip(nums, found, strict=True) if not each.guesser])
-        for (sequence, guesses, _, guesser), num in zip(found, nums, strict=True):
+        nums = lengths(
+            sizes, chances, num_running - len(found), self._times, verified=self._verified
+        )
+        self._weigh_forced([n for n, each in zip(nums, found, strict=True) if not each.draft_state])
+        for (sequence, draft_ids, _, draft_state), num in zip(found, nums, strict=True):
             if num == 0:
-                if guesser is not None:
-                    self._rest(sequence, guesser)
+                if draft_state is not None:
+                    self._rest(sequence, draft_state)
                 continue
-            if guesser is not None:
-                guesser.num_misses = 0
-                self._in_row[sequence.row] = guesser
+            if draft_state is not None:
+                draft_state.num_misses = 0
+                self._in_row[sequence.row] = draft_state
             name, known = sequence.request.request_id, sequence.num_known_tokens
-            drafts.append(Draft(name, sequence.index, known, guesses[:num]))
+            drafts.append(Draft(name, sequence.index, known, draft_ids[:num]))
         return drafts
 
     def _weigh_forced(self, nums: list[int]) -> None:
         """Look up forced tokens less often while none of them pays off. nums: draft tokens to
         verify, for each row with forced tokens."""
         if any(nums):
-            self._num_in_vain = 0
+            self._num_forced_misses = 0
         elif nums:
-            self._num_in_vain += 1
-            self._forced_from = self._num_steps + min(MOST_IN_VAIN, 1 << self._num_in_vain)
+            self._num_forced_misses += 1
+            self._forced_from = self._num_steps + min(
+                MAX_FORCED_REST_STEPS, 1 << self._num_forced_misses
+            )
 
-    def _find(self, sequences: list[Sequence], num_pending: int = 0) -> list[Guessed]:
+    def _find(self, sequences: list[Sequence], num_pending: int = 0) -> list[Proposal]:
         """Propose draft tokens for each sequence that has some. num_pending: pending tokens, which
         the drafts must cover as well."""
-        each_s = (self._guess_at(sequence, num_pending) for sequence in sequences)
+        each_s = (self._propose_for(sequence, num_pending) for sequence in sequences)
         return [each for each in each_s if each is not None]
 
-    def _guess_at(self, sequence: Sequence, num_pending: int) -> Guessed | None:
+    def _propose_for(self, sequence: Sequence, num_pending: int) -> Proposal | None:
         """Propose draft tokens for one sequence: forced by its grammar, or else looked up."""
-        guesser, has_grammar = None, bool(sequence.request.grammar)
+        draft_state, has_grammar = None, bool(sequence.request.grammar)
         if not self._only_forced:
-            guesser = self._guesser(sequence)
-            guesser.catch_up(sequence, self._of_all)
-        most = sequence.limit - sequence.num_known_tokens - 1
+            draft_state = self._draft_state(sequence)
+            draft_state.catch_up(sequence, self._of_all)
+        max_tokens = sequence.limit - sequence.num_known_tokens - 1
         if has_grammar and self._num_steps >= self._forced_from:
-            num = min(self._settings.num_forced, most)
+            num = min(self._settings.num_forced, max_tokens)
             if forced := self._grammars.forced(sequence)[:num]:
-                return Guessed(sequence, forced, 1.0, None)
-        if guesser is None:
+                return Proposal(sequence, forced, 1.0, None)
+        if draft_state is None:
             return None
-        num, guesses = min(self._settings.num_tokens + num_pending, most), list[int]()
-        if guesser.history is not None:
-            guesses = guesser.history.guess(num)
+        num, draft_ids = min(self._settings.num_tokens + num_pending, max_tokens), list[int]()
+        if draft_state.history is not None:
+            draft_ids = draft_state.history.propose(num)
         elif (place := int(self._places[sequence.row])) >= 0:
-            guesses = repeated(sequence.known_tokens, place, num)
-        if guesses and has_grammar:
-            guesses = self._grammars.cut(sequence, guesses)
-        if not guesses:
-            self._rest(sequence, guesser)
+            draft_ids = repeated(sequence.known_tokens, place, num)
+        if draft_ids and has_grammar:
+            draft_ids = self._grammars.cut(sequence, draft_ids)
+        if not draft_ids:
+            self._rest(sequence, draft_state)
             return None
-        return Guessed(sequence, guesses, guesser.chance.value, guesser)
+        return Proposal(sequence, draft_ids, draft_state.chance.value, draft_state)
 
-    def _rest(self, sequence: Sequence, guesser: Guesser) -> None:
+    def _rest(self, sequence: Sequence, draft_state: DraftState) -> None:
         """Let a sequence without draft tokens rest, unless a grammar may soon force some."""
-        num_steps = guesser.rest()
+        num_steps = draft_state.rest()
         if not sequence.request.grammar:
             self._rests_until[sequence.row] = self._num_steps + num_steps
 
     def planned(self, plan: Plan) -> None:
         self._num_steps += 1
-        for row, tried in tries_of(plan).items():
-            if (guesser := self._in_row.get(row)) is not None:
-                guesser.tried = tried
+        for row, verified in planned_drafts(plan).items():
+            if (draft_state := self._in_row.get(row)) is not None:
+                draft_state.verified = verified
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """See `Guesses`. Only steps that compute no prompt are timed: since drafting began, or
+        """See `Drafter`. Only steps that compute no prompt are timed: since drafting began, or
         since the previous result if that came later."""
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
         self._taken_s = now_s
         if self.is_idle or began_s == 0.0:  # its start was not measured
             return
-        num_guesses = sum(len(draft.token_ids) for draft in plan.drafts)
+        num_draft_tokens = sum(len(draft.token_ids) for draft in plan.drafts)
         num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)
-        if num_rows and num_tokens - num_guesses == num_rows:
-            kinds = self._times, self._tried, self._flowing, self._flowing_tried
-            kind = 2 * (not self._is_alone) + (num_guesses > 0)
+        if num_rows and num_tokens - num_draft_tokens == num_rows:
+            kinds = self._times, self._verified, self._flowing, self._flowing_verified
+            kind = 2 * (not self._is_alone) + (num_draft_tokens > 0)
             for number, times in enumerate(kinds):
                 if number == kind:
                     times.observe(num_tokens, now_s - began_s)
                 else:
                     times.pass_one()
 
-    def _guesser(self, sequence: Sequence) -> Guesser:
+    def _draft_state(self, sequence: Sequence) -> DraftState:
         found = self._of.get(sequence)
         if found is None:
             self._has_new = True
-            found = self._of[sequence] = Guesser(
+            found = self._of[sequence] = DraftState(
                 self._of_tokens(sequence), Chance(self._of_all.value)
             )
         return found
@@ -359,10 +372,10 @@ class Drafting:
         for sequence in [s for s in self._of if s.state is State.ENDED]:
             self._of.pop(sequence).catch_up(sequence, self._of_all)
 
-    def _of_tokens(self, sequence: Sequence) -> SuffixGuesser | None:
+    def _of_tokens(self, sequence: Sequence) -> SuffixDrafter | None:
         """Return a new suffix drafter for a sequence; None if the method is not `suffix`."""
         settings, request = self._settings, sequence.request
         if settings.method != SUFFIX:
             return None
         writer = self._answers.writer(request.tenant, request.cache_salt)
-        return SuffixGuesser(settings.suffixes, sequence.num_prompt_tokens, self._answers, writer)
+        return SuffixDrafter(settings.suffixes, sequence.num_prompt_tokens, self._answers, writer)

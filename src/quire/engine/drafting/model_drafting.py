@@ -19,15 +19,21 @@ import numpy as np
 
 from quire.base.messages import Draft
 from quire.base.plan import DraftAnswer, DraftOrder, Int32, Plan, StepResult
-from quire.base.settings.speculation import MOST_TOKENS
-from quire.engine.drafting.draft_pace import Chance, StepTimes, Tried, lengths, tries_of
+from quire.base.settings.speculation import MAX_DRAFT_TOKENS
+from quire.engine.drafting.draft_pace import (
+    Chance,
+    PlannedDraft,
+    StepTimes,
+    lengths,
+    planned_drafts,
+)
 from quire.engine.drafting.drafting import Int64
 from quire.engine.grammars.grammars import Grammars
 from quire.scheduler.core.sequence import RowTable, Sequence, State
 
 logger = logging.getLogger("quire")
 
-MOST_FORGOTTEN = 64  # number of sequences added between two searches for ended ones
+SEQUENCES_PER_SWEEP = 64  # number of sequences added between two searches for ended ones
 REST = 8  # steps in which decoding rows are skipped after drafting did not pay off
 
 
@@ -36,7 +42,7 @@ class DrafterTraits:
     """Properties of a draft model that decide when and how much it drafts."""
 
     num_tokens: int  # maximum draft tokens of a row
-    most_tokens: int  # maximum tokens of one pass
+    max_pass_tokens: int  # maximum tokens of one pass
     max_length: int  # maximum tokens of a sequence
     block_size: int  # tokens
     reads: bool  # whether it reads the target's hidden states
@@ -44,27 +50,27 @@ class DrafterTraits:
 
 
 @dataclass(slots=True)
-class _Guesser:
+class _DraftState:
     """Drafting state of one sequence."""
 
     num_computed: int  # leading tokens that the drafter has computed
     chance: Chance = field(default_factory=Chance)
-    tried: Tried | None = None  # draft tokens that the last plan with some verified
+    verified: PlannedDraft | None = None  # draft tokens that the last plan with some verified
     is_lost: bool = False  # the drafter failed; the sequence gets no more draft tokens
 
     def catch_up(self, sequence: Sequence) -> None:
         """Record how many of the last verified draft tokens were accepted."""
-        if self.tried is not None:
-            num_right = self.tried.num_right(sequence.known_tokens)
-            self.chance.observe(len(self.tried.token_ids), num_right)
-            self.tried = None
+        if self.verified is not None:
+            num_right = self.verified.num_right(sequence.known_tokens)
+            self.chance.observe(len(self.verified.token_ids), num_right)
+            self.verified = None
 
 
 class _Work(NamedTuple):
     """Tokens of a row that the drafter is to compute, and the number of tokens to draft."""
 
     sequence: Sequence
-    guesser: _Guesser
+    draft_state: _DraftState
     row: int
     end: int  # position after the last token to compute
     read_from: int  # index of the first token among the last step's tokens
@@ -72,7 +78,7 @@ class _Work(NamedTuple):
 
     @property
     def is_due(self) -> bool:
-        return self.num > 0 or self.end > self.guesser.num_computed
+        return self.num > 0 or self.end > self.draft_state.num_computed
 
 
 class ModelDrafting:
@@ -83,7 +89,7 @@ class ModelDrafting:
 
     is_idle = False
     holds_back = True  # the last token must be known, and any row can have draft tokens
-    is_ahead = looks_ahead = False
+    drafts_on_device = decides_wait = False
 
     def __init__(
         self,
@@ -94,9 +100,9 @@ class ModelDrafting:
     ) -> None:
         self._traits, self._grammars, self._draft = traits, grammars, draft
         self._holders = holders
-        self._of: dict[Sequence, _Guesser] = {}
+        self._of: dict[Sequence, _DraftState] = {}
         self._planned: dict[int, Sequence] = {}  # of the last plan, by row
-        self._trying: dict[int, _Guesser] = {}  # rows with draft tokens from the last call
+        self._verifying: dict[int, _DraftState] = {}  # rows with draft tokens from the last call
         self._last: Plan | None = None  # last executed plan, until the drafter has seen it
         self._times, self._draft_times = StepTimes(), StepTimes()
         self._began_s = 0.0
@@ -107,20 +113,20 @@ class ModelDrafting:
         self._planned = dict(zip(plan.rows.tolist(), self._holders(plan.rows), strict=True))
         for start in plan.started:
             [sequence] = self._holders(np.array([start.row], np.int32))
-            guesser = self._guesser(sequence, start.num_computed_tokens)
-            guesser.num_computed = min(guesser.num_computed, start.num_computed_tokens)
-        for row, tried in tries_of(plan).items():
-            if (trying := self._trying.get(row)) is not None:
-                trying.tried = tried
+            draft_state = self._draft_state(sequence, start.num_computed_tokens)
+            draft_state.num_computed = min(draft_state.num_computed, start.num_computed_tokens)
+        for row, verified in planned_drafts(plan).items():
+            if (trying := self._verifying.get(row)) is not None:
+                trying.verified = verified
 
-    def worth(self, table: RowTable, rows: Int64) -> Int64:
+    def draftable(self, table: RowTable, rows: Int64) -> Int64:
         """Return all `rows` [N]: a model can draft for each of them."""
         return rows
 
     def follow(self) -> None:
         """Do nothing: no plan follows one that is in flight."""
 
-    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+    def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """Do nothing: no other plan is in flight when a result arrives."""
 
     def observe(self, plan: Plan, result: StepResult) -> None:
@@ -129,7 +135,7 @@ class ModelDrafting:
         if len(plan.rows) and (plan.num_tokens - plan.num_drafts == 1).all():
             self._times.observe(plan.num_scheduled_tokens, time.perf_counter() - self._began_s)
 
-    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+    def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         forced = self._forced(sequences)
         if self._may_rest():
             self._began_s = time.perf_counter()
@@ -159,14 +165,14 @@ class ModelDrafting:
         """Return the tokens that grammars force, by sequence; these need no model."""
         found = {}
         for sequence in sequences:
-            most = min(MOST_TOKENS, sequence.limit - sequence.num_known_tokens - 1)
-            if sequence.request.grammar and (ids := self._grammars.forced(sequence)[:most]):
+            max_drafts = min(MAX_DRAFT_TOKENS, sequence.limit - sequence.num_known_tokens - 1)
+            if sequence.request.grammar and (ids := self._grammars.forced(sequence)[:max_drafts]):
                 found[sequence] = ids
         return found
 
     def _carry_out(self, work: dict[Sequence, _Work]) -> list[Draft]:
         """Run the drafter if work is urgent, and return its draft tokens."""
-        self._trying = {each.row: each.guesser for each in work.values() if each.num > 0}
+        self._verifying = {each.row: each.draft_state for each in work.values() if each.num > 0}
         if not any(self._is_urgent(each) for each in work.values()):
             return []
         due = self._within_budget([each for each in work.values() if each.is_due])
@@ -179,13 +185,13 @@ class ModelDrafting:
                 len(due), type(error).__name__, error,
             )  # fmt: skip
             for each in due:
-                each.guesser.is_lost = True
+                each.draft_state.is_lost = True
             return []
         for each in due:
-            each.guesser.num_computed = max(each.guesser.num_computed, each.end)
-        most = int(order.num_guesses.max())
-        if most and order.num_tokens.max() <= 2 + self._traits.num_tokens:
-            self._draft_times.observe(most, answer.duration_s)
+            each.draft_state.num_computed = max(each.draft_state.num_computed, each.end)
+        max_drafts = int(order.num_draft_tokens.max())
+        if max_drafts and order.num_tokens.max() <= 2 + self._traits.num_tokens:
+            self._draft_times.observe(max_drafts, answer.duration_s)
         return self._drafts(due, answer)
 
     def _left_to_compute(self) -> dict[Sequence, _Work]:
@@ -203,15 +209,15 @@ class ModelDrafting:
             if sequence is None or not _is_still_there(sequence, row):
                 continue
             known = sequence.num_known_tokens
-            ahead = row in samples or traits.reads
-            end = min(first + num, known - ahead, traits.max_length)
-            guesser = self._guesser(sequence, first)
-            if guesser.is_lost:
+            num_uncomputed = row in samples or traits.reads
+            end = min(first + num, known - num_uncomputed, traits.max_length)
+            draft_state = self._draft_state(sequence, first)
+            if draft_state.is_lost:
                 continue
             if traits.reads:
-                guesser.num_computed = max(guesser.num_computed, first)
-            read_from = begin + guesser.num_computed - first
-            found[sequence] = _Work(sequence, guesser, row, end, read_from)
+                draft_state.num_computed = max(draft_state.num_computed, first)
+            read_from = begin + draft_state.num_computed - first
+            found[sequence] = _Work(sequence, draft_state, row, end, read_from)
         return found
 
     def _choose_lengths(
@@ -219,39 +225,39 @@ class ModelDrafting:
     ) -> None:
         """Choose how many tokens to draft for each of the sequences, and write that into `work`.
         num_others: tokens of the step that belong to other sequences."""
-        traits, asked = self._traits, list[tuple[_Work, int]]()
+        traits, candidates = self._traits, list[tuple[_Work, int]]()
         for sequence in sequences:
             known, row, table = sequence.num_known_tokens, sequence.row, sequence.table
             each = work.get(sequence)
             if sequence not in self._of and sequence.members[0] in work:
                 continue  # it was forked, and its first tokens are computed by its leader
             if each is None and not traits.reads:
-                guesser = self._guesser(sequence, sequence.num_computed_tokens)
-                each = _Work(sequence, guesser, row, min(known - 1, traits.max_length), 0)
-            if each is None or each.guesser.is_lost:
+                draft_state = self._draft_state(sequence, sequence.num_computed_tokens)
+                each = _Work(sequence, draft_state, row, min(known - 1, traits.max_length), 0)
+            if each is None or each.draft_state.is_lost:
                 continue
-            each.guesser.catch_up(sequence)
+            each.draft_state.catch_up(sequence)
             has_own_block = table.capacity[row] % traits.block_size == 0
             length = min(sequence.limit - 1, traits.max_length)
-            most = min(traits.num_tokens, length - known)
-            if has_own_block and most > 0 and each.end == known - 1:
-                asked.append((each, most))
+            max_drafts = min(traits.num_tokens, length - known)
+            if has_own_block and max_drafts > 0 and each.end == known - 1:
+                candidates.append((each, max_drafts))
         nums = lengths(
-            [most for _, most in asked],
-            [each.guesser.chance.value for each, _ in asked],
-            num_others + len(sequences) - len(asked),
+            [max_drafts for _, max_drafts in candidates],
+            [each.draft_state.chance.value for each, _ in candidates],
+            num_others + len(sequences) - len(candidates),
             self._times,
             lambda num: self._draft_times.seconds(num) or 0.0,
         )
         self._num_resting = 0 if any(nums) else REST - 1
-        for (each, _), num in zip(asked, nums, strict=True):
+        for (each, _), num in zip(candidates, nums, strict=True):
             if num == 0:
-                each.guesser.chance.hope(REST)
+                each.draft_state.chance.hope(REST)
             work[each.sequence] = each._replace(num=num)
 
     def _is_urgent(self, work: _Work) -> bool:
         """Return whether work cannot wait: to draft, for a filled prompt block, or without lag."""
-        size, begun = self._traits.block_size, work.guesser.num_computed
+        size, begun = self._traits.block_size, work.draft_state.num_computed
         in_prompt = begun < work.sequence.num_prompt_tokens
         has_filled = in_prompt and work.end // size > begun // size
         may_lag = self._traits.may_lag and work.sequence.samples  # others fork its last block
@@ -259,9 +265,9 @@ class ModelDrafting:
 
     def _within_budget(self, due: list[_Work]) -> list[_Work]:
         """Return the work that fits into one pass; rows that lag furthest are cut or skipped."""
-        room, found = self._traits.most_tokens, list[_Work]()
-        for each in sorted(due, key=lambda each: each.end - each.guesser.num_computed):
-            begun = each.guesser.num_computed
+        room, found = self._traits.max_pass_tokens, list[_Work]()
+        for each in sorted(due, key=lambda each: each.end - each.draft_state.num_computed):
+            begun = each.draft_state.num_computed
             num_tokens = each.end - begun + (each.num > 0 and not self._traits.reads)
             if num_tokens > room:
                 each = each._replace(end=min(each.end, begun + room), num=0)
@@ -271,43 +277,43 @@ class ModelDrafting:
         return found
 
     def _order(self, due: list[_Work]) -> DraftOrder:
-        guesses = np.array([each.num for each in due], np.int32)
+        proposed = np.array([each.num for each in due], np.int32)
         known = np.array([each.sequence.num_known_tokens for each in due], np.int32)
-        first = np.array([each.guesser.num_computed for each in due], np.int32)
+        first = np.array([each.draft_state.num_computed for each in due], np.int32)
         ends = np.array([each.end for each in due], np.int32)
         if not self._traits.reads:
-            ends += guesses > 0  # the last known token, which no step has computed
+            ends += proposed > 0  # the last known token, which no step has computed
         return DraftOrder(
             rows=np.array([each.row for each in due], np.int32),
             first=first,
             num_tokens=ends - first,
             num_known=known,
-            num_guesses=guesses,
+            num_draft_tokens=proposed,
             capacity=due[0].sequence.table.capacity[[each.row for each in due]].astype(np.int32),
             read_from=np.array([each.read_from for each in due], np.int32),
         )
 
     def _drafts(self, due: list[_Work], answer: DraftAnswer) -> list[Draft]:
         found = []
-        for each, guesses in zip(due, answer.token_ids.tolist(), strict=True):
+        for each, proposed in zip(due, answer.token_ids.tolist(), strict=True):
             sequence = each.sequence
-            token_ids = guesses[: guesses.index(-1)] if -1 in guesses else guesses
+            token_ids = proposed[: proposed.index(-1)] if -1 in proposed else proposed
             if token_ids and sequence.request.grammar:
                 token_ids = self._grammars.cut(sequence, token_ids)
             if token_ids:
                 found.append(_draft_of(sequence, token_ids))
         return found
 
-    def _guesser(self, sequence: Sequence, num_computed: int) -> _Guesser:
+    def _draft_state(self, sequence: Sequence, num_computed: int) -> _DraftState:
         """Return a sequence's state. A new one starts at `num_computed` or its leader's count."""
         found = self._of.get(sequence)
         if found is None:
-            if len(self._of) >= MOST_FORGOTTEN and len(self._of) % MOST_FORGOTTEN == 0:
+            if len(self._of) >= SEQUENCES_PER_SWEEP and len(self._of) % SEQUENCES_PER_SWEEP == 0:
                 alive = (item for item in self._of.items() if item[0].state is not State.ENDED)
                 self._of = dict(alive)
             leader = self._of.get(sequence.members[0])
             begun = num_computed if leader is None else min(num_computed, leader.num_computed)
-            found = self._of[sequence] = _Guesser(begun)
+            found = self._of[sequence] = _DraftState(begun)
         return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 LONG, SHORT = 6, 2  # tokens of the indexed runs
-MOST_PLACES = 16  # maximum places of a chain that are compared, the newest first
+MAX_PLACES = 16  # maximum places of a chain that are compared, the newest first
 NOTHING = -1  # stands for a missing token or place
 
 HASH_BITS = 32
@@ -69,7 +69,7 @@ class Chains:
         np.frombuffer(self.newest, np.int32)[buckets] = places  # the last write to a bucket remains
 
 
-class Places:
+class RunIndex:
     """Tokens and the chains of their places."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -127,7 +127,7 @@ class Places:
         ):
             found = list[int]()
             place, before = chains.newest[(key ^ mix) >> chains.shift], chains.before
-            for _ in range(MOST_PLACES):
+            for _ in range(MAX_PLACES):
                 if place < 0 or place in found:
                     break
                 if may_use is None or may_use(place):
@@ -146,7 +146,7 @@ class Places:
         tokens, num = self.tokens, len(last)
         if tokens[max(0, place - num) : place] == last:
             return num
-        same, most = 0, min(num, place)
-        while same < most and tokens[place - 1 - same] == last[num - 1 - same]:
+        same, max_tokens = 0, min(num, place)
+        while same < max_tokens and tokens[place - 1 - same] == last[num - 1 - same]:
             same += 1
         return same

@@ -27,7 +27,7 @@ from quire.engine.drafting.ngram_index import (
     Ints,
     Keys,
     Match,
-    Places,
+    RunIndex,
     keys_of,
 )
 
@@ -35,7 +35,7 @@ OWN_TOKENS = 1 << 15  # maximum indexed tokens of a prompt, the newest
 OWN_ANSWER = 1 << 10  # expected tokens of an answer; longer answers make chains longer
 BULK = 64  # minimum tokens of a prompt that is written at once
 PIECE = 128  # places of a piece: nothing, tokens before it, answer tokens, nothing
-MOST_OWNERS = 1 << 16
+MAX_OWNERS = 1 << 16
 OWNER_SPREAD = 0x9E3779B1
 
 
@@ -53,8 +53,8 @@ class Answers:
     """Newest answers of all sequences, in pieces that are overwritten in turn."""
 
     def __init__(self, num_pieces: int) -> None:
-        self._most = num_pieces
-        self.places = Places(num_pieces * PIECE)
+        self._max_pieces = num_pieces
+        self.places = RunIndex(num_pieces * PIECE)
         self._writers: list[Writer] = []  # by piece
         self._num_begun = 0
         self._owners: dict[tuple[str, str], int] = {}
@@ -65,7 +65,7 @@ class Answers:
         its earlier answers are no longer seen."""
         key = tenant, cache_salt
         if key not in self._owners:
-            if len(self._owners) >= MOST_OWNERS:
+            if len(self._owners) >= MAX_OWNERS:
                 del self._owners[next(iter(self._owners))]
             self._owners[key] = next(self._new_owner)
         owner = self._owners[key]
@@ -80,7 +80,7 @@ class Answers:
         writer.place += 1
 
     def _begin_piece(self, writer: Writer, before: Ints) -> None:
-        piece = self._num_begun % self._most
+        piece = self._num_begun % self._max_pieces
         self._num_begun += 1
         if piece == len(self._writers):
             self.places.reserve(PIECE)
@@ -96,7 +96,7 @@ class Answers:
         return self._writers[place // PIECE].owner == writer.owner
 
 
-class SuffixGuesser:
+class SuffixDrafter:
     """Suffix drafter of one sequence: its tokens, and its matches here and in other answers."""
 
     def __init__(
@@ -105,7 +105,7 @@ class SuffixGuesser:
         """Create a drafter without tokens. num_prompt: tokens of the prompt."""
         self._settings, self._answers, self._writer = settings, answers, writer
         self._num_prompt = num_prompt
-        self._own = Places(min(num_prompt + OWN_ANSWER, OWN_TOKENS))
+        self._own = RunIndex(min(num_prompt + OWN_ANSWER, OWN_TOKENS))
         self._here: Match = (0, [])
         self._there: Match = (0, [])
         self._keys: Keys | None = None
@@ -134,7 +134,7 @@ class SuffixGuesser:
         self._keys = keys_of(own.tokens)
         self.num_taken += 1
 
-    def guess(self, num: int) -> list[int]:
+    def propose(self, num: int) -> list[int]:
         """Return up to `num` draft tokens; an empty list if the last tokens have no match."""
         if self._keys is None:
             return []
@@ -144,13 +144,13 @@ class SuffixGuesser:
             self._here = own.find(last, self._keys)
         length, places = self._here
         runs = [_repeated(own.tokens[place : place + num], num) for place in places]
-        expected, guesses = self._choose(length, runs, num)
+        expected, draft_ids = self._choose(length, runs, num)
         if expected == num or not settings.num_answers:
-            return guesses
-        expected_there, guesses_there = self._guess_there(last, self._keys, num)
-        return guesses if expected >= expected_there else guesses_there
+            return draft_ids
+        expected_there, draft_there = self._draft_there(last, self._keys, num)
+        return draft_ids if expected >= expected_there else draft_there
 
-    def _guess_there(self, last: Ints, keys: Keys, num: int) -> tuple[float, list[int]]:
+    def _draft_there(self, last: Ints, keys: Keys, num: int) -> tuple[float, list[int]]:
         answers, writer = self._answers, self._writer
         length, places = self._there
         is_seen = partial(answers.is_seen_by, writer)
@@ -168,11 +168,11 @@ class SuffixGuesser:
         if not runs:
             return 0.0, []
         settings = self._settings
-        most = min(num, max(1, int(settings.factor * length)))
-        ways = [run[:most].tolist() for run in runs]
+        max_tokens = min(num, max(1, int(settings.factor * length)))
+        ways = [run[:max_tokens].tolist() for run in runs]
         chosen = list[int]()
         chance, expected = 1.0, 0.0
-        while len(chosen) < most:
+        while len(chosen) < max_tokens:
             ahead = len(chosen)
             if ways.count(ways[0]) == len(ways):  # all continue identically
                 rest = ways[0][ahead:]
@@ -184,7 +184,7 @@ class SuffixGuesser:
                 break
             best = max(nexts, key=nexts.count)
             chance *= nexts.count(best) / len(nexts)
-            if chance < settings.least_chance:
+            if chance < settings.min_probability:
                 break
             chosen.append(best)
             expected += chance
@@ -192,7 +192,7 @@ class SuffixGuesser:
         return expected, chosen
 
 
-def _follow(places: Places, match: Match, token_id: int) -> Match:
+def _follow(places: RunIndex, match: Match, token_id: int) -> Match:
     """Return the match after one more token: only the places where that token stands remain."""
     length, found = match
     if not found:

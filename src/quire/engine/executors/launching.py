@@ -157,7 +157,7 @@ def _raises(error: EngineError) -> Answer:
     return answer
 
 
-def _lost(what: str, why: str) -> EngineError:
+def _lost(failure: str, device_error: str) -> EngineError:
     return EngineError(
-        f"{what} and the device cannot be used any more ({why}); restart the process."
+        f"{failure} and the device cannot be used any more ({device_error}); restart the process."
     )

@@ -12,8 +12,8 @@ from quire.spec.model_spec import ModelSpec
 class LoadedModel(Protocol):
     """Loaded model. config: configuration with all derived values. spec: of one rank's part.
     dtype: `str(dtype)` is the type's name. is_async: whether the device works alongside the host.
-    drafts_ahead: whether the draft model reads the served model's hidden states; None without a
-    draft model. num_threads: CPU threads of the model's process."""
+    drafter_reads_target: whether the draft model reads the served model's hidden states; None
+    without a draft model. num_threads: CPU threads of the model's process."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -38,7 +38,7 @@ class LoadedModel(Protocol):
     @property
     def is_async(self) -> bool: ...
     @property
-    def drafts_ahead(self) -> bool | None: ...
+    def drafter_reads_target(self) -> bool | None: ...
     @property
     def num_threads(self) -> int: ...
 
@@ -58,7 +58,7 @@ class LoadedElsewhere:
     kv_scales: dict[int, tuple[float, float]]
     draft_source: ModelSource | None
     is_async: bool
-    drafts_ahead: bool | None
+    drafter_reads_target: bool | None
     num_threads: int
 
     @classmethod
@@ -75,6 +75,6 @@ class LoadedElsewhere:
             model.kv_scales,
             model.draft_source,
             model.is_async,
-            model.drafts_ahead,
+            model.drafter_reads_target,
             model.num_threads,
         )

@@ -37,14 +37,14 @@ def build_local(build: Build, device: str, *, is_threaded: bool, idles: bool = T
     if choose_device(device).type == "cpu" and not is_threaded:
         built = build()
         if not built.is_async:
-            return LocalModel(built, _executor(built), built.guess, built.runner.idle)
+            return LocalModel(built, _executor(built), built.run_draft, built.runner.idle)
         thread = DeviceThread()  # asynchronous on a CPU: Triton's interpreter replaces a GPU
     else:
         thread = DeviceThread()
         built = thread.call(build)
 
     def draft(order: DraftOrder) -> DraftAnswer:
-        return thread.call(lambda: built.guess(order))
+        return thread.call(lambda: built.run_draft(order))
 
     def idle() -> bool:
         return thread.call(built.runner.idle)

@@ -10,7 +10,7 @@ from quire.engine.grammars.vocabulary import MakeVocabulary, Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_CACHED = 32  # compiled grammars in the cache
+MAX_CACHED_GRAMMARS = 32  # compiled grammars in the cache
 MAX_LEXER_STATES = 50_000  # of one compiled grammar: some 20 MB
 
 
@@ -36,7 +36,7 @@ class Compiler:
         with self._lock:
             self._cache[grammar] = found
             self._cache.move_to_end(grammar)
-            if len(self._cache) > MOST_CACHED:
+            if len(self._cache) > MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
         return found
 
@@ -78,8 +78,8 @@ def check(matcher: "LLMatcher") -> None:
 def is_final(matcher: "LLMatcher") -> bool:
     """Return whether a matcher met a limit that any other would meet with the same text. Matching
     that text again may take half a minute, while the step waits."""
-    said = matcher.get_error() if matcher.is_error() else ""
-    return any(words in said and name in LIMITS_OF_TEXTS for words, name in LIMITS.items())
+    message = matcher.get_error() if matcher.is_error() else ""
+    return any(words in message and name in LIMITS_OF_TEXTS for words, name in LIMITS.items())
 
 
 def in_words(error: BaseException) -> str:
@@ -88,8 +88,8 @@ def in_words(error: BaseException) -> str:
         return str(error)
     if not isinstance(error, BadGrammar):
         return f"this request's grammar failed: {type(error).__name__}: {error}"
-    what = str(error)
-    for said, limit in LIMITS.items():
-        if said in what:
-            what = f"it meets llguidance's limit {limit} ({what}); make it less ambiguous"
-    return f"{GRAMMAR_FAULT}: {what}"
+    reason = str(error)
+    for message, limit in LIMITS.items():
+        if message in reason:
+            reason = f"it meets llguidance's limit {limit} ({reason}); make it less ambiguous"
+    return f"{GRAMMAR_FAULT}: {reason}"

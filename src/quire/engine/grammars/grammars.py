@@ -25,7 +25,7 @@ from quire.base.plan import Plan
 from quire.engine.executors.threaded import DeviceThread
 from quire.engine.grammars.compiler import Compiler, in_words
 from quire.engine.grammars.mask_making import MaskMaker
-from quire.engine.grammars.matchers import Guided, Wanted
+from quire.engine.grammars.matchers import Guided, MaskRequest
 from quire.engine.grammars.vocabulary import MakeVocabulary, num_words
 from quire.scheduler.core.sequence import Sequence, State
 
@@ -116,21 +116,25 @@ class Grammars:
     def forced(self, sequence: Sequence) -> list[int]:
         """Return the tokens that must come next in a sequence, as far as its grammar leaves no
         choice."""
-        return self._asked_of(sequence, self._masks.forced)
+        return self._drafts_of(sequence, self._masks.forced)
 
-    def cut(self, sequence: Sequence, guesses: list[int]) -> list[int]:
+    def cut(self, sequence: Sequence, draft_ids: list[int]) -> list[int]:
         """Return the draft tokens that a sequence's grammar allows, up to the first that it
         forbids."""
-        return self._asked_of(sequence, lambda wanted: guesses[: self._masks.cut(wanted)], guesses)
+        return self._drafts_of(
+            sequence, lambda requested: draft_ids[: self._masks.cut(requested)], draft_ids
+        )
 
     def fill(self, promise: MaskPromise, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
         """Start to make the masks of a plan's masked rows: after the known tokens, and after each
         draft token. sequences: by row."""
         assert self._filling is not None, "no row has a grammar"
         masks, rows = self._masks, plan.masked_rows
-        guesses = {draft.row: tuple(draft.token_ids.tolist()) for draft in plan.drafts}
-        wanted = [self._want(row, sequences[row], guesses.get(row, ())) for row in rows.tolist()]
-        self._filling.do(lambda: promise.put(masks.make_or_tell(rows, wanted)))
+        draft_ids = {draft.row: tuple(draft.token_ids.tolist()) for draft in plan.drafts}
+        requested = [
+            self._mask_request(row, sequences[row], draft_ids.get(row, ())) for row in rows.tolist()
+        ]
+        self._filling.do(lambda: promise.put(masks.make_or_report(rows, requested)))
 
     def forgo(self, promise: MaskPromise, plan: Plan) -> None:
         """Put masks that allow all tokens, for a plan whose result will not count."""
@@ -144,25 +148,31 @@ class Grammars:
             if thread is not None:
                 thread.close()
 
-    def _want(self, row: int, sequence: Sequence, guesses: tuple[int, ...] = ()) -> Wanted:
+    def _mask_request(
+        self, row: int, sequence: Sequence, draft_ids: tuple[int, ...] = ()
+    ) -> MaskRequest:
         guided = self._guided.get(sequence.request.request_id)
         is_over = sequence.state is State.ENDED
         if guided is None or is_over:
-            return Wanted(row, None)
+            return MaskRequest(row, None)
         # A new request may reuse an id. The scheduler may replace the request object, but it keeps
         # the list of prompt tokens.
         if guided.request.prompt_token_ids is not sequence.request.prompt_token_ids:
-            return Wanted(row, None)
+            return MaskRequest(row, None)
         token_ids = sequence.known_tokens[sequence.num_prompt_tokens :].copy()
-        return Wanted(row, guided, sequence.index, token_ids, guesses)
+        return MaskRequest(row, guided, sequence.index, token_ids, draft_ids)
 
-    def _asked_of(
-        self, sequence: Sequence, ask: "Callable[[Wanted], list[int]]", guesses: Iterable[int] = ()
+    def _drafts_of(
+        self,
+        sequence: Sequence,
+        compute: "Callable[[MaskRequest], list[int]]",
+        draft_ids: Iterable[int] = (),
     ) -> list[int]:
-        """Return the result of `ask`. An error only costs draft tokens here; the row's mask reports
+        """Return the result of `compute`. An error only costs draft tokens here; the row's mask
+        reports
         it."""
         try:
-            return ask(self._want(sequence.row, sequence, tuple(guesses)))
+            return compute(self._mask_request(sequence.row, sequence, tuple(draft_ids)))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # including a panic of the library

@@ -17,7 +17,7 @@ import numpy as np
 from quire.base.masks import TokenMasks
 from quire.base.plan import Int32
 from quire.engine.grammars.compiler import Compiler, check, in_words, is_final
-from quire.engine.grammars.matchers import Follower, Wanted
+from quire.engine.grammars.matchers import Follower, MaskRequest
 from quire.engine.grammars.vocabulary import Vocabulary, num_words
 
 if TYPE_CHECKING:
@@ -27,12 +27,13 @@ logger = logging.getLogger("quire")
 
 
 @dataclass(slots=True)
-class Asked:
-    """Matcher that is to compute a mask. place: index of the mask among all rows and positions."""
+class MaskJob:
+    """Matcher that is to compute a mask. mask_index: index of the mask among all rows and
+    positions."""
 
-    wanted: Wanted
+    requested: MaskRequest
     follower: Follower
-    place: int
+    mask_index: int
 
 
 class MaskMaker:
@@ -45,108 +46,112 @@ class MaskMaker:
         self._executor: LLExecutor | None = None
         self._lock = threading.Lock()
 
-    def make_or_tell(self, rows: Int32, wanted: list[Wanted]) -> TokenMasks:
+    def make_or_report(self, rows: Int32, requested: list[MaskRequest]) -> TokenMasks:
         """Return the masks of these `rows` [N]. They report any error, which is never raised: the
         device waits for them."""
         try:
             with self._lock:
-                return self.make(rows, wanted)
+                return self.make(rows, requested)
         except BaseException as error:
             logger.exception("masks of %d rows", len(rows))
             words = np.broadcast_to(
-                np.int32(0), (len(rows), _num_positions(wanted), self._num_words)
+                np.int32(0), (len(rows), _num_positions(requested), self._num_words)
             )
             return TokenMasks(rows, words, dict.fromkeys(rows.tolist(), in_words(error)))
 
-    def make(self, rows: Int32, wanted: list[Wanted]) -> TokenMasks:
+    def make(self, rows: Int32, requested: list[MaskRequest]) -> TokenMasks:
         """Return the masks of these `rows` [N]; an error in a grammar is reported for its row."""
-        num_positions = _num_positions(wanted)
+        num_positions = _num_positions(requested)
         words = np.zeros((len(rows), num_positions, self._num_words), np.int32)
         words[:, 0] = -1
         masks = words.reshape(-1, self._num_words)
         errors: dict[int, str] = {}
-        if asked := self._follow(wanted, num_positions, errors):
-            self._ask(asked, masks, errors)
-        for i, each in enumerate(wanted):
+        if pending := self._follow(requested, num_positions, errors):
+            self._fill_first(pending, masks, errors)
+        for i, each in enumerate(requested):
             if each.row in errors:
                 words[i] = 0
         for position in range(1, num_positions):
-            asked = [each for each in asked if self._goes_on(each, position, masks)]
-            self._ask_further(asked, masks)
+            pending = [each for each in pending if self._takes_draft(each, position, masks)]
+            self._fill_later(pending, masks)
         return TokenMasks(rows, words, errors)
 
-    def forced(self, wanted: Wanted) -> list[int]:
+    def forced(self, requested: MaskRequest) -> list[int]:
         """Return the tokens that must come next, as far as the grammar leaves no choice."""
         with self._lock:
-            follower = _follow(wanted)
+            follower = _follow(requested)
             return [] if follower is None else follower.matcher.compute_ff_tokens()
 
-    def cut(self, wanted: Wanted) -> int:
+    def cut(self, requested: MaskRequest) -> int:
         """Return how many of the draft tokens, from the first on, the grammar allows."""
         with self._lock:
-            follower = _follow(wanted)
-            return 0 if follower is None else follower.matcher.validate_tokens(list(wanted.guesses))
+            follower = _follow(requested)
+            return (
+                0
+                if follower is None
+                else follower.matcher.validate_tokens(list(requested.draft_ids))
+            )
 
     def _follow(
-        self, wanted: list[Wanted], num_positions: int, errors: dict[int, str]
-    ) -> list[Asked]:
-        asked = []
-        for i, each in enumerate(wanted):
+        self, requested: list[MaskRequest], num_positions: int, errors: dict[int, str]
+    ) -> list[MaskJob]:
+        pending = []
+        for i, each in enumerate(requested):
             if each.guided is None:
                 continue
             try:
                 follower = each.guided.follow(each.index, each.token_ids)
-                asked.append(Asked(each, follower, i * num_positions))
+                pending.append(MaskJob(each, follower, i * num_positions))
             except Exception as error:
                 errors[each.row] = in_words(error)
-        return asked
+        return pending
 
-    def _ask(self, asked: list[Asked], masks: Int32, errors: dict[int, str]) -> None:
+    def _fill_first(self, pending: list[MaskJob], masks: Int32, errors: dict[int, str]) -> None:
         """Fill the masks of position 0: the tokens allowed after the known tokens."""
-        self._fill(asked, masks)
-        for each in asked:
+        self._fill(pending, masks)
+        for each in pending:
             if each.follower.matcher.is_error():
                 try:
                     if not is_final(each.follower.matcher):
-                        each.follower = self._start_over(each.wanted)
+                        each.follower = self._start_over(each.requested)
                         self._fill([each], masks)
                     check(each.follower.matcher)
                 except Exception as error:
-                    errors[each.wanted.row] = in_words(error)
-        self._leave_out_ends(asked, masks)
+                    errors[each.requested.row] = in_words(error)
+        self._forbid_ends(pending, masks)
 
-    def _goes_on(self, asked: Asked, position: int, masks: Int32) -> bool:
+    def _takes_draft(self, pending: MaskJob, position: int, masks: Int32) -> bool:
         """Return whether to fill the mask of a position, after taking the draft token before it."""
-        guesses, before = asked.wanted.guesses, asked.place
-        if position > len(guesses):
+        draft_ids, before = pending.requested.draft_ids, pending.mask_index
+        if position > len(draft_ids):
             return False
-        guess = guesses[position - 1]
-        asked.place += 1
-        may_stand = bool(masks[before, guess // 32] >> (guess % 32) & 1)
-        is_end = guess in self._vocabulary.end_token_ids
-        return may_stand and not is_end and asked.follower.take(guess)
+        draft_id = draft_ids[position - 1]
+        pending.mask_index += 1
+        may_stand = bool(masks[before, draft_id // 32] >> (draft_id % 32) & 1)
+        is_end = draft_id in self._vocabulary.end_token_ids
+        return may_stand and not is_end and pending.follower.take(draft_id)
 
-    def _ask_further(self, asked: list[Asked], masks: Int32) -> None:
+    def _fill_later(self, pending: list[MaskJob], masks: Int32) -> None:
         """Fill masks of a later position; they allow nothing where a matcher is in error."""
-        if not asked:
+        if not pending:
             return
-        self._fill(asked, masks)
-        for each in asked:
+        self._fill(pending, masks)
+        for each in pending:
             if each.follower.matcher.is_error():
-                masks[each.place] = 0
-        self._leave_out_ends(asked, masks)
+                masks[each.mask_index] = 0
+        self._forbid_ends(pending, masks)
 
-    def _start_over(self, wanted: Wanted) -> Follower:
+    def _start_over(self, requested: MaskRequest) -> Follower:
         """Return a follower, from a grammar that is compiled again if the old one is in error.
         Copies share results up to a limit; when one copy meets it, all are useless."""
-        guided = wanted.guided
+        guided = requested.guided
         assert guided is not None, "an ended row has no mask"
-        follower = guided.followers.get(wanted.index)
+        follower = guided.followers.get(requested.index)
         if follower is not None and follower.matcher.is_error():
             guided.start_over(self._compiler.compile(guided.request.grammar, guided.compiled))
-        return guided.follow(wanted.index, wanted.token_ids)
+        return guided.follow(requested.index, requested.token_ids)
 
-    def _fill(self, asked: list[Asked], masks: Int32) -> None:
+    def _fill(self, pending: list[MaskJob], masks: Int32) -> None:
         """Have the library write masks, on its threads, while Python continues. A tokenizer may
         have more tokens than the model's table, so wider masks are cut."""
         if self._executor is None:
@@ -154,27 +159,27 @@ class MaskMaker:
 
             self._executor = LLExecutor(self._num_threads)
         vocabulary = self._vocabulary
-        places = [each.place for each in asked]
+        mask_indices = [each.mask_index for each in pending]
         num_known, wide = num_words(vocabulary.tokens.vocab_size), masks
-        matchers = [(each.follower.matcher, each.place) for each in asked]
+        matchers = [(each.follower.matcher, each.mask_index) for each in pending]
         if num_known > masks.shape[1]:
             wide = np.empty((len(masks), num_known), np.int32)
         self._executor.unsafe_compute_mask_ptr(
             matchers, wide.ctypes.data, wide[0].nbytes, len(wide)
         )
         if wide is not masks:
-            masks[places] = wide[places, : masks.shape[1]]
+            masks[mask_indices] = wide[mask_indices, : masks.shape[1]]
         padding = vocabulary.padding
-        masks[places, -len(padding) :] &= padding
+        masks[mask_indices, -len(padding) :] &= padding
 
-    def _leave_out_ends(self, asked: list[Asked], masks: Int32) -> None:
+    def _forbid_ends(self, pending: list[MaskJob], masks: Int32) -> None:
         """Forbid end tokens where another token is allowed, for requests with `ignore_eos`."""
-        for each in asked:
-            guided = each.wanted.guided
+        for each in pending:
+            guided = each.requested.guided
             if guided is not None and guided.request.params.ignore_eos:
-                others = masks[each.place] & ~self._vocabulary.ends
+                others = masks[each.mask_index] & ~self._vocabulary.ends
                 if others.any():
-                    masks[each.place] = others
+                    masks[each.mask_index] = others
 
     @property
     def _vocabulary(self) -> Vocabulary:
@@ -183,13 +188,13 @@ class MaskMaker:
         return vocabulary
 
 
-def _num_positions(wanted: list[Wanted]) -> int:
-    return 1 + max((len(each.guesses) for each in wanted), default=0)
+def _num_positions(requested: list[MaskRequest]) -> int:
+    return 1 + max((len(each.draft_ids) for each in requested), default=0)
 
 
-def _follow(wanted: Wanted) -> Follower | None:
+def _follow(requested: MaskRequest) -> Follower | None:
     """Return a sequence's follower; None if its grammar is in error, which its mask reports."""
-    if wanted.guided is None or wanted.guided.compiled is None:
+    if requested.guided is None or requested.guided.compiled is None:
         return None
-    follower = wanted.guided.follow(wanted.index, wanted.token_ids)
+    follower = requested.guided.follow(requested.index, requested.token_ids)
     return None if follower.matcher.is_error() else follower

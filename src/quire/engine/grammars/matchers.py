@@ -28,11 +28,11 @@ class Follower:
     def go_to(self, token_ids: Int32) -> None:
         """Move to these tokens [T], from the first that differs. If the matcher cannot move there,
         it stays in error."""
-        num_kept = num_common(self.token_ids, token_ids)
-        if num_kept < len(self.token_ids):
-            self.matcher.rollback(len(self.token_ids) - num_kept)
-        if num_kept < len(token_ids):
-            self.matcher.consume_tokens(token_ids[num_kept:].tolist())
+        num_equal = num_common(self.token_ids, token_ids)
+        if num_equal < len(self.token_ids):
+            self.matcher.rollback(len(self.token_ids) - num_equal)
+        if num_equal < len(token_ids):
+            self.matcher.consume_tokens(token_ids[num_equal:].tolist())
         self.token_ids = token_ids
 
     def take(self, token_id: int) -> bool:
@@ -87,11 +87,11 @@ def num_common(first: Int32, second: Int32) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MaskRequest:
     """Sequence, by its row, with the output tokens after which masks are needed."""
 
     row: int
     guided: Guided | None  # None allows all tokens, for a sequence that has ended
     index: int = 0
     token_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))  # [T]
-    guesses: tuple[int, ...] = ()  # masks are needed after each of them, too
+    draft_ids: tuple[int, ...] = ()  # masks are needed after each of them, too

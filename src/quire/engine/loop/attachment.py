@@ -39,7 +39,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
+from quire.base.messages import Control, PinnedPrefix, Request, RetainedRequest
 from quire.base.plan import StepResult
 from quire.base.step_outputs import StepOutputs
 from quire.engine.executors.executor import Executor
@@ -88,7 +88,7 @@ class Loop(Protocol):
     def wait_for_answers(self) -> None: ...
     def requests(self) -> tuple[RequestView, ...]: ...
     def prefixes(self) -> list[PinnedPrefix]: ...
-    def held(self) -> list[HeldRequest]: ...
+    def held(self) -> list[RetainedRequest]: ...
 
 
 class Attachment:

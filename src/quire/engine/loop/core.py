@@ -27,7 +27,7 @@ from quire.engine.loop.attachment import Phase
 from quire.engine.loop.bell import Bell
 from quire.engine.loop.front import Attachments, Front
 from quire.engine.loop.in_flight import NO_SAMPLING, InFlight, Sampling, StepInFlight, StepRates
-from quire.engine.loop.recovery import combine, leave_out, reduce_plan, repeat_step
+from quire.engine.loop.recovery import combine, omit_rows, reduce_plan, repeat_step
 from quire.runner.setup.step_size import StepBudget
 from quire.scheduler.scheduler import Scheduler
 
@@ -241,16 +241,16 @@ class EngineCore(Front):
         return bool(self.in_flight) and self.attachments.holds_plans
 
     def _submit(
-        self, plan: Plan, sampling: Sampling, left_out: frozenset[int] = frozenset()
+        self, plan: Plan, sampling: Sampling, omitted: frozenset[int] = frozenset()
     ) -> None:
-        """Submit a plan without the rows in `left_out`. If it loses all rows, still carry out its
+        """Submit a plan without the rows in `omitted`. If it loses all rows, still carry out its
         moves. If it has no moves either, skip it and merge the rest into the next plan."""
         carried_out, carried_over = plan, self._carried_over
-        if left_out or carried_over is not None:
-            carried_out = reduce_plan(plan, left_out, carried_over)
+        if omitted or carried_over is not None:
+            carried_out = reduce_plan(plan, omitted, carried_over)
         masks = MaskPromise() if len(carried_out.masked_rows) else None
         num_tokens = carried_out.num_scheduled_tokens
-        step = StepInFlight(plan, sampling, carried_out, num_tokens, masks, left_out)
+        step = StepInFlight(plan, sampling, carried_out, num_tokens, masks, omitted)
         self.in_flight.begin(step, self._clock.now())
         if len(self.in_flight) == 1:  # before the executor, which may carry it out at once
             self.attachments.on_step(step, Phase.NEXT)
@@ -269,7 +269,7 @@ class EngineCore(Front):
                 self.executor.next_result()
         self._death = "it was interrupted while it repeated a failed step"
         scheduler = self.scheduler
-        part = leave_out(failed.carried_out, failed.left_out)
+        part = omit_rows(failed.carried_out, failed.omitted)
         is_repeatable, has_stages = scheduler.may_repeat_steps, scheduler.has_stages
         plans = [step.carried_out for step in later]
         result = repeat_step(
@@ -279,12 +279,12 @@ class EngineCore(Front):
         if result.error or len(result.row_errors) == len(part.rows):
             # Perhaps no part of the plan was carried out. All but its moves may be repeated; the
             # result shows whether the moves are lost.
-            empty = leave_out(part, set(part.rows.tolist()))
+            empty = omit_rows(part, set(part.rows.tolist()))
             self._carried_over = dataclasses.replace(empty, moves=())
         outputs = self._update(combine(failed.plan, [(part, result)]), later)
         for step in later:
             again = dataclasses.replace(step.plan, moves=()) if has_stages else step.plan
-            self._submit(again, step.sampling, step.left_out)
+            self._submit(again, step.sampling, step.omitted)
         self._death = None
         return outputs
 
@@ -297,8 +297,8 @@ class EngineCore(Front):
         """Give the scheduler a result, and return its outputs. later: the steps in flight after
         it."""
         decisions = self.update(result)
-        for step, left_out in zip(later, decisions.left_out, strict=True):
-            step.left_out = left_out
+        for step, omitted in zip(later, decisions.omitted, strict=True):
+            step.omitted = omitted
         outputs = decisions.outputs
         if dropped := self.take_dropped().details:
             outputs = msgspec.structs.replace(outputs, details=[*dropped, *outputs.details])

@@ -9,7 +9,7 @@ from typing import TypeVar
 from quire.base.clock import Clock
 from quire.base.errors import EngineError, RequestError
 from quire.base.events import Event
-from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
+from quire.base.messages import Control, PinnedPrefix, Request, RetainedRequest
 from quire.base.plan import StepResult
 from quire.base.requests.validation import RequestLimits, check_fork
 from quire.engine.loop.attachment import (
@@ -242,6 +242,6 @@ class Front:
 
     def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
+    ) -> list[RetainedRequest]:
         """List the retained requests, like `Scheduler.held`."""
         return self.scheduler.held(self._clock.now(), request_id, index, tenant)

@@ -26,10 +26,10 @@ class StepInFlight:
 
     plan: Plan  # as the scheduler made it
     sampling: Sampling  # the sequences of its sample_rows
-    carried_out: Plan  # as submitted: without `left_out` rows, with a carried-over plan
+    carried_out: Plan  # as submitted: without `omitted` rows, with a carried-over plan
     num_tokens: int  # of carried_out
     masks: MaskPromise | None  # of its masked rows
-    left_out: frozenset[int] = frozenset()  # rows whose results are void
+    omitted: frozenset[int] = frozenset()  # rows whose results are void
     result: StepResult | None = None  # once it has arrived
 
     @property
@@ -103,8 +103,8 @@ class StepRates:
 
     def _prefill_rate(self, plan: Plan, result: StepResult) -> float:
         num_tokens, known = plan.num_scheduled_tokens, self.known.prefill_tokens_per_s
-        least = min(PREFILL_TOKENS, self.known.step_tokens or PREFILL_TOKENS)
-        if num_tokens < least or result.duration_s <= 0:
+        min_tokens = min(PREFILL_TOKENS, self.known.step_tokens or PREFILL_TOKENS)
+        if num_tokens < min_tokens or result.duration_s <= 0:
             return known
         rate = num_tokens / result.duration_s
         if abs(rate - known) <= RATE_CHANGE * known:

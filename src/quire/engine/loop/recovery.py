@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 Part = tuple[Plan, StepResult]
-Place = tuple[str, int, int]  # kind of a move, cache group, block
+FilledBlock = tuple[str, int, int]  # kind of a move, cache group, block
 FILLING = ("load", "copy")
 
 
@@ -98,9 +98,9 @@ class _Bisection:
         self.masks = masks
         self.done: list[Part] = []
         self.errors: dict[int, str] = {}
-        self._moved: set[Place] = set()  # filled by loads and copies
+        self._moved: set[FilledBlock] = set()  # filled by loads and copies
         self._has_swaps = any(move.kind == "swap_out" for move in plan.moves)
-        self._has_tried_rest = False
+        self._has_repeated_rest = False
         self._is_without_swaps = False
 
     @property
@@ -150,65 +150,67 @@ class _Bisection:
         if not self.plan.moves:
             return part
         writes = part.block_writes
-        wanted = set(zip(writes.group.tolist(), writes.block_id.tolist(), strict=True))
-        moves = [_filling(move, wanted, self._moved) for move in self.plan.moves]
+        needed = set(zip(writes.group.tolist(), writes.block_id.tolist(), strict=True))
+        moves = [_filling(move, needed, self._moved) for move in self.plan.moves]
         swaps = () if self.done or self._is_without_swaps else ("swap_out",)
-        kept = [move for move in moves if len(move.source) and move.kind in (*swaps, *FILLING)]
-        return dataclasses.replace(part, moves=tuple(kept))
+        selected = [move for move in moves if len(move.source) and move.kind in (*swaps, *FILLING)]
+        return dataclasses.replace(part, moves=tuple(selected))
 
     def do_rest_alone(self) -> bool:
         """Carry out the rest of the plan, if it has swaps and was not repeated yet. Return whether
         it succeeded now."""
-        if self.done or self._has_tried_rest or not self._has_swaps:
+        if self.done or self._has_repeated_rest or not self._has_swaps:
             return False
-        self._has_tried_rest = True
-        nobody = self.plan.rows[:0]
-        if self._try(self._part(nobody)) is None:
+        self._has_repeated_rest = True
+        no_rows = self.plan.rows[:0]
+        if self._try(self._part(no_rows)) is None:
             return True
         self._is_without_swaps = True
-        if self._try(self._part(nobody)) is None:
+        if self._try(self._part(no_rows)) is None:
             return True
         self._is_without_swaps = False  # the swaps were not to blame
         return False
 
 
-def _filled(move: Move) -> set[Place]:
+def _filled(move: Move) -> set[FilledBlock]:
     """Return the blocks that a load or a copy fills."""
     if move.kind not in FILLING:
         return set()
     return {(move.kind, move.group, block) for block in move.destination.tolist()}
 
 
-def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Move:
-    """Return the part of a load or copy that fills a (group, block) in `wanted` and is not done
+def _filling(move: Move, needed: Set[tuple[int, int]], moved: Set[FilledBlock]) -> Move:
+    """Return the part of a load or copy that fills a (group, block) in `needed` and is not done
     yet. Return a swap unchanged."""
     if move.kind not in FILLING:
         return move
-    kept = [
-        (move.group, block) in wanted and (move.kind, move.group, block) not in moved
+    selected = [
+        (move.group, block) in needed and (move.kind, move.group, block) not in moved
         for block in move.destination.tolist()
     ]
-    if all(kept):
+    if all(selected):
         return move
-    return dataclasses.replace(move, source=move.source[kept], destination=move.destination[kept])
+    return dataclasses.replace(
+        move, source=move.source[selected], destination=move.destination[selected]
+    )
 
 
-def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
+def restrict(plan: Plan, rows: Int32, ended: Set[int] = frozenset()) -> Plan:
     """Return a plan with only these rows [N], and with the rest of the plan. That includes rows
-    that start with it but compute nothing. gone: rows whose sequences have ended or were
+    that start with it but compute nothing. ended: rows whose sequences have ended or were
     preempted."""
     if len(rows) == len(plan.rows):
         return plan
-    kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
-    row_set = set(rows.tolist()) | (set(plan.idle_rows) - gone)
+    selected, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
+    row_set = set(rows.tolist()) | (set(plan.idle_rows) - ended)
     new = plan.new_forks
     forked = tuple(f for f in plan.forked if f not in new or f.parent in row_set)
     return dataclasses.replace(
         plan,
-        rows=plan.rows[kept],
-        num_tokens=plan.num_tokens[kept],
-        computed_bound=plan.computed_bound[kept],
-        last_ids=plan.last_ids[kept] if len(plan.last_ids) else plan.last_ids,
+        rows=plan.rows[selected],
+        num_tokens=plan.num_tokens[selected],
+        computed_bound=plan.computed_bound[selected],
+        last_ids=plan.last_ids[selected] if len(plan.last_ids) else plan.last_ids,
         sample_rows=plan.sample_rows[samples],
         num_candidates=plan.num_candidates[samples],
         sources=plan.sources[samples] if len(plan.sources) else plan.sources,
@@ -232,9 +234,12 @@ def _encoding_of(plan: Plan, rows: Set[int]) -> dict[str, Any]:
 
 
 def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
-    kept = np.isin(writes.row, list(rows))
+    selected = np.isin(writes.row, list(rows))
     return BlockWrites(
-        writes.group[kept], writes.row[kept], writes.index[kept], writes.block_id[kept]
+        writes.group[selected],
+        writes.row[selected],
+        writes.index[selected],
+        writes.block_id[selected],
     )
 
 
@@ -272,19 +277,19 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
     )
 
 
-def reduce_plan(plan: Plan, left_out: Set[int], left: Plan | None) -> Plan:
+def reduce_plan(plan: Plan, omitted: Set[int], left: Plan | None) -> Plan:
     """Return a plan without these rows that first does the rest of `left`.
 
     A plan that loses all of its rows loses its copies, too: they were for these rows. It keeps its
     other moves, since its result settles its blocks of host memory."""
-    reduced = leave_out(plan, left_out)
+    reduced = omit_rows(plan, omitted)
     if len(plan.rows) and not len(reduced.rows):
         moves = tuple(move for move in reduced.moves if move.kind != "copy")
         reduced = dataclasses.replace(reduced, moves=moves)
     return reduced if left is None else with_leftover(reduced, left)
 
 
-def leave_out(plan: Plan, rows: Set[int]) -> Plan:
+def omit_rows(plan: Plan, rows: Set[int]) -> Plan:
     """Return a plan without these rows."""
     if not rows:
         return plan

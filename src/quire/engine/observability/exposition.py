@@ -163,7 +163,7 @@ class Exposition(Collector):
             help = "Steps of rows that verified draft tokens."
             yield self._counter("spec_decode_num_drafts", help, metrics.num_drafts)
             help = "Draft tokens that were verified."
-            yield self._counter("spec_decode_num_draft_tokens", help, metrics.num_guessed)
+            yield self._counter("spec_decode_num_draft_tokens", help, metrics.num_draft_tokens)
             help = "Draft tokens that were accepted."
             yield self._counter("spec_decode_num_accepted_tokens", help, metrics.num_accepted)
             name = "spec_decode_num_accepted_tokens_per_pos"

@@ -23,7 +23,7 @@ FIELDS = struct.Struct("<dq")
 LOAD = struct.Struct("<qq")  # a LoadReport, after FIELDS
 CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
 COMPILE_S = 60.0
-LEAST_S = 10.0
+MIN_LIMIT_S = 10.0
 TOLERANCE = 10.0
 CONFIRM_S = 0.9  # time for which all looks must find the core late
 FORGET = 0.999  # decay of the longest step's time per step
@@ -45,7 +45,7 @@ class StepLimit:
 
     @property
     def seconds(self) -> float:
-        return max(LEAST_S, TOLERANCE * self._expected_s)
+        return max(MIN_LIMIT_S, TOLERANCE * self._expected_s)
 
     def observe(self, took_s: float) -> None:
         """Raise the expected time to a longer step; decay it slowly otherwise."""
@@ -91,13 +91,13 @@ class Heartbeat:
 
     def wait(self, now_s: float, wait_s: float) -> None:
         """Set the deadline of an idle core: it polls for messages within wait_s, plus LEAST_S."""
-        self._write(now_s + wait_s, LEAST_S)
+        self._write(now_s + wait_s, MIN_LIMIT_S)
 
     def _write(self, now_s: float, limit_s: float) -> None:
         deadline_s = now_s + max(limit_s, self._phase_s)
         FIELDS.pack_into(self._memory, 0, deadline_s, self._num_steps)
 
-    def tell_load(self, load: int) -> None:
+    def report_load(self, load: int) -> None:
         """Publish the core's open work in tokens, for clients that choose a core."""
         self._num_reports += 1
         LOAD.pack_into(self._memory, FIELDS.size, load, self._num_reports)
@@ -180,7 +180,7 @@ class StuckWatch:
         """Measure the process's starvation for one deadline. A new deadline means progress."""
         if deadline_s != self._deadline_s:
             self._deadline_s, self._starvation = deadline_s, None
-            self._limit_s = max(LEAST_S, deadline_s - now_s)
+            self._limit_s = max(MIN_LIMIT_S, deadline_s - now_s)
         elif self._starvation is None:
             self._starvation = Starvation(self._read, now_s)
         else:

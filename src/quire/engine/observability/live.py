@@ -19,10 +19,10 @@ from quire.engine.loop.core import EngineCore
 
 FRAME_S = 0.2
 ONE_IN = 200
-MOST_S = 10.0
+MAX_PAUSE_S = 10.0
 IDLE_S = 5.0  # time without a request after which watching ends
-MOST_STEPS = 256  # steps in a frame
-MOST_EVENTS = 512  # block events in a frame
+MAX_STEPS = 256  # steps in a frame
+MAX_EVENTS = 512  # block events in a frame
 
 
 class LiveTally:
@@ -33,8 +33,8 @@ class LiveTally:
         self.begin()
 
     def begin(self) -> None:
-        self.steps: deque[StepRow] = deque(maxlen=MOST_STEPS)
-        self.events: deque[BlockEvent] = deque(maxlen=MOST_EVENTS)
+        self.steps: deque[StepRow] = deque(maxlen=MAX_STEPS)
+        self.events: deque[BlockEvent] = deque(maxlen=MAX_EVENTS)
         self.counts: Counter[str] = Counter()
         self._planned: dict[int, tuple[int, int]] = {}  # step -> prefill tokens, decode tokens
 
@@ -58,22 +58,22 @@ class LiveTally:
         own = plan.num_tokens - plan.num_drafts
         prefill = int(own[own > 1].sum())
         self._planned[plan.step_id] = prefill, plan.num_scheduled_tokens - prefill
-        if len(self._planned) > MOST_STEPS:  # drop plans that were never run
+        if len(self._planned) > MAX_STEPS:  # drop plans that were never run
             del self._planned[next(iter(self._planned))]
         loaded: set[tuple[int, int]] = set()
         for move in plan.moves:
             ends = move.source if move.kind is MoveKind.SWAP_OUT else move.destination
             blocks = ends.tolist()
-            self._tell(str(move.kind), move.group, blocks)
+            self._record(str(move.kind), move.group, blocks)
             if move.kind is MoveKind.LOAD:
                 loaded |= {(move.group, block) for block in blocks}
         for start in plan.started:
             if start.num_computed_tokens:
                 mine = _hits(plan, start.row, start.num_computed_tokens // block_size)
                 for group, blocks in mine:
-                    self._tell("hit", group, [b for b in blocks if (group, b) not in loaded])
+                    self._record("hit", group, [b for b in blocks if (group, b) not in loaded])
 
-    def _tell(self, kind: str, group: int, blocks: list[int]) -> None:
+    def _record(self, kind: str, group: int, blocks: list[int]) -> None:
         self.counts[kind] += len(blocks)
         for block in blocks:
             self._event_number += 1
@@ -97,13 +97,13 @@ class LiveFrames:
         self._tally = LiveTally()
         self._last: LiveFrame | None = None
         self._number = 0
-        self._next_s = self._asked_s = 0.0
+        self._next_s = self._requested_s = 0.0
         self._is_listening = False
 
     def frame(self) -> LiveFrame:
         """Return a new frame, or the last frame if it is too early for another."""
         now = self._clock.now()
-        self._asked_s = now
+        self._requested_s = now
         if not self._is_listening:
             self._tally.begin()
             self._core.publish()  # flush events from before this client began to watch
@@ -116,11 +116,11 @@ class LiveFrames:
         self._number += 1
         self._last = self._tally.frame(self._number, now, self._core.scheduler.live_state())
         rest_s = max(FRAME_S, ONE_IN * (self._clock.now() - now))
-        self._next_s = now + min(rest_s, MOST_S)
+        self._next_s = now + min(rest_s, MAX_PAUSE_S)
         return self._last
 
     def __call__(self, event: Event) -> None:
-        if event.at_s - self._asked_s > IDLE_S:
+        if event.at_s - self._requested_s > IDLE_S:
             self._core.unsubscribe(self)
             self._is_listening = False
         else:

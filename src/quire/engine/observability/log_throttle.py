@@ -16,16 +16,16 @@ class ThrottledLog:
         self._clock = clock
         self._every_s = every_s
         self._last_s: dict[str, float] = {}
-        self._unsaid: dict[str, int] = {}
+        self._num_suppressed: dict[str, int] = {}
         self.counts: dict[str, int] = {}  # warnings of each kind since the start
 
     def warn(self, kind: str, message: str) -> None:
         now, last = self._clock.now(), self._last_s.get(kind)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if last is not None and now < last + self._every_s:
-            self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
+            self._num_suppressed[kind] = self._num_suppressed.get(kind, 0) + 1
             return
-        unsaid = self._unsaid.pop(kind, 0)
+        num_suppressed = self._num_suppressed.pop(kind, 0)
         self._last_s[kind] = now
-        since = f" ({unsaid} more since the last warning)" if unsaid else ""
+        since = f" ({num_suppressed} more since the last warning)" if num_suppressed else ""
         logger.warning("%s%s", message, since)

@@ -46,16 +46,16 @@ STEP_TOKENS = tuple(float(1 << i) for i in range(15))
 TIMES = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
-def tokens_up_to(most: int) -> tuple[float, ...]:
-    """Return the bounds 1, 2, 5, 10, 20, 50 and so on up to `most`."""
-    return tuple(_one_two_five(most))
+def tokens_up_to(max_bound: int) -> tuple[float, ...]:
+    """Return the bounds 1, 2, 5, 10, 20, 50 and so on up to `max_bound`."""
+    return tuple(_one_two_five(max_bound))
 
 
-def _one_two_five(most: int) -> Iterator[float]:
+def _one_two_five(max_bound: int) -> Iterator[float]:
     for power in count():
         for digit in (1, 2, 5):
             bound = digit * 10**power
-            if bound > most:
+            if bound > max_bound:
                 return
             yield float(bound)
 
@@ -75,8 +75,8 @@ class Histogram:
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
         """Count several values: [num_values], float64."""
-        places = self._bounds.searchsorted(values)
-        self.counts += np.bincount(places, minlength=len(self.counts))
+        indices = self._bounds.searchsorted(values)
+        self.counts += np.bincount(indices, minlength=len(self.counts))
         self.total += float(values.sum())
 
     def cumulative(self) -> list[int]:
@@ -153,7 +153,7 @@ class EngineMetrics:
     num_computed_prompt_tokens: prompt tokens computed so far, including tokens recomputed after a
         preemption. Its rate shows progress even within one long prompt.
     num_drafts: steps of rows that verified draft tokens.
-    num_guessed: draft tokens that were verified.
+    num_draft_tokens: draft tokens that were verified.
     accepted_at: accepted draft tokens by position in the draft.
     idle_s: time without any open request, between the first and the last request.
     of_keys: usage by API key name; output tokens are added when a request ends.
@@ -169,7 +169,7 @@ class EngineMetrics:
         self.num_prefix_hits = 0
         self.num_preemptions = 0
         self.num_drafts = 0
-        self.num_guessed = 0
+        self.num_draft_tokens = 0
         self.accepted_at: list[int] = []
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.idle_s = 0.0
@@ -213,7 +213,7 @@ class EngineMetrics:
         rows, now = event.rows, event.at_s
         self.num_generation_tokens += len(rows) + event.num_accepted
         self.num_drafts += event.num_drafts
-        self.num_guessed += event.num_guessed
+        self.num_draft_tokens += event.num_draft_tokens
         counts = zip_longest(self.accepted_at, event.accepted_at, fillvalue=0)
         self.accepted_at = [before + more for before, more in counts]
         self.histograms["iteration_tokens_total"].observe(event.num_tokens)
@@ -226,7 +226,7 @@ class EngineMetrics:
                 self._take_first_token(row, now)
             last_token_s = last_token_s[~is_first]
         self.histograms["inter_token_latency_seconds"].observe_all(now - last_token_s)
-        num_prompt = event.num_tokens - event.num_guessed - len(last_token_s)
+        num_prompt = event.num_tokens - event.num_draft_tokens - len(last_token_s)
         self.num_computed_prompt_tokens += num_prompt
 
     def _take_first_token(self, row: int, now: float) -> None:

@@ -29,9 +29,11 @@ from quire.base.prefix import PrefixReport
 from quire.engine.observability import prefix_words
 from quire.scheduler.views import RequestView, SchedulerView
 
-MOST_REQUESTS = 1000  # ended requests
-MOST_ITEMS = 32  # preemptions and chunks of one request with individual records
-MOST_WORK = 1024  # recent chunks of all requests, searched for the prompts a request waited for
+MAX_ENDED_REQUESTS = 1000  # ended requests
+MAX_ITEMS = 32  # preemptions and chunks of one request with individual records
+MAX_RECENT_CHUNKS = (
+    1024  # recent chunks of all requests, searched for the prompts a request waited for
+)
 LONG_TOKENS = 1000  # minimum length of a long prompt
 
 
@@ -51,19 +53,19 @@ class Chunks:
         self.num += 1
         self.num_tokens += num_tokens
         self.last_s = at_s
-        if len(self.each) < MOST_ITEMS:
+        if len(self.each) < MAX_ITEMS:
             self.each.append((at_s, num_tokens))
 
 
 @dataclass(slots=True)
-class Stay:
+class PreemptedSpan:
     """Preemption of a request, until it gets a row again. by: request that needed the memory."""
 
     at_s: float
     by: str
     num_lost_tokens: int
     is_swapped: bool
-    back_s: float = math.nan
+    resumed_s: float = math.nan
     chunks: Chunks = field(default_factory=Chunks)  # recomputed tokens
 
 
@@ -71,7 +73,7 @@ class Stay:
 class Timeline:
     """Timeline of one request. Times are in seconds on the core's clock; NaN: not yet or unknown.
 
-    was_there: whether it began before the recording; then admitted_s may be infinity. grammar_s:
+    began_before: whether it began before the recording; then admitted_s may be infinity. grammar_s:
     when its grammar was compiled. others: (request id, prompt tokens, tokens computed) of prompts
     that were computed while the request waited for its first row.
     """
@@ -82,7 +84,7 @@ class Timeline:
     received_s: float
     queued_s: float
     tenant: str = ""
-    was_there: bool = False
+    began_before: bool = False
     has_grammar: bool = False
     grammar_s: float = math.nan
     admitted_s: float = math.nan
@@ -96,7 +98,7 @@ class Timeline:
     chunks: Chunks = field(default_factory=Chunks)
     first_token_s: float = math.nan
     num_preemptions: int = 0
-    preemptions: list[Stay] = field(default_factory=list)
+    preemptions: list[PreemptedSpan] = field(default_factory=list)
     finished_s: float = math.nan
     reason: str = ""
     num_output_tokens: int = 0
@@ -107,35 +109,38 @@ class Timeline:
             return "finished"
         if math.isnan(self.admitted_s):
             return "waiting"
-        is_away = bool(self.preemptions) and math.isnan(self.preemptions[-1].back_s)
-        return "preempted" if is_away else "running"
+        is_preempted = bool(self.preemptions) and math.isnan(self.preemptions[-1].resumed_s)
+        return "preempted" if is_preempted else "running"
 
 
 class Timelines:
     """Timelines of requests, built from events. block_size: unit of prefix hits, in tokens."""
 
-    def __init__(self, num_rows: int, block_size: int, most: int = MOST_REQUESTS) -> None:
+    def __init__(self, num_rows: int, block_size: int, max_ended: int = MAX_ENDED_REQUESTS) -> None:
         self.block_size = block_size
         self.open: dict[str, Timeline] = {}
         self.ended: OrderedDict[str, Timeline] = OrderedDict()
-        self._most = most
+        self._max_ended = max_ended
         self._filling: dict[int, Timeline] = {}  # row -> request whose prompt is computed there
         self._due: dict[int, list[Timeline]] = {}  # step -> requests with their first token in it
-        self._work: deque[tuple[float, str, int, int]] = deque(maxlen=MOST_WORK)
+        self._work: deque[tuple[float, str, int, int]] = deque(maxlen=MAX_RECENT_CHUNKS)
         self._tokens = np.zeros(num_rows, np.int32)  # scratch: tokens of a plan by row
 
     @classmethod
     def of(
-        cls, view: SchedulerView, requests: Iterable[RequestView], most: int = MOST_REQUESTS
+        cls,
+        view: SchedulerView,
+        requests: Iterable[RequestView],
+        max_ended: int = MAX_ENDED_REQUESTS,
     ) -> "Timelines":
         """Create timelines of a scheduler's present requests, as far as its state shows them."""
-        lines = cls(view.num_rows, view.block_size, most)
+        lines = cls(view.num_rows, view.block_size, max_ended)
         for found in requests:
             request = found.request
             line = Timeline(
                 request.request_id, found.num_prompt_tokens, request.params.max_tokens,
                 request.received_s or found.arrival_s, found.arrival_s, request.tenant,
-                was_there=True, has_grammar=bool(request.grammar),
+                began_before=True, has_grammar=bool(request.grammar),
             )  # fmt: skip
             if found.num_cached_tokens >= 0:
                 line.admitted_s, line.num_cached_tokens = math.inf, found.num_cached_tokens
@@ -224,14 +229,14 @@ class Timelines:
         stay = line.preemptions[-1] if line.preemptions else None
         if math.isnan(line.admitted_s):
             line.admitted_s, line.num_cached_tokens = event.at_s, event.num_cached_tokens
-            self._see_others(line)
-        elif stay is not None and math.isnan(stay.back_s):
-            stay.back_s = event.at_s
+            self._record_others(line)
+        elif stay is not None and math.isnan(stay.resumed_s):
+            stay.resumed_s = event.at_s
         elif event.index > 0 and stay is None:
             return  # forked from a row that computed the prompt
         self._filling[event.row] = line
 
-    def _see_others(self, line: Timeline) -> None:
+    def _record_others(self, line: Timeline) -> None:
         """Record the other prompts that were computed between a request's arrival and admission."""
         found: dict[str, tuple[int, int]] = {}
         for at_s, request_id, num_prompt, num_tokens in reversed(self._work):
@@ -240,11 +245,11 @@ class Timelines:
             if request_id != line.request_id:
                 known = found.get(request_id, (0, 0))[1]
                 found[request_id] = num_prompt, known + num_tokens
-        most = sorted(found.items(), key=lambda item: -item[1][1])
+        max_ended = sorted(found.items(), key=lambda item: -item[1][1])
         line.num_others = len(found)
         line.num_others_long = sum(num >= LONG_TOKENS for num, _ in found.values())
         line.num_others_tokens = sum(num for _, num in found.values())
-        line.others = [(name, *numbers) for name, numbers in most[:MOST_ITEMS]]
+        line.others = [(name, *numbers) for name, numbers in max_ended[:MAX_ITEMS]]
 
     def _preempt(self, event: Preempted) -> None:
         line = self.open.get(event.request_id)
@@ -252,8 +257,8 @@ class Timelines:
             return
         self._leave_rows(line)
         line.num_preemptions += 1
-        stay = Stay(event.at_s, event.for_request_id, event.num_lost_tokens, event.swapped)
-        if len(line.preemptions) >= MOST_ITEMS:
+        stay = PreemptedSpan(event.at_s, event.for_request_id, event.num_lost_tokens, event.swapped)
+        if len(line.preemptions) >= MAX_ITEMS:
             line.preemptions.pop()
         line.preemptions.append(stay)
 
@@ -265,11 +270,11 @@ class Timelines:
         line.finished_s, line.reason = event.at_s, event.reason
         line.num_output_tokens = event.num_output_tokens
         line.num_sequences = event.num_sequences
-        if event.told_at_once:
+        if event.is_sent_whole:
             line.first_token_s = event.at_s if event.num_output_tokens else math.nan
         self.ended[line.request_id] = line
         self.ended.move_to_end(line.request_id)
-        if len(self.ended) > self._most:
+        if len(self.ended) > self._max_ended:
             self.ended.popitem(last=False)
 
     def _leave_rows(self, line: Timeline) -> None:
@@ -303,7 +308,7 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
             "by": name(stay.by),
             "way": "swapped" if stay.is_swapped else "recomputed",
             "lost_tokens": stay.num_lost_tokens,
-            "back_ms": at(stay.back_s),
+            "back_ms": at(stay.resumed_s),
             "chunks": chunks(stay.chunks),
         }
         for stay in line.preemptions
@@ -343,27 +348,27 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
 
 def in_words(line: Timeline, block_size: int, hides_others: bool = False) -> list[str]:
     """Describe a request's timeline, one sentence per event. hides_others: as in `as_data`."""
-    told = [f"{_count(line.num_prompt_tokens, 'prompt token')}, {_limit(line)}"]
-    if line.was_there:
-        told.append("began before the recording; its earlier events are not known")
-    told += _waiting(line)
+    sentences = [f"{_count(line.num_prompt_tokens, 'prompt token')}, {_limit(line)}"]
+    if line.began_before:
+        sentences.append("began before the recording; its earlier events are not known")
+    sentences += _waiting(line)
     if line.state == "waiting":
-        return told
+        return sentences
     if line.admitted_s < math.inf:
-        told.append(_prefix(line, block_size, hides_others))
+        sentences.append(_prefix(line, block_size, hides_others))
     if line.chunks.num:
-        told.append(_computed(line.chunks, "the prompt was computed"))
+        sentences.append(_computed(line.chunks, "the prompt was computed"))
     if not math.isnan(line.first_token_s):
-        told.append(f"first token after {_time(line.first_token_s - line.received_s)}")
-    told += _preemptions(line, hides_others)
+        sentences.append(f"first token after {_time(line.first_token_s - line.received_s)}")
+    sentences += _preemptions(line, hides_others)
     if line.reason:
         took = _time(line.finished_s - line.received_s)
         of = f" in {line.num_sequences} sequences" if line.num_sequences > 1 else ""
         tokens = _count(line.num_output_tokens, "output token")
-        told.append(f"ended after {took} ({line.reason}) with {tokens}{of}")
+        sentences.append(f"ended after {took} ({line.reason}) with {tokens}{of}")
     else:
-        told.append(f"is {line.state}")
-    return told
+        sentences.append(f"is {line.state}")
+    return sentences
 
 
 def _limit(line: Timeline) -> str:
@@ -401,29 +406,29 @@ def _prefix(line: Timeline, block_size: int, hides_others: bool) -> str:
     return f"{share}, diverged at token {cached:,}"
 
 
-def _computed(chunks: Chunks, what: str) -> str:
+def _computed(chunks: Chunks, phrase: str) -> str:
     span = f" within {_time(chunks.last_s - chunks.first_s)}" if chunks.num > 1 else ""
     of = _count(chunks.num_tokens, "token")
-    return f"{what} in {_count(chunks.num, 'chunk')} ({of}{span})"
+    return f"{phrase} in {_count(chunks.num, 'chunk')} ({of}{span})"
 
 
 def _preemptions(line: Timeline, hides_others: bool) -> list[str]:
-    told = []
+    sentences = []
     for number, stay in enumerate(line.preemptions):
         by = "another request" if hides_others else stay.by
         way = "swapped" if stay.is_swapped else f"{_count(stay.num_lost_tokens, 'token')} dropped"
         back = "not back yet"
-        if not math.isnan(stay.back_s):
-            back = f"back after {_time(stay.back_s - stay.at_s)}"
+        if not math.isnan(stay.resumed_s):
+            back = f"back after {_time(stay.resumed_s - stay.at_s)}"
         elif line.reason:
             back = "never back"
         at = _time(stay.at_s - line.received_s)
-        told.append(f"preempted at {at}, by {by}, {way}; {back}")
+        sentences.append(f"preempted at {at}, by {by}, {way}; {back}")
         if not stay.is_swapped and stay.chunks.num:
-            told[-1] += "; " + _computed(stay.chunks, "computed again")
+            sentences[-1] += "; " + _computed(stay.chunks, "computed again")
         if number == 0 and line.num_preemptions > 1:
-            told[-1] += f" (the first of {line.num_preemptions})"
-    return told
+            sentences[-1] += f" (the first of {line.num_preemptions})"
+    return sentences
 
 
 def _ms(seconds: float) -> float | None:
@@ -436,5 +441,5 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.1f} s"
 
 
-def _count(num: int, what: str) -> str:
-    return f"{num:,} {what}{'' if num == 1 else 's'}"
+def _count(num: int, phrase: str) -> str:
+    return f"{num:,} {phrase}{'' if num == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Ranks' side of the rendezvous (engine/ranks/meeting.py): a torch store for gloo and NCCL."""
+"""Ranks' side of the rendezvous (engine/ranks/rendezvous.py): a torch store for gloo and NCCL."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from quire.engine.ranks.meeting import StoreAnswer, StoreCall, asker_codec
+from quire.engine.ranks.rendezvous import StoreAnswer, StoreCall, rank_store_codec
 from quire.engine.wire.wire import Stream
 
 LOOK_S = 0.005  # between two checks whether a rank has set a key
@@ -20,25 +20,25 @@ class CoreStore(Store):
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__()
-        self._stream, self._name = Stream(sock, asker_codec()), name
+        self._stream, self._name = Stream(sock, rank_store_codec()), name
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
-        self._ask(StoreCall("set", [self._own(key)], data))
+        self._call(StoreCall("set", [self._own(key)], data))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        value = self._ask(StoreCall("get", [self._own(key)])).value
+        value = self._call(StoreCall("get", [self._own(key)])).value
         if value is None:
             raise RuntimeError(f"the key {key} was deleted while it was waited for")
         return value
 
     def add(self, key: str, number: int) -> int:
-        return self._ask(StoreCall("add", [self._own(key)], number=number)).number
+        return self._call(StoreCall("add", [self._own(key)], number=number)).number
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._ask(StoreCall("check", [self._own(key) for key in keys])).number)
+        return bool(self._call(StoreCall("check", [self._own(key) for key in keys])).number)
 
     def wait(self, keys: list[str], timeout: timedelta = LIMIT) -> None:
         end_s = time.monotonic() + timeout.total_seconds()
@@ -48,15 +48,15 @@ class CoreStore(Store):
             time.sleep(LOOK_S)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(StoreCall("delete", [self._own(key)])).number)
+        return bool(self._call(StoreCall("delete", [self._own(key)])).number)
 
     def num_keys(self) -> int:
-        return self._ask(StoreCall("count")).number
+        return self._call(StoreCall("count")).number
 
     def _own(self, key: str) -> str:
         return f"{self._name}/{key}"
 
-    def _ask(self, call: StoreCall) -> StoreAnswer:
+    def _call(self, call: StoreCall) -> StoreAnswer:
         with self._lock:
             try:
                 self._stream.send(call)

@@ -24,12 +24,11 @@ from quire.base.plan import DraftAnswer, DraftOrder, Plan, StepResult
 from quire.base.step_progress import StepProgress
 from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.observability.rank_times import RankTimes
-from quire.engine.ranks.lateness import Lateness
 from quire.engine.ranks.messages import (
     Beat,
     Done,
+    Drafted,
     FromRank,
-    Guessed,
     Idle,
     Idled,
     Masks,
@@ -37,6 +36,7 @@ from quire.engine.ranks.messages import (
     Step,
 )
 from quire.engine.ranks.rank_set import RankLink, RankSet
+from quire.engine.ranks.stragglers import StragglerWatch
 
 DISAGREE_S = 2.0  # wait without progress, after a step's first failure, for other ranks to fail
 
@@ -114,7 +114,7 @@ class RankExecutor:
         """Run an order on the ranks' draft models and wait for the draft tokens. Raises RankLost if
         a rank is lost, EngineError if drafting failed."""
         self.steps.order(Order(order))
-        found = self.steps.guesses.get()
+        found = self.steps.draft_answers.get()
         if isinstance(found, RankLost):
             raise found
         if found.error is not None:
@@ -134,15 +134,15 @@ class RankSteps:
     ) -> None:
         self.link = link
         self.results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
-        self.guesses: SimpleQueue[Guessed | RankLost] = SimpleQueue()
+        self.draft_answers: SimpleQueue[Drafted | RankLost] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
         self.progress = StepProgress()
         self.times = [RankTimes() for _ in range(num_ranks)]
         self._of_stage = num_ranks // num_stages
         self._answering = num_ranks - self._of_stage
         self._open: dict[int, _Open] = {}  # outstanding steps by number
-        self._unguessed: set[int] = set()  # ranks that are still drafting
-        self._lateness = Lateness(num_ranks, self._of_stage, limit, time.monotonic())
+        self._drafting: set[int] = set()  # ranks that are still drafting
+        self._stragglers = StragglerWatch(num_ranks, self._of_stage, limit, time.monotonic())
         self._lock = threading.Lock()
         self._loss: RankLost | None = None
         self._idles, self._num_idling = idles, 0
@@ -152,7 +152,7 @@ class RankSteps:
         self.check()
         with self._lock:
             if not self._open:
-                self._lateness.begin(time.monotonic())
+                self._stragglers.begin(time.monotonic())
             self._open[step.number] = _Open(step.has_masks)
         self.link.send(step)
 
@@ -161,15 +161,15 @@ class RankSteps:
         with self._lock:
             if (step := self._open.get(masks.number)) is not None:
                 step.lacks_masks = False
-                self._lateness.begin(time.monotonic())
+                self._stragglers.begin(time.monotonic())
         self.link.send(masks)
 
     def order(self, order: Order) -> None:
         """Send a drafting order to all ranks. Raises RankLost."""
         self.check()
         with self._lock:
-            self._unguessed = set(range(len(self.times)))
-            self._lateness.begin(time.monotonic())
+            self._drafting = set(range(len(self.times)))
+            self._stragglers.begin(time.monotonic())
         self.link.send(order)
 
     def check(self) -> None:
@@ -184,16 +184,16 @@ class RankSteps:
         elif isinstance(message, Beat):
             self.times[rank].expert_pairs = message.expert_pairs
             with self._lock:
-                has_moved = self._lateness.hear(rank, message, time.monotonic())
+                has_moved = self._stragglers.hear(rank, message, time.monotonic())
                 if has_moved and self._under_way()[1]:
-                    self.progress.tell()
-        elif isinstance(message, Guessed):
+                    self.progress.report()
+        elif isinstance(message, Drafted):
             with self._lock:
-                self._unguessed.discard(rank)
-                if not self._unguessed:
-                    self._lateness.begin(time.monotonic())  # steps after the order start now
+                self._drafting.discard(rank)
+                if not self._drafting:
+                    self._stragglers.begin(time.monotonic())  # steps after the order start now
             if rank == self._answering:
-                self.guesses.put(message)
+                self.draft_answers.put(message)
         elif isinstance(message, Idled):
             self._num_idling -= 1
             self._idles = self._idles and message.has_more
@@ -201,7 +201,7 @@ class RankSteps:
     def lose(self, error: RankLost) -> None:
         """Record the loss of the ranks, and raise it in all waiting and later calls."""
         self._loss = error
-        self.guesses.put(error)
+        self.draft_answers.put(error)
         self.results.put(error)
         self.on_result()
 
@@ -215,8 +215,8 @@ class RankSteps:
             steps = [
                 step
                 for step in self._open.values()
-                if self._is_torn(step, is_complete=False)
-                and self._lateness.idle_s(now_s, step.failed_s, self._absent(step)) > DISAGREE_S
+                if self._has_disagreement(step, is_complete=False)
+                and self._stragglers.idle_s(now_s, step.failed_s, self._missing(step)) > DISAGREE_S
             ]
             is_idle = self._idles and not self._open and self._num_idling == 0
         if steps:
@@ -228,25 +228,25 @@ class RankSteps:
     def _miss(self, now_s: float) -> None:
         """End the ranks if the current step or order exceeds its limit, and name the straggler."""
         with self._lock:
-            what, absent = self._under_way()
-            if not absent or not self._lateness.is_late(now_s, absent):
+            work, absent = self._under_way()
+            if not absent or not self._stragglers.is_late(now_s, absent):
                 return
-            rank = self._lateness.who(absent)
-            why = self._lateness.tell(rank, what, now_s)
+            rank = self._stragglers.straggler(absent)
+            why = self._stragglers.describe(rank, work, now_s)
         self.link.give_up(rank, why)
 
     def _under_way(self) -> tuple[str, set[int]]:
         """Return the current work and the ranks that have not finished it. Return no ranks if there
         is no work, or while they wait for masks."""
-        if self._unguessed:
-            return "guessing", self._unguessed
+        if self._drafting:
+            return "guessing", self._drafting
         for number, step in self._open.items():
             if step.lacks_masks:
                 break
-            return f"step {number}", self._absent(step)
+            return f"step {number}", self._missing(step)
         return "", set()
 
-    def _absent(self, step: _Open) -> set[int]:
+    def _missing(self, step: _Open) -> set[int]:
         """Return the ranks without an answer to a step."""
         return set(range(len(self.times))) - step.answers.keys()
 
@@ -257,7 +257,7 @@ class RankSteps:
             is_complete = len(step.answers) == len(self.times)
             if is_complete:
                 del self._open[answer.number]
-                self._lateness.end(time.monotonic())
+                self._stragglers.end(time.monotonic())
             elif answer.error is not None:
                 step.failed_s = step.failed_s or time.monotonic()
         times = self.times[rank]
@@ -268,7 +268,7 @@ class RankSteps:
 
     def _finish(self, step: _Open) -> None:
         """Queue the result of a step that all ranks have answered."""
-        if self._is_torn(step, is_complete=True):
+        if self._has_disagreement(step, is_complete=True):
             self._disagree(step)
             return
         answer = step.answers[self._answering]
@@ -279,7 +279,7 @@ class RankSteps:
         self.results.put(result)
         self.on_result()
 
-    def _is_torn(self, step: _Open, *, is_complete: bool) -> bool:
+    def _has_disagreement(self, step: _Open, *, is_complete: bool) -> bool:
         """Return whether a step failed on some ranks of the first failing stage but not on all. If
         all ranks have answered (is_complete), later stages must have failed too."""
         failed = step.failed()

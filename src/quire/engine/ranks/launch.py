@@ -18,7 +18,7 @@ from quire.base.settings.config import EngineConfig
 from quire.base.settings.parallel import ParallelConfig
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.observability.heartbeat import expected_step_s
-from quire.engine.ranks.alike import different, facts_of
+from quire.engine.ranks.consistency import different, facts_of
 from quire.engine.ranks.executor import RankExecutor
 from quire.engine.ranks.messages import (
     Beat,
@@ -26,9 +26,9 @@ from quire.engine.ranks.messages import (
     Failed,
     FromRank,
     Joined,
-    Least,
     Loaded,
     Loading,
+    PoolMinimum,
 )
 from quire.engine.ranks.node import Node, NodeStarter
 from quire.engine.ranks.processes import RankProcesses, RankStart
@@ -60,8 +60,8 @@ class Ranks:
         """Start the ranks. starter: starts them on other machines; None: as the settings say.
         Raises ConfigError for more ranks than devices, and on machines other than machine 0."""
         self._num = config.parallel.num_ranks
-        self._heard = _Heard()
-        self._ahead = [deque[FromRank]() for _ in range(self._num)]  # unread messages by rank
+        self._received = _MessageQueue()
+        self._unread = [deque[FromRank]() for _ in range(self._num)]  # unread messages by rank
         level = logging.getLevelName(logger.getEffectiveLevel()).lower()
         if starter is None and config.parallel.distributed_executor_backend == "ray":
             starter = RayStarter(config, level)
@@ -74,9 +74,9 @@ class Ranks:
             devices = cuda_devices(config, config.parallel.num_ranks // config.parallel.nnodes)
             starter = NodeStarter(Node.of(config, devices), level)
         if starter is None:
-            self._processes = _start_here(config, level, self._heard)
+            self._processes = _start_here(config, level, self._received)
         else:
-            self._processes = RankSet(RemoteRanks(config, starter, level), self._heard)
+            self._processes = RankSet(RemoteRanks(config, starter, level), self._received)
 
     def load(
         self, config: EngineConfig, source: ModelSource, progress: Progress | None
@@ -99,11 +99,13 @@ class Ranks:
         self._processes.link.send_each(begins)
         self._compare(facts_of(config, source), self._from_each(Joined, progress))
         while True:
-            found = self._from_each((Least, Loaded), progress)
+            found = self._from_each((PoolMinimum, Loaded), progress)
             if all(isinstance(each, Loaded) for each in found):
                 break
-            values = [each.values for each in found if isinstance(each, Least)]
-            self._processes.link.send(Least(tuple(map(min, *values)) if num > 1 else values[0]))
+            values = [each.values for each in found if isinstance(each, PoolMinimum)]
+            self._processes.link.send(
+                PoolMinimum(tuple(map(min, *values)) if num > 1 else values[0])
+            )
         models = [each.model for each in found if isinstance(each, Loaded)]
         return self._loaded(config, models)
 
@@ -129,7 +131,7 @@ class Ranks:
         if self._num > 1 and not config.disable_log_stats:
             for rank, each in enumerate(models):
                 logger.info("rank %d: %s", rank, each.memory.describe())
-        processes.link.tell(executor.steps)
+        processes.link.set_listener(executor.steps)
         return LoadedRanks(model, executor)
 
     def _from_each(
@@ -137,9 +139,9 @@ class Ranks:
     ) -> list[FromRank]:
         """Return the next message of each rank; wait for them. Loading reports go to `progress`.
         Raises the error that a rank reports. kinds: expected types of the messages."""
-        ahead = self._ahead
-        while not all(ahead):
-            rank, message = self._heard.messages.get()
+        unread = self._unread
+        while not all(unread):
+            rank, message = self._received.messages.get()
             if isinstance(message, RankLost):
                 raise message
             if isinstance(message, Failed):
@@ -148,8 +150,8 @@ class Ranks:
                 if rank == 0 and progress is not None:
                     progress(message.done, message.total)
                 continue
-            ahead[rank].append(message)
-        found = [messages.popleft() for messages in ahead]
+            unread[rank].append(message)
+        found = [messages.popleft() for messages in unread]
         assert all(isinstance(message, kinds) for message in found), found
         return found
 
@@ -174,7 +176,7 @@ def _expected_step_s(model: LoadedElsewhere) -> float:
     return expected_step_s(model.config, model.device_type, model.memory.weights_bytes)
 
 
-class _Heard:
+class _MessageQueue:
     """Queue of the ranks' messages during loading, filled by the thread that watches the ranks."""
 
     def __init__(self) -> None:
@@ -194,15 +196,15 @@ class _Heard:
 @dataclass(frozen=True)
 class StageSockets:
     """A rank's sockets. before: receives rows from the previous stage; None in the first stage.
-    behind: sends rows to the next stage; None in the last stage."""
+    next_stage: sends rows to the next stage; None in the last stage."""
 
     before: socket.socket | None
-    behind: socket.socket | None
+    next_stage: socket.socket | None
 
     @property
     def arguments(self) -> list[str]:
         """Command-line arguments that give the rank its sockets."""
-        ends = {"--before": self.before, "--behind": self.behind}
+        ends = {"--before": self.before, "--next-stage": self.next_stage}
         return [
             part
             for name, end in ends.items()
@@ -212,10 +214,10 @@ class StageSockets:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        return tuple(end.fileno() for end in (self.before, self.behind) if end is not None)
+        return tuple(end.fileno() for end in (self.before, self.next_stage) if end is not None)
 
     def close(self) -> None:
-        for end in (self.before, self.behind):
+        for end in (self.before, self.next_stage):
             if end is not None:
                 end.close()
 
@@ -226,8 +228,8 @@ def stage_sockets(parallel: ParallelConfig) -> list[StageSockets]:
     pairs = [socket.socketpair() for _ in range(num - in_stage)]
     none: list[socket.socket | None] = [None] * in_stage
     before = [*none, *(after for _, after in pairs)]
-    behind = [*(first for first, _ in pairs), *none]
-    return [StageSockets(*ends) for ends in zip(before, behind, strict=True)]
+    next_stage = [*(first for first, _ in pairs), *none]
+    return [StageSockets(*ends) for ends in zip(before, next_stage, strict=True)]
 
 
 def _start_here(config: EngineConfig, log_level: str, listener: Listener) -> RankSet:
@@ -265,8 +267,9 @@ def _starts(
     return starts
 
 
-def cuda_devices(config: EngineConfig, asked: int) -> list[str]:
-    """Return the CUDA devices for `asked` ranks, one each; an empty list if ranks compute on CPUs.
+def cuda_devices(config: EngineConfig, is_requested: int) -> list[str]:
+    """Return the CUDA devices for `is_requested` ranks, one each; an empty list if ranks compute on
+    CPUs.
     Raises ConfigError if there are too few devices."""
     if config.device == "cpu" or (config.device == "auto" and not _has_driver()):
         return []
@@ -275,16 +278,16 @@ def cuda_devices(config: EngineConfig, asked: int) -> list[str]:
     num = torch.cuda.device_count()
     if num == 0 and config.device == "auto":
         return []
-    if asked > num:
+    if is_requested > num:
         parallel = config.parallel
         of = "" if parallel.nnodes == 1 else f" on each of {parallel.nnodes} machines"
         raise ConfigError(
             f"tensor_parallel_size={parallel.tensor_parallel_size} x"
-            f" pipeline_parallel_size={parallel.pipeline_parallel_size} needs {asked} CUDA"
+            f" pipeline_parallel_size={parallel.pipeline_parallel_size} needs {is_requested} CUDA"
             f" devices{of}, and torch sees {num}; lower them, or use device='cpu'."
         )
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return (visible or [str(index) for index in range(num)])[:asked]
+    return (visible or [str(index) for index in range(num)])[:is_requested]
 
 
 def _has_driver() -> bool:

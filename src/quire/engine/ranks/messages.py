@@ -27,7 +27,7 @@ from quire.engine.wire.wire import Codec
 from quire.models.checkpoint.source import ModelSource
 
 MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step can have many candidates
-MAX_KEEPER_BYTES = 1 << 24
+MAX_AGENT_BYTES = 1 << 24
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -41,7 +41,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     free_bytes: int
 
 
-class Least(msgspec.Struct, frozen=True, tag=True):
+class PoolMinimum(msgspec.Struct, frozen=True, tag=True):
     """Rank to core: limits, such as numbers of blocks. Core to ranks: minimum of each limit."""
 
     values: tuple[int, ...]
@@ -135,7 +135,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
         return replace(self.found, token_ids=shaped)
 
 
-class Guessed(msgspec.Struct, frozen=True, tag=True):
+class Drafted(msgspec.Struct, frozen=True, tag=True):
     """Rank to core: draft tokens of the draft model, flat [num_rows * num_draft_tokens]. error: why
     drafting failed."""
 
@@ -145,7 +145,7 @@ class Guessed(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
     @classmethod
-    def of(cls, answer: DraftAnswer) -> "Guessed":
+    def of(cls, answer: DraftAnswer) -> "Drafted":
         return cls(answer.token_ids, len(answer.token_ids), answer.duration_s)
 
     @property
@@ -173,11 +173,11 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     starved_s: float = 0.0
 
 
-ToRank = Begin | Least | Step | Masks | Order | Idle
-FromRank = Joined | Loading | Least | Loaded | Failed | Done | Guessed | Idled | Beat
+ToRank = Begin | PoolMinimum | Step | Masks | Order | Idle
+FromRank = Joined | Loading | PoolMinimum | Loaded | Failed | Done | Drafted | Idled | Beat
 
 
-class Here(msgspec.Struct, frozen=True, tag=True):
+class Endpoint(msgspec.Struct, frozen=True, tag=True):
     """Agent to core: the agent is connected. host: its machine's address on the connection to the
     core. machine: name that agents on one machine share. free_bytes: free memory of the machine.
     port: port for the previous stage, 0 without one. settings: given settings as JSON."""
@@ -230,13 +230,14 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Agent to core: the rank has ended or is stopped. how: text that follows the rank's name."""
+    """Agent to core: the rank has ended or is stopped. end_text: text that follows the rank's
+    name."""
 
-    how: str
+    end_text: str
 
 
-ToKeeper = StartRank | Refused | Farewell
-FromKeeper = Here | Started | Line | Alive | RankEnded
+ToAgent = StartRank | Refused | Farewell
+FromAgent = Endpoint | Started | Line | Alive | RankEnded
 
 
 def core_codec() -> Codec[FromRank]:
@@ -249,14 +250,14 @@ def rank_codec() -> Codec[ToRank]:
     return Codec(ToRank, _plain, _as_typed, MAX_MESSAGE_BYTES)
 
 
-def core_side() -> Codec[FromKeeper]:
+def core_agent_codec() -> Codec[FromAgent]:
     """Return the codec with which a core talks to node agents."""
-    return Codec(FromKeeper, _plain, _as_typed, MAX_KEEPER_BYTES)
+    return Codec(FromAgent, _plain, _as_typed, MAX_AGENT_BYTES)
 
 
-def keeper_side() -> Codec[ToKeeper]:
+def agent_codec() -> Codec[ToAgent]:
     """Return the codec with which a node agent talks to its core."""
-    return Codec(ToKeeper, _plain, _as_typed, MAX_KEEPER_BYTES)
+    return Codec(ToAgent, _plain, _as_typed, MAX_AGENT_BYTES)
 
 
 def _plain(value: Any) -> Any:

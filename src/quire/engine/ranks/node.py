@@ -4,7 +4,7 @@
     machine 1 ...  `quire serve ... --node-rank 1`: runs ranks, and nothing else
 
 All machines have the same secret, QUIRE_RANK_TOKEN, and the core's address. Like a Ray actor, a
-node runs a node agent for each rank (engine/ranks/keeper.py), each on its own thread.
+node runs a node agent for each rank (engine/ranks/node_agent.py), each on its own thread.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import msgspec
 from quire.base.errors import ConfigError, EngineError, QuireError
 from quire.base.settings.config import EngineConfig
 from quire.base.settings.parallel import ParallelConfig
-from quire.engine.ranks.alike import given_settings_of
-from quire.engine.ranks.dial_in import Address, Unreachable
-from quire.engine.ranks.keeper import CORE_ENDED, LEFT, Ending, Place, keep
+from quire.engine.ranks.connections import Address, Unreachable
+from quire.engine.ranks.consistency import given_settings_of
+from quire.engine.ranks.node_agent import CORE_ENDED, LEFT, Ending, RankAssignment, run_rank
 from quire.engine.ranks.rank_set import END_S
 from quire.engine.wire.child import begin_child
 from quire.engine.wire.spawn import end_child, start_child
@@ -34,10 +34,10 @@ from quire.engine.wire.spawn import end_child, start_child
 logger = logging.getLogger("quire")
 
 TOKEN = "QUIRE_RANK_TOKEN"
-FEWEST_CHARS = 16
+MIN_TOKEN_CHARS = 16
 WELL = (CORE_ENDED, LEFT)
 AGAIN_S = 0.5  # between two attempts to reach the core
-TELL_S = 10.0  # between two log lines about an unreachable core
+LOG_S = 10.0  # between two log lines about an unreachable core
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -78,9 +78,9 @@ def ranks_of_node(parallel: ParallelConfig) -> list[int]:
 def rank_token() -> bytes:
     """Return the secret that all machines share. Raises ConfigError if it is missing or short."""
     token = os.environ.get(TOKEN, "")
-    if len(token) < FEWEST_CHARS:
+    if len(token) < MIN_TOKEN_CHARS:
         raise ConfigError(
-            f"ranks on several machines need a secret of at least {FEWEST_CHARS} characters. Set"
+            f"ranks on several machines need a secret of at least {MIN_TOKEN_CHARS} characters. Set"
             f" {TOKEN} to the same value on all of them (here it has {len(token)}). `openssl rand"
             " -hex 32` prints a suitable one."
         )
@@ -90,7 +90,7 @@ def rank_token() -> bytes:
 class NodeStarter:
     """Starter that runs this machine's ranks in a child; other machines' operators start theirs."""
 
-    keeper = "node"
+    agent_name = "node"
 
     def __init__(self, node: Node, log_level: str) -> None:
         self.secret: bytes | None = node.secret
@@ -134,65 +134,65 @@ class NodeStarter:
 
 
 @dataclass
-class _Kept:
+class _Outcomes:
     """Outcomes of a node's ranks: how each ended, and errors."""
 
     endings: dict[int, Ending] = field(default_factory=dict)
     errors: list[QuireError] = field(default_factory=list)
 
 
-def keep_all(node: Node, leaving: threading.Event) -> str:
+def run_ranks(node: Node, leaving: threading.Event) -> str:
     """Run the ranks of a node until they or the core end; return how they ended. leaving: set when
     this machine shuts down. Raises QuireError if the core is unreachable or refuses a rank."""
-    kept = _Kept()
+    outcomes = _Outcomes()
 
-    def keep_one(index: int, rank: int) -> None:
+    def run_one(index: int, rank: int) -> None:
         visible = {"CUDA_VISIBLE_DEVICES": node.devices[index]} if node.devices else {}
-        place = Place(rank, rank >= node.in_stage, visible, node.settings, leaving)
+        assignment = RankAssignment(rank, rank >= node.in_stage, visible, node.settings, leaving)
         try:
-            kept.endings[rank] = keep(Address(*node.core), node.secret, place)
+            outcomes.endings[rank] = run_rank(Address(*node.core), node.secret, assignment)
         except QuireError as error:
-            kept.errors.append(error)
+            outcomes.errors.append(error)
 
     threads = [
-        threading.Thread(target=keep_one, args=each, name=f"quire-rank-{each[1]}")
+        threading.Thread(target=run_one, args=each, name=f"quire-rank-{each[1]}")
         for each in enumerate(node.ranks)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if kept.errors:
-        raise kept.errors[0]
-    endings = kept.endings
-    of_ranks = [f"rank {rank} {end.how}" for rank, end in endings.items() if end.of_rank]
-    return "; ".join(of_ranks or dict.fromkeys(ending.how for ending in endings.values()))
+    if outcomes.errors:
+        raise outcomes.errors[0]
+    endings = outcomes.endings
+    of_ranks = [f"rank {rank} {end.end_text}" for rank, end in endings.items() if end.of_rank]
+    return "; ".join(of_ranks or dict.fromkeys(ending.end_text for ending in endings.values()))
 
 
 def serve_node(
-    config: EngineConfig, devices: list[str], given: Iterable[str], goes_on: bool
+    config: EngineConfig, devices: list[str], given: Iterable[str], waits_for_next: bool
 ) -> int:
     """Run this machine's ranks for `quire serve --node-rank K`; return the exit status.
 
-    given: names of the settings given on this machine. goes_on: whether to wait for the next core
-    after a core has ended. The first SIGTERM or Ctrl-C notifies the core and ends the ranks; a
+    given: names of the settings given on this machine. waits_for_next: whether to wait for the next
+    core after a core has ended. The first SIGTERM or Ctrl-C notifies the core and ends the ranks; a
     second one ends at once. Raises QuireError if no core was reachable in time or one refused.
     """
     node, leaving = Node.of(config, devices, given), threading.Event()
-    _leave_when_told(leaving)
+    _leave_on_signal(leaving)
     names, core = ", ".join(map(str, node.ranks)), Address(*node.core)
     while True:
         logger.info(
             "this machine runs ranks %s of %d of the core at %s", names,
             config.parallel.num_ranks, core,
         )  # fmt: skip
-        how = _keep_when_there(node, leaving)
-        logger.info("this machine's ranks have ended: %s", how)
-        if not goes_on or leaving.wait(AGAIN_S):
-            return 0 if how in WELL else 1
+        end_text = _run_when_reachable(node, leaving)
+        logger.info("this machine's ranks have ended: %s", end_text)
+        if not waits_for_next or leaving.wait(AGAIN_S):
+            return 0 if end_text in WELL else 1
 
 
-def _leave_when_told(leaving: threading.Event) -> None:
+def _leave_on_signal(leaving: threading.Event) -> None:
     """Set `leaving` on the first SIGTERM or SIGINT, and restore the handlers for the second one."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -205,13 +205,13 @@ def _leave_when_told(leaving: threading.Event) -> None:
         signal.signal(number, note)
 
 
-def _keep_when_there(node: Node, leaving: threading.Event) -> str:
+def _run_when_reachable(node: Node, leaving: threading.Event) -> str:
     """Run the ranks of a node once a core is reachable; return how they ended. Raises EngineError
     after wait_s without a core, QuireError if a core refuses them."""
-    began_s = told_s = time.monotonic()
+    began_s = logged_s = time.monotonic()
     while True:
         try:
-            return keep_all(node, leaving)
+            return run_ranks(node, leaving)
         except Unreachable as error:
             reason = error
         now_s = time.monotonic()
@@ -221,8 +221,8 @@ def _keep_when_there(node: Node, leaving: threading.Event) -> str:
                 " is the command with --node-rank 0 running there, with the same --master-addr and"
                 " --master-port?"
             )
-        if now_s - told_s > TELL_S:
-            told_s = now_s
+        if now_s - logged_s > LOG_S:
+            logged_s = now_s
             logger.info("no core yet: %s", reason)
         if leaving.wait(AGAIN_S):
             return LEFT
@@ -235,7 +235,7 @@ def main() -> int:
     begin_child(parser.parse_args().log_level)
     node = msgspec.json.decode(sys.stdin.buffer.read(), type=Node)
     try:
-        return 0 if keep_all(node, threading.Event()) in WELL else 1
+        return 0 if run_ranks(node, threading.Event()) in WELL else 1
     except QuireError as error:
         logger.error("%s", error)
         return 1

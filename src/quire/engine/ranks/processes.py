@@ -125,7 +125,7 @@ class RankProcesses:
             if start.cpus is not None:
                 os.sched_setaffinity(pid, start.cpus)
             for file, see in (
-                (ours, watch.read), (child.stderr, self._pass_on), (child.pidfd, self._bury),
+                (ours, watch.read), (child.stderr, self._pass_on), (child.pidfd, self._note_end),
             ):  # fmt: skip
                 watch.selector.register(file, selectors.EVENT_READ, partial(see, rank))
 
@@ -173,7 +173,7 @@ class RankProcesses:
         for line in lines or ():
             self._watch.pass_on(rank, line)
 
-    def _bury(self, rank: _ChildRank) -> None:
+    def _note_end(self, rank: _ChildRank) -> None:
         """End all ranks after one has ended, since no step can be computed without it."""
         selector = self._watch.selector
         selector.unregister(rank.child.pidfd)

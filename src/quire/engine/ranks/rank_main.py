@@ -33,22 +33,22 @@ from quire.engine.executors.executor import failed_step
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.executors.local import LocalModel, build_local
 from quire.engine.observability.starvation import Starvation, read_threads
-from quire.engine.ranks.alike import facts_of
+from quire.engine.ranks.consistency import facts_of
 from quire.engine.ranks.messages import (
     Beat,
     Begin,
     Done,
+    Drafted,
     Failed,
     FromRank,
-    Guessed,
     Idle,
     Idled,
     Joined,
-    Least,
     Loaded,
     Loading,
     Masks,
     Order,
+    PoolMinimum,
     Step,
     ToRank,
     rank_codec,
@@ -69,12 +69,13 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.5  # between two heartbeats
 OURS = str(Path(quire.__file__).parent)
-MOST_THREADS = 4  # threads that a heartbeat describes
-MOST_PARTS = 3  # path components in such a description
+MAX_THREADS = 4  # threads that a heartbeat describes
+MAX_PATH_PARTS = 3  # path components in such a description
 
 
 class Beats:
-    """Heartbeats of a rank, sent on a thread of their own until `send` raises `gone`. number: last
+    """Heartbeats of a rank, sent on a thread of their own until `send` raises `closed_error`.
+    number: last
     step that the rank began, set by the owner; -1 before the first. counts: returns the numbers of
     exchanges and token-expert pairs; called on that thread."""
 
@@ -82,10 +83,10 @@ class Beats:
         self,
         send: Callable[[Beat], None],
         counts: Callable[[], tuple[int, int]],
-        gone: type[Exception],
+        closed_error: type[Exception],
     ) -> None:
         self.number = -1
-        self._send, self._counts, self._gone = send, counts, gone
+        self._send, self._counts, self._closed_error = send, counts, closed_error
         threading.Thread(target=self._run, name="quire-beats", daemon=True).start()
 
     def _run(self) -> None:
@@ -96,25 +97,27 @@ class Beats:
                 num_exchanges, expert_pairs = self._counts()
                 starvation.look(time.monotonic())
                 starved_s = starvation.starved_s
-                self._send(Beat(self.number, num_exchanges, places(), expert_pairs, starved_s))
-            except self._gone:
+                self._send(
+                    Beat(self.number, num_exchanges, thread_positions(), expert_pairs, starved_s)
+                )
+            except self._closed_error:
                 return
             time.sleep(BEAT_S)
 
 
-def places() -> str:
+def thread_positions() -> str:
     """Describe the current code positions of this process's other threads, oldest thread first."""
     own, frames = threading.get_ident(), sys._current_frames()
     others = [thread for thread in threading.enumerate() if thread.ident not in (own, None)]
     found = [
-        f"{thread.name} at {place_of(frames[thread.ident])}"
-        for thread in others[:MOST_THREADS]
+        f"{thread.name} at {code_position(frames[thread.ident])}"
+        for thread in others[:MAX_THREADS]
         if thread.ident in frames
     ]
     return "; ".join(found)
 
 
-def place_of(frame: FrameType) -> str:
+def code_position(frame: FrameType) -> str:
     """Describe a frame's code position; for foreign code, add the calling position in quire."""
     here, each = _line(frame), frame
     while not each.f_code.co_filename.startswith(OURS) and each.f_back is not None:
@@ -125,7 +128,7 @@ def place_of(frame: FrameType) -> str:
 
 def _line(frame: FrameType) -> str:
     code = frame.f_code
-    path = "/".join(Path(code.co_filename).parts[-MOST_PARTS:])
+    path = "/".join(Path(code.co_filename).parts[-MAX_PATH_PARTS:])
     return f"{path}:{frame.f_lineno} ({code.co_name})"
 
 
@@ -134,7 +137,7 @@ logger = logging.getLogger("quire")
 PROGRESS_S = 0.1  # minimum time between two Loading messages
 
 
-class CoreGone(Exception):
+class CoreDisconnected(Exception):
     """The core has closed its end of the socket."""
 
 
@@ -151,13 +154,13 @@ class Link:
         try:
             self._stream.send(message)
         except OSError:
-            raise CoreGone from None
+            raise CoreDisconnected from None
 
     def take_in(self) -> None:
         """Wait for bytes, and append the complete messages to `pending`. Raises CoreGone."""
         messages = self._stream.receive()
         if messages is None:
-            raise CoreGone
+            raise CoreDisconnected
         self.pending.extend(messages)
 
     def receive(self) -> ToRank:
@@ -222,7 +225,7 @@ class RankLoop:
         elif isinstance(message, Masks):
             self._put(message)
         elif isinstance(message, Order):
-            self._link.send(self._guess(message))
+            self._link.send(self._draft(message))
         elif isinstance(message, Idle):
             self._link.send(Idled(has_more=_useful(local.idle)))
         else:
@@ -268,13 +271,13 @@ class RankLoop:
     def _send(self, number: int, result: StepResult) -> None:
         self._link.send(Done.of(number, result, answers=self._answers))
 
-    def _guess(self, message: Order) -> Guessed:
+    def _draft(self, message: Order) -> Drafted:
         try:
-            return Guessed.of(self._local.draft(message.order))
+            return Drafted.of(self._local.draft(message.order))
         except Exception as error:
             logger.debug("drafting failed", exc_info=error)
             nothing = np.empty(0, np.int32)
-            return Guessed(nothing, 0, 0.0, f"{type(error).__name__}: {error}")
+            return Drafted(nothing, 0, 0.0, f"{type(error).__name__}: {error}")
 
 
 def _useful(idle: Callable[[], bool]) -> bool:
@@ -292,7 +295,7 @@ def main() -> int:
     own = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig | None)
     link = Link(socket.socket(fileno=options.socket))
     try:
-        with contextlib.suppress(CoreGone):
+        with contextlib.suppress(CoreDisconnected):
             _serve(link, own, options)
         return 0
     except Exception as error:
@@ -302,7 +305,7 @@ def main() -> int:
         )
         if not isinstance(error, QuireError):
             logger.error("the rank cannot continue", exc_info=error)
-        with contextlib.suppress(CoreGone):
+        with contextlib.suppress(CoreDisconnected):
             link.send(Failed(kind, message))
         return NO_START
 
@@ -316,7 +319,7 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
         source = resolve_source(own.model, progress=False)
     link.send(Joined(facts_of(config, source)))
     place, links = _place(config, begin.rank, options), _links(options)
-    share = MachineShare(begin.num_local, begin.free_bytes, lambda values: _least(link, values))
+    share = MachineShare(begin.num_local, begin.free_bytes, lambda values: _minimum(link, values))
     local = build_local(
         lambda: build_runner(config, source, _progress(link), place, share, links),
         config.device,
@@ -326,7 +329,7 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
     answers = begin.rank == config.parallel.answering_rank
     link.send(Loaded(LoadedElsewhere.of(local.built)))
     beats = Beats(
-        link.send, lambda: (place.tensor.num_exchanges, local.built.expert_pairs), CoreGone
+        link.send, lambda: (place.tensor.num_exchanges, local.built.expert_pairs), CoreDisconnected
     )
     loop = RankLoop(link, local, beats, answers=answers)
     with collecting_rarely():
@@ -371,31 +374,31 @@ def _far_store(fd: int, stage: int) -> "Store":
 
 def _links(options: argparse.Namespace) -> StageLinks:
     """Return the inherited sockets to the previous and the next stage."""
-    before, behind = (
+    before, next_stage = (
         None if fd < 0 else SocketLink(socket.socket(fileno=fd))
-        for fd in (options.before, options.behind)
+        for fd in (options.before, options.next_stage)
     )
-    return StageLinks(before, behind)
+    return StageLinks(before, next_stage)
 
 
-def _least(link: Link, values: Sequence[int]) -> tuple[int, ...]:
+def _minimum(link: Link, values: Sequence[int]) -> tuple[int, ...]:
     """Send this rank's limits to the core; return the minimum of each over all ranks."""
-    link.send(Least(tuple(values)))
+    link.send(PoolMinimum(tuple(values)))
     answer = link.receive()
-    assert isinstance(answer, Least)
+    assert isinstance(answer, PoolMinimum)
     return answer.values
 
 
 def _progress(link: Link) -> Callable[[int, int], None]:
     """Return a function that reports loading progress to the core, at most once per PROGRESS_S. It
     sends on the calling thread, which is safe: no other thread sends during loading."""
-    told_s = 0.0
+    reported_s = 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal told_s
+        nonlocal reported_s
         now_s = time.monotonic()
-        if done >= total or now_s - told_s >= PROGRESS_S:
-            told_s = now_s
+        if done >= total or now_s - reported_s >= PROGRESS_S:
+            reported_s = now_s
             link.send(Loading(done, total))
 
     return progress
@@ -408,7 +411,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--store", type=int, default=-1, help="connection to the core's store")
     parser.add_argument("--host", default="", help="its machine's address, for ranks elsewhere")
     parser.add_argument("--before", type=int, default=-1, help="socket to the stage before")
-    parser.add_argument("--behind", type=int, default=-1, help="socket to the next stage")
+    parser.add_argument("--next-stage", type=int, default=-1, help="socket to the next stage")
     parser.add_argument("--log-level", default="warning")
     return parser.parse_args()
 

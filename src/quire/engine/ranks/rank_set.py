@@ -115,7 +115,7 @@ class Transport(Protocol):
 
 class RankSet:
     """Owner of a transport and its thread, which end with it. listener: first listener;
-    `link.tell` replaces it."""
+    `link.set_listener` replaces it."""
 
     def __init__(self, transport: Transport, listener: Listener) -> None:
         self.link = RankWatch(transport, listener)
@@ -193,7 +193,7 @@ class RankWatch:
         self._transport.stop(error)
         self._listener.lose(error)
 
-    def tell(self, listener: Listener) -> None:
+    def set_listener(self, listener: Listener) -> None:
         """Replace the listener, and report the loss to the new one if a rank is lost already."""
         with self._losing:
             self._listener = listener

@@ -4,7 +4,7 @@
     thread    Here ... StartRank | messages of ranks, lines, heartbeats | store calls
               | a rank or its agent has ended, or is silent: end all others
 
-Each connection is authenticated before the thread sees it (engine/ranks/dial_in.py).
+Each connection is authenticated before the thread sees it (engine/ranks/connections.py).
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from msgspec.structs import replace
 
 from quire.base.errors import EngineError, RankLost
 from quire.base.settings.config import EngineConfig
-from quire.engine.ranks.alike import contradictions
-from quire.engine.ranks.dial_in import Address, Arrival, Door, Role
-from quire.engine.ranks.meeting import MeetingTable, table_codec
+from quire.engine.ranks.connections import Address, Arrival, AuthenticatingListener, Role
+from quire.engine.ranks.consistency import contradictions
 from quire.engine.ranks.messages import (
+    Endpoint,
     Farewell,
-    FromKeeper,
-    Here,
+    FromAgent,
     Line,
     RankEnded,
     Refused,
     Started,
     StartRank,
+    core_agent_codec,
     core_codec,
-    core_side,
 )
 from quire.engine.ranks.rank_set import END_S, Rank, RankWatch
+from quire.engine.ranks.rendezvous import RendezvousTable, core_store_codec
 from quire.engine.wire.spawn import spin_settings
 from quire.engine.wire.wire import Codec, Stream
 
@@ -51,13 +51,13 @@ OWN_VARIABLES = ("QUIRE_MEMORY_BYTES", "QUIRE_RANK_TOKEN")  # not sent to other 
 
 
 class RankStarter(Protocol):
-    """Starter of node agents (engine/ranks/keeper.py). One thread makes all calls.
+    """Starter of node agents (engine/ranks/node_agent.py). One thread makes all calls.
 
-    keeper: name of an agent in error messages. wait_s: time limit for the agents' connections.
+    agent_name: name of an agent in error messages. wait_s: time limit for the agents' connections.
     secret: agents must have it; None: the core generates one. port: port of the core; 0: any.
     """
 
-    keeper: str
+    agent_name: str
     wait_s: float
     secret: bytes | None
     port: int
@@ -87,9 +87,9 @@ class RankStarter(Protocol):
 class _FarRank(Rank):
     """Rank on another machine. streams: connections by role. here: the agent's first message."""
 
-    heard_s: float = 0.0  # time of the agent's last message
+    last_message_s: float = 0.0  # time of the agent's last message
     streams: dict[Role, Stream[Any]] = field(default_factory=dict)
-    here: Here | None = None
+    here: Endpoint | None = None
     has_ended: bool = False
 
     def hang_up(self) -> None:
@@ -105,18 +105,22 @@ class RemoteRanks:
         self.ranks = [_FarRank(number=number) for number in range(config.parallel.num_ranks)]
         self._config, self._starter, self._log_level = config, starter, log_level
         self._codecs: dict[Role, Codec[Any]] = {
-            Role.KEEPER: core_side(), Role.RANK: core_codec(), Role.STORE: table_codec(),
-        }  # fmt: skip
-        self._table = MeetingTable()
+            Role.NODE_AGENT: core_agent_codec(),
+            Role.RANK: core_codec(),
+            Role.STORE: core_store_codec(),
+        }
+        self._table = RendezvousTable()
         self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self._door: Door | None = None
-        self._told: set[str] = set()  # reasons for refusals, each logged once
+        self._door: AuthenticatingListener | None = None
+        self._refusals: set[str] = set()  # reasons for refusals, each logged once
 
     def begin(self, watch: RankWatch) -> None:
         """See Transport."""
         self._watch = watch
         secret = self._starter.secret or secrets.token_bytes(SECRET_BYTES)
-        self._door = Door(self._starter.host(), secret, self._welcome, self._starter.port)
+        self._door = AuthenticatingListener(
+            self._starter.host(), secret, self._welcome, self._starter.port
+        )
         self._starter.start(self._door.address, secret)
         watch.selector.register(
             self._starter.fileno(), selectors.EVENT_READ, self._starter.take_news
@@ -140,21 +144,21 @@ class RemoteRanks:
         all_here = [rank.here for rank in self.ranks if rank.here is not None]
         found = []
         for here in all_here:
-            beside = [each.free_bytes for each in all_here if each.machine == here.machine]
-            found.append((len(beside), min(beside)))
+            on_machine = [each.free_bytes for each in all_here if each.machine == here.machine]
+            found.append((len(on_machine), min(on_machine)))
         return found
 
     def stop(self, error: RankLost) -> None:
         """See Transport."""
-        self._tell_keepers(Farewell(str(error).partition("\n")[0]))
+        self._notify_agents(Farewell(str(error).partition("\n")[0]))
         for rank in self.ranks:
             rank.hang_up()
 
-    def _tell_keepers(self, message: Farewell) -> None:
+    def _notify_agents(self, message: Farewell) -> None:
         """Send a farewell to all connected agents, without waiting for agents that do not read."""
-        data = self._codecs[Role.KEEPER].encode(message)
+        data = self._codecs[Role.NODE_AGENT].encode(message)
         for rank in self.ranks:
-            if (stream := rank.streams.get(Role.KEEPER)) is not None:
+            if (stream := rank.streams.get(Role.NODE_AGENT)) is not None:
                 with contextlib.suppress(OSError):
                     stream.socket.send(data, socket.MSG_DONTWAIT)
 
@@ -168,9 +172,9 @@ class RemoteRanks:
         if now_s > self._until_s and not self.is_complete:
             raise self._absent()
         for rank in self.ranks:
-            if rank.here is not None and now_s - rank.heard_s > SILENT_S:
+            if rank.here is not None and now_s - rank.last_message_s > SILENT_S:
                 self._lose(
-                    rank, f"its {self._starter.keeper} sent no heartbeat for {SILENT_S:g} s."
+                    rank, f"its {self._starter.agent_name} sent no heartbeat for {SILENT_S:g} s."
                 )
             elif rank.hung_up_s is not None and now_s - rank.hung_up_s > ORPHANED_S:
                 self._watch.give_up(rank.number, "has disconnected")
@@ -186,14 +190,14 @@ class RemoteRanks:
         return EngineError(
             f"rank{'s' if len(late) > 1 else ''} {numbers} of {len(self.ranks)} did not"
             f" connect to {self._door.address} within {self._starter.wait_s:g} s; "
-            + ("; ".join(self._told) or "can their machines reach it?")
+            + ("; ".join(self._refusals) or "can their machines reach it?")
         )
 
     def _admit(self, arrival: Arrival) -> None:
         """Register an authenticated connection with its rank, or refuse it."""
         role, number, sock = arrival.role, arrival.rank, arrival.socket
-        if why := self._objection(arrival):
-            if role is Role.KEEPER:
+        if why := self._refusal_reason(arrival):
+            if role is Role.NODE_AGENT:
                 self._refuse(number, sock, why)
             sock.close()
             return
@@ -201,10 +205,10 @@ class RemoteRanks:
         stream = rank.streams[role] = Stream(sock, self._codecs[role])
         if role is Role.RANK:
             rank.stream = stream
-        see = {Role.RANK: self._watch.read, Role.KEEPER: self._hear, Role.STORE: self._answer}
+        see = {Role.RANK: self._watch.read, Role.NODE_AGENT: self._hear, Role.STORE: self._answer}
         self._watch.selector.register(sock, selectors.EVENT_READ, partial(see[role], rank))
 
-    def _objection(self, arrival: Arrival) -> str:
+    def _refusal_reason(self, arrival: Arrival) -> str:
         """Return the reason for refusing a connection; empty if it is accepted."""
         role, number, num = arrival.role, arrival.rank, len(self.ranks)
         if (loss := self._watch.loss) is not None:
@@ -229,37 +233,37 @@ class RemoteRanks:
         """Send a refusal to an agent, and log each reason once."""
         with contextlib.suppress(OSError):
             host = sock.getpeername()[0]
-            sock.sendall(self._codecs[Role.KEEPER].encode(Refused(why)))
-            if why not in self._told:
-                self._told.add(why)
+            sock.sendall(self._codecs[Role.NODE_AGENT].encode(Refused(why)))
+            if why not in self._refusals:
+                self._refusals.add(why)
                 logger.warning("rank %d of the machine %s was refused: %s", number, host, why)
 
-    def _turn_away(self, rank: _FarRank, why: str) -> None:
+    def _refuse_accepted(self, rank: _FarRank, why: str) -> None:
         """Refuse an agent that was accepted before, so that another agent can connect."""
-        sock = rank.streams.pop(Role.KEEPER).socket
+        sock = rank.streams.pop(Role.NODE_AGENT).socket
         self._watch.selector.unregister(sock)
         self._refuse(rank.number, sock, why)
         sock.close()
 
     def _hear(self, rank: _FarRank) -> None:
         """Handle an agent's messages. The end of its connection means that its rank is lost."""
-        stream = rank.streams[Role.KEEPER]
+        stream = rank.streams[Role.NODE_AGENT]
         messages = stream.receive()
         if messages is None:
             self._watch.selector.unregister(stream.socket)
             if not rank.has_ended:
                 rank.has_ended = True
-                self._lose(rank, f"its {self._starter.keeper} or machine has ended.")
+                self._lose(rank, f"its {self._starter.agent_name} or machine has ended.")
             return
-        rank.heard_s = time.monotonic()
+        rank.last_message_s = time.monotonic()
         for message in messages:
-            if Role.KEEPER in rank.streams:  # the agent was not refused
+            if Role.NODE_AGENT in rank.streams:  # the agent was not refused
                 self._take(rank, message)
 
-    def _take(self, rank: _FarRank, message: FromKeeper) -> None:
-        if isinstance(message, Here):
+    def _take(self, rank: _FarRank, message: FromAgent) -> None:
+        if isinstance(message, Endpoint):
             if wrong := contradictions(self._config, message.settings):
-                self._turn_away(rank, f"{wrong}; start all machines with the same command.")
+                self._refuse_accepted(rank, f"{wrong}; start all machines with the same command.")
                 return
             rank.here, rank.host = message, message.host
             if all(each.here is not None for each in self.ranks):
@@ -272,7 +276,7 @@ class RemoteRanks:
             rank.has_ended = True
             if rank.stream is not None and rank.hung_up_s is None:
                 self._watch.read(rank)  # its last messages
-            self._watch.give_up(rank.number, message.how)
+            self._watch.give_up(rank.number, message.end_text)
 
     def _answer(self, rank: _FarRank) -> None:
         """Answer a rank's calls to the store."""
@@ -294,26 +298,26 @@ class RemoteRanks:
         in_stage = self._config.parallel.tensor_parallel_size
         order = StartRank(self._config, self._log_level, variables, os.getcwd())
         for rank in self.ranks:
-            behind = self.ranks[rank.number + in_stage :][:1]
-            here = behind[0].here if behind else None
+            next_ranks = self.ranks[rank.number + in_stage :][:1]
+            here = next_ranks[0].here if next_ranks else None
             mine = order
             if here is not None:
                 mine = replace(order, next_host=here.host, next_port=here.port)
             with contextlib.suppress(OSError):
-                rank.streams[Role.KEEPER].send(mine)
+                rank.streams[Role.NODE_AGENT].send(mine)
 
     def end(self, loss: RankLost | None) -> None:
         """See Transport: a rank ends when its stream does, and its agent after it."""
         if self._door is not None:
             self._door.close()
         if loss is None:
-            self._tell_keepers(Farewell())
+            self._notify_agents(Farewell())
         for rank in self.ranks:
             if rank.stream is not None:
                 with contextlib.suppress(OSError):
                     rank.stream.socket.shutdown(socket.SHUT_RDWR)
         if loss is None:
-            self._wait_for_keepers()
+            self._wait_for_agents()
         with contextlib.suppress(Empty):
             while True:
                 self._arrivals.get_nowait().socket.close()
@@ -323,10 +327,10 @@ class RemoteRanks:
                 stream.socket.close()
         self._starter.close()
 
-    def _wait_for_keepers(self) -> None:
+    def _wait_for_agents(self) -> None:
         until_s = time.monotonic() + END_S
         for rank in self.ranks:
-            stream = rank.streams.get(Role.KEEPER)
+            stream = rank.streams.get(Role.NODE_AGENT)
             while stream is not None and (left_s := until_s - time.monotonic()) > 0:
                 stream.socket.settimeout(left_s)
                 if stream.receive() is None:

@@ -30,7 +30,7 @@ from quire.scheduler.snapshot import decode, encode
     ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END, FOUND, ORDERS,
 ) = range(11)  # fmt: skip
 CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
-GOES_ON = "goes on"  # reason of an end, if the next segment continues this one
+CONTINUES = "goes on"  # reason of an end, if the next segment continues this one
 STICKY = (
     "rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates", "masked_rows",
 )  # fmt: skip
@@ -64,12 +64,12 @@ class CallEncoder:
 
     def __init__(self, redaction: Redaction | None) -> None:
         self._redaction = redaction
-        self._guess = PlanGuess()
+        self._prediction = PlanPrediction()
 
     def encode(self, item: tuple[Any, ...]) -> list[Any]:
         kind = item[0]
         if kind == PLAN:
-            return [PLAN, self._guess.shorten(plan_fields(item[1], self._redaction))]
+            return [PLAN, self._prediction.shorten(plan_fields(item[1], self._redaction))]
         if kind == UPDATE:
             return [UPDATE, item[1], self._result(*item[2:])]
         if kind == DIGESTS:
@@ -134,10 +134,10 @@ def _stops(
         return {}
     flat = token_ids.ravel()
     is_there = np.arange(width) < accepted[:, None]
-    places = np.flatnonzero(redaction.may_stop(flat) & is_there.ravel()).tolist()
-    stop_ids = (flown[place // width].request.stop_token_ids for place in places)
-    pairs = zip(places, stop_ids, strict=True)
-    return {place: int(flat[place]) for place, ids in pairs if flat[place] in ids}
+    indices = np.flatnonzero(redaction.may_stop(flat) & is_there.ravel()).tolist()
+    stop_ids = (flown[index // width].request.stop_token_ids for index in indices)
+    pairs = zip(indices, stop_ids, strict=True)
+    return {index: int(flat[index]) for index, ids in pairs if flat[index] in ids}
 
 
 def _of_beams(
@@ -192,7 +192,7 @@ def order_fields(order: Order, redaction: Redaction | None) -> Fields:
     return fields | {"num_blocks": len(names), "names": state.hexdigest()}
 
 
-class PlanGuess:
+class PlanPrediction:
     """Prediction of the next plan: all rows continue as in the last plan."""
 
     def __init__(self) -> None:
@@ -201,9 +201,11 @@ class PlanGuess:
     def shorten(self, fields: Fields) -> Fields:
         """Return the fields that differ from the prediction. `without` lists the predicted fields
         that the plan lacks."""
-        guess, self._last = self._next(), fields
-        short = {n: value for n, value in fields.items() if n not in guess or guess[n] != value}
-        missing = [name for name in guess if name not in fields]
+        prediction, self._last = self._next(), fields
+        short = {
+            n: value for n, value in fields.items() if n not in prediction or prediction[n] != value
+        }
+        missing = [name for name in prediction if name not in fields]
         return short | ({"without": missing} if missing else {})
 
     def complete(self, short: Fields) -> Fields:
@@ -218,13 +220,13 @@ class PlanGuess:
         last = self._last
         if not last:
             return {}
-        guess = {name: last[name] for name in STICKY if name in last}
+        prediction = {name: last[name] for name in STICKY if name in last}
         if "computed_bound" in last:  # absent in a plan without rows, which only moves blocks
             bound = np.frombuffer(last["computed_bound"], np.int32)
             num_tokens = np.frombuffer(last["num_tokens"], np.int32)
-            guess["computed_bound"] = (bound + num_tokens).tobytes()
-        guess["step_id"] = last["step_id"] + 1
-        return guess
+            prediction["computed_bound"] = (bound + num_tokens).tobytes()
+        prediction["step_id"] = last["step_id"] + 1
+        return prediction
 
 
 def calls_of(items: Sequence[Any]) -> Iterator[Call]:
@@ -235,7 +237,7 @@ def calls_of(items: Sequence[Any]) -> Iterator[Call]:
     """
     call: Call | None = None
     is_whole = False
-    guess = PlanGuess()
+    prediction = PlanPrediction()
     try:
         for item in items:
             kind = item[0]
@@ -248,7 +250,7 @@ def calls_of(items: Sequence[Any]) -> Iterator[Call]:
                 call = _call(kind, *item[1:])
             else:
                 assert call is not None, "a call's result comes before the call"
-                _add(call, kind, item[1:], guess)
+                _add(call, kind, item[1:], prediction)
     except RecordingDamaged:
         raise
     except Exception as error:
@@ -270,13 +272,13 @@ def _call(kind: int, now: float, value: Any = None) -> Call:
     return Call(kind, now, _result(value) if kind == UPDATE else None)
 
 
-def _add(call: Call, kind: int, rest: list[Any], guess: PlanGuess) -> None:
+def _add(call: Call, kind: int, rest: list[Any], prediction: PlanPrediction) -> None:
     if kind == DIGESTS:
         call.digests += [(arrival, new) for arrival, *new in rest]
     elif kind == FOUND:
         call.found += map(decode, rest)
     elif kind == PLAN:
-        call.plan = guess.complete(rest[0])
+        call.plan = prediction.complete(rest[0])
     elif kind == ORDERS:
         call.orders = rest
     elif kind == REFUSED:
@@ -293,8 +295,8 @@ def _result(fields: Fields) -> StepResult:
         token_ids = np.frombuffer(fields["ids"], np.int32).reshape(shape)
     else:
         token_ids = np.full(shape, NEUTRAL, np.int32)
-        for place, token_id in fields["stops"].items():
-            token_ids.flat[place] = token_id
+        for index, token_id in fields["stops"].items():
+            token_ids.flat[index] = token_id
     accepted = np.ones(shape[0], np.int32)
     if "accepted" in fields:
         accepted = np.frombuffer(fields["accepted"], np.int32)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from quire.base.errors import ConfigError
-from quire.engine.recording.calls import GOES_ON, end_of
+from quire.engine.recording.calls import CONTINUES, end_of
 from quire.engine.recording.frames import FORMAT, MAGIC, FrameEncoder, State, read_frames
 
 NAME = re.compile(r"segment-(\d{6})\.rec")
@@ -194,8 +194,10 @@ def _linked(before: Segment, segment: Segment) -> Segment:
 
 def _followed(segment: Segment, after: Segment | None) -> Segment:
     """Return a segment after checking that its announced continuation, if any, exists."""
-    goes_on = segment.state is State.WHOLE and end_of(segment.items) == GOES_ON
-    if not goes_on or (after is not None and (not after.is_readable or after.header["follows"])):
+    is_continued = segment.state is State.WHOLE and end_of(segment.items) == CONTINUES
+    if not is_continued or (
+        after is not None and (not after.is_readable or after.header["follows"])
+    ):
         return segment
     return dataclasses.replace(
         segment, state=State.CUT, problem="the segment that continues it is missing"

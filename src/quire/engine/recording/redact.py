@@ -33,7 +33,7 @@ DIGEST_BYTES = 16
 NUMBERS = frozenset({type(None), bool, int, float})
 BLANK = ("tokens", "saved_tokens", "token_ids", "prompt_token_ids")  # in the scheduler's state
 PLAIN = {"request_id", "for_request_id", "near_id", "finish_reason", "kind", "miss"}
-KEPT_IDS = {"stop_token_ids", "eos_token_ids"}
+PLAIN_IDS = {"stop_token_ids", "eos_token_ids"}
 DROPPED = {
     "stop", "bad_words", "bad_words_token_ids", "logit_bias", "allowed_token_ids",
     "structured_outputs", "dry_sequence_breakers", "dry_breaker_token_ids", "logits_processors",
@@ -146,7 +146,7 @@ class Redaction:
             return value if name in PLAIN else self.text(value)
         if isinstance(value, bytes):
             return self.data(value)
-        is_tokens = "token_ids" in name and name not in KEPT_IDS
+        is_tokens = "token_ids" in name and name not in PLAIN_IDS
         if isinstance(value, np.ndarray):
             return np.zeros_like(value) if is_tokens else value
         if isinstance(value, list | tuple):

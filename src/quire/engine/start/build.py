@@ -27,12 +27,12 @@ from quire.base.settings.speculation import (
 from quire.base.step_progress import StepProgress
 from quire.engine.attachments.drafting import DraftingAttachment
 from quire.engine.attachments.grammars import GrammarAttachment
-from quire.engine.attachments.held_files import HeldFiles, keep_held
 from quire.engine.attachments.kv_events import publish_events
 from quire.engine.attachments.loading import Loading
 from quire.engine.attachments.on_demand import OnDemand
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable, make_directory
+from quire.engine.attachments.retained_files import RetainedFiles, save_retained
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.client.client import InProcessClient
 from quire.engine.client.requests import RequestMaker
@@ -42,7 +42,7 @@ from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.make import make_store, split_via
 from quire.engine.connectors.served import ServedBlocks
 from quire.engine.connectors.worker import StoreWorker
-from quire.engine.drafting.device_drafting import AheadDrafting
+from quire.engine.drafting.device_drafting import DeviceDrafting
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.drafting.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.executors.executor import Executor, InProcessExecutor
@@ -105,9 +105,9 @@ def connect_stores(
             f"the attention backend {backend_name} does not share its blocks, which {settings[0]}"
             " needs; remove it, or use another attention_backend."
         )
-    memory.keep_ready()
+    memory.allocate_early()
     answers: SimpleQueue[Answer] = SimpleQueue()
-    most_bytes, fingerprint = int(cache.kv_disk_gb * 1e9), core.scheduler.memory.names.fingerprint
+    limit_bytes, fingerprint = int(cache.kv_disk_gb * 1e9), core.scheduler.memory.names.fingerprint
     workers: list[Worker] = []
     for setting in settings:
         if setting.startswith(SERVE):
@@ -116,7 +116,7 @@ def connect_stores(
             direct = None if transfer is None else DirectSource(transfer, memory)
             workers.append(ServedBlocks(address, index, answers.put, core.bell.ring, direct))
         else:
-            store, scrub = make_store(setting, most_bytes), SecretUrl(setting).scrub
+            store, scrub = make_store(setting, limit_bytes), SecretUrl(setting).scrub
             workers.append(
                 StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring, scrub=scrub)
             )
@@ -125,7 +125,7 @@ def connect_stores(
 
 logger = logging.getLogger("quire")
 
-MOST_MASK_THREADS = 8  # maximum number of mask threads alongside a GPU
+MAX_MASK_THREADS = 8  # maximum number of mask threads alongside a GPU
 Draft = Callable[[DraftOrder], DraftAnswer]
 Progress = Callable[[int, int], None]
 # Settings of an engine without stores.
@@ -214,20 +214,20 @@ def build_core(
     server: identity of the core's server, which separates its retained requests from others'."""
     with ended_if_raised(ranks):
         built = _build_core(config, source, clock, progress, ranks)
-        _keep_held(built, server, clock)
+        _save_retained(built, server, clock)
         return built
 
 
-def _keep_held(built: BuiltCore, server: str, clock: Clock) -> None:
+def _save_retained(built: BuiltCore, server: str, clock: Clock) -> None:
     """Save retained requests beyond the core's life, if a directory store has their blocks."""
     folders = [
         name.removeprefix("dir:") for name in built.config.cache.stores if name.startswith("dir:")
     ]
     if folders:
         fingerprint = built.core.scheduler.memory.names.fingerprint
-        files = HeldFiles.open(Path(folders[0]), fingerprint, server, clock)
+        files = RetainedFiles.open(Path(folders[0]), fingerprint, server, clock)
         if files is not None:
-            keep_held(built.core, files)
+            save_retained(built.core, files)
 
 
 def _build_core(
@@ -242,7 +242,7 @@ def _build_core(
     if config.cache.pin_prefix is not None:
         read_entries(Path(config.cache.pin_prefix))
     _check_drafter(config, source)
-    is_asked_for = config.scheduler.max_num_batched_tokens is not None
+    is_given = config.scheduler.max_num_batched_tokens is not None
     side = _load(config, source, progress, ranks)
     built, executor = side.model, side.executor
     config = built.config
@@ -260,10 +260,10 @@ def _build_core(
             config.logits_processors,
             takes_functions=ranks is None,
             pools=built.spec.pooling is not None,
-            tells_texts=built.spec.pooling is not None and built.spec.pooling.tells_texts,
+            has_text_pairs=built.spec.pooling is not None and built.spec.pooling.has_text_pairs,
             takes_grammars=True,
         ),
-        None if is_asked_for else _step_budget(built),
+        None if is_given else _step_budget(built),
     )
     if (limit := config.scheduler.max_num_queued_reqs) is not None:
         core.attach(QueueLimit(core.scheduler, limit))
@@ -302,18 +302,18 @@ def _make_drafting(
 ) -> Drafting | ModelDrafting:
     """Create the drafter that the settings name. draft: runs the orders of a draft model."""
     drafter, num_rows = built.spec.drafter, built.config.scheduler.max_num_seqs or 0
-    if built.drafts_ahead is None or drafter is None:
+    if built.drafter_reads_target is None or drafter is None:
         scheduler, is_ngram = core.scheduler, speculation.method == NGRAM
-        is_sure = scheduler.depth == 1 or scheduler.has_stages or scheduler.memory.kv.has_states
-        kind = AheadDrafting if is_ngram and not is_sure else Drafting
+        needs_host = scheduler.depth == 1 or scheduler.has_stages or scheduler.memory.kv.has_states
+        kind = DeviceDrafting if is_ngram and not needs_host else Drafting
         return kind(speculation, grammars, num_rows)
     traits = DrafterTraits(
         speculation.num_tokens,
         built.config.scheduler.max_num_batched_tokens or 0,
         drafter.max_position,
         built.config.cache.block_size,
-        reads=built.drafts_ahead,
-        may_lag=not built.drafts_ahead and all(g.keeps_all for g in drafter.own_groups),
+        reads=built.drafter_reads_target,
+        may_lag=not built.drafter_reads_target and all(g.keeps_all for g in drafter.own_groups),
     )
     return ModelDrafting(traits, grammars, draft, core.scheduler.drafts.holders)
 
@@ -338,7 +338,7 @@ def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) ->
             load()
         return vocabulary
 
-    num = num_cores // 4 if built.device_type == "cpu" else min(num_cores // 2, MOST_MASK_THREADS)
+    num = num_cores // 4 if built.device_type == "cpu" else min(num_cores // 2, MAX_MASK_THREADS)
     return Grammars(make_vocabulary, vocab_size, max(1, num), core.bell.ring)
 
 
@@ -378,7 +378,7 @@ def _load(
             progress=executor.progress,
         )
     if (warm := start_warm(config, source)) is not None:
-        return DeviceSide(warm, InProcessExecutor(warm), warm.guess, progress=warm.progress)
+        return DeviceSide(warm, InProcessExecutor(warm), warm.run_draft, progress=warm.progress)
     import_torch()
     from quire.engine.executors.local import build_local  # imports torch, only needed here
     from quire.runner.build import build_runner
@@ -428,14 +428,14 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
         host_limits=built.host_limits,
         make_eviction=make_eviction(config.cache.eviction_policy),
     )
-    most_tokens = config.scheduler.max_num_batched_tokens or 0
+    row_capacity = config.scheduler.max_num_batched_tokens or 0
     fingerprint = fingerprint_of(built, source)
     digester = Digester(make_block_hash(config.cache.prefix_caching_hash_algo))
-    memory = Memory(kv, most_tokens, config.cache.watermark, fingerprint, digester)
+    memory = Memory(kv, row_capacity, config.cache.watermark, fingerprint, digester)
     return Scheduler(
         memory,
         config.scheduler,
-        config.model.most_tokens,
+        config.model.row_capacity,
         make_policy(config.scheduler.scheduling_policy),
         num_stores=len(config.cache.stores) if built.host_limits else 0,
         num_stages=config.parallel.pipeline_parallel_size,

@@ -36,12 +36,12 @@ def check_conversations(config: ModelConfig, source: ModelSource) -> None:
     if config.chat_template is not None:
         load_template(config.chat_template)
         return
-    named = chat_templates(tokenizer_place(config, source).directory)
+    named = chat_templates(tokenizer_source(config, source).directory)
     if DEFAULT_TEMPLATE not in named:
         raise no_template(named)
 
 
-def tokenizer_place(config: ModelConfig, source: ModelSource) -> ModelSource:
+def tokenizer_source(config: ModelConfig, source: ModelSource) -> ModelSource:
     """Return the source of the tokenizer: the model's own, or the one in the settings."""
     if config.tokenizer is None and config.tokenizer_revision is None:
         return source

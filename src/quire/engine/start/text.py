@@ -9,7 +9,7 @@ from quire.base.settings.config import ModelConfig
 from quire.base.settings.fields import json_object
 from quire.engine.client.requests import RequestMaker
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
-from quire.engine.start.preflight import tokenizer_place
+from quire.engine.start.preflight import tokenizer_source
 from quire.models.checkpoint.source import ModelSource
 from quire.render.answers.detect import check_names
 from quire.render.generation import read_generation_defaults
@@ -108,5 +108,5 @@ def check_same_tokens(config: ModelConfig, source: ModelSource, drafter: ModelSo
 
 
 def _read_tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
-    directory = tokenizer_place(config, source).directory
+    directory = tokenizer_source(config, source).directory
     return Tokenizer.from_directory(directory) if has_tokenizer(directory) else None

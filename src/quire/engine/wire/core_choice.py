@@ -24,7 +24,7 @@ from quire.kv.digest import marks_between, root_digest
 
 ROW_TOKENS = 256  # prompt tokens that weigh as much as one decoding sequence
 MUCH_MORE = 1.5
-MOST_MARKS = 1 << 16  # marks of all prompts that are remembered; each takes about 200 bytes
+MAX_MARKS = 1 << 16  # marks of all prompts that are remembered; each takes about 200 bytes
 EVERY_BLOCK = 64  # first blocks with a mark each; the spacing doubles with each doubling after them
 
 Mark = tuple[int, bytes]  # length of a prefix, digest of its tokens, salt, adapter and media
@@ -80,12 +80,12 @@ class SeenLoad:
 
 class CoreChoice:
     """Chooser of cores, with a memory of the prefixes sent to each. block_size: tokens of a block;
-    0 without prefix caching. most_marks: maximum number of marks."""
+    0 without prefix caching. max_marks: maximum number of marks."""
 
-    def __init__(self, num_cores: int, block_size: int, most_marks: int = MOST_MARKS) -> None:
+    def __init__(self, num_cores: int, block_size: int, max_marks: int = MAX_MARKS) -> None:
         self.num_cores = num_cores
         self._block_size = block_size
-        self._most_marks = most_marks
+        self._max_marks = max_marks
         self._known: OrderedDict[bytes, int] = OrderedDict()  # digest -> bit set of cores
         self._turns = list(range(num_cores))  # least recently chosen core first
 
@@ -100,9 +100,9 @@ class CoreChoice:
         known = self._known_tokens(marks)
         costs = {core: load + weight(request) - known[core] for core, load in loads.items()}
         in_turn = [core for core in self._turns if core in costs]
-        least = min(in_turn, key=lambda core: costs[core])
+        cheapest = min(in_turn, key=lambda core: costs[core])
         best = min(in_turn, key=lambda core: (-known[core], costs[core]))
-        core = least if costs[best] > MUCH_MORE * costs[least] else best
+        core = cheapest if costs[best] > MUCH_MORE * costs[cheapest] else best
         self._turns.remove(core)
         self._turns.append(core)
         self._remember(marks, 1 << core)
@@ -151,7 +151,7 @@ class CoreChoice:
         for _, digest in reversed(marks):
             self._known[digest] = self._known.get(digest, 0) | cores
             self._known.move_to_end(digest)
-        while len(self._known) > self._most_marks:
+        while len(self._known) > self._max_marks:
             self._known.popitem(last=False)
 
 

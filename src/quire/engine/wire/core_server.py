@@ -24,14 +24,14 @@ from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.messages import (
     Abort,
     Append,
-    AskCancel,
-    AskHeld,
-    AskLive,
-    AskMetrics,
-    AskPrefixes,
-    AskTimeline,
     Cancel,
     Cancelled,
+    CancelRequests,
+    GetLive,
+    GetMetrics,
+    GetPrefixes,
+    GetRetained,
+    GetTimeline,
     HeldList,
     Live,
     Metrics,
@@ -50,7 +50,7 @@ from quire.engine.observability.live import LiveFrames
 from quire.engine.wire.core_choice import OpenLoad
 from quire.engine.wire.wire import NO_RESOURCES, CoreConnection, core_codec
 
-NOBODY = -1
+NO_CLIENT = -1
 
 
 class StepRouter:
@@ -61,7 +61,7 @@ class StepRouter:
 
     def __init__(self, num_rows: int, owner_of: Callable[[str], int | None]) -> None:
         self._owner_of = owner_of
-        self._owner_of_row = np.full(num_rows, NOBODY, np.int64)
+        self._owner_of_row = np.full(num_rows, NO_CLIENT, np.int64)
 
     def split(self, outputs: StepOutputs) -> dict[int, StepOutputs]:
         """Return the outputs by client, without clients that get no output."""
@@ -72,7 +72,7 @@ class StepRouter:
         owners = self._owner_of_row[outputs.rows]
         clients = _distinct(owners) | {*named, *detailed}
         if len(clients) == 1:
-            return dict.fromkeys(clients - {NOBODY}, outputs)
+            return dict.fromkeys(clients - {NO_CLIENT}, outputs)
         return {
             client: StepOutputs(
                 outputs.rows[owners == client],
@@ -80,12 +80,12 @@ class StepRouter:
                 [n for n, owner in zip(outputs.names, named, strict=True) if owner == client],
                 [u for u, owner in zip(outputs.details, detailed, strict=True) if owner == client],
             )
-            for client in clients - {NOBODY}
+            for client in clients - {NO_CLIENT}
         }
 
     def _owner(self, request_id: str) -> int:
         owner = self._owner_of(request_id)
-        return NOBODY if owner is None else owner
+        return NO_CLIENT if owner is None else owner
 
 
 def _distinct(owners: npt.NDArray[np.int64]) -> set[int]:
@@ -211,19 +211,19 @@ class CoreServer:
     def _disown(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
         self._load.remove(request_id)
-        self._tell_load()
+        self._report_load()
 
-    def _tell_load(self) -> None:
+    def _report_load(self) -> None:
         if self._reports.heartbeat is not None:
-            self._reports.heartbeat.tell_load(self._load.total)
+            self._reports.heartbeat.report_load(self._load.total)
 
     def _watch(self, client: CoreConnection) -> None:
         """Poll a client's socket for room only while it has unsent bytes."""
-        wanted = selectors.EVENT_READ
+        watched = selectors.EVENT_READ
         if client.has_unsent:
-            wanted |= selectors.EVENT_WRITE
-        if self._selector.get_key(client.socket).events != wanted:
-            self._selector.modify(client.socket, wanted, client)
+            watched |= selectors.EVENT_WRITE
+        if self._selector.get_key(client.socket).events != watched:
+            self._selector.modify(client.socket, watched, client)
 
     # ---- messages in -------------------------------------------------------------------------
 
@@ -284,26 +284,26 @@ class CoreServer:
     def _take(self, client: CoreConnection, message: ToCore) -> None:
         if isinstance(message, Request):
             self._add(client, message)
-        elif isinstance(message, AskMetrics):
+        elif isinstance(message, GetMetrics):
             self.core.publish()
-            client.send(Metrics(message.ask_id, self._reports.metrics_text()))
-        elif isinstance(message, AskTimeline):
+            client.send(Metrics(message.question_id, self._reports.metrics_text()))
+        elif isinstance(message, GetTimeline):
             self.core.publish()
             text = self._reports.timeline_text(message.request_id, message.tenant)
-            client.send(TimelineText(message.ask_id, text))
-        elif isinstance(message, AskLive):
-            client.send(Live(message.ask_id, self._live.frame()))
-        elif isinstance(message, AskPrefixes):
-            client.send(Prefixes(message.ask_id, self.core.prefixes(message.tenant)))
-        elif isinstance(message, AskHeld):
+            client.send(TimelineText(message.question_id, text))
+        elif isinstance(message, GetLive):
+            client.send(Live(message.question_id, self._live.frame()))
+        elif isinstance(message, GetPrefixes):
+            client.send(Prefixes(message.question_id, self.core.prefixes(message.tenant)))
+        elif isinstance(message, GetRetained):
             found = self.core.held(message.request_id, message.index, message.tenant)
-            client.send(HeldList(message.ask_id, found))
-        elif isinstance(message, AskCancel):
+            client.send(HeldList(message.question_id, found))
+        elif isinstance(message, CancelRequests):
             requests = [each.request for each in self.core.requests()]
-            names = [each.request_id for each in requests if message.means(each)]
+            names = [each.request_id for each in requests if message.matches(each)]
             for name in names:
                 self.core.control(Cancel(name))
-            client.send(Cancelled(message.ask_id, names))
+            client.send(Cancelled(message.question_id, names))
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
@@ -338,7 +338,7 @@ class CoreServer:
         else:
             self._owners[request.request_id] = client.client_id
             self._load.add(request)
-            self._tell_load()
+            self._report_load()
 
     def _drop(self, client: CoreConnection) -> None:
         """Remove a disconnected client and abort its requests."""

@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 READ_BYTES = 1 << 18
 # Errors of `accept` after which an immediate retry would fail too.
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-MOST_READS = 16  # reads from one client before other clients and the next plan have their turn
+MAX_READS = 16  # reads from one client before other clients and the next plan have their turn
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Codec(Generic[T]):
     """Codec that encodes any message, and decodes messages of the type `incoming`.
 
     plain, typed: msgspec's `enc_hook` and `dec_hook` for values without a form in msgpack; without
-    them such values are rejected. most_bytes: maximum size of a message.
+    them such values are rejected. max_bytes: maximum size of a message.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Codec(Generic[T]):
         incoming: Any,
         plain: Callable[[Any], Any] | None = None,
         typed: Callable[[Any, Any], Any] | None = None,
-        most_bytes: int = MAX_MESSAGE_BYTES,
+        max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=plain)
         self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=typed)
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def encode(self, message: msgspec.Struct) -> bytes:
         """Return the length and the encoded message. Raises EngineError if it is too long."""
         body = self._encoder.encode(message)
-        if len(body) > self._most_bytes:
+        if len(body) > self._max_bytes:
             raise EngineError(f"a message of {len(body)} bytes is longer than the wire allows.")
         return LENGTH.pack(len(body)) + body
 
@@ -65,7 +65,7 @@ class Codec(Generic[T]):
 
     def frames(self) -> "Frames":
         """Return a new splitter for a stream of this codec's messages."""
-        return Frames(self._most_bytes)
+        return Frames(self._max_bytes)
 
 
 def core_codec() -> Codec[ToCore]:
@@ -78,10 +78,10 @@ def client_codec() -> Codec[FromCore]:
     return Codec(FromCore, _array_to_bytes, _bytes_to_array)
 
 
-def body_length(head: bytes, most_bytes: int = MAX_MESSAGE_BYTES) -> int:
+def body_length(head: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> int:
     """Return the length in a head of four bytes. Raises EngineError if it exceeds most_bytes."""
     length: int = LENGTH.unpack(head)[0]
-    if length > most_bytes:
+    if length > max_bytes:
         raise EngineError(f"a message of {length} bytes is longer than the wire allows.")
     return length
 
@@ -89,9 +89,9 @@ def body_length(head: bytes, most_bytes: int = MAX_MESSAGE_BYTES) -> int:
 class Frames:
     """Splitter of a byte stream into message bodies. Reads may end anywhere within a message."""
 
-    def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._buffer = bytearray()
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add data, and yield the bodies that it completes."""
@@ -99,7 +99,7 @@ class Frames:
         at = 0
         while len(self._buffer) - at >= LENGTH.size:
             start = at + LENGTH.size
-            end = start + body_length(bytes(self._buffer[at:start]), self._most_bytes)
+            end = start + body_length(bytes(self._buffer[at:start]), self._max_bytes)
             if len(self._buffer) < end:
                 break
             yield bytes(self._buffer[start:end])
@@ -154,7 +154,7 @@ class CoreConnection:
         Raises EngineError for a malformed message, after which the stream is unusable.
         """
         messages: list[ToCore] = []
-        for _ in range(MOST_READS):
+        for _ in range(MAX_READS):
             try:
                 data = self.socket.recv(READ_BYTES)
             except (BlockingIOError, InterruptedError):

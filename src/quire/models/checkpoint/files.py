@@ -87,10 +87,10 @@ def safetensors_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     Raises ModelError for an unreadable file, an invalid header, and a tensor that two files hold.
     """
     headers: dict[str, TensorHeader] = {}
-    places = TensorPlaces()
+    locations = TensorLocations()
     for file in files:
         for name, header in _headers_of(file).items():
-            places.add(name, file, name)
+            locations.add(name, file, name)
             headers[name] = header
     return headers
 
@@ -100,7 +100,7 @@ def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
     return {name: header.shape for name, header in safetensors_headers(files).items()}
 
 
-class TensorPlaces(dict[str, tuple[Path, str]]):
+class TensorLocations(dict[str, tuple[Path, str]]):
     """The file that holds each tensor and its name in that file, by its name in the model."""
 
     def add(self, name: str, file: Path, stored_name: str) -> None:

@@ -74,16 +74,16 @@ def _found(directory: Path) -> dict[tuple[int, str], float]:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-                    for place in _places(name):
+                    for key in _scaled_kinds(name):
                         count = math.prod(opened.get_slice(name).get_shape())
                         value = float(opened.get_tensor(name)) if count == 1 else math.nan
-                        _add(found, place, value, name, count)
+                        _add(found, key, value, name, count)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
     return found
 
 
-def _places(name: str) -> list[tuple[int, str]]:
+def _scaled_kinds(name: str) -> list[tuple[int, str]]:
     """Return the (layer, `k` or `v`) pairs that a tensor scales; empty for other tensors."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -94,18 +94,18 @@ def _places(name: str) -> list[tuple[int, str]]:
 
 
 def _add(
-    found: dict[tuple[int, str], float], place: tuple[int, str], scale: float, name: str, count: int
+    found: dict[tuple[int, str], float], key: tuple[int, str], scale: float, name: str, count: int
 ) -> None:
-    what = f"the tensor {name}, a scale of keys and values in fp8,"
+    subject = f"the tensor {name}, a scale of keys and values in fp8,"
     if count != 1:
         raise ModelError(
-            f"{what} has {count} numbers; only one for each layer is supported. Use another"
+            f"{subject} has {count} numbers; only one for each layer is supported. Use another"
             " kv_cache_dtype, or a checkpoint that was calibrated per tensor."
         )
     if not (math.isfinite(scale) and scale > 0):
-        raise ModelError(f"{what} is {scale:g}, not a positive number. Download it again.")
-    if found.setdefault(place, scale) != scale:
+        raise ModelError(f"{subject} is {scale:g}, not a positive number. Download it again.")
+    if found.setdefault(key, scale) != scale:
         raise ModelError(
-            f"{what} is {scale:g}, and another one of its layer is {found[place]:g}: the files"
+            f"{subject} is {scale:g}, and another one of its layer is {found[key]:g}: the files"
             " belong to different models."
         )

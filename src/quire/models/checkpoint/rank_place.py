@@ -56,15 +56,15 @@ class RankPlace:
         """Return whether this rank holds the embedding. is_tied: whether the head shares it."""
         return self.is_first or (self.is_last and is_tied)
 
-    def cut(self, whole: int, what: str) -> Cut:
-        """Return this rank's part of a dimension. what: setting that gives the dimension's size,
+    def cut(self, whole: int, setting: str) -> Cut:
+        """Return this rank's part of a dimension. setting: setting that gives the dimension's size,
         named by the error. Raises ConfigError if the ranks do not divide the size evenly."""
-        return cut_evenly(whole, self.tensor.rank, self.tensor.size, what)
+        return cut_evenly(whole, self.tensor.rank, self.tensor.size, setting)
 
-    def cut_or_repeat(self, whole: int, what: str) -> Cut:
+    def cut_or_repeat(self, whole: int, setting: str) -> Cut:
         """Return this rank's part of a dimension, such as KV heads, whose elements several ranks
         may hold in common. Raises ConfigError as `cut` does."""
-        return cut_or_repeat(whole, self.tensor.rank, self.tensor.size, what)
+        return cut_or_repeat(whole, self.tensor.rank, self.tensor.size, setting)
 
     def experts(self, num_experts: int) -> Cut:
         """Return the experts of this rank. Raises ConfigError if whole experts do not divide evenly

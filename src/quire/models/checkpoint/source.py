@@ -27,7 +27,7 @@ from quire.spec.config_fields import read_object
 from quire.spec.gguf.container import is_gguf
 
 CONFIG = "config.json"
-MOST_KEPT = 64  # maximum number of directories; the oldest are removed
+MAX_DIRECTORIES = 64  # maximum number of directories; the oldest are removed
 UNFINISHED = ".tmp"
 
 
@@ -49,10 +49,10 @@ def overridden(directory: Path, overrides: Mapping[str, Any]) -> Path:
     files = sorted(path for path in home.iterdir() if path.name != CONFIG)
     facts = [str(home), text, *(f"{path.name} {_change_of(path)}" for path in files)]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-    place = user_cache("overrides") / name
-    if not place.is_dir():
-        _make(place, files, text)
-    return place
+    target = user_cache("overrides") / name
+    if not target.is_dir():
+        _make(target, files, text)
+    return target
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,24 +66,24 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def _make(place: Path, files: list[Path], config: str) -> None:
+def _make(target: Path, files: list[Path], config: str) -> None:
     """Create the directory atomically, because other processes may create it as well."""
     try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_room(place.parent)
-        made = Path(tempfile.mkdtemp(UNFINISHED, dir=place.parent))
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_room(target.parent)
+        made = Path(tempfile.mkdtemp(UNFINISHED, dir=target.parent))
         for path in files:
             (made / path.name).symlink_to(path.resolve())
         (made / CONFIG).write_text(config, "utf-8")
         try:
-            made.rename(place)
+            made.rename(target)
         except OSError:  # another process may have created it
             shutil.rmtree(made)
-            if not place.is_dir():
+            if not target.is_dir():
                 raise
     except OSError as error:
         raise ConfigError(
-            f"hf_overrides needs a directory in {place.parent}: {error.strerror or error}. Set"
+            f"hf_overrides needs a directory in {target.parent}: {error.strerror or error}. Set"
             " XDG_CACHE_HOME to a writable directory."
         ) from error
 
@@ -91,7 +91,7 @@ def _make(place: Path, files: list[Path], config: str) -> None:
 def _make_room(parent: Path) -> None:
     """Remove the oldest directories: links and one small file each."""
     found = sorted(parent.iterdir(), key=lambda path: path.lstat().st_mtime)
-    for path in found[: max(0, len(found) + 1 - MOST_KEPT)]:
+    for path in found[: max(0, len(found) + 1 - MAX_DIRECTORIES)]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -148,11 +148,11 @@ class Rows:
             return None, self.order
         if self.order is None and len(self.cuts) == 1:
             return self.cuts[0], None
-        places = self.places()
+        indices = self.indices()
         whole = sum(cut.whole for cut in self.cuts)
-        return Cut(whole, 0, whole), places if self.order is None else self.order[places]
+        return Cut(whole, 0, whole), indices if self.order is None else self.order[indices]
 
-    def places(self) -> torch.Tensor:
+    def indices(self) -> torch.Tensor:
         """Return the index of each held row among the module's rows in the layer's order, int64."""
         found, begin = [], 0
         for cut in self.cuts:

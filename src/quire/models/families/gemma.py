@@ -14,7 +14,7 @@ from quire.models.parts.options import DecoderOptions
 from quire.spec.config_fields import Fields
 from quire.spec.layer_windows import FULL, SLIDING
 from quire.spec.model_spec import ModelSpec
-from quire.spec.rope_options import LEAST_FACTOR, RopeOptions, rope_of
+from quire.spec.rope_options import MIN_FACTOR, RopeOptions, rope_of
 
 
 class Gemma2Layer(SandwichLayer):
@@ -98,14 +98,14 @@ def rope_of_full(spec: ModelSpec) -> RopeOptions:
     if scaling.has("type") and not scaling.has("rope_type"):
         raise scaling.error("type", "transformers reads only rope_type here")
     changes = {name: scaling.value(name) for name in scaling.names()}
-    theta = fields.number("rope_theta", GLOBAL_THETA, LEAST_FACTOR)
+    theta = fields.number("rope_theta", GLOBAL_THETA, MIN_FACTOR)
     return _rope(spec, FULL, {"rope_theta": theta}, changes)
 
 
 def rope_of_windows(spec: ModelSpec) -> RopeOptions:
     """Read the rotary embedding of layers with a window. Old configs have its base in
     `rope_local_base_freq`."""
-    theta = spec.fields.number("rope_local_base_freq", LOCAL_THETA, LEAST_FACTOR)
+    theta = spec.fields.number("rope_local_base_freq", LOCAL_THETA, MIN_FACTOR)
     return _rope(spec, SLIDING, {"rope_theta": theta}, {})
 
 

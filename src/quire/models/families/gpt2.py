@@ -70,8 +70,8 @@ class GPT2(PositionedModel):
         super().__init__()
         size, eps, place = spec.hidden_size, spec.layers.norm_eps, factory.place
         names = [f"transformer.h.{layer}" for layer in range(spec.num_layers)]
-        before, behind = ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
-        self.take_place(factory, names, before, behind, size)
+        before, after = ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
+        self.set_stage(factory, names, before, after, size)
         vocabulary = place.vocabulary(spec.vocab_size)
         self.embedding = self.positions = self.head = None
         if place.has_table(is_tied=spec.tie_embeddings):
@@ -82,6 +82,6 @@ class GPT2(PositionedModel):
             GPT2Layer(spec, layer, eps, factory) for layer in place.layers(spec.num_layers)
         )
         if place.is_last:
-            self.norm = LayerNorm(behind[0], size, eps, factory)
+            self.norm = LayerNorm(after[0], size, eps, factory)
             tied = self.embedding if spec.tie_embeddings else None
-            self.head = LMHead(behind[1], vocabulary, size, factory, tied)
+            self.head = LMHead(after[1], vocabulary, size, factory, tied)

@@ -18,7 +18,7 @@ from quire.models.parts.options import DecoderOptions
 from quire.spec.config_fields import Fields
 from quire.spec.layer_windows import FULL, SLIDING
 from quire.spec.model_spec import ModelSpec
-from quire.spec.rope_options import LEAST_FACTOR, RopeOptions, rope_of
+from quire.spec.rope_options import MIN_FACTOR, RopeOptions, rope_of
 
 # By kind of layer: the default base of its rotary embedding, and its name in old configs.
 THETAS = {FULL: (160_000.0, "global_rope_theta"), SLIDING: (10_000.0, "local_rope_theta")}
@@ -111,7 +111,7 @@ def modernbert_rope(spec: ModelSpec, kind: str) -> RopeOptions:
         if name not in THETAS:
             raise every.error(name, f"it must stand under {FULL} or {SLIDING}")
     found = every.inner(kind) or Fields({})
-    own: dict[str, Any] = {"rope_theta": fields.number(old_name, theta, LEAST_FACTOR)}
+    own: dict[str, Any] = {"rope_theta": fields.number(old_name, theta, MIN_FACTOR)}
     own |= {name: found.value(name) for name in found.names()}
     changes = fields.inner("rope_scaling") or Fields({})
     own |= {name: changes.value(name) for name in changes.names()}

@@ -75,7 +75,7 @@ class OPT(PositionedModel):
         super().__init__()
         options, size, name = spec.opt, spec.hidden_size, "model.decoder"
         width, place = options.width, factory.place
-        self.take_place(
+        self.set_stage(
             factory,
             [f"{name}.layers.{layer}" for layer in range(spec.num_layers)],
             [f"{name}.{each}" for each in ("embed_tokens", "embed_positions", "project_in")],

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.spec.gguf.container import TensorPlace
+from quire.spec.gguf.container import TensorEntry
 from quire.spec.model_spec import ModelSpec
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -138,7 +138,7 @@ BY_TYPE = {
 }
 
 
-def our_names(place: TensorPlace, spec: ModelSpec) -> list[str]:
+def our_names(place: TensorEntry, spec: ModelSpec) -> list[str]:
     """Return the names of a tensor in quire's layers: one, or one per expert if the tensor holds
     all experts of a layer. A tensor without a name there keeps its own."""
     name = _our_name(place.name, BY_TYPE.get(spec.model_type, DECODER))

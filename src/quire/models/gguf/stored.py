@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from quire.models.checkpoint.formats import StoredFormat
 from quire.models.gguf.names import our_names
-from quire.models.gguf.value_heads import kept_kind
+from quire.models.gguf.value_heads import stored_kind
 from quire.models.outline import PLAIN, Part
 from quire.models.quantised.sizes import check_inputs
 from quire.ops.weights.formats import SIZES, Quantization
@@ -38,7 +38,7 @@ def stored_formats_of_parts(
 def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
     """Return the stored format of each tensor, by its name in quire's layers."""
     return {
-        name: kept_kind(place, spec)
+        name: stored_kind(place, spec)
         for place in file.tensors.values()
         for name in our_names(place, spec)
     }

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from quire.spec.gguf.container import KINDS, TensorKind, TensorPlace
+from quire.spec.gguf.container import KINDS, TensorEntry, TensorKind
 from quire.spec.model_spec import ModelSpec
 
 Order = npt.NDArray[np.int64]
@@ -19,7 +19,7 @@ REORDERED = ("qwen3_5_text", "qwen3_5_moe_text")
 # Tensors with a number or a vector per value head. BEHIND_KEYS: after the rows of queries and keys.
 NUMBERS = re.compile(r"blk\.\d+\.(ssm_a|ssm_dt\.bias|ssm_(alpha|beta)\.weight)")
 VECTORS = re.compile(r"blk\.\d+\.attn_gate\.weight")
-BEHIND_KEYS = re.compile(r"blk\.\d+\.(attn_qkv|ssm_conv1d)\.weight")
+AFTER_KEYS = re.compile(r"blk\.\d+\.(attn_qkv|ssm_conv1d)\.weight")
 COLUMNS = re.compile(r"blk\.\d+\.ssm_out\.weight")
 
 
@@ -32,7 +32,7 @@ def row_order(name: str, spec: ModelSpec) -> Order | None:
         return _order(spec, 1)
     if VECTORS.fullmatch(name):
         return _order(spec, sizes.value_dim)
-    if BEHIND_KEYS.fullmatch(name):
+    if AFTER_KEYS.fullmatch(name):
         first = 2 * sizes.keys_size
         return np.concatenate((np.arange(first), first + _order(spec, sizes.value_dim)))
     return None
@@ -45,7 +45,7 @@ def column_order(name: str, spec: ModelSpec) -> Order | None:
     return None
 
 
-def kept_kind(place: TensorPlace, spec: ModelSpec) -> TensorKind:
+def stored_kind(place: TensorEntry, spec: ModelSpec) -> TensorKind:
     """Return the format of a tensor after its columns are reordered. It is float32 if blocks hold
     numbers of several heads, else the file's format."""
     if column_order(place.name, spec) is None:

@@ -68,11 +68,11 @@ class GGUFTensor:
         return self._blocks(rows, self.columns[:: self.kind.block_size] // self.kind.block_size)
 
     def _blocks(
-        self, rows: npt.NDArray[np.uint8], places: npt.NDArray[np.int64]
+        self, rows: npt.NDArray[np.uint8], block_indices: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.uint8]:
-        """Select blocks of each row. places: indices of the blocks in a row."""
+        """Select blocks of each row. block_indices: indices of the blocks in a row."""
         blocks = rows.reshape(len(rows), -1, self.kind.block_bytes)
-        return blocks[:, places].reshape(len(rows), -1)
+        return blocks[:, block_indices].reshape(len(rows), -1)
 
     def _rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         if self.order is None:
@@ -88,7 +88,7 @@ class GGUFTensor:
             return source.fill(destination)
         as_blocks = destination.dtype == torch.uint8
         # GGUF files do not transpose the matrices of gpt2, although its checkpoints do.
-        wanted = source.whole_shape
+        expected_shape = source.whole_shape
         if as_blocks:  # in a merged layer, only the longest rows of bytes fill theirs
             kind, columns = self.kind, source.columns
             num_bytes = min(self.stored.shape[1], destination.shape[1])
@@ -96,15 +96,15 @@ class GGUFTensor:
                 num_bytes = columns.count // kind.block_size * kind.block_bytes
             else:
                 num_values = num_bytes // kind.block_bytes * kind.block_size
-                wanted = (wanted[0], num_values)
+                expected_shape = (expected_shape[0], num_values)
             destination = destination[:, :num_bytes]
         part = _rows_of(source)
         if part is not None:
-            wanted = (part.whole[0], *wanted[1:])
-        if self.shape != wanted:
+            expected_shape = (part.whole[0], *expected_shape[1:])
+        if self.shape != expected_shape:
             raise ModelError(
                 f"the tensor for {self.name} has the shape {list(self.shape)}, but the metadata"
-                f" requires {list(wanted)}: the file contradicts itself."
+                f" requires {list(expected_shape)}: the file contradicts itself."
             )
         offset = source.offset + self.offset
         self._taken(source)._fill(destination, as_blocks)
@@ -144,9 +144,9 @@ class GGUFTensor:
         rows, columns, size = self._rows(start, stop), self.columns, self.kind.block_size
         if columns is None:
             return dequantise(self.kind, rows)
-        places = np.unique(columns // size)
-        own = np.searchsorted(places, columns // size) * size + columns % size
-        return dequantise(self.kind, self._blocks(rows, places))[:, own]
+        block_indices = np.unique(columns // size)
+        own = np.searchsorted(block_indices, columns // size) * size + columns % size
+        return dequantise(self.kind, self._blocks(rows, block_indices))[:, own]
 
 
 def _rows_of(source: Source) -> Part | None:
@@ -188,7 +188,7 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
     """Yield the tensors of the file in turn, and each expert separately. A tensor without a name in
     quire's layers keeps its own. Raises ModelError for a shape that no layer can have."""
     for place in file.tensors.values():
-        if place.name in OF_CONFIG or _is_behind_layers(place.name, spec):
+        if place.name in OF_CONFIG or _is_prediction_layer(place.name, spec):
             continue
         names, shape = our_names(place, spec), place.shape
         if len(shape) > 1 and names != [place.name] and EXPERTS in place.name:
@@ -215,7 +215,7 @@ def _is_offset_norm(name: str, spec: ModelSpec) -> bool:
     return is_such and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
-def _is_behind_layers(name: str, spec: ModelSpec) -> bool:
+def _is_prediction_layer(name: str, spec: ModelSpec) -> bool:
     """Return whether a tensor belongs to layers for multi-token prediction, which are not run."""
     found = IN_LAYER.fullmatch(name)
     is_hybrid = spec.model_type in HYBRID_TYPES

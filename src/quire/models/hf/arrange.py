@@ -71,20 +71,20 @@ class Arrangement:
     def __init__(self, calls: Sequence[Call], buffers: Sequence[Buffer], last: Operand) -> None:
         self._calls, self._buffers = calls, buffers
         self._firsts = [each.first for each in buffers]
-        self._wanted: list[dict[bytes, Columns]] = [{} for _ in buffers]
+        self._required: list[dict[bytes, Columns]] = [{} for _ in buffers]
         for operand in (*(read for call in calls for read in call.reads), last):
             index, columns = self._within(operand)
-            self._wanted[index][columns.tobytes()] = columns
-        for buffer, wanted in zip(buffers, self._wanted, strict=True):
-            if any((np.diff(each) != 1).any() for each in wanted.values()):
-                buffer.order = _order(buffer, list(wanted.values()))
+            self._required[index][columns.tobytes()] = columns
+        for buffer, required in zip(buffers, self._required, strict=True):
+            if any((np.diff(each) != 1).any() for each in required.values()):
+                buffer.order = _order(buffer, list(required.values()))
         steps = [
             Step(each.name, tuple(map(self._read, each.reads)), (each.write,), each.layer,
                  each.options)
             for each in calls
         ]  # fmt: skip
         self._steps, self._last = steps, self._read(last)
-        self._try()
+        self._verify()
 
     def steps(self, device: torch.device) -> Steps:
         """Return the model on a device, and set the row orders that its linear layers load."""
@@ -117,7 +117,7 @@ class Arrangement:
         return Read(index, first, len(columns), operand.heads)
 
     @torch.no_grad()
-    def _try(self) -> None:
+    def _verify(self) -> None:
         run = _Trial(self._calls, self._buffers)
         for step in self._steps:
             run.carry_out(step)
@@ -151,17 +151,17 @@ class _Trial(Run):
         return call.returned if order is None else call.returned[:, torch.from_numpy(order)]
 
 
-def _order(buffer: Buffer, wanted: list[Columns]) -> Columns:
-    """Return an order of the buffer's columns in which each sequence of `wanted` is contiguous.
+def _order(buffer: Buffer, required: list[Columns]) -> Columns:
+    """Return an order of the buffer's columns in which each sequence of `required` is contiguous.
     Columns without readers go between these. Columns of each module merged into the layer stay
     together."""
     if buffer.layer is None:
         raise Unfollowed("results of something other than a linear layer are read in another order")
-    read = np.concatenate(wanted)
+    read = np.concatenate(required)
     if len(set(read.tolist())) != len(read):
         raise Unfollowed("results are read in two orders")
     others = np.setdiff1d(np.arange(buffer.width), read)
-    parts = [*wanted, *(others[at : at + 1] for at in range(len(others)))]
+    parts = [*required, *(others[at : at + 1] for at in range(len(others)))]
     order: Columns = np.concatenate(sorted(parts, key=lambda each: int(each.min())))
     begin = 0
     for size in buffer.layer.part_sizes:

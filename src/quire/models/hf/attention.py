@@ -28,7 +28,7 @@ from quire.ops.attention_inputs import Scores
 from quire.ops.precision import accumulation_dtype
 
 NAME = "quire"
-PLACE = "quire_place"  # attribute of an attention module with its PagedLayer
+LAYER_ATTRIBUTE = "quire_place"  # attribute of an attention module with its PagedLayer
 
 Operator = Callable[..., torch.Tensor]
 
@@ -156,7 +156,7 @@ def paged_attention(
     """Store keys and values, and attend. query: [1, N, T, H]; key, value: [1, K, T, H]. Return [1,
     T, N, H] and no weights, as transformers' functions do. watch.py has checked the other
     arguments."""
-    place: PagedLayer = getattr(module, PLACE)
+    paged_layer: PagedLayer = getattr(module, LAYER_ATTRIBUTE)
     q_TNH, k_TKH, v_TKH = (each[0].transpose(0, 1) for each in (query, key, value))
     size, value_size = key.shape[-1], value.shape[-1]
     if value_size < size:  # pad values to the cache's width; zeros add nothing
@@ -164,7 +164,7 @@ def paged_attention(
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     cap, sinks_N = kwargs.get("softcap"), kwargs.get("s_aux")
-    paged, layer = place.paged, place.layer
+    paged, layer = paged_layer.paged, paged_layer.layer
     sinks_N = None if sinks_N is None else sinks_N.to(accumulation_dtype(query.dtype))
     if paged.tracer is not None:
         qkv = q_TNH, k_TKH, v_TKH

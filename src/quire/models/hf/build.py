@@ -15,12 +15,12 @@ from quire.models.hf.arrange import Arrangement
 from quire.models.hf.configs import Architecture
 from quire.models.hf.lower import Lowering
 from quire.models.hf.modules import (
-    Held,
     NamedEmbedding,
     NamedHead,
     NamedLayerNorm,
     NamedLinear,
     NamedRMSNorm,
+    OwnParameters,
     Product,
     SharedInput,
     is_linear,
@@ -94,8 +94,8 @@ class Rebuilt:
         self._wide = _wide_modules(model, factory.dtype)
         self.paged = attention.Paged()
         for facts in seen.attention.values():
-            place = attention.PagedLayer(self.paged, facts.layer)
-            setattr(facts.module, attention.PLACE, place)
+            paged_layer = attention.PagedLayer(self.paged, facts.layer)
+            setattr(facts.module, attention.LAYER_ATTRIBUTE, paged_layer)
         self._replace_ends()
         self._replace_linear()
         self.base = model.get_submodule(seen.direct[0])
@@ -105,7 +105,7 @@ class Rebuilt:
         for module in (self.base, self.rest, *self.base.modules(), *self.rest.modules()):
             if (config := getattr(module, "config", None)) is not None:
                 config._attn_implementation = attention.NAME
-        self._try()
+        self._check_run()
         for owner, name, module in self._owned():
             buffers.make_real(owner, name, module)
         self._replace_rows()
@@ -240,7 +240,7 @@ class Rebuilt:
             _put(self.rest, name, module)
 
     @torch.no_grad()
-    def _try(self) -> None:
+    def _check_run(self) -> None:
         """Run base and rest without memory. Raise ModelError if this fails."""
         seen, tokens = self._seen, 3
         self.paged.backend = TracedAttention()
@@ -285,12 +285,12 @@ class Rebuilt:
             owners[name] = module if isinstance(module, PreTrainedModel) else around
             yield owners[name], name, module
 
-    def _hold(self) -> Iterator[Held]:
+    def _hold(self) -> Iterator[OwnParameters]:
         for name, module in self._modules():
             own = next(module.named_parameters(recurse=False), None)
             if not isinstance(module, Layer) and (own is not None or stored_buffers(module)):
                 wide = name in self._wide
-                yield Held(name, module, self.names, self._factory, wide)
+                yield OwnParameters(name, module, self.names, self._factory, wide)
 
 
 class Passed(nn.Module):

@@ -65,7 +65,7 @@ def with_head(config: Any) -> Any | None:
 
 EXTRA = 'pip install "quire[transformers]"'
 # Config fields that do not describe the model: location of its code, and output options.
-LEFT_OUT = (
+IGNORED_FIELDS = (
     "auto_map", "quantization_config", "return_dict", "use_cache", "output_attentions",
     "output_hidden_states", "output_router_logits", PART_OF,
 )  # fmt: skip
@@ -110,7 +110,7 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
             f"transformers {__version__} does not support models of type {model_type!r}; a newer"
             " one may. Code that comes with a checkpoint is never run."
         )
-    values = {name: value for name, value in raw.items() if name not in LEFT_OUT}
+    values = {name: value for name, value in raw.items() if name not in IGNORED_FIELDS}
     try:
         whole = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # any error of its checks

@@ -64,8 +64,8 @@ class Follower(TorchDispatchMode):
             return algebra.constant(tensor)
         if isinstance(known, str):
             raise Unfollowed(known)
-        place = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return known.map(lambda values: torch.as_strided(values, *place))
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return known.map(lambda values: torch.as_strided(values, *layout))
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if func is aten._local_scalar_dense.default:
@@ -93,12 +93,12 @@ class Follower(TorchDispatchMode):
 
     def _overwrite(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the terms of a part of some memory by the terms of `values`."""
-        place = target.shape, target.stride(), target.storage_offset()
+        layout = target.shape, target.stride(), target.storage_offset()
         size = target.untyped_storage().nbytes() // target.itemsize
 
         def join(parts: list[torch.Tensor]) -> torch.Tensor:
             made = parts[0].clone()
-            torch.as_strided(made, *place).copy_(parts[1])
+            torch.as_strided(made, *layout).copy_(parts[1])
             return made
 
         try:

@@ -4,8 +4,8 @@ Shape legend: T tokens, I inputs, O outputs, D model dim, V vocabulary. transfor
 modules with a leading dimension of 1 before the tokens. These layers return the same leading
 dimensions.
 
-Some modules stay transformers' own. A `Held` layer next to each holds the same parameters and their
-sources, so that they are loaded and counted once.
+Some modules stay transformers' own. A `OwnParameters` layer next to each holds the same parameters
+and their sources, so that they are loaded and counted once.
 """
 
 import itertools
@@ -247,7 +247,7 @@ class NamedHead(LMHead):
         return self._checkpoint.expand(own)
 
 
-class Held(Layer):
+class OwnParameters(Layer):
     """Parameters, and buffers stored in checkpoints, of a module that stays transformers' own.
     wide: whether they stay in float32."""
 
@@ -279,7 +279,7 @@ class Held(Layer):
         """Return the source of one name, without creating the sources of all experts."""
         target = self._checkpoint.target(name)
         each = target.removeprefix(f"{self._name}.")
-        return self._checkpoint.place(name, Source(target, self.get_parameter(each)))
+        return self._checkpoint.sliced_source(name, Source(target, self.get_parameter(each)))
 
 
 def stored_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -82,16 +82,18 @@ class CheckpointNames:
         """Replace converted sources by the sources of the checkpoint tensors that fill them."""
         found = []
         for source in sources:
-            source = self.place(source.name, source)
+            source = self.sliced_source(source.name, source)
             names = self._filled.get(source.name)
-            found += [source] if names is None else [self.place(name, source) for name in names]
+            found += (
+                [source] if names is None else [self.sliced_source(name, source) for name in names]
+            )
         return found
 
     def target(self, name: str) -> str:
         """Return the parameter that a source of this name fills."""
         return self._slices[name].target if name in self._slices else name
 
-    def place(self, name: str, source: Source) -> Source:
+    def sliced_source(self, name: str, source: Source) -> Source:
         """Return the source of this name, which fills its slice of the parameter of `source`."""
         if name in self._turned:
             return replace(source, is_either_way=True)

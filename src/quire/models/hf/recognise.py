@@ -50,12 +50,12 @@ def norm_of(module: nn.Module) -> Norm | None:
     x_TD = torch.randn(3, size, generator=random) * torch.tensor([[1.0], [1e-3], [30.0]])
     x_TD[0] += 0.5
     try:
-        wanted = torch.func.functional_call(module, given, (x_TD,))
+        expected = torch.func.functional_call(module, given, (x_TD,))
     except Exception:  # it has another signature
         return None
     for norm in _candidates(module, size, tuple(parts)):
-        if isinstance(wanted, torch.Tensor) and torch.allclose(
-            _computed(norm, x_TD, given), wanted, 1e-5, 1e-6
+        if isinstance(expected, torch.Tensor) and torch.allclose(
+            _computed(norm, x_TD, given), expected, 1e-5, 1e-6
         ):
             return norm
     return None

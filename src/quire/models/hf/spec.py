@@ -61,8 +61,8 @@ def _has_own_head(raw: dict[str, Any], found: Architecture, directory: Path) -> 
     it. Classes such as Mistral3's tie by default, even if a checkpoint stores a head and its config
     does not set tying. transformers keeps such a head untied."""
     inner = raw.get("text_config")
-    is_said = raw.get(TIES) is not None or (isinstance(inner, dict) and inner.get(TIES) is True)
-    if is_said or not found.config.tie_word_embeddings:
+    is_set = raw.get(TIES) is not None or (isinstance(inner, dict) and inner.get(TIES) is True)
+    if is_set or not found.config.tie_word_embeddings:
         return False
     try:
         names = list(tensor_names(weight_files(directory)))

@@ -165,9 +165,9 @@ def _watched_attention(
     if kwargs.get("softcap") == 0:  # kernels treat 0 as no cap, its own code divides by it
         raise found.error(f"{where} caps its scores at 0")
     window = _window_of(found, where, attention_mask)
-    asked = kwargs.get("sliding_window")
-    if asked is not None and asked != window and asked <= found.reach:
-        raise found.error(f"{where} asks for a window of {asked}, but its mask has {window}")
+    given_window = kwargs.get("sliding_window")
+    if given_window is not None and given_window != window and given_window <= found.reach:
+        raise found.error(f"{where} asks for a window of {given_window}, but its mask has {window}")
     shapes = query.shape[1], key.shape[1], query.shape[3]
     found.attention[layer] = AttentionFacts(module, layer, *shapes, window)
     return query.new_empty(1, NUM_TOKENS, query.shape[1], value.shape[3]), None
@@ -203,8 +203,8 @@ def _window(found: Watch, mask_function: Any) -> int | None:
     window = int(seen_from(last).sum())
     for query in {0, 1, 2, window - 1, window, window + 1, last // 2, last - 1, last}:
         if 0 <= query <= last:
-            wanted = (keys <= query) & (keys > query - window)
-            if not torch.equal(seen_from(query), wanted):
+            expected = (keys <= query) & (keys > query - window)
+            if not torch.equal(seen_from(query), expected):
                 raise found.error(
                     "its attention is neither causal nor causal within a window: position"
                     f" {query} sees other positions"

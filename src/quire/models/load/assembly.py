@@ -146,7 +146,7 @@ class Assembly:
         self._device, self._formats, self.stored = device, formats, stored
         self._memory, self._mapped = HugeMemory(), mapped
         self._units = _units(model)
-        self._places: dict[str, list[tuple[Unit, Layer]]] = {}
+        self._layers_by_tensor: dict[str, list[tuple[Unit, Layer]]] = {}
         self._waiting: dict[str, list[Unit]] = {}  # units that wait for a tensor of this name
         self._zeros: set[str] = set()
         self.waiting_bytes = 0
@@ -158,7 +158,7 @@ class Assembly:
                 self._find_parts(unit)
             for layer in unit.modules:
                 if isinstance(layer, Layer):
-                    self._find_place(unit, layer)
+                    self._record_tensors(unit, layer)
 
     def _find_parts(self, unit: Unit) -> None:
         """Record the unquantised weights of a unit that the core packs."""
@@ -176,18 +176,18 @@ class Assembly:
                 ]
                 self._without |= {layer, *tables}
 
-    def _find_place(self, unit: Unit, layer: Layer) -> None:
+    def _record_tensors(self, unit: Unit, layer: Layer) -> None:
         """Record which tensors fill a layer of a unit."""
         found = self.stored.get(layer)
         parts = found.parts if isinstance(found, QuantisedLayer) else {}
-        if isinstance(found, QuantisedLayer) and found.is_kept:
+        if isinstance(found, QuantisedLayer) and found.stays_quantised:
             self._without.add(layer)
         for source in layer.sources():
             part = parts.get(source.name)
             names = [source.name] if part is None else part.tensors.values()
             unit.sources.update(names)
             if part is None and (layer not in self._without or source.destination.dim() != 2):
-                self._places.setdefault(source.name, []).append((unit, layer))
+                self._layers_by_tensor.setdefault(source.name, []).append((unit, layer))
                 continue
             for name in names:
                 self._waiting.setdefault(name, []).append(unit)
@@ -203,15 +203,15 @@ class Assembly:
     def fill(self, name: str, fill: Fill) -> bool:
         """Call `fill` with every source that reads the tensor of this name. Return whether a layer
         needs the tensor. A tensor that arrives twice is ignored."""
-        places = self._places.get(name, [])
-        for unit, layer in places:
+        fillers = self._layers_by_tensor.get(name, [])
+        for unit, layer in fillers:
             if name in unit.sources:
                 self._make(unit)
                 fill(layer.source(name))
                 unit.sources.remove(name)
                 if not unit.sources:
                     self._pack(unit)
-        return bool(places)
+        return bool(fillers)
 
     def put(self, name: str, tensor: torch.Tensor) -> bool:
         """Fill from a mapped tensor of any shape, such as [N, K], or store it until its unit is
@@ -288,7 +288,7 @@ class Assembly:
     def _fill_quantised(
         self, layer: Linear | LMHead, found: QuantisedLayer, arrived: dict[str, torch.Tensor]
     ) -> None:
-        if found.is_kept:
+        if found.stays_quantised:
             pieces, dtype = found.pieces(layer.sources(), arrived), layer.weight.dtype
             try:
                 weight = pack_merged(pieces, dtype, self._device, self._memory)

@@ -51,20 +51,20 @@ MAX_INDEX_BYTES = 1 << 26
 WEIGHTS, STARTS, UNFINISHED = ".weights", ".start", ".tmp"  # suffixes of file names
 WRITTEN_AT_ONCE = 64 << 20  # large writes give the page cache large pages
 
-MOST_BYTES = 50_000_000_000
+MAX_BYTES = 50_000_000_000
 SHARE_OF_DISK = 0.2  # of the space that would be free without the cache
-LEAST_BYTES = 64_000_000  # minimum in the default directory; packing less is fast
+MIN_BYTES = 64_000_000  # minimum in the default directory; packing less is fast
 UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # raised for a bad file
 
 
 @dataclass(frozen=True)
 class WeightCache:
-    """A directory of packed weights. least_bytes: minimum size of the weights of a cached model.
-    keeps_dummies: whether random weights are cached, too."""
+    """A directory of packed weights. min_bytes: minimum size of the weights of a cached model.
+    caches_dummies: whether random weights are cached, too."""
 
     directory: Path
-    least_bytes: int = 0
-    keeps_dummies: bool = True
+    min_bytes: int = 0
+    caches_dummies: bool = True
 
 
 def weight_cache(setting: str) -> WeightCache | None:
@@ -72,7 +72,7 @@ def weight_cache(setting: str) -> WeightCache | None:
     if setting == "off":
         return None
     if setting == "auto":
-        return WeightCache(user_cache("weights"), LEAST_BYTES, keeps_dummies=False)
+        return WeightCache(user_cache("weights"), MIN_BYTES, caches_dummies=False)
     return WeightCache(Path(setting).expanduser())
 
 
@@ -115,12 +115,12 @@ def read_contents(file: int, key: str) -> Contents:
 
 
 def write_contents(
-    path: Path, index: dict[str, Any], pieces: Sequence[tuple[int, Bytes]], what: str
+    path: Path, index: dict[str, Any], pieces: Sequence[tuple[int, Bytes]], contents_name: str
 ) -> bool:
     """Write a file if there is room, and return whether it exists now. Errors are logged.
 
     index: includes the key. pieces: (offset in the data, bytes), in order of offset; gaps are zero.
-    what: name of the contents, for the log.
+    contents_name: name of the contents, for the log.
     """
     num_bytes = max((offset + len(piece) for offset, piece in pieces), default=0)
     head, start = _head(index, num_bytes)
@@ -130,7 +130,9 @@ def write_contents(
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not make_room(path.parent, total, path):
             logger.info(
-                "%s: not cached, because %.1f GB exceed the limit of the cache", what, total / 1e9
+                "%s: not cached, because %.1f GB exceed the limit of the cache",
+                contents_name,
+                total / 1e9,
             )
             return False
         file, name = tempfile.mkstemp(UNFINISHED, f"{path.stem}-", path.parent)
@@ -145,7 +147,7 @@ def write_contents(
             os.fsync(file)
             temporary.rename(path)
     except OSError as error:
-        logger.warning("%s: not cached for the next start: %s", what, error)
+        logger.warning("%s: not cached for the next start: %s", contents_name, error)
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -164,7 +166,7 @@ def make_room(directory: Path, needed: int, replaced: Path) -> bool:
             with contextlib.suppress(FileNotFoundError):
                 files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
     used = sum(size for _, size, _ in files)
-    limit = min(MOST_BYTES, SHARE_OF_DISK * (free_disk_bytes(directory) + used))
+    limit = min(MAX_BYTES, SHARE_OF_DISK * (free_disk_bytes(directory) + used))
     if needed > limit:
         return False
     for _, size, path in sorted(files):
@@ -249,12 +251,12 @@ def file_identity(path: Path) -> list[Any]:
                 digest.update(piece)
         else:
             digest.update(file.read(START_BYTES))
-            for start in _places(path, facts.st_size):
+            for start in _page_offsets(path, facts.st_size):
                 digest.update(os.pread(file.fileno(), PAGE_BYTES, start))
     return [path.name, facts.st_size, facts.st_mtime_ns, digest.hexdigest()]
 
 
-def _places(path: Path, size: int) -> Iterable[int]:
+def _page_offsets(path: Path, size: int) -> Iterable[int]:
     """List the offsets of the pages of a large file that its digest covers, in order."""
     last = size - PAGE_BYTES
     spread = {last * i // (PAGES - 1) for i in range(PAGES)}

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ModelError
-from quire.models.checkpoint.files import TensorHeader, TensorPlaces, listed
+from quire.models.checkpoint.files import TensorHeader, TensorLocations, listed
 from quire.models.checkpoint.sources import Source
 from quire.models.load.packing import Stored
 from quire.models.model import Model
@@ -39,16 +39,16 @@ class Contents:
         """Read the headers of the files. Raises ModelError for an unreadable file, and for a tensor
         that two files hold, or one file under two names."""
         self._model = model
-        self._wanted = {source.name: source for source in _sources(model)}
-        modules = {name.rpartition(".")[0] for name in self._wanted}
-        self._places = TensorPlaces()
+        self._expected = {source.name: source for source in _sources(model)}
+        modules = {name.rpartition(".")[0] for name in self._expected}
+        self._locations = TensorLocations()
         self.headers: dict[str, TensorHeader] = {}
         for file in files:
             for name, header in _headers(file):
                 names = model.names_of(name)
                 known = [each for each in names if each.rpartition(".")[0] in modules]
-                full = next((each for each in names if each in self._wanted), (*known, *names)[0])
-                self._places.add(full, file, name)
+                full = next((each for each in names if each in self._expected), (*known, *names)[0])
+                self._locations.add(full, file, name)
                 self.headers[full] = header
 
     def check(self, stored: Stored = MappingProxyType({})) -> None:
@@ -61,21 +61,21 @@ class Contents:
             for name, part in found.parts.items()
         ]
         quantised = {name for name, _ in parts}
-        missing = self._wanted.keys() - self.headers.keys() - quantised
+        missing = self._expected.keys() - self.headers.keys() - quantised
         known = {each for _, p in parts for each in (*p.tensors.values(), *p.unused, *p.zeros)}
-        known |= self._wanted.keys()
+        known |= self._expected.keys()
         unknown = [
-            self._places[name][1]
+            self._locations[name][1]
             for name in self.headers.keys() - known
-            if not self._model.ignores(self._places[name][1])
+            if not self._model.ignores(self._locations[name][1])
         ]
         for name, header in self.headers.items():
-            if name in self._wanted and name not in quantised:
-                _check(self._places[name][1], header, self._wanted[name])
+            if name in self._expected and name not in quantised:
+                _check(self._locations[name][1], header, self._expected[name])
         check_complete(sorted(missing), sorted(unknown))
         tied, head = _tied_table(self._model), self._model.head_tensor
-        if tied in self._places and head in self._places:
-            _check_tied(self._places[head], self._places[tied], self._wanted[tied].rows)
+        if tied in self._locations and head in self._locations:
+            _check_tied(self._locations[head], self._locations[tied], self._expected[tied].rows)
 
 
 def tensor_names(files: Iterable[Path]) -> Iterator[str]:
@@ -93,13 +93,14 @@ def check_complete(missing: list[str], unknown: list[str]) -> None:
         problems.append(f"hold unknown tensors ({listed(unknown)})")
     if not problems:
         return
-    what = (
+    advice = (
         "check that both are of the same model and that its download is complete"
         if not any(name.endswith(QUANTISED_ENDS) for name in unknown)
         else "these weights are quantised, but quantization_config does not list them"
     )
     raise ModelError(
-        f"the weight files {' and '.join(problems)}. They do not match the model's config: {what}."
+        f"the weight files {' and '.join(problems)}. They do not match the model's config:"
+        f" {advice}."
     )
 
 

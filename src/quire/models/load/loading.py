@@ -37,7 +37,7 @@ from quire.ops.host.host_memory import forget_pages
 from quire.ops.host.torch_import import new_generator
 from quire.ops.weights.device_weights import check_rows, dtype_name
 from quire.ops.weights.formats import chosen_variants
-from quire.ops.weights.mapped_tensors import FilePlace, MappedTensors
+from quire.ops.weights.mapped_tensors import FilePosition, MappedTensors
 from quire.ops.weights.pack import can_pack_natively
 from quire.spec.cuts import all_of
 from quire.spec.gguf.container import GGUFFile, is_gguf
@@ -56,7 +56,7 @@ class LoadOptions:
     load_format: `auto` and `safetensors` read *.safetensors in the directory, or the GGUF file in
     its place. `dummy` reads no files, and uses random numbers of this seed. formats: by default,
     weights that a GGUF file quantises keep its format (gguf/stored.py) if the core multiplies it.
-    cache: cache of packed weights, if any. most_bytes: limit of all weights; None for no limit.
+    cache: cache of packed weights, if any. max_bytes: limit of all weights; None for no limit.
     place: position of the rank whose part of the model is loaded.
     """
 
@@ -64,7 +64,7 @@ class LoadOptions:
     seed: int = 0
     formats: WeightFormats = AS_THEY_ARE
     cache: WeightCache | None = None
-    most_bytes: int | None = None
+    max_bytes: int | None = None
     place: RankPlace = WHOLE
 
 
@@ -96,13 +96,13 @@ def load_model(
         model.adopt(_names(directory, spec, files))
         stored = formats_of_file(directory, spec, model, dtype, device, formats)
     entry, num_bytes = None, planned_bytes(model, dtype, device, formats, stored)
-    _check_room(num_bytes, options.most_bytes)
+    _check_room(num_bytes, options.max_bytes)
     if cache is not None and can_pack_natively(dtype, device):
         part = options.place.numbers
         made_with = (spec.identity, dtype, formats, _kernels(dtype, formats, stored), part)
         entry = entry_of(cache, model, num_bytes, files, options.seed, made_with)
         if entry is not None and entry.restore(model):
-            model.kept_as = entry.key
+            model.weights_key = entry.key
             report(num_bytes, num_bytes)
             return model
     mapped = MappedTensors() if reads and not is_gguf(directory) else None
@@ -115,7 +115,7 @@ def load_model(
         fill_with_random(assembly, options.seed, report)
     model = assembly.finish()
     if entry is not None and entry.store(model):
-        model.kept_as = entry.key
+        model.weights_key = entry.key
     return model
 
 
@@ -128,12 +128,12 @@ def _names(directory: Path, spec: ModelSpec, files: list[Path]) -> Iterable[str]
 
 def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict[str, str]:
     """Return the instruction set of each format that weights are packed in."""
-    asked = [each for each in (formats.layers, formats.head) if each is not None]
-    used = {each.format for each in asked}
+    requested = [each for each in (formats.layers, formats.head) if each is not None]
+    used = {each.format for each in requested}
     for each in stored.values():
         if isinstance(each, StoredFormat):
             used |= {format.format for format in each.formats}
-        elif each.is_kept:
+        elif each.stays_quantised:
             used |= {format.format for _, format in each.stretches() if format is not None}
     return chosen_variants(sorted({dtype_name(dtype)} | used))
 
@@ -159,17 +159,17 @@ def formats_of_file(
     config = spec.quantization
     if config is None:
         return {}
-    is_kept = as_stored and dtype != torch.float64
+    stays_quantised = as_stored and dtype != torch.float64
     contents = _contents(weight_files(path), model)
     found = quantised_layers(
-        model, config, contents.headers, is_kept=is_kept, is_gpu=is_gpu(device)
+        model, config, contents.headers, stays_quantised=stays_quantised, is_gpu=is_gpu(device)
     )
     if found and quantization.is_quantised:
         logger.warning(
             "%s holds weights quantised by %s, which --quantization rounds a second time; remove"
             " it to keep them unchanged", path, config.method,
         )  # fmt: skip
-    if found and is_kept:
+    if found and stays_quantised:
         check_rows(f"{config.method} weights", dtype, device)
     return found
 
@@ -186,7 +186,7 @@ def check_files(files: Iterable[Path], spec: ModelSpec, place: RankPlace = WHOLE
     contents, config = _contents(list(files), model), spec.quantization
     stored: Stored = {}
     if config is not None:
-        stored = quantised_layers(model, config, contents.headers, is_kept=True)
+        stored = quantised_layers(model, config, contents.headers, stays_quantised=True)
     contents.check(stored)
 
 
@@ -317,16 +317,16 @@ def _tensors(files: Iterable[Path], mapped: MappedTensors) -> Iterator[tuple[str
                 with safe_open(path, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                         tensor = opened.get_tensor(name)
-                        mapped.add(tensor, FilePlace(file, ranges[name][0]))
+                        mapped.add(tensor, FilePosition(file, ranges[name][0]))
                         yield name, tensor
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} cannot be read: {error}. Download it again.") from error
 
 
-def _check_room(num_bytes: int, most_bytes: int | None) -> None:
-    if most_bytes is not None and num_bytes > most_bytes:
+def _check_room(num_bytes: int, max_bytes: int | None) -> None:
+    if max_bytes is not None and num_bytes > max_bytes:
         raise OutOfMemory(
-            f"weights ({num_bytes / MIB:,.0f} MiB) exceed the free memory ({most_bytes / MIB:,.0f}"
+            f"weights ({num_bytes / MIB:,.0f} MiB) exceed the free memory ({max_bytes / MIB:,.0f}"
             " MiB). Use a smaller model or dtype."
         )
 

@@ -62,7 +62,7 @@ def _stretches(
     found = stored.get(layer)
     if isinstance(found, StoredFormat):
         return found.stretches
-    if found is not None and found.is_kept:
+    if found is not None and found.stays_quantised:
         return found.stretches(is_gpu=is_gpu)
     return ((layer.weight.shape[0], format),)
 
@@ -101,21 +101,23 @@ def planned_bytes(
     stored: Stored = MappingProxyType({}),
 ) -> int:
     """Predict model_bytes of this model after packing. The model may still be without memory."""
-    how = packing(dtype, device)
+    device_packing = packing(dtype, device)
     packed = [m for m in model.modules() if isinstance(m, Linear | LMHead)]
-    experts = _stacked_experts(model) if how.is_gpu else []
+    experts = _stacked_experts(model) if device_packing.is_gpu else []
     owned = {id(weight) for weight in (*(module.weight for module in packed), *experts)}
     plain = {id(w): _bytes(w) for w in _weights(model) if id(w) not in owned}
     total = sum(plain.values())
-    total += sum(how.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts)
+    total += sum(
+        device_packing.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts
+    )
     for module in packed:
         if isinstance(module, Linear):
             format = format_of(module, formats)
-            for outputs, each in _stretches(module, format, stored, is_gpu=how.is_gpu):
-                total += how.weight_bytes((outputs, module.weight.shape[1]), each)
+            for outputs, each in _stretches(module, format, stored, is_gpu=device_packing.is_gpu):
+                total += device_packing.weight_bytes((outputs, module.weight.shape[1]), each)
     for head, tables in _tied(model.modules()):
-        ((_, format),) = _stretches(head, formats.head, stored, is_gpu=how.is_gpu)
-        total += how.head_bytes(tuple(head.weight.shape), format, is_tied=bool(tables))
+        ((_, format),) = _stretches(head, formats.head, stored, is_gpu=device_packing.is_gpu)
+        total += device_packing.head_bytes(tuple(head.weight.shape), format, is_tied=bool(tables))
     return total
 
 

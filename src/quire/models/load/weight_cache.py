@@ -57,7 +57,7 @@ def entry_of(
     num_bytes: size of all packed weights. files: the checkpoint's files; empty for random weights
     of this seed. made_with: other inputs of the weights, whose repr enters the key.
     """
-    if num_bytes < cache.least_bytes or not (files or cache.keeps_dummies):
+    if num_bytes < cache.min_bytes or not (files or cache.caches_dummies):
         return None
     facts = [
         VERSION,
@@ -116,9 +116,9 @@ class Entry:
     def store(self, model: nn.Module) -> bool:
         """Write a packed model's weights if there is room, and return whether the file exists."""
         index, pieces = indexed(model)
-        places = zip((each["offset"] for each in index), pieces, strict=True)
+        placed_pieces = zip((each["offset"] for each in index), pieces, strict=True)
         contents = {"key": self.key, "weights": index}
-        return write_contents(self.path, contents, list(places), "weights")
+        return write_contents(self.path, contents, list(placed_pieces), "weights")
 
 
 def indexed(model: nn.Module) -> tuple[list[dict[str, Any]], list[Bytes]]:
@@ -154,10 +154,10 @@ def _read(contents: Contents, model: nn.Module) -> list[nn.Parameter | Packed]:
     by_name: dict[str, nn.Parameter | Packed] = {}
     shapes = {name: getattr(module, own).shape for name, module, own in all_weights(model)}
     for entry in contents.index["weights"]:
-        wanted = shapes[entry["names"][0]]
-        if any(shapes[name] != wanted for name in entry["names"]):
+        expected_shape = shapes[entry["names"][0]]
+        if any(shapes[name] != expected_shape for name in entry["names"]):
             raise ValueError(f"{entry['names']} have several shapes")
-        by_name |= dict.fromkeys(entry["names"], _weight(entry, wanted, data))
+        by_name |= dict.fromkeys(entry["names"], _weight(entry, expected_shape, data))
     if by_name.keys() != shapes.keys():
         raise ValueError("it holds the weights of another model")
     return [by_name[name] for name in shapes]

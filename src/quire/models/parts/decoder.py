@@ -33,7 +33,7 @@ from quire.models.parts.options import DecoderOptions
 from quire.models.parts.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import Scores
-from quire.ops.elementwise import beside, scale, soft_cap
+from quire.ops.elementwise import concatenate, scale, soft_cap
 from quire.ops.embedding import add_features, place
 from quire.spec.cuts import Cut
 from quire.spec.model_spec import ModelSpec
@@ -62,9 +62,10 @@ class LayerPlace(NamedTuple):
         """Return the KV heads of this rank; several ranks share a head if ranks outnumber heads."""
         return self.factory.place.cut_or_repeat(self.spec.num_kv_heads, KV_HEADS)
 
-    def inner(self, size: int, what: str = "intermediate_size") -> Cut:
-        """Return this rank's part of a feed-forward dimension. what: setting that gives `size`."""
-        return self.factory.place.cut(size, what)
+    def inner(self, size: int, setting: str = "intermediate_size") -> Cut:
+        """Return this rank's part of a feed-forward dimension. setting: setting that gives
+        `size`."""
+        return self.factory.place.cut(size, setting)
 
 
 class LayerStep(NamedTuple):
@@ -139,7 +140,7 @@ class GatedMLP(nn.Module):
     """The feed-forward layer down(activation(gate(x)) * up(x)).
 
     names: checkpoint modules below `inside`; two names if the checkpoint fuses gate and up. inner:
-    inner size, if not the config's. what: setting that gives it, named by errors.
+    inner size, if not the config's. setting: setting that gives it, named by errors.
     """
 
     def __init__(
@@ -148,11 +149,11 @@ class GatedMLP(nn.Module):
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         inside: str = "mlp",
         inner: int | None = None,
-        what: str = "intermediate_size",
+        setting: str = "intermediate_size",
     ) -> None:
         super().__init__()
         inner = at.spec.intermediate_size if inner is None else inner
-        size, bias, part = at.spec.hidden_size, at.options.mlp_bias, at.inner(inner, what)
+        size, bias, part = at.spec.hidden_size, at.options.mlp_bias, at.inner(inner, setting)
         *first, last = (f"{at.name}.{inside}.{each}" for each in names)
         outputs = [part, part] if len(first) == 2 else [[part, part]]
         self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
@@ -270,7 +271,7 @@ class Decoder(Model):
 
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
-    shows_states = has_stages = True
+    exposes_states = has_stages = True
     layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
     embedding_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
@@ -282,7 +283,7 @@ class Decoder(Model):
         place, table = factory.place, f"{prefix}{self.embedding_name}"
         names = [f"{prefix}layers.{layer}" for layer in range(spec.num_layers)]
         head = self.head_tensor.removesuffix(".weight")
-        self.take_place(factory, names, [table], [f"{prefix}{self.norm_name}", head], 2 * size)
+        self.set_stage(factory, names, [table], [f"{prefix}{self.norm_name}", head], 2 * size)
         self._here = here = place.layers(spec.num_layers)
         vocabulary = place.vocabulary(spec.vocab_size)
         self.embedding = self.norm = self.head = None
@@ -342,7 +343,7 @@ class Decoder(Model):
             reads.keep(self._here.stop, x_TD, residual_TD)
         if self.norm is None:
             assert residual_TD is not None, "a stage has layers"
-            return beside(x_TD, residual_TD)
+            return concatenate(x_TD, residual_TD)
         hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
         return hidden_TD
 

@@ -24,11 +24,11 @@ from quire.ops.attention_inputs import Scores
 from quire.ops.collective import RankGroup, all_reduce
 from quire.ops.elementwise import (
     add,
-    fill_up,
     gelu,
     gelu_mul,
     gelu_tanh,
     gelu_tanh_mul,
+    pad_width,
     relu,
     silu_mul,
 )
@@ -241,7 +241,7 @@ class LMHead(Layer):
         tokens, padded to an equal number on all ranks."""
         logits_RV = linear(hidden_RD, self.weight)
         is_short = self._width > logits_RV.shape[1]
-        return fill_up(logits_RV, self._width) if is_short else logits_RV
+        return pad_width(logits_RV, self._width) if is_short else logits_RV
 
     def sources(self) -> list[Source]:
         if self._is_tied:

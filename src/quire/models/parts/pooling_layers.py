@@ -86,10 +86,10 @@ def load_pooling_layers(
     if pooling.task == CLASSIFY:
         return [_classifier(directory, pooling, spec.hidden_size, device)]
     layers, width = [], spec.hidden_size
-    for place, activation in pooling.dense:
-        files = weight_files(directory / place)
+    for subfolder, activation in pooling.dense:
+        files = weight_files(directory / subfolder)
         weight = _needed(files, ("linear.weight",))
-        _check(weight, (None, width), f"linear.weight of {place}")
+        _check(weight, (None, width), f"linear.weight of {subfolder}")
         bias = _tensor(files, ("linear.bias",))
         layers.append(_layer(weight, bias, device, activation))
         width = len(weight)
@@ -193,8 +193,8 @@ def _rows(files: Sequence[Path], token_ids: tuple[int, ...]) -> torch.Tensor:
 
 def _check(found: torch.Tensor, shape: tuple[int | None, ...], name: str) -> None:
     is_right = len(found.shape) == len(shape) and all(
-        want in (None, have) for have, want in zip(found.shape, shape, strict=True)
+        required in (None, have) for have, required in zip(found.shape, shape, strict=True)
     )
     if not is_right:
-        wanted = " x ".join("any" if each is None else str(each) for each in shape)
-        raise ModelError(f"{name} has the shape {tuple(found.shape)}; it must be {wanted}.")
+        expected_words = " x ".join("any" if each is None else str(each) for each in shape)
+        raise ModelError(f"{name} has the shape {tuple(found.shape)}; it must be {expected_words}.")

@@ -118,8 +118,8 @@ def _yarn(frequencies_E: torch.Tensor, options: RopeOptions) -> torch.Tensor:
 
     def index_of(turns: float) -> float:
         """Return the index of the frequency with this number of turns in `trained` tokens."""
-        wanted = math.log(options.trained / (turns * 2 * math.pi))
-        return len(frequencies_E) * wanted / math.log(options.theta)
+        log_ratio = math.log(options.trained / (turns * 2 * math.pi))
+        return len(frequencies_E) * log_ratio / math.log(options.theta)
 
     first, last = index_of(options.high_turns), index_of(options.low_turns)
     if options.truncates:

@@ -16,7 +16,7 @@ from quire.models.quantised.tensors import (
     OUTPUTS,
     SCALES,
     Shape,
-    Wanted,
+    TensorLayout,
     group_of,
     groups_of,
     num_groups,
@@ -30,17 +30,23 @@ OF_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # index of each output in its word, lowest bits first
 
 
-def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+def tensors(scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]:
     outputs, inputs = shape
-    groups, words = num_groups(how, inputs), -(-outputs // OF_WORD)
+    groups, words = num_groups(scheme, inputs), -(-outputs // OF_WORD)
     return {
-        ".qweight": Wanted(((inputs, words),), ("I32",), axes=((INPUTS, 1), (OUTPUTS, OF_WORD))),
-        ".qzeros": Wanted(((groups, words),), ("I32",), axes=(groups_of(how), (OUTPUTS, OF_WORD))),
-        ".scales": Wanted(((groups, outputs),), SCALES, axes=(groups_of(how), (OUTPUTS, 1))),
+        ".qweight": TensorLayout(
+            ((inputs, words),), ("I32",), axes=((INPUTS, 1), (OUTPUTS, OF_WORD))
+        ),
+        ".qzeros": TensorLayout(
+            ((groups, words),), ("I32",), axes=(groups_of(scheme), (OUTPUTS, OF_WORD))
+        ),
+        ".scales": TensorLayout(
+            ((groups, outputs),), SCALES, axes=(groups_of(scheme), (OUTPUTS, 1))
+        ),
     }
 
 
-def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+def rows(scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
     outputs, inputs = shape
     numbers_KN = unpacked(found[".qweight"], 4, PLACES)[:, :outputs]
     zeros_GN = signed(unpacked(found[".qzeros"], 4, PLACES)[:, :outputs], 4)
@@ -48,6 +54,6 @@ def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> 
         signed(numbers_KN.t().contiguous(), 4),
         4,
         found[".scales"].float().t().contiguous(),
-        group_of(how, inputs),
+        group_of(scheme, inputs),
         zeros_GN.t().float().contiguous() if zeros_GN.any() else None,
     )

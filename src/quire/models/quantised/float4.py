@@ -17,7 +17,7 @@ from quire.models.quantised.tensors import (
     OUTPUTS,
     POWERS,
     Shape,
-    Wanted,
+    TensorLayout,
     unused,
 )
 from quire.ops.weights.stored_rows import FLOAT4_BLOCK, Float4Rows
@@ -27,30 +27,30 @@ BYTES = FLOAT4_BLOCK // 2
 AXES = (OUTPUTS, 1), (INPUTS, FLOAT4_BLOCK)  # axes of scales; experts are cut one at a time
 
 
-def block_tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+def block_tensors(scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]:
     *front, inputs = shape
     blocks = -(-inputs // FLOAT4_BLOCK)
     return {
-        "_blocks": Wanted(((*front, blocks, BYTES),), ("U8",), axes=(*AXES, (NEITHER, 1))),
-        "_scales": Wanted(((*front, blocks),), POWERS, axes=AXES),
+        "_blocks": TensorLayout(((*front, blocks, BYTES),), ("U8",), axes=(*AXES, (NEITHER, 1))),
+        "_scales": TensorLayout(((*front, blocks),), POWERS, axes=AXES),
     }
 
 
-def block_rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float4Rows:
+def block_rows(scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float4Rows:
     return Float4Rows(found["_blocks"].flatten(1), found["_scales"].view(torch.uint8))
 
 
-def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+def tensors(scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]:
     outputs, inputs = shape
     return {
-        ".weight_packed": Wanted(
+        ".weight_packed": TensorLayout(
             ((outputs, inputs // 2),), ("U8",), axes=((OUTPUTS, 1), (INPUTS, 2))
         ),
-        ".weight_scale": Wanted(((outputs, -(-inputs // FLOAT4_BLOCK)),), POWERS, axes=AXES),
+        ".weight_scale": TensorLayout(((outputs, -(-inputs // FLOAT4_BLOCK)),), POWERS, axes=AXES),
         ".input_scale": unused(),
         ".input_global_scale": unused(),
     }
 
 
-def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float4Rows:
+def rows(scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float4Rows:
     return Float4Rows(found[".weight_packed"], found[".weight_scale"].view(torch.uint8))

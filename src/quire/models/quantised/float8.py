@@ -18,7 +18,7 @@ from quire.models.quantised.tensors import (
     POWERS,
     SCALES,
     Shape,
-    Wanted,
+    TensorLayout,
     group_of,
     groups_of,
     of_outputs,
@@ -32,15 +32,15 @@ from quire.spec.quantization_config import StoredWeight
 SCALE = ".weight_scale_inv"
 
 
-def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
-    shapes = (found for scope in _scopes(how) for found in scale_shapes(scope, shape))
+def tensors(scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]:
+    shapes = (found for scope in _scopes(scheme) for found in scale_shapes(scope, shape))
     return {
-        ".weight": Wanted((shape,), ("F8_E4M3",), axes=((OUTPUTS, 1), (INPUTS, 1))),
-        SCALE: Wanted(
+        ".weight": TensorLayout((shape,), ("F8_E4M3",), axes=((OUTPUTS, 1), (INPUTS, 1))),
+        SCALE: TensorLayout(
             tuple(dict.fromkeys(shapes)),
             (*SCALES, *POWERS),
             (".weight_scale",),
-            axes=((OUTPUTS, how.rows), groups_of(how)),
+            axes=((OUTPUTS, scheme.rows), groups_of(scheme)),
         ),
         ".activation_scale": unused(),
         ".input_scale": unused(),
@@ -49,15 +49,17 @@ def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
     }
 
 
-def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float8Rows:
+def rows(scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float8Rows:
     scales = found[SCALE]
     stored = tuple(scales.shape)
-    how = next(scope for scope in _scopes(how) if stored in scale_shapes(scope, shape))
+    scheme = next(scope for scope in _scopes(scheme) if stored in scale_shapes(scope, shape))
     if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
         scales = powers_of_two(scales)
-    return Float8Rows(found[".weight"], of_outputs(scales, how, shape), group_of(how, shape[1]))
+    return Float8Rows(
+        found[".weight"], of_outputs(scales, scheme, shape), group_of(scheme, shape[1])
+    )
 
 
-def _scopes(how: StoredWeight) -> tuple[StoredWeight, ...]:
+def _scopes(scheme: StoredWeight) -> tuple[StoredWeight, ...]:
     """Return the possible scopes of scales: as configured, per output, and per tensor."""
-    return how, replace(how, rows=1, group_size=0), replace(how, rows=0, group_size=0)
+    return scheme, replace(scheme, rows=1, group_size=0), replace(scheme, rows=0, group_size=0)

@@ -19,7 +19,7 @@ from quire.models.quantised.tensors import (
     SCALES,
     WORD,
     Shape,
-    Wanted,
+    TensorLayout,
     group_of,
     groups_of,
     num_groups,
@@ -34,33 +34,35 @@ from quire.spec.quantization_config import StoredWeight
 ONES = {4: 0x11111111, 8: 0x01010101}
 
 
-def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+def tensors(scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]:
     outputs, inputs = shape
-    groups, of_word = num_groups(how, inputs), WORD // how.bits
+    groups, of_word = num_groups(scheme, inputs), WORD // scheme.bits
     return {
-        ".qweight": Wanted(
+        ".qweight": TensorLayout(
             ((-(-inputs // of_word), outputs),), ("I32",), axes=((INPUTS, of_word), (OUTPUTS, 1))
         ),
-        ".qzeros": Wanted(
+        ".qzeros": TensorLayout(
             ((groups, -(-outputs // of_word)),),
             ("I32",),
-            axes=(groups_of(how), (OUTPUTS, of_word)),
+            axes=(groups_of(scheme), (OUTPUTS, of_word)),
         ),
-        ".scales": Wanted(((groups, outputs),), SCALES, axes=(groups_of(how), (OUTPUTS, 1))),
-        ".g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False, axes=((INPUTS, 1),)),
+        ".scales": TensorLayout(
+            ((groups, outputs),), SCALES, axes=(groups_of(scheme), (OUTPUTS, 1))
+        ),
+        ".g_idx": TensorLayout(((inputs,),), ("I32", "I64"), is_needed=False, axes=((INPUTS, 1),)),
     }
 
 
-def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+def rows(scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
     outputs, inputs = shape
-    bits, group = how.bits, group_of(how, inputs)
+    bits, group = scheme.bits, group_of(scheme, inputs)
     integers = signed(unpacked(found[".qweight"].t(), bits)[:, :inputs], bits)
     words = found[".qzeros"]
-    if how.zero_offset:  # add to whole words with carries, as GPTQ subtracted
-        words = (words.long() + ONES[bits] * how.zero_offset).to(torch.int32)
+    if scheme.zero_offset:  # add to whole words with carries, as GPTQ subtracted
+        words = (words.long() + ONES[bits] * scheme.zero_offset).to(torch.int32)
     zeros_GN = signed(unpacked(words, bits)[:, :outputs], bits)
     scales_GN = found[".scales"]
-    if len(scales_GN) > num_groups(how, inputs):
+    if len(scales_GN) > num_groups(scheme, inputs):
         return of_some_inputs(integers, bits, scales_GN, zeros_GN, found[".g_idx"])
     order = None
     if ".g_idx" in found:

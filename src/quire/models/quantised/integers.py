@@ -16,7 +16,7 @@ from quire.models.quantised.tensors import (
     OUTPUTS,
     SCALES,
     Shape,
-    Wanted,
+    TensorLayout,
     group_of,
     groups_of,
     of_outputs,
@@ -27,23 +27,23 @@ from quire.ops.weights.stored_rows import IntegerRows
 from quire.spec.quantization_config import StoredWeight
 
 
-def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
-    scales, axes = scale_shapes(how, shape), ((OUTPUTS, how.rows), groups_of(how))
+def tensors(scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]:
+    scales, axes = scale_shapes(scheme, shape), ((OUTPUTS, scheme.rows), groups_of(scheme))
     return {
-        ".weight": Wanted((shape,), ("I8",), axes=((OUTPUTS, 1), (INPUTS, 1))),
-        ".weight_scale": Wanted(scales, SCALES, axes=axes),
-        ".weight_zero_point": Wanted(scales, ("I8",), is_needed=how.has_zeros, axes=axes),
+        ".weight": TensorLayout((shape,), ("I8",), axes=((OUTPUTS, 1), (INPUTS, 1))),
+        ".weight_scale": TensorLayout(scales, SCALES, axes=axes),
+        ".weight_zero_point": TensorLayout(scales, ("I8",), is_needed=scheme.has_zeros, axes=axes),
         ".input_scale": unused(),
         ".input_zero_point": unused(),
     }
 
 
-def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+def rows(scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
     zeros = found.get(".weight_zero_point")
     return IntegerRows(
         found[".weight"],
-        how.bits,
-        of_outputs(found[".weight_scale"], how, shape),
-        group_of(how, shape[1]),
-        of_outputs(zeros, how, shape) if zeros is not None and zeros.any() else None,
+        scheme.bits,
+        of_outputs(found[".weight_scale"], scheme, shape),
+        group_of(scheme, shape[1]),
+        of_outputs(zeros, scheme, shape) if zeros is not None and zeros.any() else None,
     )

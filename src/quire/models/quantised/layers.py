@@ -19,7 +19,7 @@ from quire.models.parts.layers import Linear, LMHead
 from quire.models.quantised import awq, float4, float8, gptq, integers, packed
 from quire.models.quantised.cutting import step_of, take_inputs, take_outputs
 from quire.models.quantised.sizes import check_inputs, quantization_of
-from quire.models.quantised.tensors import INPUTS, Shape, Wanted
+from quire.models.quantised.tensors import INPUTS, Shape, TensorLayout
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.stored_rows import StoredRows, selected
 from quire.spec import quantization_config as forms
@@ -32,14 +32,14 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 class TensorsOf(Protocol):
     """Function that describes the tensors of a module, by the suffixes of their names."""
 
-    def __call__(self, how: StoredWeight, shape: Shape) -> dict[str, Wanted]: ...
+    def __call__(self, scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]: ...
 
 
 class RowsOf(Protocol):
     """Function that makes the rows of a weight from its tensors, `found`."""
 
     def __call__(
-        self, how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
+        self, scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
     ) -> StoredRows: ...
 
 
@@ -70,7 +70,7 @@ class QuantisedPart:
     """The outputs of a layer that one quantised module of the checkpoint holds."""
 
     source: Source  # source of the layer that the module fills
-    how: StoredWeight
+    scheme: StoredWeight
     tensors: Mapping[str, str]  # names of the module's tensors, by suffix
     scales: str  # dtype of the scales
     unused: tuple[str, ...]  # names of the module's tensors that no weight depends on
@@ -79,8 +79,8 @@ class QuantisedPart:
     @property
     def cuts_sorted_groups(self) -> bool:
         """Return whether the rank holds a part of inputs that were sorted before grouping."""
-        how = self.how
-        return how.sorts_inputs and how.group_size > 0 and self.source.columns is not None
+        scheme = self.scheme
+        return scheme.sorts_inputs and scheme.group_size > 0 and self.source.columns is not None
 
     def rows(self, found: Mapping[str, torch.Tensor]) -> StoredRows:
         """Return the rows that the source fills. found: tensors by name. Raises ModelError for
@@ -98,31 +98,31 @@ class QuantisedPart:
     def check(self, headers: Mapping[str, TensorHeader]) -> None:
         """Raise ConfigError if the rank's inputs are not whole groups."""
         if self.source.columns is not None:
-            form, shape = FORMS[self.how.form], _whole_shape(self.source)
-            wanted = form.tensors(self.how, shape[-2:])
+            form, shape = FORMS[self.scheme.form], _whole_shape(self.source)
+            expected = form.tensors(self.scheme, shape[-2:])
             stored = {end: headers[name].shape for end, name in self.tensors.items()}
             stored = {end: own[len(shape) - 2 :] for end, own in stored.items()}
-            step = step_of(wanted, stored, shape[-2:], INPUTS)
+            step = step_of(expected, stored, shape[-2:], INPUTS)
             check_inputs(self.source.name.removesuffix(WEIGHT), self.source.columns, step)
 
     def _taken(self, found: Mapping[str, torch.Tensor]) -> tuple[StoredRows, int]:
         """Return the rows, widened to whole groups, and the index of the first requested input."""
-        source, form, first = self.source, FORMS[self.how.form], 0
+        source, form, first = self.source, FORMS[self.scheme.form], 0
         values: Mapping[str, torch.Tensor]
         values = {end: found[name] for end, name in self.tensors.items()}
         whole, outputs = _whole_shape(source), source.order
         if source.part is not None:
             values = {end: each[source.part.first] for end, each in values.items()}
         shape = whole[-2:]
-        wanted = form.tensors(self.how, shape)
+        expected = form.tensors(self.scheme, shape)
         if source.rows is not None:
             own = torch.arange(source.rows.first, source.rows.first + source.rows.count)
             own = own if outputs is None else own[outputs]
-            values, shape, outputs = take_outputs(values, wanted, shape, own)
+            values, shape, outputs = take_outputs(values, expected, shape, own)
         if source.columns is not None:
-            values, shape, first = take_inputs(values, wanted, shape, source.columns)
+            values, shape, first = take_inputs(values, expected, shape, source.columns)
         try:
-            rows = form.rows(self.how, shape, values)
+            rows = form.rows(self.scheme, shape, values)
         except ModelError as error:
             raise ModelError(f"{source.name} contradicts itself: {error}.") from error
         return rows if outputs is None else selected(rows, outputs), first
@@ -131,12 +131,12 @@ class QuantisedPart:
 @dataclass(frozen=True, eq=False)
 class QuantisedLayer:
     """A layer with quantised parts. parts: quantised parts by source name. outputs: number of
-    outputs of each source in order, including plain sources. is_kept: whether the weight stays
-    quantised; otherwise it is dequantised."""
+    outputs of each source in order, including plain sources. stays_quantised: whether the weight
+    stays quantised; otherwise it is dequantised."""
 
     parts: Mapping[str, QuantisedPart]
     outputs: Mapping[str, int]
-    is_kept: bool
+    stays_quantised: bool
 
     def stretches(self, *, is_gpu: bool = False) -> tuple[tuple[int, Quantization | None], ...]:
         """Return (number of outputs, packed format) for each range of outputs, in order. It applies
@@ -146,7 +146,7 @@ class QuantisedLayer:
             part, format = self.parts.get(name), None
             if part is not None:
                 inputs = part.source.destination.shape[-1]
-                format = quantization_of(part.how, inputs, part.scales, is_gpu=is_gpu)
+                format = quantization_of(part.scheme, inputs, part.scales, is_gpu=is_gpu)
             if found and found[-1][1] == format:
                 outputs += found.pop()[0]
             found.append((outputs, format))
@@ -172,7 +172,7 @@ def quantised_layers(
     config: QuantizationConfig,
     headers: Mapping[str, TensorHeader],
     *,
-    is_kept: bool,
+    stays_quantised: bool,
     is_gpu: bool = False,
 ) -> dict[nn.Module, QuantisedLayer]:
     """Find the layers whose weights the files hold quantised. headers: headers by source name.
@@ -193,11 +193,11 @@ def quantised_layers(
         outputs = {each.name: each.destination.shape[0] for each in sources}
         # A part of sorted inputs has groups of unequal sizes, which kernels cannot multiply.
         cuts_sorted = any(p.cuts_sorted_groups for p in quantised.values())
-        found[layer] = QuantisedLayer(quantised, outputs, is_kept and not cuts_sorted)
-        if found[layer].is_kept:
+        found[layer] = QuantisedLayer(quantised, outputs, stays_quantised and not cuts_sorted)
+        if found[layer].stays_quantised:
             for part in quantised.values():
                 part.check(headers)
-        if found[layer].is_kept and is_gpu and len(found[layer].stretches(is_gpu=True)) > 1:
+        if found[layer].stays_quantised and is_gpu and len(found[layer].stretches(is_gpu=True)) > 1:
             raise ModelError(
                 f"{listed(list(parts))} are multiplied together, but stored in different formats,"
                 " for which GPUs have no kernel; --quantization none computes them in the dtype."
@@ -214,54 +214,58 @@ def _part(
     """Find the tensors of one module; None if it is plain or absent. biases: names of the layer's
     biases. AutoGPTQ writes a bias of zeros for each layer without one."""
     module = source.name.removesuffix(WEIGHT)
-    how = config.stored_as(module)
+    scheme = config.stored_as(module)
     plain = headers.get(source.name)
-    if how is None or (plain is not None and plain.dtype in PLAIN):
+    if scheme is None or (plain is not None and plain.dtype in PLAIN):
         return None
-    form = FORMS[how.form]
+    form = FORMS[scheme.form]
     stem = module if form.is_named_by_module else source.name
     shape = _whole_shape(source)
-    wanted = form.tensors(how, shape)
-    names = {end: _present(stem, end, each, headers) for end, each in wanted.items()}
+    expected = form.tensors(scheme, shape)
+    names = {end: _present(stem, end, each, headers) for end, each in expected.items()}
     present = {end: name for end, name in names.items() if name in headers}
-    missing = [names[end] for end, each in wanted.items() if each.is_needed and end not in present]
-    if not any(wanted[end].is_needed for end in present):
+    missing = [
+        names[end] for end, each in expected.items() if each.is_needed and end not in present
+    ]
+    if not any(expected[end].is_needed for end in present):
         return None
     if missing:
         raise ModelError(
-            f"{module} is stored as {how.form}, but the weight files lack {listed(missing)}: the"
+            f"{module} is stored as {scheme.form}, but the weight files lack {listed(missing)}: the"
             " download is incomplete, or config.json belongs to another checkpoint."
         )
     if source.transposed and not form.turns:
         raise ModelError(
-            f"{module} is stored as {how.form}, which is supported for other layers only."
+            f"{module} is stored as {scheme.form}, which is supported for other layers only."
         )
     for end, name in present.items():
-        _check(name, headers[name], wanted[end])
-    used = {end: name for end, name in present.items() if wanted[end].is_used}
+        _check(name, headers[name], expected[end])
+    used = {end: name for end, name in present.items() if expected[end].is_used}
     unused = tuple(set(present.values()) - set(used.values()))
     bias = f"{module}.bias"
     zeros = (bias,) if bias in headers and bias not in biases else ()
     scales = next(headers[name].dtype for end, name in used.items() if "scale" in end)
-    return QuantisedPart(source, how, used, scales, unused, zeros)
+    return QuantisedPart(source, scheme, used, scales, unused, zeros)
 
 
-def _present(stem: str, end: str, wanted: Wanted, headers: Mapping[str, TensorHeader]) -> str:
+def _present(
+    stem: str, end: str, expected: TensorLayout, headers: Mapping[str, TensorHeader]
+) -> str:
     """Return the name under which files hold a tensor; the first name if they lack it."""
-    names = [f"{stem}{each}" for each in (end, *wanted.other_names)]
+    names = [f"{stem}{each}" for each in (end, *expected.other_names)]
     return next((name for name in names if name in headers), names[0])
 
 
-def _check(name: str, header: TensorHeader, wanted: Wanted) -> None:
-    if wanted.shapes and header.shape not in wanted.shapes:
-        shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
+def _check(name: str, header: TensorHeader, expected: TensorLayout) -> None:
+    if expected.shapes and header.shape not in expected.shapes:
+        shapes = " or ".join(str(list(shape)) for shape in expected.shapes)
         raise ModelError(
             f"the tensor {name} has the shape {list(header.shape)}, but config.json requires"
             f" {shapes}: the config and the weights belong to different models."
         )
-    if wanted.dtypes and header.dtype not in wanted.dtypes:
+    if expected.dtypes and header.dtype not in expected.dtypes:
         raise ModelError(
-            f"the tensor {name} holds {header.dtype}, not {' or '.join(wanted.dtypes)} as in"
+            f"the tensor {name} holds {header.dtype}, not {' or '.join(expected.dtypes)} as in"
             " quantization_config: the config and the weights belong to different models."
         )
 

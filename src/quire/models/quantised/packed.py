@@ -20,7 +20,7 @@ from quire.models.quantised.tensors import (
     SCALES,
     WORD,
     Shape,
-    Wanted,
+    TensorLayout,
     group_of,
     groups_of,
     num_groups,
@@ -36,40 +36,42 @@ from quire.ops.weights.stored_rows import IntegerRows
 from quire.spec.quantization_config import StoredWeight
 
 
-def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+def tensors(scheme: StoredWeight, shape: Shape) -> dict[str, TensorLayout]:
     outputs, inputs = shape
-    of_word, axes = WORD // how.bits, ((OUTPUTS, how.rows), groups_of(how))
+    of_word, axes = WORD // scheme.bits, ((OUTPUTS, scheme.rows), groups_of(scheme))
     found = {
-        ".weight_packed": Wanted(
+        ".weight_packed": TensorLayout(
             ((outputs, -(-inputs // of_word)),), ("I32",), axes=((OUTPUTS, 1), (INPUTS, of_word))
         ),
-        ".weight_scale": Wanted(scale_shapes(how, shape), SCALES, axes=axes),
-        ".weight_shape": Wanted(((2,),), ("I64", "I32"), is_needed=False),
-        ".weight_g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False, axes=((INPUTS, 1),)),
+        ".weight_scale": TensorLayout(scale_shapes(scheme, shape), SCALES, axes=axes),
+        ".weight_shape": TensorLayout(((2,),), ("I64", "I32"), is_needed=False),
+        ".weight_g_idx": TensorLayout(
+            ((inputs,),), ("I32", "I64"), is_needed=False, axes=((INPUTS, 1),)
+        ),
         ".input_scale": unused(),
         ".input_zero_point": unused(),
         ".input_global_scale": unused(),
     }
-    if how.has_zeros and how.rows == 1:
-        packed = (-(-outputs // of_word), num_groups(how, inputs))
-        axes = (OUTPUTS, of_word), groups_of(how)
-        found[".weight_zero_point"] = Wanted((packed,), ("I32",), axes=axes)
-    elif how.has_zeros:
-        found[".weight_zero_point"] = Wanted(scale_shapes(how, shape), ("I8",), axes=axes)
+    if scheme.has_zeros and scheme.rows == 1:
+        packed = (-(-outputs // of_word), num_groups(scheme, inputs))
+        axes = (OUTPUTS, of_word), groups_of(scheme)
+        found[".weight_zero_point"] = TensorLayout((packed,), ("I32",), axes=axes)
+    elif scheme.has_zeros:
+        found[".weight_zero_point"] = TensorLayout(scale_shapes(scheme, shape), ("I8",), axes=axes)
     return found
 
 
-def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+def rows(scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
     outputs, inputs = shape
-    bits, group = how.bits, group_of(how, inputs)
+    bits, group = scheme.bits, group_of(scheme, inputs)
     if ".weight_shape" in found and found[".weight_shape"].tolist() != list(shape):
         raise ModelError(f"weight_shape is {found['.weight_shape'].tolist()}, not {list(shape)}")
     integers = signed(unpacked(found[".weight_packed"], bits)[:, :inputs].contiguous(), bits)
     num_stored = found[".weight_scale"].shape[-1] if found[".weight_scale"].dim() == 2 else 1
-    if num_stored > num_groups(how, inputs):
-        whole = outputs, num_stored * how.group_size
-        zeros = _zeros(how, whole, found)
-        scales_GN = of_outputs(found[".weight_scale"], how, whole).t()
+    if num_stored > num_groups(scheme, inputs):
+        whole = outputs, num_stored * scheme.group_size
+        zeros = _zeros(scheme, whole, found)
+        scales_GN = of_outputs(found[".weight_scale"], scheme, whole).t()
         of_inputs = found[".weight_g_idx"]
         return of_some_inputs(
             integers, bits, scales_GN, None if zeros is None else zeros.t(), of_inputs
@@ -81,16 +83,16 @@ def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> 
             raise ModelError(f"weight_g_idx has groups that are not of {group} inputs each")
     if order is not None:
         integers = integers[:, order].contiguous()
-    scales = of_outputs(found[".weight_scale"], how, shape)
-    return IntegerRows(integers, bits, scales, group, _zeros(how, shape, found), order)
+    scales = of_outputs(found[".weight_scale"], scheme, shape)
+    return IntegerRows(integers, bits, scales, group, _zeros(scheme, shape, found), order)
 
 
 def _zeros(
-    how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
+    scheme: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    if not how.has_zeros:
+    if not scheme.has_zeros:
         return None
     stored = found[".weight_zero_point"]
     if stored.dtype == torch.int32:
-        stored = signed(unpacked(stored.t(), how.bits)[:, : shape[0]], how.bits).t()
-    return of_outputs(stored, how, shape).contiguous() if stored.any() else None
+        stored = signed(unpacked(stored.t(), scheme.bits)[:, : shape[0]], scheme.bits).t()
+    return of_outputs(stored, scheme, shape).contiguous() if stored.any() else None

@@ -20,16 +20,16 @@ def quantised_parts(
     for index, part in enumerate(parts):
         if config is None or part.kind not in (LINEAR, HEAD) or part.is_tied:
             continue
-        how = next((_stored_as(config, name) for name in part.tensors), None)
-        cuts_sorted = how is not None and how.sorts_inputs and how.group_size > 0
+        scheme = next((_stored_as(config, name) for name in part.tensors), None)
+        cuts_sorted = scheme is not None and scheme.sorts_inputs and scheme.group_size > 0
         if cuts_sorted and part.columns is not None:
             continue  # it is dequantised
-        if how is not None:
-            format = quantization_of(how, part.shape[-1], is_gpu=is_gpu)
+        if scheme is not None:
+            format = quantization_of(scheme, part.shape[-1], is_gpu=is_gpu)
             found[index] = StoredFormat(((part.shape[0], format),), as_blocks=False)
     return found
 
 
 def _stored_as(config: QuantizationConfig, tensor: str) -> StoredWeight | None:
     module = tensor.removesuffix(WEIGHT)
-    return None if config.leaves_out(module) else config.stored_as(module)
+    return None if config.excludes(module) else config.stored_as(module)

@@ -11,21 +11,21 @@ KINDS = {"F16": "_f16", "F32": "_f32"}  # suffixes for the dtype of scales in th
 
 
 def quantization_of(
-    how: StoredWeight, num_inputs: int, scales: str = "F16", *, is_gpu: bool = False
+    scheme: StoredWeight, num_inputs: int, scales: str = "F16", *, is_gpu: bool = False
 ) -> Quantization:
     """Return the packed format of a layer with num_inputs inputs, or a format of the same size.
 
     scales: dtype of the scales, named as in safetensors. Raises ConfigError for groups that the
     kernels cannot multiply.
     """
-    group = how.group_size if 0 < how.group_size < num_inputs else 0
-    if how.form == FLOAT8:
+    group = scheme.group_size if 0 < scheme.group_size < num_inputs else 0
+    if scheme.form == FLOAT8:
         return Quantization("fp8", group)
-    if how.form in (FLOAT4, FLOAT4_BLOCKS):
+    if scheme.form in (FLOAT4, FLOAT4_BLOCKS):
         return Quantization("mxfp4", FLOAT4_BLOCK)
     if is_gpu:
-        return Quantization(f"int{how.bits}", group, is_stored=True)
-    name = f"int{how.bits}{KINDS.get(scales, '')}{'_zeros' if how.has_zeros else ''}"
+        return Quantization(f"int{scheme.bits}", group, is_stored=True)
+    name = f"int{scheme.bits}{KINDS.get(scales, '')}{'_zeros' if scheme.has_zeros else ''}"
     return Quantization(name, stored_group(group or num_inputs, num_inputs), is_stored=True)
 
 

@@ -22,7 +22,7 @@ EXPONENT_BIAS = 127
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TensorLayout:
     """The description of one tensor of a quantised module."""
 
     shapes: tuple[Shape, ...]  # permitted shapes
@@ -35,43 +35,44 @@ class Wanted:
     axes: tuple[tuple[int, int], ...] = ()
 
 
-def groups_of(how: StoredWeight) -> tuple[int, int]:
-    """Return the entry of `Wanted.axes` for a dimension that counts groups of inputs. Sorted inputs
+def groups_of(scheme: StoredWeight) -> tuple[int, int]:
+    """Return the entry of `TensorLayout.axes` for a dimension that counts groups of inputs. Sorted
+    inputs
     have no fixed group, so their dimension has no axis."""
-    return (NEITHER, 1) if how.sorts_inputs else (INPUTS, how.group_size)
+    return (NEITHER, 1) if scheme.sorts_inputs else (INPUTS, scheme.group_size)
 
 
-def unused(*shapes: Shape) -> Wanted:
+def unused(*shapes: Shape) -> TensorLayout:
     """Describe an optional tensor that no weight depends on, of any shape if none is given."""
-    return Wanted(shapes, (), is_needed=False, is_used=False)
+    return TensorLayout(shapes, (), is_needed=False, is_used=False)
 
 
-def num_groups(how: StoredWeight, inputs: int) -> int:
-    return math.ceil(inputs / how.group_size) if how.group_size else 1
+def num_groups(scheme: StoredWeight, inputs: int) -> int:
+    return math.ceil(inputs / scheme.group_size) if scheme.group_size else 1
 
 
-def scale_shapes(how: StoredWeight, shape: Shape) -> tuple[Shape, ...]:
+def scale_shapes(scheme: StoredWeight, shape: Shape) -> tuple[Shape, ...]:
     """Return the permitted shapes of scales: [outputs, groups], also without dimensions of 1."""
-    outputs = math.ceil(shape[0] / how.rows) if how.rows else 1
-    groups = num_groups(how, shape[1])
+    outputs = math.ceil(shape[0] / scheme.rows) if scheme.rows else 1
+    groups = num_groups(scheme, shape[1])
     found: list[Shape] = [(outputs, groups)]
     if groups == 1:
         found.append((outputs,))
     return (*found, ()) if groups == outputs == 1 else tuple(found)
 
 
-def of_outputs(values: torch.Tensor, how: StoredWeight, shape: Shape) -> torch.Tensor:
+def of_outputs(values: torch.Tensor, scheme: StoredWeight, shape: Shape) -> torch.Tensor:
     """Return scales or zero points as float32 [N, G], repeated for outputs that share one."""
-    groups = num_groups(how, shape[1])
+    groups = num_groups(scheme, shape[1])
     values = values.float().reshape(-1, groups)
-    if how.rows == 1:
+    if scheme.rows == 1:
         return values
-    return values.repeat_interleave(how.rows or shape[0], dim=0)[: shape[0]].contiguous()
+    return values.repeat_interleave(scheme.rows or shape[0], dim=0)[: shape[0]].contiguous()
 
 
-def group_of(how: StoredWeight, inputs: int) -> int:
+def group_of(scheme: StoredWeight, inputs: int) -> int:
     """Return the number of inputs that share a scale; all inputs without groups."""
-    return min(how.group_size or inputs, inputs)
+    return min(scheme.group_size or inputs, inputs)
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
@@ -113,9 +114,9 @@ def sorted_by_group(groups_K: torch.Tensor, group_size: int) -> tuple[torch.Tens
     """Return the permutation that sorts inputs by group, or None if they are sorted, and whether
     all groups but the last then have `group_size` inputs. groups: group of each input, [K]."""
     inputs = len(groups_K)
-    wanted = torch.arange(inputs) // group_size
+    expected_groups = torch.arange(inputs) // group_size
     groups_K = groups_K.long() - groups_K.min()  # a rank's first group may be a later one
-    if torch.equal(groups_K, wanted) or not groups_K.any():  # all zero: never sorted
+    if torch.equal(groups_K, expected_groups) or not groups_K.any():  # all zero: never sorted
         return None, True
     order = groups_K.argsort(stable=True)
-    return order, torch.equal(groups_K[order], wanted)
+    return order, torch.equal(groups_K[order], expected_groups)

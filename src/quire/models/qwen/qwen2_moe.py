@@ -21,7 +21,9 @@ class SharedMLP(nn.Module):
     def __init__(self, at: LayerPlace, shared_size: int) -> None:
         super().__init__()
         self.sparse = feed_forward(at)
-        self.shared = GatedMLP(at, inside="mlp.shared_expert", inner=shared_size, what=SHARED_SIZE)
+        self.shared = GatedMLP(
+            at, inside="mlp.shared_expert", inner=shared_size, setting=SHARED_SIZE
+        )
         name = f"{at.name}.mlp.shared_expert_gate"
         self.gate = Router(name, at.spec.hidden_size, 1, at.factory)
 

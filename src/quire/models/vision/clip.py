@@ -126,7 +126,7 @@ class LlavaTower(VisionTower):
         self.unused = (norm, constant, *later)
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """See VisionTower."""
         return self.spec.tower.side**2 + self.spec.keeps_class
 
@@ -184,7 +184,7 @@ class LlavaNextTower(LlavaTower):
         self.newline = NamedVector(NEWLINE, spec.outputs, factory)
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """See VisionTower. The number of tiles is not bounded here."""
         return None
 
@@ -208,6 +208,6 @@ class LlavaNextTower(LlavaTower):
         cells = tiles.unflatten(1, (side, side)).unflatten(0, (down, across))
         picture = cells.transpose(1, 2).flatten(2, 3).flatten(0, 1)
         top, left = (down * side - rows) // 2, (across * side - columns) // 2
-        kept = picture[top : top + rows, left : left + columns]
+        cropped = picture[top : top + rows, left : left + columns]
         newline = self.newline.weight.expand(rows, 1, -1)
-        return torch.cat((kept, newline), dim=1).flatten(0, 1)
+        return torch.cat((cropped, newline), dim=1).flatten(0, 1)

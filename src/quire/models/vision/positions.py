@@ -51,10 +51,10 @@ def mrope_positions(
 def _image_positions(grid: Grid, merge_size: int, interval: float) -> Int64:
     """Return the positions of an image's tokens, from 0: int64 [3, tokens]."""
     frames, rows, columns = grid
-    places = np.indices((frames, rows // merge_size, columns // merge_size)).reshape(3, -1)
+    cell_indices = np.indices((frames, rows // merge_size, columns // merge_size)).reshape(3, -1)
     # In float32, as transformers scales frames, so that both round the same way.
-    places[0] = (places[0].astype(np.float32) * np.float32(interval)).astype(np.int64)
-    return places
+    cell_indices[0] = (cell_indices[0].astype(np.float32) * np.float32(interval)).astype(np.int64)
+    return cell_indices
 
 
 def frame_interval(tokens_per_second: float, seconds_per_frame: float) -> float:

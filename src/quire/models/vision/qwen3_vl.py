@@ -125,8 +125,8 @@ class Qwen3VLTower(QwenTower):
     @property
     def numbers_per_token(self) -> int:
         """See VisionTower. The states of all deepstack blocks exist at once."""
-        kept = self.spec.group * self.spec.width * len(self.spec.deepstack_blocks)
-        return super().numbers_per_token + kept
+        deepstack_values = self.spec.group * self.spec.width * len(self.spec.deepstack_blocks)
+        return super().numbers_per_token + deepstack_values
 
     def states(
         self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
@@ -145,8 +145,10 @@ class Qwen3VLTower(QwenTower):
         rows = self.rotary_rows(merge_order_positions(grid, spec.merge_size))
         x_TD = add(self.embedded_patches(image), self._embedded_positions(grid))
         last_TD, *taken = self.run_blocks(x_TD, [frame_bounds(grid)], rows)
-        places = [spec.deepstack_blocks.index(block) for block in sorted(spec.deepstack_blocks)]
-        features = [self.deepstack[i](x_TD) for i, x_TD in zip(places, taken, strict=True)]
+        deepstack_order = [
+            spec.deepstack_blocks.index(block) for block in sorted(spec.deepstack_blocks)
+        ]
+        features = [self.deepstack[i](x_TD) for i, x_TD in zip(deepstack_order, taken, strict=True)]
         return torch.cat((self.merger(last_TD), *features), dim=1)
 
     def _embedded_positions(self, grid: Grid) -> torch.Tensor:

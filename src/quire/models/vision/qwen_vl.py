@@ -101,8 +101,8 @@ def merge_order_positions(grid: Grid, merge_size: int) -> Int64:
     """Return the row and column of each patch of a grid, in merge order: int64 [T, 2]."""
     frames, rows, columns = grid
     assert rows % merge_size == columns % merge_size == 0, "patches come in whole groups"
-    places = np.indices((rows, columns))
-    cut = places.reshape(2, rows // merge_size, merge_size, columns // merge_size, merge_size)
+    cell_indices = np.indices((rows, columns))
+    cut = cell_indices.reshape(2, rows // merge_size, merge_size, columns // merge_size, merge_size)
     of_frame = cut.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
     return np.tile(of_frame, (frames, 1))
 

@@ -127,7 +127,7 @@ class Gemma3Tower(VisionTower):
         self.projector = Gemma3Projector(spec, factory)
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """See VisionTower. Each crop is a separate media item."""
         return self.spec.pooled_side**2
 

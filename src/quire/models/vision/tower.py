@@ -96,14 +96,14 @@ class VisionTower(nn.Module):
         return self.states(x_TD, RangeAttention(cuts), rotary_rows)
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """Return the maximum number of tokens of an image; None if its size is not bounded."""
         return None
 
     @property
     def size(self) -> EncoderSize:
         """Return the sizes that determine the tower's memory besides its weights."""
-        return EncoderSize(self.width, self.numbers_per_token, self.most_tokens)
+        return EncoderSize(self.width, self.numbers_per_token, self.max_tokens)
 
     @property
     def numbers_per_token(self) -> int:

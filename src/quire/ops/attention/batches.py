@@ -30,7 +30,7 @@ SHORT_QUERY = 8
 # Maximum ratio of a batch's longest context to its shortest; bounds the padding.
 LENGTH_RATIO = 1.5
 # Rows with 2 to this many new tokens may have draft tokens among them.
-MOST_UNSURE = 1 + 32
+MAX_VERIFIED_TOKENS = 1 + 32
 # Query tokens of a chunk that are multiplied at once. This bounds the memory of scores, and
 # context tokens after the span are not multiplied at all.
 SPAN = 64
@@ -93,16 +93,16 @@ class BatchBuilder:
         """
         lens, queries, size = step.context_lens_host, step.query_lens_host, self._block_size
         last, starts = (lens - 1) // size, lens - queries
-        may_guess = (queries > 1) & (queries <= MOST_UNSURE)
-        first = np.where(may_guess, -(-starts // size), last)
-        (rows,) = np.nonzero((first * size >= starts) & (may_guess | (lens % size != 0)))
+        may_have_drafts = (queries > 1) & (queries <= MAX_VERIFIED_TOKENS)
+        first = np.where(may_have_drafts, -(-starts // size), last)
+        (rows,) = np.nonzero((first * size >= starts) & (may_have_drafts | (lens % size != 0)))
         counts = (last - first)[rows] + 1
         if counts.sum() == 0:
             return None
         within = np.arange(counts.sum()) - (np.cumsum(counts) - counts).repeat(counts)
         rows = rows.repeat(counts)
-        places = self._index(first[rows] + within)
-        return table_SL[self._index(rows), places].to(torch.int64)
+        columns = self._index(first[rows] + within)
+        return table_SL[self._index(rows), columns].to(torch.int64)
 
     def _num_blocks(self, context_lens: Ints, query_lens: Ints, ends: Ints) -> Ints:
         """Count the blocks, from the first visible one on, that queries before `ends` can see."""

@@ -51,7 +51,7 @@ def _is_divided(group: CacheGroup) -> bool:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class TokenDivision:
     """Division of tokens among ranks: `rank` of `num` has `size` of each num * size tokens."""
 
     rank: int
@@ -78,7 +78,7 @@ class ContextShared(ForwardingBackend):
     def __init__(self, layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> None:
         self._ranks = ranks
         size = cut_block(layout.block_size, ranks.size)
-        self._dealing = Dealing(ranks.rank, ranks.size, size)
+        self._division = TokenDivision(ranks.rank, ranks.size, size)
         self._is_divided = [_is_divided(group) for group in layout.groups]
         divided = [
             group if is_own else CacheGroup(FULL, ())
@@ -97,7 +97,7 @@ class ContextShared(ForwardingBackend):
         }
         self._num_kv_heads = [group.num_kv_heads for group in divided]
         self.name = self._divided.name
-        self._takes_nowhere = self._divided.can_be_recorded  # slot -1 writes nothing
+        self._accepts_slot_minus_one = self._divided.can_be_recorded  # slot -1 writes nothing
         self._own: dict[int, torch.Tensor] = {}  # the step's tokens that this rank stores, by group
         self._sees_none_T = torch.empty(0, dtype=torch.bool)
 
@@ -118,7 +118,7 @@ class ContextShared(ForwardingBackend):
         group = self._group_of_layer.get(layer)
         if group is None:
             self._of_whole().write(layer, k_TKH, v_TKH)
-        elif self._takes_nowhere:
+        elif self._accepts_slot_minus_one:
             self._divided.write(layer, k_TKH, v_TKH)
         elif len(own := self._own[group]):
             self._divided.write(layer, k_TKH[own], v_TKH[own])
@@ -136,7 +136,7 @@ class ContextShared(ForwardingBackend):
         given = layer, qkv_TMH, num_kv_heads, rotary_rows, weight, eps
         if layer not in self._group_of_layer:
             return self._of_whole().rotary_write(*given)
-        if self._takes_nowhere:
+        if self._accepts_slot_minus_one:
             return self._divided.rotary_write(*given)
         return AttentionBackend.rotary_write(self, *given)  # writes with this class's `write`
 
@@ -191,7 +191,7 @@ class ContextShared(ForwardingBackend):
         ends_T = step.positions_T + 1
         if step.ends_T is not None:
             ends_T = torch.maximum(ends_T, to_device(step.ends_T, ends_T.device))
-        seen_T = self._dealing.before(ends_T) * (tokens_T < starts_S1[-1])
+        seen_T = self._division.before(ends_T) * (tokens_T < starts_S1[-1])
         self._sees_none_T = seen_T == 0
         seen_T = seen_T.clamp(min=1)
         return replace(
@@ -203,7 +203,7 @@ class ContextShared(ForwardingBackend):
             block_tables_SL=self._tables(step, tokens_T),
             query_lens_host=np.ones(num_tokens, np.int32),
             context_lens_host=self._seen_at_most(step),
-            guessing_S=None,
+            has_drafts_S=None,
             ends_T=None,
         )
 
@@ -212,8 +212,8 @@ class ContextShared(ForwardingBackend):
         inner backend does not accept slot -1, only this rank's tokens are in the list."""
         slots = list(step.slots_T)
         for group in np.flatnonzero(self._is_divided).tolist():
-            slots[group] = self._dealing.slots(slots[group])
-            if not self._takes_nowhere:
+            slots[group] = self._division.slots(slots[group])
+            if not self._accepts_slot_minus_one:
                 self._own[group] = own_T = (slots[group] >= 0).nonzero()[:, 0]
                 slots[group] = slots[group][own_T]
         return tuple(slots)
@@ -238,7 +238,7 @@ class ContextShared(ForwardingBackend):
         ends = np.repeat(first, lens) + within + 1
         if step.ends_T is not None:
             ends = np.maximum(ends, step.ends_T)
-        return self._dealing.before(torch.from_numpy(ends)).clamp(min=1).int().numpy()
+        return self._division.before(torch.from_numpy(ends)).clamp(min=1).int().numpy()
 
 
 def _side_by_side(q_CTNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -25,9 +25,10 @@ class StepAddresses(NamedTuple):
 
 
 def kv_layer(
-    group: CacheGroup, num_blocks: int, block_size: int, kv_format: str, places: tuple[int, int]
+    group: CacheGroup, num_blocks: int, block_size: int, kv_format: str, addresses: tuple[int, int]
 ) -> CoreKV:
-    """Return a layer's keys and values as the core's type. places: addresses of the keys and of the
+    """Return a layer's keys and values as the core's type. addresses: addresses of the keys and of
+    the
     values. kv_format: one of KV_FORMATS."""
     return needed_core().KvLayer(
         format=KV_FORMATS.index(kv_format),
@@ -35,8 +36,8 @@ def kv_layer(
         num_blocks=num_blocks,
         block_size=block_size,
         head_dim=group.head_dim,
-        keys=places[0],
-        values=places[1],
+        keys=addresses[0],
+        values=addresses[1],
     )
 
 
@@ -55,7 +56,7 @@ def cut_step(
         **step._asdict(),
         block_size=block_size,
         window=group.window or 0,
-        ahead=_ahead(group),
+        num_later_seen=_num_later_seen(group),
         kv_heads=group.num_kv_heads,
         group=queries_per_kv_head,
         head_dim=group.head_dim,
@@ -65,7 +66,7 @@ def cut_step(
     )
 
 
-def _ahead(group: CacheGroup) -> int:
+def _num_later_seen(group: CacheGroup) -> int:
     """Return the maximum number of later tokens that a token of the group sees."""
     if group.kind != STEP:
         return 0

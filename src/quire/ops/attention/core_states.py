@@ -17,7 +17,7 @@ from quire.ops.host.threads import num_threads
 from quire.ops.weights.packed import ELEMENTS
 from quire.spec.cache_group import STATE
 
-MOST_WIDTH = 16  # maximum width of a convolution, as in csrc/states.h
+MAX_WIDTH = 16  # maximum width of a convolution, as in csrc/states.h
 
 
 class LayerStates(NamedTuple):
@@ -38,7 +38,7 @@ class StatesInCore:
         self._plans = {group: self._core.StatePlan() for group in self.groups}
         self._layers = {
             layer: LayerStates(group, self._states(memory.kv[group][0, index]))
-            for layer, (group, index) in memory.place.items()
+            for layer, (group, index) in memory.location.items()
             if group in self._plans
         }
 
@@ -53,7 +53,7 @@ class StatesInCore:
             table_stride=table_SL.stride(0),
             query_starts=address(step.query_starts_S1, torch.int32),
             context_lens=address(step.context_lens_S, torch.int32),
-            guessing=0 if step.guessing_S is None else address(step.guessing_S, torch.bool),
+            has_drafts=0 if step.has_drafts_S is None else address(step.has_drafts_S, torch.bool),
             num_rows=len(step.context_lens_S),
             block_size=self._block_size,
         )
@@ -71,7 +71,7 @@ class StatesInCore:
         group, states = self._layers[layer]
         channels, width = weight_CW.shape
         assert x_TC.shape[1] == channels, "weights of each channel"
-        assert 1 < width <= MOST_WIDTH, f"a convolution of {width}"
+        assert 1 < width <= MAX_WIDTH, f"a convolution of {width}"
         out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
         weight_WC = weight_CW.T.float().contiguous()
         self._core.convolve(

@@ -74,8 +74,8 @@ class CpuBackend(MovesBlocks):
         self.variant = variant_number(variant or chosen_variant(multiplied_as(layout)))
         self.states = StatesInCore(self._memory, layout, self.variant)
         self._layers = {
-            layer: self._layer_kv(*place)
-            for layer, place in self._memory.place.items()
+            layer: self._layer_kv(*location)
+            for layer, location in self._memory.location.items()
             if layer not in self.states
         }
         self._options = (split, cascade)
@@ -100,11 +100,11 @@ class CpuBackend(MovesBlocks):
     @property
     def layers(self) -> list[int]:
         """All layers, including layers with states."""
-        return sorted(self._memory.place)
+        return sorted(self._memory.location)
 
-    def place(self, layer: int) -> tuple[int, int]:
+    def location(self, layer: int) -> tuple[int, int]:
         """Return a layer's cache group, and its index in the group."""
-        return self._memory.place[layer]
+        return self._memory.location[layer]
 
     def layer_kv(self, layer: int) -> LayerKV:
         """Return a layer's keys and values; their addresses never change."""

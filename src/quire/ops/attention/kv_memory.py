@@ -27,7 +27,7 @@ class KVMemory:
 
     def __init__(self, layout: KVLayout) -> None:
         self.kv = [_zeros_or_given(layout, g) for g in range(len(layout.groups))]
-        self.place = {
+        self.location = {
             layer: (g, 0 if group.kind == STEP else index)
             for g, group in enumerate(layout.groups)
             for index, layer in enumerate(group.layers)

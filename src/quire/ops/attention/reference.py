@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from quire.ops.attention.base import KVLayout, Part, refuse_kv_format
-from quire.ops.attention.states import KeepsStates, StateRow, state_rows
+from quire.ops.attention.states import StateLayers, StateRow, state_rows
 from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from quire.ops.blocks.host_blocks import HostBlocks
 from quire.ops.host.host_memory import lazy_zeros
@@ -21,7 +21,7 @@ from quire.ops.registry import op
 from quire.spec.cache_group import STATE, CacheGroup
 
 
-class ReferenceBackend(KeepsStates):
+class ReferenceBackend(StateLayers):
     """Backend that is simple enough to be obviously right. It reads lengths and tables from the
     device, so it waits for it."""
 

@@ -102,8 +102,8 @@ def _remember_chunk(
     )
     kT_NDC = k_NCD.transpose(1, 2)
     system_NCC = beta_NC[:, :, None] * between_NCC * (k_NCD @ kT_NDC)
-    asked_NCE = beta_NC[:, :, None] * (v_NCE - since_NC1 * (k_NCD @ memory_NDE))
-    w_NCE = torch.linalg.solve_triangular(system_NCC, asked_NCE, upper=False, unitriangular=True)
+    target_NCE = beta_NC[:, :, None] * (v_NCE - since_NC1 * (k_NCD @ memory_NDE))
+    w_NCE = torch.linalg.solve_triangular(system_NCC, target_NCE, upper=False, unitriangular=True)
     out_NCE = since_NC1 * (q_NCD @ memory_NDE) + (between_NCC * (q_NCD @ kT_NDC)) @ w_NCE
     return out_NCE, since_NC1[:, -1:] * memory_NDE + kT_NDC @ (until_NC1 * w_NCE)
 
@@ -117,17 +117,18 @@ class DeltaInputs(NamedTuple):
     heads: DeltaHeads
 
 
-class KeptInputs(ForwardingBackend):
+class RecordedInputs(ForwardingBackend):
     """Backend for one step with draft tokens, which are the last tokens of some rows. It records
-    the layers' inputs of these rows for `settle`. `guesses`: [S], which rows have draft tokens."""
+    the layers' inputs of these rows for `settle`. `has_drafts`: [S], which rows have draft tokens.
+    """
 
     name = "kept"
 
-    def __init__(self, inner: AttentionBackend, guesses: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, inner: AttentionBackend, has_drafts: npt.NDArray[np.bool_]) -> None:
         super().__init__(inner)
-        self._guesses = guesses
+        self._has_drafts = has_drafts
         self._step: AttentionStep | None = None
-        self.places_G = torch.empty(0, dtype=torch.int64)  # tokens of rows with drafts
+        self.indices_G = torch.empty(0, dtype=torch.int64)  # tokens of rows with drafts
         self._convolutions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
         self._rules: dict[int, DeltaInputs] = {}
 
@@ -139,13 +140,13 @@ class KeptInputs(ForwardingBackend):
     def prepare(self, step: AttentionStep) -> None:
         """See AttentionBackend."""
         self._step, device = step, step.positions_T.device
-        places = np.flatnonzero(np.repeat(self._guesses, step.query_lens_host))
-        self.places_G = to_device(places, device)
-        self.inner.prepare(replace(step, guessing_S=to_device(self._guesses, device)))
+        indices = np.flatnonzero(np.repeat(self._has_drafts, step.query_lens_host))
+        self.indices_G = to_device(indices, device)
+        self.inner.prepare(replace(step, has_drafts_S=to_device(self._has_drafts, device)))
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
         """See AttentionBackend."""
-        self.keep_convolution(layer, select_rows(x_TC, self.places_G), weight_CW)
+        self.record_convolution(layer, select_rows(x_TC, self.indices_G), weight_CW)
         return self.inner.convolve(layer, x_TC, weight_CW)
 
     def delta_rule(
@@ -158,28 +159,28 @@ class KeptInputs(ForwardingBackend):
         heads: DeltaHeads,
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        kept = DeltaInputs(select_rows(gates_TG, self.places_G), rate_N, shift_N, heads)
-        self.keep_rule(layer, kept)
+        recorded = DeltaInputs(select_rows(gates_TG, self.indices_G), rate_N, shift_N, heads)
+        self.record_rule(layer, recorded)
         return self.inner.delta_rule(layer, qkv_TC, gates_TG, rate_N, shift_N, heads)
 
-    def keep_convolution(self, layer: int, x_GC: torch.Tensor, weight_CW: torch.Tensor) -> None:
+    def record_convolution(self, layer: int, x_GC: torch.Tensor, weight_CW: torch.Tensor) -> None:
         """Record a convolution's inputs, [G, C], and its weights."""
         self._convolutions[layer] = x_GC, weight_CW
 
-    def keep_rule(self, layer: int, inputs: DeltaInputs) -> None:
+    def record_rule(self, layer: int, inputs: DeltaInputs) -> None:
         """Record a delta rule's inputs."""
         self._rules[layer] = inputs
 
     def settle(self, num_tokens: Int32) -> None:
         """Store the states after the first `num_tokens` tokens of each row with drafts."""
-        step, rows = self._step, np.flatnonzero(self._guesses)
+        step, rows = self._step, np.flatnonzero(self._has_drafts)
         assert step is not None, "prepare comes first"
         lens = step.query_lens_host[rows]
         firsts = np.cumsum(lens) - lens
         taken = np.concatenate(
             [first + np.arange(num) for first, num in zip(firsts, num_tokens, strict=True)]
         )
-        device = self.places_G.device
+        device = self.indices_G.device
         contexts = step.context_lens_host[rows] - lens + num_tokens
         starts = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
         rows_S = to_device(rows, device)
@@ -217,30 +218,30 @@ class StateRow(NamedTuple):
 def state_rows(step: AttentionStep, table_SL: torch.Tensor, block_size: int) -> Iterator[StateRow]:
     """Yield the path of each row that has tokens; table: [S, L]. Waits for the device."""
     starts, tables = step.query_starts_S1.tolist(), table_SL.tolist()
-    left_SL = left_table(step, table_SL).tolist()
+    stored_SL = stored_table(step, table_SL).tolist()
     for row, context in enumerate(step.context_lens_S.tolist()):
         first, end = starts[row], starts[row + 1]
         if first == end:
             continue
         offset = context - end  # of a position relative to the token's index in the step
         begin = first + offset
-        table, left = tables[row], left_SL[row]
+        table, stored = tables[row], stored_SL[row]
         pieces: list[tuple[int, int, int]] = []
         for index in range(begin // block_size, (context - 1) // block_size + 1):
             piece_end = min((index + 1) * block_size, context) - offset
-            if left[index] >= 0 or piece_end == end:
-                pieces.append((pieces[-1][1] if pieces else first, piece_end, left[index]))
+            if stored[index] >= 0 or piece_end == end:
+                pieces.append((pieces[-1][1] if pieces else first, piece_end, stored[index]))
         yield StateRow(table[(begin - 1) // block_size] if begin else -1, tuple(pieces))
 
 
-def left_table(step: AttentionStep, table_SL: torch.Tensor) -> torch.Tensor:
+def stored_table(step: AttentionStep, table_SL: torch.Tensor) -> torch.Tensor:
     """Return the block table [S, L] for storing states: -1 in the rows with draft tokens."""
-    if step.guessing_S is None:
+    if step.has_drafts_S is None:
         return table_SL
-    return table_SL.masked_fill(step.guessing_S[:, None], -1)
+    return table_SL.masked_fill(step.has_drafts_S[:, None], -1)
 
 
-class KeepsStates(AttentionBackend):
+class StateLayers(AttentionBackend):
     """Base of backends with states; computes their layers row by row and token by token."""
 
     _step: AttentionStep | None = None
@@ -311,7 +312,7 @@ class KeepsStates(AttentionBackend):
         return memories
 
 
-class StatesInBlocks(MovesBlocks, KeepsStates):
+class StatesInBlocks(MovesBlocks, StateLayers):
     """Base of backends with states in a KVMemory; its delta rule processes many tokens at once."""
 
     _layout: KVLayout
@@ -343,12 +344,12 @@ class StatesInBlocks(MovesBlocks, KeepsStates):
 
     def states(self, layer: int) -> torch.Tensor:
         """See KeepsStates."""
-        group, index = self._memory.place[layer]
+        group, index = self._memory.location[layer]
         return self._memory.kv[group][0, index, 0, :, 0]
 
     def state_rows(self, layer: int) -> list[StateRow]:
         """See KeepsStates; computed once for all layers of a group."""
-        step, group = self._step, self._memory.place[layer][0]
+        step, group = self._step, self._memory.location[layer][0]
         assert step is not None, "prepare comes first"
         if self._rows is None or self._rows[0] is not step:
             self._rows = step, {}

@@ -137,7 +137,7 @@ class TorchBackend(StatesInBlocks):
         # 0 * NaN would be NaN.
         self._memory = KVMemory(layout)
         self._kv = self._memory.kv
-        self._place_of_layer = self._memory.place
+        self._location_of_layer = self._memory.location
         self._builders = [
             BatchBuilder(group, layout) if group.kind != STATE and group.layers else None
             for group in layout.groups
@@ -165,7 +165,7 @@ class TorchBackend(StatesInBlocks):
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Store this step's keys and values, [T, K, H] each, in their slots."""
-        g, index = self._place_of_layer[layer]
+        g, index = self._location_of_layer[layer]
         slots_T = self._slots_T[g]
         kv = self._kv[g][:, index].flatten(2, 3)
         kv[0].index_copy_(1, slots_T, k_TKH.transpose(0, 1))
@@ -178,7 +178,7 @@ class TorchBackend(StatesInBlocks):
         """Attend batch by batch, [T, N, H]."""
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-        g, index = self._place_of_layer[layer]
+        g, index = self._location_of_layer[layer]
         kv = self._kv[g][:, index]
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)
@@ -189,7 +189,7 @@ class TorchBackend(StatesInBlocks):
         """See AttentionBackend."""
         out_TNH = q_TNH.new_empty(q_TNH.shape, dtype=accumulation_dtype(q_TNH.dtype))
         part = Part(out_TNH, out_TNH.new_empty(out_TNH.shape[:2]))
-        g, index = self._place_of_layer[layer]
+        g, index = self._location_of_layer[layer]
         kv = self._kv[g][:, index]
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)

@@ -33,7 +33,7 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import KVLayout, Part
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
-from quire.ops.attention.states import left_table
+from quire.ops.attention.states import stored_table
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Scores
 from quire.ops.host.host_memory import to_device
 from quire.ops.registry import op
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_FORMATS = ("auto", "int8", "fp8")
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 PARTS_BYTES = 256 << 20  # of a layer's unmerged results; above it work is cut into fewer parts
 
 
@@ -68,8 +68,8 @@ def why_not(layout: KVLayout) -> str | None:
         if (major, minor) < (8, 9):
             return f"fp8 needs a GPU of compute capability 8.9, this one has {major}.{minor}"
     sizes = [group.head_dim for group in layout.groups]
-    if max(sizes, default=0) > MOST_HEAD_DIM:
-        return f"it has heads of up to {MOST_HEAD_DIM} numbers, not {max(sizes)}"
+    if max(sizes, default=0) > MAX_HEAD_DIM:
+        return f"it has heads of up to {MAX_HEAD_DIM} numbers, not {max(sizes)}"
     if layout.kv_format == "int8" and any(size % 4 for size in sizes):
         return f"int8 needs heads of a multiple of 4 numbers, got {sizes}"
     return None
@@ -118,14 +118,14 @@ class TritonBackend(MovesBlocks):
         self.takes_any_lengths = not deterministic
         self._layout = layout
         self._memory = KVMemory(layout)
-        self._place = self._memory.place
+        self._location = self._memory.location
         self._layers = {
             layer: attention_write.layer_kv(
                 self._memory.kv[g][:, index],
                 layout.kv_format,
                 *(scales or {}).get(layer, (1.0, 1.0)),
             )
-            for layer, (g, index) in self._place.items()
+            for layer, (g, index) in self._location.items()
             if layout.groups[g].kind != STATE
         }
         self._machine = attention.machine_of(layout.device)
@@ -149,7 +149,7 @@ class TritonBackend(MovesBlocks):
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Store this step's keys and values, [T, K, H], in their slots; slot -1 writes nothing."""
         assert self._step is not None, "prepare comes first"
-        slots_T = self._step.slots_T[self._place[layer][0]]
+        slots_T = self._step.slots_T[self._location[layer][0]]
         self._write.write_kv(self._layers[layer], k_TKH, v_TKH, slots_T)
 
     @op("rotary_write")
@@ -164,7 +164,7 @@ class TritonBackend(MovesBlocks):
     ) -> torch.Tensor:
         """Return normalised, rotated queries, [T, N, H]; store keys and values as `write` does."""
         assert self._step is not None, "prepare comes first"
-        g, index = self._place[layer]
+        g, index = self._location[layer]
         kv, scales = self._memory.kv[g][:, index], self._layers[layer]
         if self._layout.kv_format == "fp8":
             kv = kv.view(torch.float8_e4m3fn)
@@ -192,11 +192,11 @@ class TritonBackend(MovesBlocks):
     def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
         out_TNH = torch.empty(q_TNH.shape, dtype=torch.float32, device=q_TNH.device)
-        kept_TN2 = out_TNH.new_zeros(*q_TNH.shape[:2], 2)
+        sums_TN2 = out_TNH.new_zeros(*q_TNH.shape[:2], 2)
         if len(q_TNH):
             kv, work = self._layers[layer], self._work_for(layer, q_TNH)
-            self._attention.attention(q_TNH, kv, work, scores, self._machine, out_TNH, kept_TN2)
-        largest_TN, sums_TN = kept_TN2.unbind(-1)
+            self._attention.attention(q_TNH, kv, work, scores, self._machine, out_TNH, sums_TN2)
+        largest_TN, sums_TN = sums_TN2.unbind(-1)
         return Part(out_TNH, (largest_TN + sums_TN.log2()) * math.log(2))
 
     @op("convolve")
@@ -224,28 +224,28 @@ class TritonBackend(MovesBlocks):
         if is_fixed or qkv_TC.dtype == torch.float32 or len(qkv_TC) <= step.num_rows + few:
             self._delta_rule.delta_rule(*given, is_fixed=is_fixed)
         else:
-            self._delta_rule.delta_rule(*given, most=few)
+            self._delta_rule.delta_rule(*given, max_tokens=few)
             self._delta_chunks.delta_chunks(*given, self._chunks)
         return out_TNE
 
     def _states_of(self, layer: int) -> tuple[torch.Tensor, "StateStep"]:
         """Return the layer's states in all blocks, [B, state_size], and metadata of the step."""
-        step, (g, index) = self._step, self._place[layer]
+        step, (g, index) = self._step, self._location[layer]
         assert step is not None, "prepare comes first"
         starts, contexts = step.query_starts_S1, step.context_lens_S
         states_BZ = self._memory.kv[g][0, index, 0, :, 0]
         if g not in self._tables:
             tables = step.block_tables_SL[g]
-            if step.guessing_S is not None:
+            if step.has_drafts_S is not None:
                 tables = tables.contiguous()  # both have one stride
-            self._tables[g] = tables, left_table(step, tables)
+            self._tables[g] = tables, stored_table(step, tables)
         size = self._layout.block_size
         return states_BZ, self._states.StateStep(starts, contexts, *self._tables[g], size)
 
     def _work_for(self, layer: int, q_TNH: torch.Tensor) -> "Work":
         num_heads, size = q_TNH.shape[1:]
         group_size = num_heads // self._layers[layer].num_heads
-        return self._work_of(self._place[layer][0], num_heads, group_size, size)
+        return self._work_of(self._location[layer][0], num_heads, group_size, size)
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
         """Return the prepared step's work for the layers of a group. It is cut once per step."""
@@ -266,4 +266,4 @@ class TritonBackend(MovesBlocks):
 
 
 def _slots(cut: "Cut", step: AttentionStep) -> int:
-    return cut.most(step.query_lens_host, step.context_lens_host, step.ends_T is not None).slots
+    return cut.bounds(step.query_lens_host, step.context_lens_host, step.ends_T is not None).slots

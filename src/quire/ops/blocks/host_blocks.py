@@ -36,26 +36,29 @@ PIECE_BYTES = 4 << 20
 REST = 3  # pause after a piece, relative to its time
 
 
-class MemoryAhead:
-    """Allocator of a tensor's pages, up to `ahead_bytes` after the last block in use. dim:
+class PageAllocator:
+    """Allocator of a tensor's pages, up to `early_bytes` after the last block in use. dim:
     dimension that counts the blocks, which are first used in the order of their numbers."""
 
-    def __init__(self, blocks: torch.Tensor, dim: int, ahead_bytes: int) -> None:
+    def __init__(self, blocks: torch.Tensor, dim: int, early_bytes: int) -> None:
         self._blocks, self._dim = blocks, dim
         self._num_blocks = blocks.shape[dim]
-        self._num_ahead = max(1, ahead_bytes * self._num_blocks // max(1, blocks.nbytes))
-        self._asked = 0  # blocks whose pages are requested
-        self._lock = threading.Lock()  # guards `_asked`
+        self._num_early = max(1, early_bytes * self._num_blocks // max(1, blocks.nbytes))
+        self._num_allocated = 0  # blocks whose pages are requested
+        self._lock = threading.Lock()  # guards `_num_allocated`
         self._has_ended = False
 
     def use(self, block: int) -> None:
         """Record that a block is used, and allocate later blocks if needed. For any thread."""
-        if block + self._num_ahead // 2 < self._asked or self._asked == self._num_blocks:
+        if (
+            block + self._num_early // 2 < self._num_allocated
+            or self._num_allocated == self._num_blocks
+        ):
             return
         with self._lock:
-            first = self._asked
-            self._asked = max(first, min(self._num_blocks, block + 1 + self._num_ahead))
-            last = self._asked
+            first = self._num_allocated
+            self._num_allocated = max(first, min(self._num_blocks, block + 1 + self._num_early))
+            last = self._num_allocated
         if first < last:
             name = "quire-memory"
             threading.Thread(target=self._hand_out, args=(first, last), name=name).start()
@@ -81,8 +84,10 @@ class MemoryAhead:
 
 PART_BYTES = 16 << 20  # size of a part, which a GPU gathers and sends at once
 NUM_SLOTS = 8  # parts in transit at once; each takes PART_BYTES of pinned and of device memory
-AHEAD_BYTES = 512 << 20  # allocated early, of host memory and of a CPU device, after `keep_ready`
-LEAST_SLOTS = 2  # for blocks larger than a part, such as states of many layers
+EARLY_BYTES = (
+    512 << 20
+)  # allocated early, of host memory and of a CPU device, after `allocate_early`
+MIN_SLOTS = 2  # for blocks larger than a part, such as states of many layers
 
 
 class HostBlocks:
@@ -110,47 +115,50 @@ class HostBlocks:
         self._part_bytes = part_bytes
         self._host_kv: list[torch.Tensor | None] = [None] * len(device_kv)
         self._lock = threading.Lock()
-        self._is_kept_ready = False
-        self._host_ahead: list[MemoryAhead | None] = [None] * len(device_kv)
-        self._device_ahead: list[MemoryAhead | None] = [None] * len(device_kv)
+        self._allocates_early = False
+        self._host_allocators: list[PageAllocator | None] = [None] * len(device_kv)
+        self._device_allocators: list[PageAllocator | None] = [None] * len(device_kv)
         if streams is None and device_kv:
             streams = streams_of(device_kv[0])
         self._transfers: Transfers | None = None
         if streams is not None:
-            largest = max(self.block_bytes(place) for place in range(len(device_kv)))
+            largest = max(self.block_bytes(tensor_index) for tensor_index in range(len(device_kv)))
             slot_bytes = max(part_bytes, largest)
-            num_slots = max(LEAST_SLOTS, num_slots * part_bytes // slot_bytes)
+            num_slots = max(MIN_SLOTS, num_slots * part_bytes // slot_bytes)
             self._transfers = Transfers(streams, slot_bytes, num_slots)
 
-    def keep_ready(self) -> None:
+    def allocate_early(self) -> None:
         """Allocate pages ahead of their use from now on, because a request waits for the blocks
         written there."""
-        self._is_kept_ready = True
-        for place, kv in enumerate(self._device_kv):
+        self._allocates_early = True
+        for tensor_index, kv in enumerate(self._device_kv):
             if kv.numel() and kv.device.type == "cpu":
-                self._device_ahead[place] = self._begin_ahead(kv, self._dim)
-            self._mirror(place)
+                self._device_allocators[tensor_index] = self._start_allocator(kv, self._dim)
+            self._mirror(tensor_index)
 
-    def swap_out(self, place: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks `source` of device tensor `place` to blocks `destination` of its mirror.
+    def swap_out(self, tensor_index: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks `source` of device tensor `tensor_index` to blocks `destination` of its
+        mirror.
         Waits only if all slots are in use."""
-        mirror, device = self._mirror(place), self._device_kv[place]
-        _note(self._host_ahead[place], destination)
+        mirror, device = self._mirror(tensor_index), self._device_kv[tensor_index]
+        _note(self._host_allocators[tensor_index], destination)
         if self._transfers is None:
             read, write = _blocks_of(device, self._dim), _blocks_of(mirror, 0)
             for one, other in zip(source.tolist(), destination.tolist(), strict=True):
                 write[0, other].reshape(len(read), -1)[...] = read[:, one]
             return
         destination = destination.copy()  # read later
-        for part in self._parts(place, len(source)):
-            blocks = Blocks(place, device, self._dim, mirror, source[part], destination[part])
+        for part in self._parts(tensor_index, len(source)):
+            blocks = Blocks(
+                tensor_index, device, self._dim, mirror, source[part], destination[part]
+            )
             self._transfers.out(blocks)
 
-    def load(self, place: int, source: Int32, destination: Int32) -> None:
+    def load(self, tensor_index: int, source: Int32, destination: Int32) -> None:
         """Copy blocks `source` of a mirror to blocks `destination` of the device tensor. Waits for
         blocks that are still on their way to `source`."""
-        mirror, device = self._mirror(place), self._device_kv[place]
-        _note(self._device_ahead[place], destination)
+        mirror, device = self._mirror(tensor_index), self._device_kv[tensor_index]
+        _note(self._device_allocators[tensor_index], destination)
         if self._transfers is None:
             read, write = _blocks_of(mirror, 0), _blocks_of(device, self._dim)
             for one, other in zip(source.tolist(), destination.tolist(), strict=True):
@@ -158,87 +166,93 @@ class HostBlocks:
             return
         last = last_writes(destination)
         source, destination = source[last], destination[last]
-        for part in self._parts(place, len(source)):
-            blocks = Blocks(place, device, self._dim, mirror, destination[part], source[part])
+        for part in self._parts(tensor_index, len(source)):
+            blocks = Blocks(
+                tensor_index, device, self._dim, mirror, destination[part], source[part]
+            )
             self._transfers.into(blocks)
 
-    def give_back(self) -> None:
+    def free_mirrors(self) -> None:
         """Return the mirrors' memory to the system; the contents are lost."""
         if self._transfers is not None:
             self._transfers.wait()
         with self._lock:
-            for ahead in self._host_ahead:
-                if ahead is not None:
-                    ahead.end()
+            for allocator in self._host_allocators:
+                if allocator is not None:
+                    allocator.end()
             self._host_kv = [None] * len(self._device_kv)
-            self._host_ahead = [None] * len(self._device_kv)
+            self._host_allocators = [None] * len(self._device_kv)
 
-    def block_bytes(self, place: int) -> int:
+    def block_bytes(self, tensor_index: int) -> int:
         """Return the bytes of one block of a device tensor."""
-        kv = self._device_kv[place]
+        kv = self._device_kv[tensor_index]
         return kv.numel() // kv.shape[self._dim] * kv.element_size()
 
     def regions(self) -> list[tuple[int, int]]:
         """Return address and bytes of each mirror; creates all mirrors."""
-        mirrors = [self._mirror(place) for place in range(len(self._device_kv))]
+        mirrors = [self._mirror(tensor_index) for tensor_index in range(len(self._device_kv))]
         return [(mirror.data_ptr(), mirror.nbytes) for mirror in mirrors]
 
-    def address(self, place: int, block: int) -> int:
+    def address(self, tensor_index: int, block: int) -> int:
         """Return the address of a block of a mirror."""
-        return self._mirror(place).data_ptr() + block * self.block_bytes(place)
+        return self._mirror(tensor_index).data_ptr() + block * self.block_bytes(tensor_index)
 
-    def read(self, place: int, block: int) -> memoryview:
+    def read(self, tensor_index: int, block: int) -> memoryview:
         """Return a copy of a block of a mirror: all of the device's bytes at its index, in C order.
         Any thread may call it."""
-        return self._settled_block(place, block).copy().reshape(-1).view(np.uint8).data
+        return self._settled_block(tensor_index, block).copy().reshape(-1).view(np.uint8).data
 
-    def write(self, place: int, block: int, data: bytes | bytearray | memoryview) -> None:
+    def write(self, tensor_index: int, block: int, data: bytes | bytearray | memoryview) -> None:
         """Fill a block of a mirror with bytes in the order of `read`. Any thread may call it.
 
         Raises ValueError, and writes nothing, if the number of bytes is not a block's.
         """
         values = np.frombuffer(data, np.uint8)
-        if len(values) != self.block_bytes(place):
+        if len(values) != self.block_bytes(tensor_index):
             raise ValueError(
-                f"a block of tensor {place} has {self.block_bytes(place)} bytes, got {len(values)};"
+                f"a block of tensor {tensor_index} has {self.block_bytes(tensor_index)} bytes,"
+                f" got {len(values)};"
                 " give bytes that `read` of the same layout gave."
             )
-        target, ahead = self._settled_block(place, block), self._host_ahead[place]
-        if ahead is not None:
-            ahead.use(block)
+        target, allocator = (
+            self._settled_block(tensor_index, block),
+            self._host_allocators[tensor_index],
+        )
+        if allocator is not None:
+            allocator.use(block)
         target[...] = values.view(target.dtype).reshape(target.shape)
 
-    def _settled_block(self, place: int, block: int) -> npt.NDArray[np.integer]:
+    def _settled_block(self, tensor_index: int, block: int) -> npt.NDArray[np.integer]:
         """Return a view of a block of a mirror once no move to it is in transit. Copies use numpy,
         because torch would start a second pool of threads for the calling thread."""
         if self._transfers is not None:
-            self._transfers.wait_for(place, np.array([block], np.int32))
-        found: npt.NDArray[np.integer] = as_numpy(self._mirror(place))[block]
+            self._transfers.wait_for(tensor_index, np.array([block], np.int32))
+        found: npt.NDArray[np.integer] = as_numpy(self._mirror(tensor_index))[block]
         return found
 
-    def _parts(self, place: int, num_blocks: int) -> Iterator[slice]:
+    def _parts(self, tensor_index: int, num_blocks: int) -> Iterator[slice]:
         """Cut a move into slices of as many blocks as fit a slot."""
-        size = max(1, self._part_bytes // max(1, self.block_bytes(place)))
+        size = max(1, self._part_bytes // max(1, self.block_bytes(tensor_index)))
         return (slice(start, start + size) for start in range(0, num_blocks, size))
 
-    def _mirror(self, place: int) -> torch.Tensor:
+    def _mirror(self, tensor_index: int) -> torch.Tensor:
         """Return a mirror; create it on first use, which may be by a store."""
         with self._lock:
-            mirror = self._host_kv[place]
+            mirror = self._host_kv[tensor_index]
             if mirror is None:
-                like = self._device_kv[place]
+                like = self._device_kv[tensor_index]
                 rest = like.shape[: self._dim] + like.shape[self._dim + 1 :]
-                shape = (self._num_blocks[place], *rest)
+                shape = (self._num_blocks[tensor_index], *rest)
                 mirror = lazy_zeros(shape, like.dtype, torch.device("cpu"))
-                self._host_kv[place] = mirror
-                if self._is_kept_ready and mirror.numel():
-                    self._host_ahead[place] = self._begin_ahead(mirror, 0)
+                self._host_kv[tensor_index] = mirror
+                if self._allocates_early and mirror.numel():
+                    self._host_allocators[tensor_index] = self._start_allocator(mirror, 0)
         return mirror
 
-    def _begin_ahead(self, blocks: torch.Tensor, dim: int) -> MemoryAhead:
-        ahead = MemoryAhead(blocks, dim, AHEAD_BYTES // len(self._device_kv))
-        ahead.use(-1)
-        return ahead
+    def _start_allocator(self, blocks: torch.Tensor, dim: int) -> PageAllocator:
+        allocator = PageAllocator(blocks, dim, EARLY_BYTES // len(self._device_kv))
+        allocator.use(-1)
+        return allocator
 
 
 def _blocks_of(kv: torch.Tensor, dim: int) -> npt.NDArray[np.integer]:
@@ -249,7 +263,7 @@ def _blocks_of(kv: torch.Tensor, dim: int) -> npt.NDArray[np.integer]:
     return values.view(np.uint64 if values.shape[-1] % 8 == 0 else np.uint8)
 
 
-def _note(ahead: MemoryAhead | None, blocks: Int32) -> None:
+def _note(allocator: PageAllocator | None, blocks: Int32) -> None:
     """Record that blocks are written."""
-    if ahead is not None and len(blocks):
-        ahead.use(int(blocks.max()))
+    if allocator is not None and len(blocks):
+        allocator.use(int(blocks.max()))

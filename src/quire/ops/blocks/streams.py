@@ -60,7 +60,7 @@ class Streams(Protocol):
         """Return block ids [N] as a tensor for work on the compute stream."""
         ...
 
-    def beside(self, task: Callable[[], None]) -> Mark:
+    def run_task(self, task: Callable[[], None]) -> Mark:
         """Run a task on the helper thread, after its earlier tasks; return its end as a mark."""
         ...
 
@@ -142,7 +142,7 @@ class CudaStreams:
         """See Streams."""
         return device_ids(blocks, self._device)
 
-    def beside(self, task: Callable[[], None]) -> Mark:
+    def run_task(self, task: Callable[[], None]) -> Mark:
         """See Streams."""
         return TaskMark(self._thread.submit(task))
 

@@ -34,10 +34,11 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a device tensor and of its mirror. place: index of the tensor. dim: dimension of kv
+    """Blocks of a device tensor and of its mirror. tensor_index: index of the tensor. dim:
+    dimension of kv
     that counts blocks; the mirror's is 0. on_device, on_host: equally many block ids."""
 
-    place: int
+    tensor_index: int
     kv: torch.Tensor
     dim: int
     mirror: torch.Tensor
@@ -50,7 +51,7 @@ class _Use:
     """Use of a slot. done: when its pinned buffer is free, and blocks `on_host` have arrived."""
 
     done: Mark
-    place: int = -1
+    tensor_index: int = -1
     on_host: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
 
@@ -84,30 +85,30 @@ class Transfers:
         streams.compute.run(lambda: gather_blocks(blocks.kv, ids_N, blocks.dim, staged))
         _copy_after(streams.out, streams.compute.mark(), pinned, staged)
         sent = streams.out.mark()
-        done = streams.beside(lambda: _settle(sent, blocks, pinned))
-        slot.use = _Use(done, blocks.place, blocks.on_host)
+        done = streams.run_task(lambda: _settle(sent, blocks, pinned))
+        slot.use = _Use(done, blocks.tensor_index, blocks.on_host)
 
     def into(self, blocks: Blocks) -> None:
         """Copy distinct blocks of the mirror to the device, before later work of
         `streams.compute`."""
-        self.wait_for(blocks.place, blocks.on_host)
+        self.wait_for(blocks.tensor_index, blocks.on_host)
         streams, slot = self._streams, self._take_slot()
         staged, pinned = (_buffer(each, blocks) for each in (slot.staging, slot.pinned))
         read = torch.tensor(blocks.on_host, dtype=torch.int64)
         torch.index_select(blocks.mirror, 0, read, out=pinned)
         _copy_after(streams.into, slot.scattered, staged, pinned)
-        came = streams.into.mark()
-        slot.use = _Use(came)
+        arrived = streams.into.mark()
+        slot.use = _Use(arrived)
         ids_N = streams.ids(blocks.on_device)
-        streams.compute.wait_for(came)
+        streams.compute.wait_for(arrived)
         streams.compute.run(lambda: scatter_blocks(blocks.kv, ids_N, blocks.dim, staged))
         slot.scattered = streams.compute.mark()
 
-    def wait_for(self, place: int, on_host: Int32) -> None:
+    def wait_for(self, tensor_index: int, on_host: Int32) -> None:
         """Wait until no move to these blocks of a mirror is in transit."""
         for slot in tuple(self._slots):
             use = slot.use
-            if use is None or use.place != place:
+            if use is None or use.tensor_index != tensor_index:
                 continue
             # Waiting for an ended move raises its error, if it failed.
             if use.done.is_done() or np.isin(on_host, use.on_host).any():

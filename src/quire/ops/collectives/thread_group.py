@@ -16,7 +16,7 @@ from quire.ops.collective import RankGroup, sum_in_order
 T = TypeVar("T")
 
 
-class Meeting:
+class ThreadRendezvous:
     """Rendezvous where each thread deposits a tensor, and reads all once the last has arrived."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -43,11 +43,11 @@ class Meeting:
 
 
 class ThreadGroup:
-    """Rank of a group of threads that exchange at `meeting`."""
+    """Rank of a group of threads that exchange at `rendezvous`."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size = rank, meeting.size
-        self._meeting = meeting
+    def __init__(self, rank: int, rendezvous: ThreadRendezvous) -> None:
+        self.rank, self.size = rank, rendezvous.size
+        self._rendezvous = rendezvous
         self.num_exchanges = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,19 +70,19 @@ class ThreadGroup:
 
     def abort(self) -> None:
         """See RankGroup."""
-        self._meeting.abort()
+        self._rendezvous.abort()
 
     def _exchange(
         self, part: torch.Tensor, take: Callable[[list[torch.Tensor]], torch.Tensor]
     ) -> torch.Tensor:
         self.num_exchanges += 1
-        return self._meeting.exchange(self.rank, part, take)
+        return self._rendezvous.exchange(self.rank, part, take)
 
 
 def thread_groups(size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
     """Make a group object for each of `size` threads. timeout_s: maximum wait for the others."""
-    meeting = Meeting(size, timeout_s)
-    return [ThreadGroup(rank, meeting) for rank in range(size)]
+    rendezvous = ThreadRendezvous(size, timeout_s)
+    return [ThreadGroup(rank, rendezvous) for rank in range(size)]
 
 
 def run_ranks(size: int, work: Callable[[RankGroup], T], timeout_s: float = 60.0) -> list[T]:

@@ -34,12 +34,12 @@ class TorchGroup:
     def __init__(
         self,
         backend: Any,
-        place: tuple[int, int],
+        rank_and_size: tuple[int, int],
         finish: Callable[[Callable[[], c10d.Work]], None],
         abort: Callable[[], None],
         in_order: bool,
     ) -> None:
-        self.rank, self.size = place
+        self.rank, self.size = rank_and_size
         self._backend, self._wait, self._abort = backend, finish, abort
         self._in_order = in_order
         self.num_exchanges = 0
@@ -84,35 +84,35 @@ class GlooWaiting:
     intervals, the store, where a rank that aborts sets a key."""
 
     def __init__(self, store: c10d.Store) -> None:
-        self._store, self._has_given_up = store, threading.Event()
+        self._store, self._is_aborted = store, threading.Event()
 
     def finish(self, begin: Callable[[], c10d.Work]) -> None:
         """Begin an exchange and wait for it. Raises RankLost if another rank aborts or is
         unreachable."""
-        if self._has_given_up.is_set():  # the loop below finds other ranks' aborts
+        if self._is_aborted.is_set():  # the loop below finds other ranks' aborts
             self._check()
         try:
             work, next_check = begin(), time.monotonic() + CHECK_S
             while not work.is_completed():
                 time.sleep(NAP_S)
-                if self._has_given_up.is_set() or time.monotonic() > next_check:
+                if self._is_aborted.is_set() or time.monotonic() > next_check:
                     self._check()
                     next_check = time.monotonic() + CHECK_S
             work.wait()
         except RuntimeError as error:
             self.abort()
             raise RankLost(f"Another rank has ended or does not answer: {error}") from None
-        if self._has_given_up.is_set():
+        if self._is_aborted.is_set():
             self._check()
 
     def abort(self) -> None:
         """Abort, and notify the other ranks by the store."""
-        self._has_given_up.set()
+        self._is_aborted.set()
         self._store.set(ABORTED, "1")
 
     def _check(self) -> None:
-        if self._has_given_up.is_set() or self._store.check([ABORTED]):
-            self._has_given_up.set()
+        if self._is_aborted.is_set() or self._store.check([ABORTED]):
+            self._is_aborted.set()
             raise RankLost("Another rank has failed.")
 
 

@@ -19,7 +19,7 @@ class CorePlan(Protocol):
     def num_merges(self) -> int: ...
     def prepare(
         self, *, tables: int, table_stride: int, query_starts: int, context_lens: int,
-        num_rows: int, block_size: int, window: int, ahead: int, kv_heads: int, group: int,
+        num_rows: int, block_size: int, window: int, num_later_seen: int, kv_heads: int, group: int,
         head_dim: int, ends: int, num_threads: int, split: bool, cascade: bool,
     ) -> None: ...  # fmt: skip
 
@@ -29,7 +29,7 @@ class CoreStatePlan(Protocol):
 
     def prepare(
         self, *, tables: int, table_stride: int, query_starts: int, context_lens: int,
-        guessing: int, num_rows: int, block_size: int,
+        has_drafts: int, num_rows: int, block_size: int,
     ) -> None: ...  # fmt: skip
 
 
@@ -91,7 +91,7 @@ class CoreProgram(Protocol):
     ) -> None: ...  # fmt: skip
     def run(
         self, rows: int, ids: int, positions: int, outside: Sequence[int],
-        groups: Sequence[tuple[CorePlan | CoreStatePlan, int]], kept: tuple[int, int, int, int],
+        groups: Sequence[tuple[CorePlan | CoreStatePlan, int]], recorded: tuple[int, int, int, int],
         num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
@@ -120,7 +120,7 @@ class Core(Protocol):
         self, path: str, rank: int, size: int, slot_bytes: int, timeout_s: float, /
     ) -> CoreGroup: ...
     def Program(
-        self, widths: Sequence[int], places: Sequence[int], arena: int, variant: int, /
+        self, widths: Sequence[int], indices: Sequence[int], arena: int, variant: int, /
     ) -> CoreProgram: ...
 
     # --- attention ---
@@ -168,14 +168,14 @@ class Core(Protocol):
         rows: int, vocab: int, first: int, seeds: int, index: int, at: int, num_threads: int, /,
     ) -> None: ...  # fmt: skip
     def apply_masks(
-        self, logits: int, places: int, words: int, count: int, vocab: int, num_words: int,
+        self, logits: int, indices: int, words: int, count: int, vocab: int, num_words: int,
         num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
     # --- rows of tokens ---
     def find_runs(
-        self, tokens: int, token_stride: int, rows: int, lengths: int, count: int, fewest: int,
-        most: int, searched: int, places: int, /,
+        self, tokens: int, token_stride: int, rows: int, lengths: int, count: int, min_length: int,
+        max_length: int, searched: int, indices: int, /,
     ) -> None: ...  # fmt: skip
 
     # --- rows of a step ---

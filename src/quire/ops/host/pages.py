@@ -82,8 +82,8 @@ def populate(address: int, num_bytes: int) -> bool:
     end = aligned(address + num_bytes, mmap.PAGESIZE)
     if not sys.platform.startswith("linux"):
         return False
-    place, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-    return bool(_system().madvise(place, size, MADV_POPULATE_WRITE) == 0)
+    start_address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+    return bool(_system().madvise(start_address, size, MADV_POPULATE_WRITE) == 0)
 
 
 @functools.cache

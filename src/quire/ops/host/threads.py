@@ -25,7 +25,7 @@ def num_threads() -> int:
     """Return the number of threads of one call into the core."""
     global _chosen
     if _chosen is None:
-        _chosen = wanted_threads() or usable_cores()
+        _chosen = configured_threads() or usable_cores()
     return _chosen
 
 
@@ -68,7 +68,7 @@ def usable_cores() -> int:
 
 def is_number_given() -> bool:
     """Return whether the environment sets the number of threads."""
-    return wanted_threads() is not None
+    return configured_threads() is not None
 
 
 def cpu_quota(cgroup: Path) -> float | None:
@@ -83,7 +83,7 @@ def cpu_quota(cgroup: Path) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
-def wanted_threads() -> int | None:
+def configured_threads() -> int | None:
     """Return the number of threads that the environment sets, or None. Raises ConfigError."""
     for name in VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()
@@ -115,15 +115,18 @@ def _read(path: Path) -> str | None:
 def share_cores(num: int, topology: Path = TOPOLOGY) -> list[frozenset[int]]:
     """Divide this process's processors among `num` processes: whole cores, neighbours in a socket
     together. With more processes than cores, some processes share a core."""
-    places = {cpu: _place(topology / f"cpu{cpu}" / "topology", cpu) for cpu in _allowed()}
-    return deal(places, num)
+    core_of_cpu = {
+        cpu: _socket_and_core(topology / f"cpu{cpu}" / "topology", cpu) for cpu in _allowed()
+    }
+    return divide_cores(core_of_cpu, num)
 
 
-def deal(places: Mapping[int, tuple[int, int]], num: int) -> list[frozenset[int]]:
-    """Divide logical processors among `num` processes. places: (socket, core) of each processor."""
+def divide_cores(core_of_cpu: Mapping[int, tuple[int, int]], num: int) -> list[frozenset[int]]:
+    """Divide logical processors among `num` processes. core_of_cpu: (socket, core) of each
+    processor."""
     cores = [
-        frozenset(cpu for cpu, place in places.items() if place == core)
-        for core in sorted(set(places.values()))
+        frozenset(cpu for cpu, own_core in core_of_cpu.items() if own_core == core)
+        for core in sorted(set(core_of_cpu.values()))
     ]
     if num >= len(cores):
         return [cores[rank % len(cores)] for rank in range(num)]
@@ -138,7 +141,7 @@ def _allowed() -> set[int]:
     return os.sched_getaffinity(0)
 
 
-def _place(directory: Path, cpu: int) -> tuple[int, int]:
+def _socket_and_core(directory: Path, cpu: int) -> tuple[int, int]:
     """Return socket and core of a logical processor; if unknown, it counts as a core of its own."""
     try:
         socket = int((directory / "physical_package_id").read_text())

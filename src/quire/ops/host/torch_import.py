@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-LEFT_OUT = "torch._meta_registrations"
+DEFERRED_MODULE = "torch._meta_registrations"
 NEED_IT = ("torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._refs")
 
 
-_alone = [False]  # whether this process runs only quire
+_runs_only_quire = [False]  # whether this process runs only quire
 
 
-def tell_own_process() -> None:
+def declare_own_process() -> None:
     """Declare that this process runs only quire."""
-    _alone[0] = True
+    _runs_only_quire[0] = True
 
 
 def import_torch() -> None:
     """Import torch; in a process that runs only quire, without the module that only tracing needs.
     Does nothing if torch is already imported."""
-    if "torch" in sys.modules or not _alone[0]:
+    if "torch" in sys.modules or not _runs_only_quire[0]:
         return
     empty = _Empty()
     sys.meta_path.insert(0, empty)
@@ -40,15 +40,15 @@ def import_torch() -> None:
         import torch
     finally:
         sys.meta_path.remove(empty)
-        found = sys.modules.pop(LEFT_OUT, None)
+        found = sys.modules.pop(DEFERRED_MODULE, None)
     if found is not None:
-        vars(torch).pop(LEFT_OUT.rpartition(".")[2], None)
-        sys.meta_path.insert(0, _Bringer())
+        vars(torch).pop(DEFERRED_MODULE.rpartition(".")[2], None)
+        sys.meta_path.insert(0, _DeferredImporter())
 
 
 def import_rest() -> None:
     """Import the module that `import_torch` deferred, if it did."""
-    importlib.import_module(LEFT_OUT)
+    importlib.import_module(DEFERRED_MODULE)
 
 
 def new_generator(seed: int) -> "torch.Generator":
@@ -60,24 +60,24 @@ def new_generator(seed: int) -> "torch.Generator":
 
 
 class _Empty(MetaPathFinder, Loader):
-    """Finder that substitutes an empty module for `LEFT_OUT`."""
+    """Finder that substitutes an empty module for `DEFERRED_MODULE`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name == LEFT_OUT else None
+        return ModuleSpec(name, self) if name == DEFERRED_MODULE else None
 
     def exec_module(self, module: ModuleType) -> None:
         pass
 
 
-class _Bringer(MetaPathFinder):
+class _DeferredImporter(MetaPathFinder):
     """Finder that imports the deferred module before the first module that needs it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == LEFT_OUT:
+        if name == DEFERRED_MODULE:
             sys.meta_path.remove(self)
         elif name in NEED_IT:
             import_rest()  # calls this method first, for LEFT_OUT

@@ -34,32 +34,32 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import DTYPES, Config, next_power_of_2
 
-MOST_ROWS = 4
+MAX_ROWS = 4
 MANY_ROWS = 3  # from this number on, only weights with few outputs
 FEW_OUTPUTS = 2048  # with so few programs the library splits the inputs
 # By number of rows. The library reads larger weights as fast, or faster.
-MOST_WEIGHT_BYTES = (256 << 20, 64 << 20, 64 << 20, 64 << 20)
+MAX_WEIGHT_BYTES = (256 << 20, 64 << 20, 64 << 20, 64 << 20)
 
 TILE = 2048  # numbers of the weight that a program reads per step; up to twice as many for two rows
 NARROW_INPUTS, NARROW_STEPS = 1024, 8  # of a step; more steps would spill registers
-MOST_STEPS = 16  # steps of TILE inputs
-LEAST_INPUTS, INPUTS_MULTIPLE = 256, 16  # for 16-byte loads in each row of the weight
+MAX_STEPS = 16  # steps of TILE inputs
+MIN_INPUTS, INPUTS_MULTIPLE = 256, 16  # for 16-byte loads in each row of the weight
 
 
 def serves(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Return whether to use `few_rows` for x [T, I] and weight [O, I], by number of rows, dtypes
     and the weight's size."""
-    if x_TI.dim() != 2 or not 1 <= len(x_TI) <= MOST_ROWS or x_TI.dtype.itemsize != 2:
+    if x_TI.dim() != 2 or not 1 <= len(x_TI) <= MAX_ROWS or x_TI.dtype.itemsize != 2:
         return False
     if weight_OI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
         return False
     num_outputs, num_inputs = weight_OI.shape
-    if num_inputs < LEAST_INPUTS or num_inputs % INPUTS_MULTIPLE or num_outputs == 0:
+    if num_inputs < MIN_INPUTS or num_inputs % INPUTS_MULTIPLE or num_outputs == 0:
         return False
     if len(x_TI) >= MANY_ROWS and num_outputs > FEW_OUTPUTS:
         return False
-    most_bytes = MOST_WEIGHT_BYTES[len(x_TI) - 1]
-    return weight_OI.nbytes <= most_bytes and num_inputs <= MOST_STEPS * TILE
+    max_bytes = MAX_WEIGHT_BYTES[len(x_TI) - 1]
+    return weight_OI.nbytes <= max_bytes and num_inputs <= MAX_STEPS * TILE
 
 
 def step_tile(num_rows: int, num_inputs: int) -> tuple[int, int]:
@@ -138,8 +138,8 @@ def few_rows(
     """Return x W^T + b, [T, O] in x's dtype. The arguments must satisfy `serves`, but may be
     float32 too."""
     (num_tokens, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
-    assert 1 <= num_tokens <= MOST_ROWS and weight_OI.shape[1] == num_inputs
-    assert num_inputs <= MOST_STEPS * TILE and weight_OI.is_contiguous()
+    assert 1 <= num_tokens <= MAX_ROWS and weight_OI.shape[1] == num_inputs
+    assert num_inputs <= MAX_STEPS * TILE and weight_OI.is_contiguous()
     out_TO = x_TI.new_empty(num_tokens, num_outputs)
     constants = _constants(num_tokens, num_inputs)
     _few_rows_kernel[(triton.cdiv(num_outputs, constants["BLOCK_N"]),)](
@@ -172,5 +172,5 @@ def _config(num_tokens: int, num_inputs: int, dtype: torch.dtype = torch.bfloat1
 # maximum of registers, and sizes that are no multiple of a step.
 CONFIGS = [
     *(_config(rows, inputs) for inputs in (1024, 2048, 3072, 4096, 14336) for rows in (4, 1, 2)),
-    *(_config(4, steps - 16, torch.float16) for steps in (MOST_STEPS * TILE, 8192, 512)),
+    *(_config(4, steps - 16, torch.float16) for steps in (MAX_STEPS * TILE, 8192, 512)),
 ]

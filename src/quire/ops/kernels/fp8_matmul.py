@@ -58,15 +58,15 @@ def _round_kernel(
     if not BY_CHUNK:
         largest = tl.zeros([CHUNKS], tl.float32)
         for first in range(0, num_chunks, CHUNKS):
-            places = (first + tl.arange(0, CHUNKS))[:, None] * CHUNK + at[None, :]
-            x = tl.load(x_at + places, mask=places < num_inputs, other=0.0).to(tl.float32)
+            input_at = (first + tl.arange(0, CHUNKS))[:, None] * CHUNK + at[None, :]
+            x = tl.load(x_at + input_at, mask=input_at < num_inputs, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
         scale = scale_of(tl.full([CHUNKS], 1.0, tl.float32) * tl.max(largest, axis=0), LARGEST)
         tl.store(scales_ptr + row + tl.arange(0, CHUNKS), scale, mask=tl.arange(0, CHUNKS) == 0)
     for first in range(0, num_chunks, CHUNKS):
         chunks = first + tl.arange(0, CHUNKS)
-        places = chunks[:, None] * CHUNK + inputs[None, :]
-        x = tl.load(x_at + places, mask=places < num_inputs, other=0.0).to(tl.float32)
+        input_at = chunks[:, None] * CHUNK + inputs[None, :]
+        x = tl.load(x_at + input_at, mask=input_at < num_inputs, other=0.0).to(tl.float32)
         if BY_CHUNK:
             scale = scale_of(tl.max(tl.abs(x), axis=1), LARGEST)
             tl.store(scales_ptr + row * num_chunks + chunks, scale, mask=chunks < num_chunks)
@@ -122,9 +122,9 @@ def _product_kernel(
         part = tl.dot(x.to(DOT), weight.to(DOT), input_precision="ieee")
         if BY_CHUNK:
             total += part * x_scale[:, None] * scale[None, :]
-            ahead = tl.minimum(chunk + 1, num_chunks - 1)
-            x_scale = tl.load(x_scales_at + ahead)
-            scale = tl.load(scales_ptr + ahead * num_outputs + safe).to(tl.float32)
+            next_chunk = tl.minimum(chunk + 1, num_chunks - 1)
+            x_scale = tl.load(x_scales_at + next_chunk)
+            scale = tl.load(scales_ptr + next_chunk * num_outputs + safe).to(tl.float32)
         else:
             total += part
         x_at += CHUNK

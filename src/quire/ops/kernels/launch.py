@@ -38,13 +38,14 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if INTERPRETED else DTYPES[dtype]
 
 
-def stages_that_fit(most: int, stage_bytes: int, device: torch.device) -> int:
-    """Return the number of pipeline stages, from 1 to `most`, whose buffers fit into shared memory.
+def stages_that_fit(max_stages: int, stage_bytes: int, device: torch.device) -> int:
+    """Return the number of pipeline stages, from 1 to `max_stages`, whose buffers fit into shared
+    memory.
     Results do not depend on it."""
     if device.type != "cuda":
-        return most
+        return max_stages
     space = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return int(max(1, min(most, space // stage_bytes)))
+    return int(max(1, min(max_stages, space // stage_bytes)))
 
 
 def next_power_of_2(number: int) -> int:

@@ -77,7 +77,7 @@ def tile_for(
         return TILE_OF_FLOAT32
     average = num_pairs / num_experts
     largest = LARGEST_TILE if takes_largest else TILES[max(TILES)]
-    return next((tile for most, tile in TILES.items() if average <= most), largest)
+    return next((tile for max_average, tile in TILES.items() if average <= max_average), largest)
 
 
 # ---- routing ---------------------------------------------------------------------------------

@@ -89,9 +89,9 @@ def _sort_kernel(
         expert = keys // CHUNK
         # A pair's index: where its expert's pairs of this chunk begin, and how many precede it.
         base = starts + before - (tl.cumsum(own, axis=0) - own)
-        place = tl.gather(base, tl.minimum(expert, WIDTH - 1), axis=0) + at
+        order_at = tl.gather(base, tl.minimum(expert, WIDTH - 1), axis=0) + at
         pair = program * CHUNK + keys % CHUNK
-        tl.store(order_ptr + place, pair, mask=expert < WIDTH)
+        tl.store(order_ptr + order_at, pair, mask=expert < WIDTH)
     else:
         tile = (program - num_chunks) * TILES + tl.arange(0, TILES)
         num_tiles = tl.where(experts < num_experts, (total + BLOCK_M - 1) // BLOCK_M, 0)
@@ -122,7 +122,7 @@ def sort_by_expert(
     width = next_power_of_2(num_experts + has_others)
     chunk = SMALL_CHUNK if num_pairs <= SMALL_CHUNK else CHUNK
     num_chunks = triton.cdiv(num_pairs, chunk)
-    max_tiles = most_tiles(num_pairs, num_experts, tile_pairs)
+    max_tiles = max_num_tiles(num_pairs, num_experts, tile_pairs)
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles_3M = torch.empty(3, max_tiles, dtype=torch.int32, device=device)
     counts = order_P
@@ -149,7 +149,7 @@ def sort_by_expert(
     return order_P, tiles_3M
 
 
-def most_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
+def max_num_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
     """Return the maximum number of tiles of any routing: one per expert, plus full tiles."""
     hit = min(num_pairs, num_experts)
     return hit + (num_pairs - hit) // tile_pairs

@@ -112,9 +112,11 @@ def _gated_norm_kernel(
     head = tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS)
     at = tl.arange(0, WIDTH)
     inside = (head < num_heads)[:, None] & (at < num_columns)[None, :]
-    place = head[:, None] * num_columns + at[None, :]
-    x = tl.load(x_ptr + token * x_token + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + token * gate_token + place, mask=inside, other=0.0).to(tl.float32)
+    element_at = head[:, None] * num_columns + at[None, :]
+    x = tl.load(x_ptr + token * x_token + element_at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_token + element_at, mask=inside, other=0.0).to(
+        tl.float32
+    )
     weight = tl.load(weight_ptr + at, mask=at < num_columns, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, axis=1) / num_columns + eps)[:, None]
     # As in the reference, round before the product, and after it if the weight has x's dtype.
@@ -122,7 +124,7 @@ def _gated_norm_kernel(
     if weight_ptr.dtype.element_ty == x_ptr.dtype.element_ty:
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     x *= gate / (1.0 + tl.exp(-gate))
-    out = out_ptr + token * num_heads * num_columns + place
+    out = out_ptr + token * num_heads * num_columns + element_at
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -40,7 +40,7 @@ from quire.ops.weights.gpu_weights import BITS, GPUWeight
 
 ROW_GROUP = 8  # tiles of tokens that share a tile of the weight
 PROGRAMS = 264  # programs that fill a GPU of 132 multiprocessors twice
-LEAST_CHUNKS = 4  # minimum chunks of a split
+MIN_CHUNKS = 4  # minimum chunks of a split
 SPLIT_TOKENS = 64  # more tokens give enough programs without splits
 SUM_WIDTH = 1024
 
@@ -85,7 +85,7 @@ def chunks_of_split(num_tokens: int, tile: Tile, weight: GPUWeight) -> int:
     if weight.is_fixed or num_tokens > SPLIT_TOKENS:
         return num_chunks
     programs = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(weight.shape[-2], tile.outputs)
-    splits = max(1, min(PROGRAMS // programs, num_chunks // LEAST_CHUNKS))
+    splits = max(1, min(PROGRAMS // programs, num_chunks // MIN_CHUNKS))
     return int(triton.cdiv(num_chunks, splits))
 
 
@@ -228,9 +228,9 @@ def sums_of_chunks(
         words = tl.load(codes_at).to(tl.uint32, bitcast=True)
         codes_at += num_outputs.to(tl.int64) * WORDS
         group = tl.minimum(chunk + 1, last - 1) * CHUNK // GROUP if GROUP > 0 else 0
-        scales_ahead = load_some(scales_at + group * num_outputs, num_outputs, COUNT)
-        zeros_ahead = (
-            scales_ahead
+        next_scales = load_some(scales_at + group * num_outputs, num_outputs, COUNT)
+        next_zeros = (
+            next_scales
             if ZEROS == "none"
             else load_some(zeros_at + group * num_outputs, num_outputs, COUNT)
         )
@@ -253,8 +253,8 @@ def sums_of_chunks(
                 if ZEROS == "any":
                     part -= zeros[plane * PLANE // SPAN][:, None] * x_sum
                 total += part * factor(scales[plane * PLANE // SPAN], FORMAT)[:, None]
-        scales = scales_ahead
-        zeros = zeros_ahead
+        scales = next_scales
+        zeros = next_zeros
         x_at += CHUNK
     if GROUP == 0:
         if ZEROS == "any":

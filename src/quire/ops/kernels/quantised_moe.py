@@ -93,10 +93,10 @@ def _grouped_kernel(
     if first >= last:
         return
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
-    places = first + tl.arange(0, BLOCK_M)
-    is_row = places < last
-    pairs = tl.load(order_ptr + tl.minimum(places, last - 1))
-    rows = pairs // NUM_CHOSEN if NUM_CHOSEN > 0 else places
+    order_at = first + tl.arange(0, BLOCK_M)
+    is_row = order_at < last
+    pairs = tl.load(order_ptr + tl.minimum(order_at, last - 1))
+    rows = pairs // NUM_CHOSEN if NUM_CHOSEN > 0 else order_at
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < num_outputs
     # Out-of-range outputs repeat the last one and are not stored; out-of-range rows are not read.
@@ -129,7 +129,7 @@ def _grouped_kernel(
         total += tl.load(bias_at, mask=is_output, other=0.0).to(tl.float32)[:, None]
     if NUM_CHOSEN == 0:
         total *= tl.load(weights_ptr + pairs).to(tl.float32)[None, :]
-    to = places if NUM_CHOSEN > 0 else pairs
+    to = order_at if NUM_CHOSEN > 0 else pairs
     out = out_ptr + to.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 

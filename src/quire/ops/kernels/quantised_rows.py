@@ -43,8 +43,8 @@ def _rows_kernel(
     is_known = (output >= 0) & (output < num_outputs)
     chunks = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
     inside = is_known & (chunks < num_chunks)
-    places = (chunks.to(tl.int64) * num_outputs + output) * WORDS
-    words_at = codes_ptr + places[:, None] + tl.arange(0, WORDS)[None, :]
+    offsets = (chunks.to(tl.int64) * num_outputs + output) * WORDS
+    words_at = codes_ptr + offsets[:, None] + tl.arange(0, WORDS)[None, :]
     words = tl.load(words_at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
     for plane in tl.static_range(PLANES):
         first = chunks * (PLANES * PLANE) + plane * PLANE

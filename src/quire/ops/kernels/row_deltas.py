@@ -31,7 +31,7 @@ from quire.ops.kernels.step_inputs import Inbox, inbox_words
 from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE
 from quire.ops.rows.row_state import RowTensors
 
-LONGEST_RUN = 2048  # tokens; longer runs are cut, so that several programs write them
+MAX_RUN_TOKENS = 2048  # tokens; longer runs are cut, so that several programs write them
 BLOCK = 256
 PROGRAMS = 16
 FORK_PROGRAMS = 8  # programs of a fork

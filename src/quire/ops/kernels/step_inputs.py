@@ -25,9 +25,9 @@ from quire.ops.rows.row_state import RowTensors
 from quire.ops.rows.step_inputs import SampleInputs, StepInputs
 
 BLOCK = 512  # tokens, or table entries, that a program handles at a time
-MOST_CHUNKS = 8  # maximum number of programs of a row
+MAX_CHUNKS = 8  # maximum number of programs of a row
 ADVANCED = 128  # rows of a program, one for each thread
-LEAST_WIDTH = 32  # minimum number of rows that kernels are compiled for
+MIN_WIDTH = 32  # minimum number of rows that kernels are compiled for
 
 # Number of words before an inbox's lists, and the indices of the words in use.
 HEADER = 8
@@ -121,13 +121,13 @@ def _gather_sample(
     is_sample = n < tl.load(inbox_ptr + 1)
     sampling = tl.load(pair_ptr, mask=is_sample, other=0).to(tl.int64)
     source = tl.load(pair_ptr + 1, mask=is_sample, other=0)
-    behind = tl.sum(tl.where(at <= source, counts, 0), axis=0)
+    logits_end = tl.sum(tl.where(at <= source, counts, 0), axis=0)
     its_row = tl.load(rows_ptr + source, mask=is_sample, other=0).to(tl.int64)
     length = tl.load(computed_ptr + its_row, mask=is_sample, other=0)
     length += tl.load(rows_ptr + inbox_rows + source, mask=is_sample, other=0)
     prompt_len = tl.load(prompt_lens_ptr + sampling, mask=is_sample, other=0)
     tl.store(samples_ptr + n, sampling)
-    tl.store(samples_ptr + max_rows + n, tl.where(is_sample, behind - 1, 0).to(tl.int64))
+    tl.store(samples_ptr + max_rows + n, tl.where(is_sample, logits_end - 1, 0).to(tl.int64))
     tl.store(samples_ptr + 2 * max_rows + n, length)
     tl.store(samples_ptr + 3 * max_rows + n, prompt_len)
 
@@ -228,7 +228,7 @@ def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs
     max_tokens = len(out.ids_T)
     assert max_rows <= inbox.max_rows, "the inbox is too small"
     assert longest <= state.tables_GRL.shape[2], "the rows' tables are shorter than the step's"
-    num_chunks = min(MOST_CHUNKS, triton.cdiv(max(max_tokens, longest, 1), BLOCK))
+    num_chunks = min(MAX_CHUNKS, triton.cdiv(max(max_tokens, longest, 1), BLOCK))
     _gather_kernel[(max_rows + 1, num_chunks)](
         state.tokens_RM,
         state.computed_R,
@@ -252,7 +252,7 @@ def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs
         NUM_GROUPS=len(out.slots_GT),
         BLOCK_SIZE=state.block_size,
         HEADER=HEADER,
-        ROWS=max(LEAST_WIDTH, next_power_of_2(max_rows)),
+        ROWS=max(MIN_WIDTH, next_power_of_2(max_rows)),
         BLOCK=BLOCK,
     )
     return out.inputs
@@ -352,7 +352,7 @@ CONFIGS = [
                 "BLOCK": BLOCK,
             },
         )
-        for num_groups, rows in ((1, LEAST_WIDTH), (1, 256), (2, 1024))
+        for num_groups, rows in ((1, MIN_WIDTH), (1, 256), (2, 1024))
     ),
     Config(
         _advance_kernel,

@@ -124,7 +124,7 @@ def gather_arrays(state: RowArrays, rows: Int32, num_tokens: Int32, longest: int
 def last_writes(destination: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
     """Return the indices [...] of the last write to each destination, ascending."""
     order = np.argsort(destination, kind="stable")  # np.unique would import masked arrays, 15 ms
-    places = destination[order]
-    is_last = np.ones(len(places), bool)
-    is_last[:-1] = places[1:] != places[:-1]
+    destinations = destination[order]
+    is_last = np.ones(len(destinations), bool)
+    is_last[:-1] = destinations[1:] != destinations[:-1]
     return np.sort(order[is_last]).astype(np.int32)

@@ -70,8 +70,8 @@ def write_deltas(state: RowTensors, deltas_D4: Int32) -> None:
             into, where = state.wide_CR.view(torch.int32), (indices // 2, 2 * rows + indices % 2)
         elif kind != COMPUTED:
             into, where = state.tables_GRL[kind], (rows, indices)
-        places = tuple(to_device(each, state.device) for each in where)
-        into[places] = to_device(values, state.device).to(into.dtype)
+        index = tuple(to_device(each, state.device) for each in where)
+        into[index] = to_device(values, state.device).to(into.dtype)
 
 
 def write_tokens(state: RowTensors, row: int, position: int, token_ids: Int32) -> None:

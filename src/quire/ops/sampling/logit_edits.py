@@ -119,13 +119,13 @@ def _mask_bad_words(
 ) -> None:
     """Mask the last token of each word whose other tokens are the output's last ones. tail_P: as
     many last tokens as the longest word needs, -1 where there are fewer."""
-    first, num_words, num_places = span[WORDS], int(span[WORDS + 1]), int(span[LONGEST]) - 1
-    words = table.entries[first : first + num_words * (2 + num_places)]
+    first, num_words, prefix_width = span[WORDS], int(span[WORDS + 1]), int(span[LONGEST]) - 1
+    words = table.entries[first : first + num_words * (2 + prefix_width)]
     last_W, prefix_lens_W = words[:num_words].long(), words[num_words : 2 * num_words]
-    prefix_WP = words[2 * num_words :].view(num_words, num_places)
+    prefix_WP = words[2 * num_words :].view(num_words, prefix_width)
     # Padding before a word's beginning counts as equal.
     is_padding_WP = (
-        torch.arange(num_places, device=logits_V.device) < (num_places - prefix_lens_W)[:, None]
+        torch.arange(prefix_width, device=logits_V.device) < (prefix_width - prefix_lens_W)[:, None]
     )
     matches_W = ((prefix_WP == tail_P) | is_padding_WP).all(dim=-1)
     # Several words may end in one token, so writing the masked value itself would be a race.

@@ -22,15 +22,15 @@ from quire.ops.sampling.top_k import top_k
 
 @dataclass(frozen=True)
 class Xtc:
-    """Parameters of XTC. probability, threshold: float64 [R]. least_threshold: the smallest of the
+    """Parameters of XTC. probability, threshold: float64 [R]. min_threshold: the smallest of the
     thresholds, above 0."""
 
     probability: torch.Tensor
     threshold: torch.Tensor
-    least_threshold: float
+    min_threshold: float
 
     def of(self, index: torch.Tensor) -> "Xtc":
-        return Xtc(self.probability[index], self.threshold[index], self.least_threshold)
+        return Xtc(self.probability[index], self.threshold[index], self.min_threshold)
 
 
 def is_drawn(xtc: Xtc, streams: Streams) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _without_top(
     logits_RV: torch.Tensor, temperatures_R: torch.Tensor, streams: Streams, xtc: Xtc
 ) -> torch.Tensor:
     """Return a copy without excluded tokens, of which there are no more than 1 / threshold."""
-    k = min(int(1 / xtc.least_threshold) + 1, logits_RV.shape[-1])
+    k = min(int(1 / xtc.min_threshold) + 1, logits_RV.shape[-1])
     values_RK, ids_RK = top_k(logits_RV, k)
     scaled_RK = values_RK.double() / temperatures_R[:, None].double()
     probabilities_RK = (scaled_RK - log_sum_exp(logits_RV, temperatures_R)[:, None]).exp()

@@ -19,7 +19,7 @@ from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.elementwise import ClampedGate
 from quire.ops.host.native import address
-from quire.ops.trace.program_parts import Part, Place, ProgramParts
+from quire.ops.trace.program_parts import Part, ProgramParts, Reference
 from quire.ops.weights.packed import ELEMENTS, PackedWeight
 
 CACHE_LINE = 16  # size in floats
@@ -72,7 +72,7 @@ SHARED = (
 NO_HEADS = DeltaHeads(0, 0, 0, 0)
 OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # of a layer's memory
 
-Places = Callable[[torch.Tensor], Place]
+ReferenceOf = Callable[[torch.Tensor], Reference]
 
 
 class Input(IntEnum):
@@ -109,12 +109,12 @@ class Experts:
     normalises: bool
     clamped: ClampedGate | None
 
-    def part(self, place: Places) -> Part:
+    def part(self, reference_of: ReferenceOf) -> Part:
         """Return plain data for program_parts.py. Weights and biases must outlive a program."""
         gate_up, down = (
-            [_weight(each, place) for each in part] for part in (self.gate_up, self.down)
+            [_weight(each, reference_of) for each in part] for part in (self.gate_up, self.down)
         )
-        gate_up_biases, down_biases = ([*map(place, each)] for each in self.biases)
+        gate_up_biases, down_biases = ([*map(reference_of, each)] for each in self.biases)
         return {
             "gate_up": gate_up,
             "down": down,
@@ -154,7 +154,7 @@ class Instruction:
     packed: PackedWeight | None = None
     group: SharedGroup | None = None
 
-    def part(self, begins_phase: bool, layer: int, place: Places) -> Part:
+    def part(self, begins_phase: bool, layer: int, reference_of: ReferenceOf) -> Part:
         """Return plain data for program_parts.py. Tensors and weights must outlive a program.
         layer: the layer's number in the program."""
         for tensor, dtype in (
@@ -175,15 +175,15 @@ class Instruction:
             "count": self.count,
             "input": int(self.input),
             "element": 0 if self.table is None else ELEMENTS[self.table.dtype],
-            "table": None if self.table is None else place(self.table),
-            "frequencies": None if self.frequencies is None else place(self.frequencies),
-            "weight": None if self.weight is None else place(self.weight),
-            "bias": None if self.bias is None else place(self.bias),
+            "table": None if self.table is None else reference_of(self.table),
+            "frequencies": None if self.frequencies is None else reference_of(self.frequencies),
+            "weight": None if self.weight is None else reference_of(self.weight),
+            "bias": None if self.bias is None else reference_of(self.bias),
             "scale": self.scale,
             "soft_cap": self.soft_cap,
             "eps": self.eps,
             "delta": tuple(self.delta),
-            "packed": None if self.packed is None else _weight(self.packed, place),
+            "packed": None if self.packed is None else _weight(self.packed, reference_of),
             "group": None if self.group is None else self.group.core,
         }
 
@@ -193,8 +193,8 @@ def here(tensor: torch.Tensor) -> int:
     return address(tensor, tensor.dtype)
 
 
-def _weight(weight: PackedWeight, place: Places) -> tuple[tuple[int, ...], Place]:
-    return tuple(weight.layout), place(weight.data)
+def _weight(weight: PackedWeight, reference_of: ReferenceOf) -> tuple[tuple[int, ...], Reference]:
+    return tuple(weight.layout), reference_of(weight.data)
 
 
 @dataclass
@@ -217,21 +217,21 @@ class ProgramDraft:
             found.append(0 if i == 0 else found[-1] + (0 if joins else 1))
         return found
 
-    def parts(self, layers: Mapping[int, int], place: Places) -> ProgramParts:
+    def parts(self, layers: Mapping[int, int], reference_of: ReferenceOf) -> ProgramParts:
         """Return the data from which the core makes a program. layers: number in the program by
-        layer. place: returns a tensor's place."""
-        places, width = self.places()
+        layer. reference_of: returns a tensor's place."""
+        offsets, width = self.offsets()
         phases, instructions = self.phases, list[Part]()
         for i, instruction in enumerate(self.instructions):
             begins = i == 0 or phases[i] != phases[i - 1]
             layer = instruction.layer
             if instruction.kind in OF_LAYERS:
                 layer = layers[layer]
-            instructions.append(instruction.part(begins, layer, place))
-        experts = [each.part(place) for each in self.experts]
-        return ProgramParts(self.widths, places, width, self.num_outside, experts, instructions)
+            instructions.append(instruction.part(begins, layer, reference_of))
+        experts = [each.part(reference_of) for each in self.experts]
+        return ProgramParts(self.widths, offsets, width, self.num_outside, experts, instructions)
 
-    def places(self) -> tuple[list[int], int]:
+    def offsets(self) -> tuple[list[int], int]:
         """Return where each buffer begins in the arena, in floats per token, and the arena's width.
 
         Memory is free again from the phase after its last use, because within a phase threads are
@@ -240,24 +240,25 @@ class ProgramDraft:
         """
         shared = self._read_by_all()
         own = set(range(self.num_outside, len(self.widths))) - shared
-        places = [0] * len(self.widths)
-        behind_own = self._place(own, 0, places)
-        return places, self._place(shared - set(range(self.num_outside)), behind_own, places)
+        offsets = [0] * len(self.widths)
+        end_of_own = self._arrange(own, 0, offsets)
+        return offsets, self._arrange(shared - set(range(self.num_outside)), end_of_own, offsets)
 
-    def _place(self, buffers: set[int], least: int, places: list[int]) -> int:
-        """Place some buffers from `least` on, writing to `places`; return the end of the last."""
+    def _arrange(self, buffers: set[int], begin_at: int, offsets: list[int]) -> int:
+        """Place some buffers from `begin_at` on, writing to `offsets`; return the end of the
+        last."""
         first, last = self._lifetimes()
         live: list[tuple[int, int, int]] = []  # begin, end, last phase
-        total = least
+        total = begin_at
         for buffer in sorted(buffers, key=lambda b: (first[b], b)):
             live = sorted(item for item in live if item[2] >= first[buffer])
             width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
-            begin = least
+            begin = begin_at
             for taken, end, _ in live:
                 if begin + width <= taken:
                     break
                 begin = max(begin, end)
-            places[buffer] = begin
+            offsets[buffer] = begin
             live.append((begin, begin + width, last[buffer]))
             total = max(total, begin + width)
         return total

@@ -11,12 +11,12 @@ from typing import Any
 from quire.ops.host.native import needed_core
 from quire.ops.host.native_types import CoreProgram, CoreWeight, WeightLayout
 
-Place = Any
-PlacedWeight = tuple[Sequence[int], Place]
+Reference = Any
+WeightReference = tuple[Sequence[int], Reference]
 Part = dict[str, Any]
 
 NO_WEIGHT = WeightLayout(0, 0, 0, 0, 1)
-PLACES = ("table", "frequencies", "weight", "bias")  # an instruction's, or None
+REFERENCES = ("table", "frequencies", "weight", "bias")  # an instruction's, or None
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ProgramParts:
         self,
         variant: int,
         add_layers: Callable[[CoreProgram], None],
-        address: Callable[[Place], int],
+        address: Callable[[Reference], int],
     ) -> CoreProgram:
         """Make the program; the memory at its addresses must outlive it. variant: attention's
         instruction set. add_layers: adds the memory of all layers. address: looks up a place."""
@@ -49,13 +49,13 @@ class ProgramParts:
             }
             program.add_experts(**(part | weights | biases))
         for part in self.instructions:
-            found = {key: 0 if part[key] is None else address(part[key]) for key in PLACES}
+            found = {key: 0 if part[key] is None else address(part[key]) for key in REFERENCES}
             program.add(**(part | found | {"packed": _weight(part["packed"], address)}))
         return program
 
 
-def _weight(part: PlacedWeight | None, address: Callable[[Place], int]) -> CoreWeight:
+def _weight(part: WeightReference | None, address: Callable[[Reference], int]) -> CoreWeight:
     if part is None:
         return NO_WEIGHT.at(0, needed_core())
-    layout, place = part
-    return WeightLayout(*layout).at(address(place), needed_core())
+    layout, reference = part
+    return WeightLayout(*layout).at(address(reference), needed_core())

@@ -65,7 +65,7 @@ class Tracer:
             "relu": self._row_wise(Kind.RELU),
             "add": self._row_wise(Kind.ADD),
             "add_into": self._add_into,
-            "beside": self._beside,
+            "concatenate": self._concatenate,
             "gated_add": self._row_wise(Kind.GATED_ADD),
             "moe_route": self._moe_route,
             "moe_experts": self._moe_experts,
@@ -232,9 +232,9 @@ class Tracer:
         self._emit(Instruction(kind, views, heads=heads, size=size, weight=weight, eps=eps))
 
     def _square_sums(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-        place = self._new(out)
+        view_of_out = self._new(out)
         for i, each in enumerate((x, y)):
-            views = replace(place, offset=place.offset + i), self._view(each)
+            views = replace(view_of_out, offset=view_of_out.offset + i), self._view(each)
             self._emit(Instruction(Kind.SQUARE_SUM, views, size=each.shape[1]))
 
     def _rms_norm_by_sum(
@@ -310,13 +310,13 @@ class Tracer:
         views = self._view(out), self._view(x), self._view(y)
         self._emit(Instruction(Kind.ADD, views, size=out.shape[1]))
 
-    def _beside(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-        place = self._new(out)
-        self._copy(place, x)
-        self._copy(replace(place, offset=place.offset + x.shape[1]), y)
+    def _concatenate(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        view_of_out = self._new(out)
+        self._copy(view_of_out, x)
+        self._copy(replace(view_of_out, offset=view_of_out.offset + x.shape[1]), y)
 
-    def _copy(self, place: View, x: torch.Tensor) -> None:
-        views = place, self._view(x)
+    def _copy(self, view_of_out: View, x: torch.Tensor) -> None:
+        views = view_of_out, self._view(x)
         self._emit(Instruction(Kind.SCALE, views, size=x.shape[1], scale=1.0))
 
     def _scale(self, out: torch.Tensor, x: torch.Tensor, factor: float) -> None:
@@ -339,9 +339,9 @@ class Tracer:
         operands = [self._operand(view, part) for part in weight.parts]
         first = 0
         for part, (operand, stride) in zip(weight.parts, operands, strict=True):
-            place, end = replace(own, offset=own.offset + first), first + part.shape[0]
+            view_of_out, end = replace(own, offset=own.offset + first), first + part.shape[0]
             own_bias = _float(None if bias is None else bias[first:end])
-            views = place, operand
+            views = view_of_out, operand
             self._emit(Instruction(Kind.MULTIPLY, views, stride=stride, bias=own_bias, packed=part))
             first = end
 
@@ -470,8 +470,11 @@ def _experts(
     logits_TE, num_chosen, normalises = route
     of_up, of_sums = biases or ((), ())
     floats = [each.float() for each in of_up], [each.float() for each in of_sums]
-    weights, place = (_all_packed(gate_up), _all_packed(down)), (first or 0, logits_TE.shape[1])
-    return Experts(*weights, floats, *place, num_chosen, normalises, clamped)
+    weights, view_of_out = (
+        (_all_packed(gate_up), _all_packed(down)),
+        (first or 0, logits_TE.shape[1]),
+    )
+    return Experts(*weights, floats, *view_of_out, num_chosen, normalises, clamped)
 
 
 def _all_packed(weights: Sequence[Weight]) -> list[PackedWeight]:

@@ -118,12 +118,13 @@ def pack_merged(
     return joined(packed, memory)
 
 
-def check_rows(what: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError, with advice, if `pack_rows` has no kernel. what: names the weights."""
+def check_rows(subject: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError, with advice, if `pack_rows` has no kernel. subject: names the weights."""
     if has_kernels(dtype, device) or can_pack_natively(dtype, device):
         return
     raise ConfigError(
-        f"{what} have no kernel for their stored format on {device.type} in {dtype_name(dtype)}. A"
+        f"{subject} have no kernel for their stored format on {device.type} in"
+        f" {dtype_name(dtype)}. A"
         " CPU needs the C++ core and a dtype of 16 or 32 bits; a GPU needs Triton and 16 bits."
         " --quantization none computes the weights in the dtype."
     )

@@ -31,9 +31,9 @@ FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")  # formats whose sp
 CORE_DTYPES = FORMATS[:3]  # dtypes of activations that the core multiplies
 ATTENTION = "float32"  # format of the core's attention, unless keys are bfloat16
 GROUP_SIZES = (32, 64, 128)
-MOST_INPUTS_OF_A_ROW = 65_536  # sums of more 8-bit products could overflow 32 bits
+MAX_ROW_INPUTS = 65_536  # sums of more 8-bit products could overflow 32 bits
 ROUND_INPUTS = 8
-MOST_OF_A_STORED_GROUP = 128  # inputs; activations are int8 per group, so larger groups are cut
+MAX_STORED_GROUP = 128  # inputs; activations are int8 per group, so larger groups are cut
 NESTED_INPUTS = 256  # inputs of a block of GGUF's K formats
 MULTIPLIED_INPUTS = 128  # inputs of a group of int4_multiples
 
@@ -103,7 +103,7 @@ class Quantization:
         output. Raises ConfigError if that is too many."""
         if self.group_size:
             return self.group_size
-        if num_inputs > MOST_INPUTS_OF_A_ROW and rounds_activations(self.format):
+        if num_inputs > MAX_ROW_INPUTS and rounds_activations(self.format):
             raise ConfigError(
                 f"a layer has {num_inputs:,} inputs, too many for int8 with one scale per output;"
                 f" give quantization_group_size {GROUP_SIZES[-1]}."

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 
-MOST_WORDS = {4: 16, 8: 32}  # by bits; with so many words, a chunk is 128 inputs
-LEAST_PLANE = 16  # inputs that one matrix instruction multiplies
+MAX_WORDS = {4: 16, 8: 32}  # by bits; with so many words, a chunk is 128 inputs
+MIN_PLANE_INPUTS = 16  # inputs that one matrix instruction multiplies
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ def layout_of(bits: int, group_size: int, num_inputs: int) -> GPULayout:
 
     Raises ConfigError for groups that do not fit matrix instructions.
     """
-    most = MOST_WORDS[bits]
+    max_words = MAX_WORDS[bits]
     if group_size == 0 or group_size >= num_inputs:
-        return GPULayout(bits, most, 0)
-    plane = math.gcd(group_size, 2 * most)
-    if plane < LEAST_PLANE:
+        return GPULayout(bits, max_words, 0)
+    plane = math.gcd(group_size, 2 * max_words)
+    if plane < MIN_PLANE_INPUTS:
         raise ConfigError(
             f"there is no kernel for weights of {bits} bits with a scale for each {group_size}"
-            f" inputs on a GPU: groups must be multiples of {LEAST_PLANE}."
+            f" inputs on a GPU: groups must be multiples of {MIN_PLANE_INPUTS}."
         )
     layout = GPULayout(bits, plane // 2, group_size)
     if group_size % layout.chunk_inputs:  # smaller groups, with repeated scales

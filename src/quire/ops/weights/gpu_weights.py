@@ -200,8 +200,8 @@ def _narrowest(values: torch.Tensor) -> torch.Tensor:
 def _whole_if_possible(zeros: torch.Tensor, bits: int) -> torch.Tensor:
     """Convert zero points to int8 if they are whole and can be subtracted exactly in 16 bits, else
     to float32."""
-    most = 64 if bits == 4 else 127
-    is_whole = (zeros == zeros.round()) & (zeros.abs() <= most)
+    max_zero = 64 if bits == 4 else 127
+    is_whole = (zeros == zeros.round()) & (zeros.abs() <= max_zero)
     return zeros.to(torch.int8) if bool(is_whole.all()) else zeros.float()
 
 
@@ -234,11 +234,11 @@ def _joined(
     }
     zeros = None
     if any(part.zeros is not None for part in parts):
-        zeros = join(_alike([_zeros_of(part) for part in parts]), -1)
+        zeros = join(_in_one_dtype([_zeros_of(part) for part in parts]), -1)
     return replace(
         first,
         codes=join([part.codes for part in parts], -2),
-        scales=join(_alike([part.scales for part in parts]), -1),
+        scales=join(_in_one_dtype([part.scales for part in parts]), -1),
         zeros=zeros,
     )
 
@@ -247,7 +247,7 @@ def _zeros_of(part: GPUWeight) -> torch.Tensor:
     return torch.zeros_like(part.scales, dtype=torch.int8) if part.zeros is None else part.zeros
 
 
-def _alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _in_one_dtype(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Convert tensors to one dtype that holds the numbers of all of them."""
     dtypes = {tensor.dtype for tensor in tensors}
     return tensors if len(dtypes) == 1 else [tensor.float() for tensor in tensors]

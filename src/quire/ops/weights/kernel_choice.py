@@ -28,9 +28,9 @@ logger = logging.getLogger("quire")
 
 VERSION = 2  # raised whenever the measurement changes
 CLEARLY = 1.1
-MOST_BYTES = 1 << 16  # maximum size of a file
-MOST_FILES = 32  # files in the directory, with those from other machines and earlier builds
-MOST = 1e18  # maximum of any measured value
+MAX_FILE_BYTES = 1 << 16  # maximum size of a file
+MAX_FILES = 32  # files in the directory, with those from other machines and earlier builds
+MAX_FIGURE = 1e18  # maximum of any measured value
 UNUSABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError)
 CPUINFO = Path("/proc/cpuinfo")
 CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags",
@@ -74,7 +74,7 @@ class Measurement:
         for each in speeds.values():
             for speed in each.values():
                 numbers += speed.row_bytes_per_s, speed.tile_flops
-        if not all(0 <= number < MOST for number in numbers):
+        if not all(0 <= number < MAX_FIGURE for number in numbers):
             raise ValueError("its figures are invalid")
         return found
 
@@ -117,15 +117,15 @@ def machine_facts(build: Path) -> dict[str, str]:
 
 
 class KernelFile:
-    """File of this machine's measurement. `wanted`: formats and variants that it must contain."""
+    """File of this machine's measurement. `expected`: formats and variants that it must contain."""
 
     def __init__(
-        self, directory: Path, facts: Mapping[str, str], wanted: Mapping[str, Sequence[str]]
+        self, directory: Path, facts: Mapping[str, str], expected: Mapping[str, Sequence[str]]
     ) -> None:
         self.directory = directory
         self.facts = facts
-        self.wanted = wanted
-        text = json.dumps([sorted(facts.items()), {f: list(v) for f, v in wanted.items()}])
+        self.expected = expected
+        text = json.dumps([sorted(facts.items()), {f: list(v) for f, v in expected.items()}])
         self.machine = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
@@ -144,15 +144,15 @@ class KernelFile:
         cpu = self.facts.get("model name", "this CPU")
         made = Measurement(self.machine, cpu, time.time(), took, speeds)
         logger.debug("kernels: measured in %.0f ms", 1e3 * took)
-        return self._keep(made)
+        return self._save(made)
 
     def load(self) -> Measurement | None:
         """Return the measurement in the file; None if there is none, or not from this machine."""
         try:
             with self.path.open("rb") as file:
-                text = file.read(MOST_BYTES + 1)
-            if len(text) > MOST_BYTES:
-                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+                text = file.read(MAX_FILE_BYTES + 1)
+            if len(text) > MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {MAX_FILE_BYTES:,} bytes")
             found = Measurement.parse(text)
             if not self._is_ours(found):
                 raise ValueError("it was measured on another machine")
@@ -165,15 +165,15 @@ class KernelFile:
 
     def _is_ours(self, found: Measurement) -> bool:
         """Return whether the file is from this machine, and all speeds are present and positive."""
-        if found.machine != self.machine or found.speeds.keys() != self.wanted.keys():
+        if found.machine != self.machine or found.speeds.keys() != self.expected.keys():
             return False
         return all(
             found.speeds[name].keys() == set(variants)
             and all(s.row_bytes_per_s > 0 < s.tile_flops for s in found.speeds[name].values())
-            for name, variants in self.wanted.items()
+            for name, variants in self.expected.items()
         )
 
-    def _keep(self, made: Measurement) -> Measurement:
+    def _save(self, made: Measurement) -> Measurement:
         """Save the measurement, unless another process saved one first; return the saved one."""
         temporary = None
         try:
@@ -197,10 +197,10 @@ class KernelFile:
         return made
 
     def _remove_old(self) -> None:
-        """Delete all but the newest `MOST_FILES` files."""
+        """Delete all but the newest `MAX_FILES` files."""
         with contextlib.suppress(OSError):
             paths = sorted(self.directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-            for path in paths[:-MOST_FILES]:
+            for path in paths[:-MAX_FILES]:
                 path.unlink(missing_ok=True)
 
 
@@ -213,6 +213,6 @@ def _link(source: Path, path: Path) -> bool:
     return True
 
 
-def kernel_file(build: Path, wanted: Mapping[str, Sequence[str]]) -> KernelFile:
+def kernel_file(build: Path, expected: Mapping[str, Sequence[str]]) -> KernelFile:
     """Return this machine's file in the user's cache."""
-    return KernelFile(user_cache("kernels"), machine_facts(build), wanted)
+    return KernelFile(user_cache("kernels"), machine_facts(build), expected)

@@ -20,7 +20,7 @@ TILE_ROWS, TILE_OUTPUTS = 48, 256
 ROW_BYTES = 4 << 20  # bytes of the weight for one row: more than a core's own caches
 FLOAT32 = 0  # the core's number for the dtype of activations in its programs
 NORMAL_BYTES = 0x38, 0x40  # range of bytes that are normal numbers in every float format
-ROUNDS, FEWEST_ROUNDS = 12, 2
+ROUNDS, MIN_ROUNDS = 12, 2
 HOPELESS = 10.0  # times as slow as the fastest: no further rounds
 FORMAT_S = 0.02  # time limit of the rounds
 
@@ -64,17 +64,17 @@ def fastest(calls: Sequence[Sequence[Call]], clock: Clock = time.perf_counter) -
     best = [[float("inf")] * len(candidate) for candidate in calls]
     alive, until = list(range(len(calls))), clock() + FORMAT_S
     for num_done in range(ROUNDS):
-        if num_done >= FEWEST_ROUNDS and clock() >= until:
+        if num_done >= MIN_ROUNDS and clock() >= until:
             break
         for i in alive:
             for j, call in enumerate(calls[i]):
                 began = clock()
                 call()
                 best[i][j] = min(best[i][j], max(clock() - began, 1e-9))
-        if num_done + 1 >= FEWEST_ROUNDS:
+        if num_done + 1 >= MIN_ROUNDS:
             limits = [HOPELESS * min(column) for column in zip(*best, strict=True)]
             alive = [
-                i for i in alive if any(s < most for s, most in zip(best[i], limits, strict=True))
+                i for i in alive if any(s < limit for s, limit in zip(best[i], limits, strict=True))
             ]
     return best
 

@@ -14,7 +14,7 @@ import torch
 from quire.base.errors import ModelError
 
 
-class FilePlace(NamedTuple):
+class FilePosition(NamedTuple):
     """Position of values: `offset` bytes from the beginning of an open file."""
 
     file: FileIO
@@ -34,18 +34,18 @@ class MappedTensors:
     """Register of mapped tensors. It holds them, so no other tensor can get their addresses."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, FilePlace]] = {}
+        self._known: dict[int, tuple[torch.Tensor, FilePosition]] = {}
 
-    def add(self, tensor: torch.Tensor, place: FilePlace) -> None:
+    def add(self, tensor: torch.Tensor, position: FilePosition) -> None:
         """Register a tensor [...] with its own storage. The file must stay open during look-ups."""
         if tensor.numel():  # an empty tensor may share the next one's address
-            self._known[tensor.untyped_storage().data_ptr()] = tensor, place
+            self._known[tensor.untyped_storage().data_ptr()] = tensor, position
 
-    def place(self, values: torch.Tensor) -> FilePlace | None:
+    def position(self, values: torch.Tensor) -> FilePosition | None:
         """Return the file position of a tensor or contiguous part of one, values [...]; None if
         unknown."""
         known = self._known.get(values.untyped_storage().data_ptr())
         if known is None or not values.is_contiguous():
             return None
         tensor, (file, offset) = known
-        return FilePlace(file, offset + values.data_ptr() - tensor.data_ptr())
+        return FilePosition(file, offset + values.data_ptr() - tensor.data_ptr())

@@ -19,7 +19,7 @@ from quire.ops.host.native_types import WeightLayout
 from quire.ops.host.pages import aligned
 from quire.ops.host.threads import num_threads
 from quire.ops.weights.formats import (
-    MOST_OF_A_STORED_GROUP,
+    MAX_STORED_GROUP,
     NAMES,
     NESTED_INPUTS,
     ROUND_INPUTS,
@@ -124,14 +124,14 @@ def _pack_into(
     """Pack a contiguous weight [N, K] into existing memory, from its file if it is in `mapped`."""
     data, element = packed.data.data_ptr(), ELEMENTS[weight_NK.dtype]
     search = quantization is not None and quantization.format == "int4"
-    place = None if mapped is None else mapped.place(weight_NK)
-    if place is None:
+    position = None if mapped is None else mapped.position(weight_NK)
+    if position is None:
         weight = address(weight_NK, weight_NK.dtype)
         found = needed_core().linear_pack(data, packed.core, weight, element, search, num_threads())
     else:
-        with place.reading() as file:
+        with position.reading() as file:
             found = needed_core().linear_pack_file(
-                data, packed.core, file, place.offset, element, search, num_threads()
+                data, packed.core, file, position.offset, element, search, num_threads()
             )
             if found == FILE_ENDS:
                 raise OSError("it ends too early")
@@ -262,8 +262,8 @@ def stored_group(group_size: int, num_inputs: int) -> int:
     most MOST_OF_A_STORED_GROUP, since activations are rounded in the same groups. Raises
     ConfigError for a size that is not a multiple of ROUND_INPUTS."""
     if group_size >= num_inputs:
-        return min(aligned(num_inputs, ROUND_INPUTS), MOST_OF_A_STORED_GROUP)
-    sizes = range(MOST_OF_A_STORED_GROUP, 0, -ROUND_INPUTS)
+        return min(aligned(num_inputs, ROUND_INPUTS), MAX_STORED_GROUP)
+    sizes = range(MAX_STORED_GROUP, 0, -ROUND_INPUTS)
     found = next((size for size in sizes if group_size % size == 0), None)
     if found is None:
         raise ConfigError(_no_group(group_size))
@@ -379,10 +379,10 @@ def _has_group(format: str, layout: WeightLayout) -> bool:
     if sizes.group:
         filled = NESTED_INPUTS if sizes.block_bytes else 1
         return group == sizes.group and layout.inputs % filled == 0
-    most = MOST_OF_A_STORED_GROUP if rounds_activations(format) else layout.inputs
+    max_group = MAX_STORED_GROUP if rounds_activations(format) else layout.inputs
     if format in ("int8", "fp8") and group == aligned(layout.inputs, ROUND_INPUTS):
         return True
-    return 0 < group <= most and group % ROUND_INPUTS == 0
+    return 0 < group <= max_group and group % ROUND_INPUTS == 0
 
 
 def _empty(num_bytes: int, memory: HugeMemory | None) -> torch.Tensor:

@@ -18,9 +18,9 @@ from quire.ops.weights.stored_rows import Float8Rows, IntegerRows, StoredRows
 
 LEVELS = {"int8": 127, "int4": 7}
 LARGEST_FLOAT8 = 448.0
-TRIED_SCALES = 12
+NUM_SCALES = 12
 SCALE_STEP = 0.035
-TRIED_MULTIPLIED = 8  # candidates for the base scale of four groups of int4
+NUM_BASE_SCALES = 8  # candidates for the base scale of four groups of int4
 SMALLEST_MULTIPLIED = 1e-35  # groups of smaller weights become 0
 SIGNIFICANT_STEP = 1 << 19  # in the bits of a float32: leaves five significant bits
 LANES = 16  # partial sums of an error, as in the core
@@ -70,20 +70,20 @@ def _multiplied(values_NK: torch.Tensor) -> IntegerRows:
     num_inputs = values_NK.shape[1]
     padded_NK = torch.nn.functional.pad(values_NK, (0, -num_inputs % MULTIPLIED_INPUTS))
     parts_NGPS = padded_NK.unflatten(1, (-1, MULTIPLIED_INPUTS // 32, 32))
-    most_NGP, least_NGP = parts_NGPS.amax(dim=-1), parts_NGPS.amin(dim=-1)
-    largest_NGP, is_above_NGP = most_NGP.maximum(-least_NGP), most_NGP >= -least_NGP
+    max_NGP, min_NGP = parts_NGPS.amax(dim=-1), parts_NGPS.amin(dim=-1)
+    largest_NGP, is_above_NGP = max_NGP.maximum(-min_NGP), max_NGP >= -min_NGP
     largest_NG = largest_NGP.amax(dim=-1)
     bits_NG = _divided(largest_NG, 48.0).view(torch.int32)
     first_NG = (bits_NG + SIGNIFICANT_STEP - 1) & -SIGNIFICANT_STEP
-    chosen_NGP, least_NG = torch.zeros_like(largest_NGP), torch.full_like(largest_NG, torch.inf)
-    for i in range(TRIED_MULTIPLIED):
+    chosen_NGP, min_error_NG = torch.zeros_like(largest_NGP), torch.full_like(largest_NG, torch.inf)
+    for i in range(NUM_BASE_SCALES):
         scale_NG = (first_NG - i * SIGNIFICANT_STEP).view(torch.float32)
         scales_NGP, errors_NGP = _multiples(parts_NGPS, scale_NG, largest_NGP, is_above_NGP)
         error_NG = errors_NGP[..., 0]
         for p in range(1, errors_NGP.shape[-1]):
             error_NG = error_NG + errors_NGP[..., p]
-        is_better = error_NG < least_NG if i else torch.ones_like(largest_NG, dtype=torch.bool)
-        least_NG = torch.where(is_better, error_NG, least_NG)
+        is_better = error_NG < min_error_NG if i else torch.ones_like(largest_NG, dtype=torch.bool)
+        min_error_NG = torch.where(is_better, error_NG, min_error_NG)
         chosen_NGP = torch.where(is_better[..., None], scales_NGP, chosen_NGP)
     is_zero = (largest_NG < SMALLEST_MULTIPLIED)[..., None]
     chosen_NGP = chosen_NGP.masked_fill(is_zero, 0.0)
@@ -146,15 +146,15 @@ def _scales(
         return best_NG
     # The core's error excludes inputs that do not fill its lanes, which only a last group has.
     last = num_inputs - (grouped_NGS.shape[1] - 1) * grouped_NGS.shape[2]
-    kept = torch.ones_like(grouped_NGS[0], dtype=torch.bool)
-    kept[-1, last // LANES * LANES :] = False
-    least_NG = _squared_error(grouped_NGS, best_NG, levels, kept)
-    for i in range(1, TRIED_SCALES + 1):
+    counted = torch.ones_like(grouped_NGS[0], dtype=torch.bool)
+    counted[-1, last // LANES * LANES :] = False
+    min_error_NG = _squared_error(grouped_NGS, best_NG, levels, counted)
+    for i in range(1, NUM_SCALES + 1):
         share = _float32(1.0 - _float32(_float32(SCALE_STEP) * i))
         scales_NG = _divided(largest_NG * share, levels).bfloat16().float()
-        error_NG = _squared_error(grouped_NGS, scales_NG, levels, kept)
-        is_better = (error_NG < least_NG) & (scales_NG > 0)
-        least_NG = torch.where(is_better, error_NG, least_NG)
+        error_NG = _squared_error(grouped_NGS, scales_NG, levels, counted)
+        is_better = (error_NG < min_error_NG) & (scales_NG > 0)
+        min_error_NG = torch.where(is_better, error_NG, min_error_NG)
         best_NG = torch.where(is_better, scales_NG, best_NG)
     return best_NG
 
@@ -174,10 +174,10 @@ def _bfloat16_up(values: torch.Tensor) -> torch.Tensor:
 
 
 def _squared_error(
-    grouped_NGS: torch.Tensor, scales_NG: torch.Tensor, levels: int, kept_GS: torch.Tensor
+    grouped_NGS: torch.Tensor, scales_NG: torch.Tensor, levels: int, counted_GS: torch.Tensor
 ) -> torch.Tensor:
     errors_NGS = grouped_NGS - _rounded(grouped_NGS, scales_NG, levels) * scales_NG[..., None]
-    return _sums_of_squares(errors_NGS.where(kept_GS, 0.0))
+    return _sums_of_squares(errors_NGS.where(counted_GS, 0.0))
 
 
 def _sums_of_squares(errors: torch.Tensor) -> torch.Tensor:

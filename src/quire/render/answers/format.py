@@ -57,7 +57,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 @dataclass(frozen=True)
-class AskedAnswer:
+class RequestedAnswer:
     """The answer that one request demands. `answer_grammar` in grammar.py builds its grammar."""
 
     format: AnswerFormat

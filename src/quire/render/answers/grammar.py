@@ -15,7 +15,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.answers.calls import can_read_name
-from quire.render.answers.format import AskedAnswer, NamedTool
+from quire.render.answers.format import NamedTool, RequestedAnswer
 from quire.render.answers.parameters_grammar import NO_WORDS, parameters_rule
 from quire.render.answers.syntax import (
     CallFormat,
@@ -44,7 +44,7 @@ _NO_OBJECT = r"/(\s*[^\s{](?s:.*))?/"
 _SPACES = re.compile(r"(\s+)")
 
 
-def answer_grammar(answer: AskedAnswer, added_tokens: Mapping[str, int]) -> str:
+def answer_grammar(answer: RequestedAnswer, added_tokens: Mapping[str, int]) -> str:
     """Return the Lark grammar of the whole answer; an empty string if it is unconstrained.
 
     added_tokens: the tokenizer's added tokens, from text to id. Raises RequestError."""
@@ -66,7 +66,7 @@ def answer_grammar(answer: AskedAnswer, added_tokens: Mapping[str, int]) -> str:
     return lark.text(f"{first} {rest}")
 
 
-def _after_reasoning(answer: AskedAnswer, lark: Lark) -> str | None:
+def _after_reasoning(answer: RequestedAnswer, lark: Lark) -> str | None:
     """Return the expression for the text after the reasoning; None if it is unconstrained."""
     content = None
     if answer.content is not None:
@@ -89,7 +89,7 @@ def _after_reasoning(answer: AskedAnswer, lark: Lark) -> str | None:
     return None
 
 
-def _anything(answer: AskedAnswer, lark: Lark, reasoning: ReasoningFormat) -> str:
+def _anything(answer: RequestedAnswer, lark: Lark, reasoning: ReasoningFormat) -> str:
     """Return the expression for any text after the reasoning, except a second reasoning."""
     if not reasoning.content_open:
         return lark.tokens(but=[reasoning.open])
@@ -98,11 +98,11 @@ def _anything(answer: AskedAnswer, lark: Lark, reasoning: ReasoningFormat) -> st
     return f"{spaced(lark, reasoning.content_open)} {ANY_TEXT}"
 
 
-def _content_open(answer: AskedAnswer) -> str:
+def _content_open(answer: RequestedAnswer) -> str:
     return answer.format.reasoning.content_open if answer.format.reasoning is not None else ""
 
 
-def _choosable(answer: AskedAnswer) -> tuple[Tool, ...]:
+def _choosable(answer: RequestedAnswer) -> tuple[Tool, ...]:
     """Return the tools that `choice` allows. Raises RequestError for an unknown name."""
     if not isinstance(answer.choice, NamedTool):
         return answer.tools
@@ -153,13 +153,13 @@ def free_rule(
 
 
 def text_without(
-    lark: Lark, words: Sequence[str], most_chars: int | None = None, may_be_object: bool = True
+    lark: Lark, words: Sequence[str], max_chars: int | None = None, may_be_object: bool = True
 ) -> str:
     """Add a terminal for texts without these words, and return the terminal's name.
 
-    The words may not be spelled by ordinary tokens either. most_chars: maximum length.
+    The words may not be spelled by ordinary tokens either. max_chars: maximum length.
     may_be_object: whether the text may begin with a brace, like a JSON object."""
-    parts = [ANY_TEXT if most_chars is None else f"/(?s:.{{0,{most_chars}}})/"]
+    parts = [ANY_TEXT if max_chars is None else f"/(?s:.{{0,{max_chars}}})/"]
     if not may_be_object:
         parts.append(_NO_OBJECT)
     parts.append("~" + regex(f"(?s:.*)({'|'.join(map(re.escape, words))})(?s:.*)"))

@@ -56,8 +56,8 @@ class _Formats:
         self._leaves = leaves
         self._field = field
 
-    def wrong(self, what: str, rule: str) -> RequestError:
-        return RequestError(f"{self._field}: {what} {rule}.", self._field)
+    def wrong(self, subject: str, rule: str) -> RequestError:
+        return RequestError(f"{self._field}: {subject} {rule}.", self._field)
 
     def get(self, node: Node, name: str, kind: type, where: str, default: Any = None) -> Any:
         """Return a field, checked for its type. A field without a default must be there."""

@@ -18,7 +18,7 @@ MAX_CHOICES = 1 << 14
 
 
 def grammar_of(
-    wanted: StructuredOutputsParams,
+    constraint: StructuredOutputsParams,
     added_tokens: Mapping[str, int] | None = None,
     *,
     strict: bool = False,
@@ -28,11 +28,11 @@ def grammar_of(
 
     Takes the parameters of `content_rule` and of `Lark`. Raises RequestError with `field`."""
     lark = Lark(added_tokens)
-    return lark.text(content_rule(lark, wanted, strict=strict, field=field))
+    return lark.text(content_rule(lark, constraint, strict=strict, field=field))
 
 
 def content_rule(
-    lark: Lark, wanted: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
+    lark: Lark, constraint: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
 ) -> str:
     """Add rules for content under this constraint; return the first rule's name.
 
@@ -40,15 +40,15 @@ def content_rule(
     Raises RequestError with `field`."""
 
     def json_rule(schema: object) -> str:
-        own = wanted.whitespace_pattern
-        compact = wanted.disable_any_whitespace
+        own = constraint.whitespace_pattern
+        compact = constraint.disable_any_whitespace
         _check_text(own or "", field)
         options = prepared(
             schema,
             field,
             strict=strict,
             whitespace=None if compact else WHITESPACE if own is None else own,
-            closed=wanted.disable_additional_properties,
+            closed=constraint.disable_additional_properties,
         )
         try:
             return lark.json(options)
@@ -57,23 +57,23 @@ def content_rule(
         except (TypeError, ValueError) as error:  # a Python caller's schema may hold any object
             raise RequestError(f"{field}: the schema is not JSON: {error}.", field) from None
 
-    match wanted.form:
+    match constraint.form:
         case "json":
-            return json_rule(wanted.json)
+            return json_rule(constraint.json)
         case "json_object":
             return json_rule({"type": "object"})
         case "regex":
-            assert wanted.regex is not None
-            return lark.rule(_regex(wanted.regex, field))
+            assert constraint.regex is not None
+            return lark.rule(_regex(constraint.regex, field))
         case "choice":
-            assert wanted.choice is not None
-            return _choice_rule(lark, wanted.choice, field)
+            assert constraint.choice is not None
+            return _choice_rule(lark, constraint.choice, field)
         case "grammar":
-            assert wanted.grammar is not None
-            return _nested_rule(lark, wanted.grammar, field)
+            assert constraint.grammar is not None
+            return _nested_rule(lark, constraint.grammar, field)
         case _:
-            assert wanted.structural_tag is not None
-            return _tags_rule(lark, wanted.structural_tag, json_rule, field)
+            assert constraint.structural_tag is not None
+            return _tags_rule(lark, constraint.structural_tag, json_rule, field)
 
 
 def no_tokenizer(field: str) -> RequestError:

@@ -28,7 +28,7 @@ from quire.render.jobs.job_worker import ANSWER, LENGTH, MADE, READY, REFUSED, T
 MAX_PROCESSES = 4
 MAX_WAITING = 1024
 GROW_S = 0.02  # far longer than a normal job, so a longer wait means that slow jobs block the pool
-Place = Future["JobProcess | None"]
+ProcessFuture = Future["JobProcess | None"]
 
 MAX_ANSWER_BYTES = 1 << 26
 READ_BYTES = 1 << 18
@@ -262,7 +262,10 @@ class JobPool:
         self._num_places = 1  # processes allowed so far
         self._num_busy = 0
         self._num_heavy = 0  # busy processes with heavy jobs
-        self._waiting: tuple[deque[Place], deque[Place]] = deque(), deque()  # normal, heavy
+        self._waiting: tuple[deque[ProcessFuture], deque[ProcessFuture]] = (
+            deque(),
+            deque(),
+        )  # normal, heavy
 
     def prepare(self) -> None:
         """Start a process in advance. Call this at most once."""
@@ -283,10 +286,10 @@ class JobPool:
         heavy: whether the job must leave a process to normal jobs.
         Raises RequestError if the job is invalid or takes too much. Raises EngineBusy if too many
         jobs wait, or if the machine gives the process too little time."""
-        place = self._join_queue(heavy)
-        if not place.done():
-            self._grow_after(place)
-        process = _living(self._given(place))
+        waiter = self._join_queue(heavy)
+        if not waiter.done():
+            self._grow_after(waiter)
+        process = _living(self._given(waiter))
         try:
             process = process or JobProcess(self._kind)
         except BaseException:
@@ -303,8 +306,8 @@ class JobPool:
 
     async def run_bytes_async(self, data: bytes, heavy: bool = False) -> bytes:
         """Do the same as `run_bytes` without blocking the event loop."""
-        place = self._join_queue(heavy)
-        living = _living(place.result() if place.done() else await self._wait(place, heavy))
+        waiter = self._join_queue(heavy)
+        living = _living(waiter.result() if waiter.done() else await self._wait(waiter, heavy))
         try:
             process = living
             if process is None:
@@ -323,15 +326,15 @@ class JobPool:
 
     # ---- assignment of processes -------------------------------------------------------------
 
-    def _join_queue(self, heavy: bool) -> Place:
+    def _join_queue(self, heavy: bool) -> ProcessFuture:
         """Join the queue. The place resolves to a process, or to None if one must be started."""
-        place = Place()
+        waiter = ProcessFuture()
         with self._lock:
             if sum(map(len, self._waiting)) >= MAX_WAITING:
                 raise self._busy()
-            self._waiting[heavy].append(place)
+            self._waiting[heavy].append(waiter)
             self._serve()
-        return place
+        return waiter
 
     def _serve(self) -> None:
         """Assign free processes to waiting jobs. The caller holds the lock."""
@@ -339,12 +342,12 @@ class JobPool:
             while waiting and self._num_busy < self._num_places:
                 if heavy and self._num_heavy >= max(1, self._max - 1):
                     break
-                place = waiting.popleft()
-                if not place.set_running_or_notify_cancel():
+                waiter = waiting.popleft()
+                if not waiter.set_running_or_notify_cancel():
                     continue
                 self._num_busy += 1
                 self._num_heavy += heavy
-                place.set_result(self._idle.pop() if self._idle else None)
+                waiter.set_result(self._idle.pop() if self._idle else None)
 
     def _give_back(self, process: JobProcess | None, heavy: bool) -> None:
         with self._lock:
@@ -361,34 +364,34 @@ class JobPool:
                 self._num_places += 1
                 self._serve()
 
-    def _grow_after(self, place: Place) -> None:
+    def _grow_after(self, waiter: ProcessFuture) -> None:
         for _ in range(self._max):
             try:
-                place.result(GROW_S)
+                waiter.result(GROW_S)
                 return
             except TimeoutError:
                 self._grow()
 
-    def _given(self, place: Place) -> JobProcess | None:
+    def _given(self, waiter: ProcessFuture) -> JobProcess | None:
         """Wait for a place, at most `wait_s` seconds. Raises EngineBusy after that."""
         try:
-            return place.result(self._kind.wait_s)
+            return waiter.result(self._kind.wait_s)
         except TimeoutError:
-            if place.cancel():
+            if waiter.cancel():
                 raise self._busy() from None
-            return place.result()  # assigned just before the cancellation
+            return waiter.result()  # assigned just before the cancellation
 
-    async def _wait(self, place: Place, heavy: bool) -> JobProcess | None:
+    async def _wait(self, waiter: ProcessFuture, heavy: bool) -> JobProcess | None:
         loop = asyncio.get_running_loop()
         handles = [loop.call_later(GROW_S * n, self._grow) for n in range(1, self._max + 1)]
         try:
             async with asyncio.timeout(self._kind.wait_s):
-                return await asyncio.wrap_future(place)
+                return await asyncio.wrap_future(waiter)
         except (asyncio.CancelledError, TimeoutError) as error:
             with self._lock:  # places are assigned under it
-                is_given = place.done() and not place.cancelled()
+                is_given = waiter.done() and not waiter.cancelled()
             if is_given:
-                self._give_back(place.result(), heavy)
+                self._give_back(waiter.result(), heavy)
             if isinstance(error, TimeoutError):
                 raise self._busy() from None
             raise

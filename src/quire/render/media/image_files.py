@@ -81,12 +81,12 @@ def pixels_of(source: object) -> Pixels:
     return checked_array(source, 3, "an image", "[H, W, 3]")
 
 
-def checked_array(source: object, num_axes: int, what: str, shape: str) -> Pixels:
+def checked_array(source: object, num_axes: int, name: str, shape: str) -> Pixels:
     """Return an object as a uint8 array with three channels. Raises RequestError."""
     found = np.asarray(source)
     if found.dtype != np.uint8 or found.ndim != num_axes or found.shape[-1] != 3 or not found.size:
         raise RequestError(
-            f"{what} must be a picture of Pillow or a uint8 array {shape}, got"
+            f"{name} must be a picture of Pillow or a uint8 array {shape}, got"
             f" {type(source).__name__} of {found.dtype} {list(found.shape)}."
         )
     return found

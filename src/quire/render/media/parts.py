@@ -52,15 +52,16 @@ def media_kinds(messages: object) -> list[str]:
     return [str(part["type"]) for part in parts if is_plain(part)]
 
 
-def refuse_media(prompt: object, what: str) -> None:
-    """Raise RequestError if a prompt has images or videos in any form. what: name for the error."""
+def refuse_media(prompt: object, feature: str) -> None:
+    """Raise RequestError if a prompt has images or videos in any form. feature: name for the
+    error."""
     if isinstance(prompt, Mapping):
         has_media = bool(prompt.get("multi_modal_data"))
     else:
         messages = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
         has_media = bool(media_kinds(messages) or take_media(messages)[1])
     if has_media:
-        raise RequestError(f"{what} does not accept images or videos; send text only.")
+        raise RequestError(f"{feature} does not accept images or videos; send text only.")
 
 
 def is_plain(part: object) -> bool:

@@ -82,17 +82,22 @@ class QwenImages(SettledImages):
         return ProcessedImage(np.ascontiguousarray(patches), self.table, grid, num_tokens)
 
     def fitting_size(
-        self, height: int, width: int, num_frames: int = 1, depth: int = 1, what: str = "the image"
+        self,
+        height: int,
+        width: int,
+        num_frames: int = 1,
+        depth: int = 1,
+        item_name: str = "the image",
     ) -> tuple[int, int]:
         """Return the (height, width) to resize to. Raises RequestError for an extreme aspect ratio.
 
         num_frames, depth: frames of a video and of a patch, if the limit of pixels covers all
         frames together.
-        what: the object's name in errors.
+        item_name: the object's name in errors.
         """
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
-                f"{what} has {width} x {height} pixels; its longer side may be at most"
+                f"{item_name} has {width} x {height} pixels; its longer side may be at most"
                 f" {MAX_ASPECT_RATIO} times its shorter side. Crop it."
             )
         unit = self.patch_size * self.merge_size

@@ -243,7 +243,7 @@ def _set_content(message: Message, forms: TemplateForms, content_format: str) ->
     has_parts = isinstance(content, list) and not (is_auto and not forms.takes_parts(role))
     if content_format == "string" or not has_parts:
         content = _joined(content)
-        must_be_part = content and content_format != "string" and forms.wants_part(role)
+        must_be_part = content and content_format != "string" and forms.needs_part(role)
         content = [content] if must_be_part else content
     if isinstance(content, list):
         content = [each if isinstance(each, dict) else {"type": "text", "text": each}
@@ -285,7 +285,7 @@ def _set_tool_calls(message: Message, forms: TemplateForms) -> None:
     if not calls:
         message.pop("tool_calls", None)  # templates test only whether the field exists
         return
-    formed = arguments_text if forms.wants_argument_text else arguments_object
+    formed = arguments_text if forms.needs_argument_text else arguments_object
     for call in calls:
         function = call.get("function", call)
         function["arguments"] = formed(function.get("arguments"))

@@ -78,12 +78,12 @@ class TemplateForms:
         """Return whether a message's content may be a list of parts."""
         return self._takes(role, PARTS)
 
-    def wants_part(self, role: str) -> bool:
+    def needs_part(self, role: str) -> bool:
         """Return whether a text must be wrapped in a list of one part."""
         return not self._takes(role, TEXT) and self._takes(role, PART)
 
     @property
-    def wants_argument_text(self) -> bool:
+    def needs_argument_text(self) -> bool:
         """Whether the arguments of calls must be JSON text instead of an object."""
         return isinstance(self._call_form[0], str)
 
@@ -149,7 +149,7 @@ class TemplateForms:
     @cached_property
     def _user(self) -> Json:
         """Return a user's message in a form that the template takes."""
-        return {"role": "user", "content": [_part("hi")] if self.wants_part("user") else "hi"}
+        return {"role": "user", "content": [_part("hi")] if self.needs_part("user") else "hi"}
 
     def _shows(self, messages: list[Json], *words: str, but: tuple[str, ...]) -> bool:
         """Return whether the rendered text has all of `words` and none of `but`."""

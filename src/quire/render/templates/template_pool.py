@@ -24,7 +24,7 @@ TEMPLATES = JobKind(
 _ahead = list[JobProcess]()
 
 
-def start_ahead() -> None:
+def prestart() -> None:
     """Start the first process of the next pool now, while the server still loads."""
     _ahead.append(JobProcess(TEMPLATES))
 

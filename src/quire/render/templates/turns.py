@@ -18,7 +18,7 @@ from quire.render.templates.conversation import check_messages
 Json = Mapping[str, Any]
 
 
-def behind_an_answer(messages: Sequence[Json]) -> tuple[list[Json], str]:
+def after_answer(messages: Sequence[Json]) -> tuple[list[Json], str]:
     """Return a conversation in which these messages follow an answer, and that answer's text.
 
     Raises RequestError that names the invalid message.
@@ -31,7 +31,7 @@ def behind_an_answer(messages: Sequence[Json]) -> tuple[list[Json], str]:
     return [{"role": "user", "content": "?"}, answer, *messages], mark
 
 
-def text_behind(whole: str, mark: str, end: str) -> str:
+def text_after(whole: str, mark: str, end: str) -> str:
     """Return the text that a template rendered after the answer `mark`.
 
     end: text to drop from the start, because the retained tokens already end with it.

@@ -45,11 +45,11 @@ from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import (
     NativeModel,
     NativePass,
-    OperationsBesideCore,
+    OperationModel,
     native_or_same,
 )
 from quire.runner.native_program import TRACED_TOKENS, traced
-from quire.runner.step_ops import Asked, Needs, Sampling, StepShape
+from quire.runner.step_ops import Needs, Sampling, SamplingRequests, StepShape
 from quire.runner.torch_ops import TorchOps
 from quire.spec.model_spec import ModelSpec
 
@@ -106,15 +106,15 @@ class Spare:
 
 class DraftPasses:
     """Drafter over the rows of a runner; it does not move the runner's counters. target: model
-    whose hidden states the drafter reads. Its `last_read` returns them, [T, F], after each forward
-    pass. None if the drafter reads none."""
+    whose hidden states the drafter reads. Its `recorded_inputs` returns them, [T, F], after each
+    forward pass. None if the drafter reads none."""
 
     def __init__(self, drafter: Drafter, target: Any, runner: ModelRunner, spare: Spare) -> None:
         self._drafter, self._target, self._runner, self._spare = drafter, target, runner, spare
         state = runner.rows.state
         self._state = replace(state, computed_R=torch.zeros_like(state.computed_R))
         self._ops = TorchOps(runner.device, self._state)
-        self.is_ahead = drafter.num_read > 0
+        self.reads_target = drafter.num_read > 0
 
     @torch.inference_mode()
     def run(self, order: DraftOrder) -> DraftAnswer:
@@ -124,19 +124,21 @@ class DraftPasses:
 
     def _carry_out(self, order: DraftOrder) -> torch.Tensor:
         """Return the draft tokens, int32 [S, k]; -1 where there is none."""
-        most = int(order.num_guesses.max(initial=0))
-        found_Sk = torch.full((len(order.rows), most), -1, dtype=torch.int32, device=self._device)
+        max_drafts = int(order.num_draft_tokens.max(initial=0))
+        found_Sk = torch.full(
+            (len(order.rows), max_drafts), -1, dtype=torch.int32, device=self._device
+        )
         self._lend_blocks(order)
         out_TD = self._first_pass(order)
-        guessing = np.flatnonzero(order.num_guesses)
-        out_ND = select_rows(out_TD, self._index(np.cumsum(order.num_tokens)[guessing] - 1))
-        for num in range(most):
+        drafting_rows = np.flatnonzero(order.num_draft_tokens)
+        out_ND = select_rows(out_TD, self._index(np.cumsum(order.num_tokens)[drafting_rows] - 1))
+        for num in range(max_drafts):
             if num > 0:
-                stay = np.flatnonzero(order.num_guesses[guessing] > num)
-                guessing = guessing[stay]
-                out_ND = self._further_pass(order, guessing, num, self._rows_of(out_ND, stay))
-            rows, lengths = order.rows[guessing], order.num_known[guessing] + num
-            found_Sk[self._index(guessing), num] = self._choose(out_ND, rows, lengths)
+                stay = np.flatnonzero(order.num_draft_tokens[drafting_rows] > num)
+                drafting_rows = drafting_rows[stay]
+                out_ND = self._further_pass(order, drafting_rows, num, self._rows_of(out_ND, stay))
+            rows, lengths = order.rows[drafting_rows], order.num_known[drafting_rows] + num
+            found_Sk[self._index(drafting_rows), num] = self._choose(out_ND, rows, lengths)
         return found_Sk
 
     def _first_pass(self, order: DraftOrder) -> torch.Tensor:
@@ -145,16 +147,16 @@ class DraftPasses:
         if self._target is not None:
             begins = np.cumsum(order.num_tokens) - order.num_tokens
             starts = np.repeat(order.read_from - begins, order.num_tokens)
-            places = starts + np.arange(len(starts))
-            left_TF = self._target.last_read(int(places.max()) + 1)
-            read_TF = select_rows(left_TF, self._index(places))
+            indices = starts + np.arange(len(starts))
+            left_TF = self._target.recorded_inputs(int(indices.max()) + 1)
+            read_TF = select_rows(left_TF, self._index(indices))
         return self._drafter.first(ids_T, positions_T, read_TF, self._runner.backend)
 
     def _further_pass(
-        self, order: DraftOrder, guessing: npt.NDArray[np.intp], num: int, out_ND: torch.Tensor
+        self, order: DraftOrder, drafting_rows: npt.NDArray[np.intp], num: int, out_ND: torch.Tensor
     ) -> torch.Tensor:
-        first = order.num_known[guessing] - 1 - self.is_ahead + num
-        ids_N, positions_N = self._prepare(order.rows[guessing], first, np.ones_like(first))
+        first = order.num_known[drafting_rows] - 1 - self.reads_target + num
+        ids_N, positions_N = self._prepare(order.rows[drafting_rows], first, np.ones_like(first))
         return self._drafter.further(ids_N, positions_N, out_ND, self._runner.backend)
 
     def _prepare(
@@ -168,7 +170,7 @@ class DraftPasses:
         inputs = gather_step(state, rows, num_tokens, longest)
         step = replace(self._runner.attention_step(inputs, shape), groups=self._spare.groups)
         self._runner.backend.prepare(step)
-        if not self.is_ahead:
+        if not self.reads_target:
             return inputs.ids_T, inputs.positions_T
         rows_T = self._index(np.repeat(rows, num_tokens))
         return state.tokens_RM[rows_T, inputs.positions_T + 1].long(), inputs.positions_T
@@ -177,10 +179,10 @@ class DraftPasses:
         """Choose the next token of rows of these lengths and append it to them. Return it, int32
         [N], -1 where no token could be chosen."""
         rows_N, lengths_N = self._index(rows), self._index(lengths)
-        asked = Asked(rows, self._runner.sampler.flags.at(rows))
+        requested = SamplingRequests(rows, self._runner.sampler.flags.at(rows))
         no_prompts = np.zeros(0, np.int64)
-        self._ops.serve(Sampling(asked, lengths, no_prompts))
-        needs = Needs(has_filters=bool(asked.flags.has_filter.any()))
+        self._ops.serve(Sampling(requested, lengths, no_prompts))
+        needs = Needs(has_filters=bool(requested.flags.has_filter.any()))
         vocabulary = self._runner.sampler.vocabulary
         logits_NV = vocabulary.needed(self._drafter.logits(out_ND), needs).float().contiguous()
         samples = SampleInputs(rows_N, rows_N, lengths_N, rows_N)
@@ -191,7 +193,7 @@ class DraftPasses:
     def _lend_blocks(self, order: DraftOrder) -> None:
         """Append spare blocks to the block tables of rows whose draft tokens need more room."""
         size, spare = self._state.block_size, self._spare
-        ends = order.num_known + order.num_guesses - 1
+        ends = order.num_known + order.num_draft_tokens - 1
         deltas = [
             (group, row, capacity // size + i, first + row * spare.num + i)
             for row, capacity, end in zip(
@@ -210,8 +212,8 @@ class DraftPasses:
     def _index(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values.astype(np.int64), self._device)
 
-    def _rows_of(self, out_ND: torch.Tensor, places: npt.NDArray[np.intp]) -> torch.Tensor:
-        return out_ND if len(places) == len(out_ND) else select_rows(out_ND, self._index(places))
+    def _rows_of(self, out_ND: torch.Tensor, indices: npt.NDArray[np.intp]) -> torch.Tensor:
+        return out_ND if len(indices) == len(out_ND) else select_rows(out_ND, self._index(indices))
 
 
 class NativeHead:
@@ -336,7 +338,7 @@ def make_draft_passes(
     spare = Spare(spare_blocks(config), groups, num_blocks[own:])
     if isinstance(drafter, Eagle3):
         target = runner.model
-        assert isinstance(target, Model | NativeModel | OperationsBesideCore)
+        assert isinstance(target, Model | NativeModel | OperationModel)
         return DraftPasses(native_head(drafter, runner.backend), target, runner, spare)
     plain = PlainDrafter(native_or_same(drafter, runner.backend), drafter.position_axes)
     return DraftPasses(plain, None, runner, spare)

@@ -87,21 +87,21 @@ class CudaDevice:
     def begin_capture(self) -> Graph:
         graph = torch.cuda.CUDAGraph()
         # Other threads may wait for events meanwhile; that does not concern this graph.
-        with self._allocator_put_right():
+        with self._restored_allocator():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
 
     def end_capture(self, graph: Graph) -> None:
         assert isinstance(graph, torch.cuda.CUDAGraph)
-        with self._allocator_put_right():
+        with self._restored_allocator():
             graph.capture_end()
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.as_tensor(_Place(tensor), device=tensor.device)
+        found: torch.Tensor = torch.as_tensor(_TensorAddress(tensor), device=tensor.device)
         return found.view(tensor.dtype)
 
     @contextmanager
-    def _allocator_put_right(self) -> Iterator[None]:
+    def _restored_allocator(self) -> Iterator[None]:
         """Restore torch's allocator after an error. If CUDA fails to begin or end a capture, it
         stays in its recording state (CUDAGraph.cpp), and crossing memory would never be reused."""
         try:
@@ -125,7 +125,7 @@ class CudaDevice:
             torch.cuda.set_sync_debug_mode(before)
 
 
-class _Place:
+class _TensorAddress:
     """Address of a tensor's values; an array made from it does not keep them alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -32,12 +32,12 @@ from quire.ops.rows.step_inputs import StepInputs
 from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record
 from quire.runner.memory_plan import (
+    MAX_MIXED,
     MIXED_ROWS,
     MIXED_TOKENS,
-    MOST_MIXED,
     all_graphs_bytes,
     ladder,
-    most_mixed_tokens,
+    max_mixed_tokens,
 )
 from quire.runner.step_ops import Gathered, Needs, StepShape
 from quire.runner.steps import StepRunner
@@ -98,7 +98,7 @@ def measured_bytes(runner: StepRunner) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     num_rows = rows.max_num_rows
-    for size in (Size(num_rows), Size(num_rows, most_mixed_tokens(num_rows))):
+    for size in (Size(num_rows), Size(num_rows, max_mixed_tokens(num_rows))):
         shape = largest_shape(size, rows.max_model_len)
 
         def work(shape: StepShape = shape) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ def measured_bytes(runner: StepRunner) -> int:
             carry_out(runner, gathered, shape, Needs(has_filters=True), runner.backend)
             return []
 
-        rows.expect_nothing()
+        rows.prepare_empty_step()
         runner.device.run(work).wait()
     tensors = int(torch.cuda.max_memory_allocated(device) - before)
     return all_graphs_bytes(num_rows, tensors)
@@ -124,7 +124,7 @@ class Recorded:
     pieces: Pieces = field(default_factory=Pieces)
 
     @property
-    def num_places(self) -> int:
+    def num_row_slots(self) -> int:
         """See Work."""
         return self.size.rows
 
@@ -247,8 +247,8 @@ class Graphs:
             size, needs = Size(rows, tokens), Needs(filters, penalties, None, num, masks)
             if self._size(rows, tokens) == size and (size, needs) not in self._recorded:
                 return self._try(size, needs) is not None
-        came = [key for key in self._times if key[0].is_mixed and key[1].edits is None]
-        for size, needs in (*((size, Needs()) for size in reversed(self.sizes)), *came):
+        mixed_kinds = [key for key in self._times if key[0].is_mixed and key[1].edits is None]
+        for size, needs in (*((size, Needs()) for size in reversed(self.sizes)), *mixed_kinds):
             if (size, needs) not in self._recorded:
                 return self._try(size, needs) is not None
         return False
@@ -256,7 +256,7 @@ class Graphs:
     def _try(self, size: Size, needs: Needs) -> Recorded | None:
         if self._is_full or (size, needs) in self._recorded:
             return self._recorded.get((size, needs))
-        if size.is_mixed and sum(each.is_mixed for each, _ in self._recorded) >= MOST_MIXED:
+        if size.is_mixed and sum(each.is_mixed for each, _ in self._recorded) >= MAX_MIXED:
             return None
         try:
             recorded = self._record(size, needs)
@@ -294,7 +294,7 @@ class Graphs:
         in_pieces = self._in_pieces or (size.is_mixed and not runner.backend.takes_any_lengths)
         shape = largest_shape(size, runner.rows.max_model_len)
         recorded = Recorded(runner, size, in_pieces)
-        runner.rows.expect_nothing()
+        runner.rows.prepare_empty_step()
 
         def work() -> list[torch.Tensor]:
             made: list[StepInputs] = []

@@ -52,7 +52,7 @@ class KernelOps:
         self._columns = sampling_columns(state)
         self._counts_RV: torch.Tensor | None = None
         self._mask_slots: MaskSlots | None = None
-        self._many_masks: RowMasks | None = None  # of the next step, which is not recorded
+        self._direct_masks: RowMasks | None = None  # of the next step, which is not recorded
 
     def fork(self, pairs_F2: Int32) -> None:
         """Copy rows in one launch."""
@@ -88,16 +88,16 @@ class KernelOps:
 
         return Update(lambda: self._receive(contents, lists is not None), hold)
 
-    def prepare_masks(self, places: Int32, words: Int32) -> Update:
+    def prepare_masks(self, positions: Int32, words: Int32) -> Update:
         """Write masks into a slot, from which they are copied to the memory that recorded steps
         read. If a step with draft tokens has more masks than there are rows, they are copied
-        directly. places: [M], words: [M, W]."""
-        if len(places) <= len(self._state.computed_R):
-            return self._masks.prepare(places, words)
+        directly. positions: [M], words: [M, W]."""
+        if len(positions) <= len(self._state.computed_R):
+            return self._masks.prepare(positions, words)
 
         def take() -> None:
-            masks = to_device(places, self._state.device), to_device(words, self._state.device)
-            self._many_masks = RowMasks(*masks)
+            masks = to_device(positions, self._state.device), to_device(words, self._state.device)
+            self._direct_masks = RowMasks(*masks)
 
         return Update(take, lambda arrival: None)
 
@@ -105,8 +105,10 @@ class KernelOps:
         """Gather inputs into buffers with slots for all scheduled rows and all sampling rows."""
         state, num_rows = self._state, len(shape.query_lens)
         longest = -(-int(shape.context_lens.max()) // state.block_size)
-        num_places, num_groups = max(num_rows, shape.num_samples), len(state.tables_GRL)
-        buffers = StepBuffers.empty(shape.num_tokens, num_places, num_groups, longest, state.device)
+        num_row_slots, num_groups = max(num_rows, shape.num_samples), len(state.tables_GRL)
+        buffers = StepBuffers.empty(
+            shape.num_tokens, num_row_slots, num_groups, longest, state.device
+        )
         found = step_inputs.gather_step(state, self._inbox, buffers)
         inputs = StepInputs(
             found.ids_T,
@@ -132,19 +134,19 @@ class KernelOps:
         x_NV = logits_NV if logits_NV.dtype in DTYPES else logits_NV.float()
         if needs.edits is not None:
             assert table is not None
-            places_N = narrow(self._state, "edits").index_select(0, samples.rows)
+            indices_N = narrow(self._state, "edits").index_select(0, samples.rows)
             tokens_RM, lengths_N = self._state.tokens_RM, samples.lengths
             x_NV = edit_logits(
-                x_NV, table, places_N, tokens_RM, samples.rows, lengths_N, samples.prompt_lens
+                x_NV, table, indices_N, tokens_RM, samples.rows, lengths_N, samples.prompt_lens
             )
         if needs.has_penalties:
             if needs.edits is None:
                 x_NV = x_NV.to(torch.float32, copy=True)
             self._penalise(x_NV, samples)
         if needs.has_masks:
-            most = len(self._state.computed_R)
-            masks, self._many_masks = self._many_masks, None
-            mask.apply_masks(x_NV, masks or self._masks.of(min(len(x_NV), most)))
+            max_rows = len(self._state.computed_R)
+            masks, self._direct_masks = self._direct_masks, None
+            mask.apply_masks(x_NV, masks or self._masks.of(min(len(x_NV), max_rows)))
         return x_NV
 
     def choose(
@@ -184,12 +186,12 @@ class KernelOps:
         """Penalise all rows, in batches of the counts' size. Rows without penalties count no
         tokens."""
         state, num_rows, device = self._state, len(logits_NV), logits_NV.device
-        most = len(state.computed_R)
+        max_rows = len(state.computed_R)
         if self._counts_RV is None:
-            shape = most, self._vocab_size
+            shape = max_rows, self._vocab_size
             self._counts_RV = torch.zeros(shape, dtype=torch.int32, device=device)
-        for first in range(0, num_rows, most):
-            part = slice(first, first + most)
+        for first in range(0, num_rows, max_rows):
+            part = slice(first, first + max_rows)
             rows = samples.rows[part]
             is_penalised_N = narrow(state, "penalised").index_select(0, rows)
             apply_penalties(
@@ -218,5 +220,5 @@ def sampling_columns(state: RowTensors) -> SamplingColumns:
 
 def sample_pairs(lists: StepLists) -> Int32:
     """Return [N, 2] of sampling rows and their positions among the scheduled rows."""
-    pairs: Int32 = np.stack((lists.sample_rows, lists.sample_places), axis=1).astype(np.int32)
+    pairs: Int32 = np.stack((lists.sample_rows, lists.sample_indices), axis=1).astype(np.int32)
     return pairs

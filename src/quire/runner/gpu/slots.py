@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.kernels.row_deltas import LONGEST_RUN, SlotLayout
+from quire.ops.kernels.row_deltas import MAX_RUN_TOKENS, SlotLayout
 from quire.ops.kernels.step_inputs import HEADER
 from quire.ops.sampling.logit_edits import RowMasks, num_words
 from quire.runner.device import Arrival, Device
@@ -21,9 +21,9 @@ Int32 = npt.NDArray[np.int32]
 
 NUM_SLOTS = 8
 NUM_MASK_SLOTS = 2  # masks of a step need the tokens of the previous step
-MOST_DELTAS = 8192
-MOST_RUNS = 512
-MOST_TOKENS = 32768
+MAX_DELTAS = 8192
+MAX_RUNS = 512
+MAX_TOKENS = 32768
 
 
 @dataclass
@@ -51,19 +51,19 @@ class Chunk:
     deltas: Int32 = field(default_factory=lambda: np.empty((0, 4), np.int32))
     runs: list[tuple[int, int, Int32]] = field(default_factory=list)
     num_tokens: int = 0
-    places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of runs, by row
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of runs, by row
 
-    def takes(self, row: int, start: int, length: int) -> bool:
+    def has_room_for(self, row: int, start: int, length: int) -> bool:
         """Return whether the chunk has room for a run that overlaps no other."""
-        if self.num_tokens + length > MOST_TOKENS or len(self.runs) == MOST_RUNS:
+        if self.num_tokens + length > MAX_TOKENS or len(self.runs) == MAX_RUNS:
             return False
         end = start + length
-        return all(end <= first or last <= start for first, last in self.places.get(row, ()))
+        return all(end <= first or last <= start for first, last in self.spans.get(row, ()))
 
     def add(self, row: int, start: int, tokens: Int32) -> None:
         self.runs.append((row, start, tokens))
         self.num_tokens += len(tokens)
-        self.places.setdefault(row, []).append((start, start + len(tokens)))
+        self.spans.setdefault(row, []).append((start, start + len(tokens)))
 
 
 class Ring:
@@ -88,22 +88,22 @@ class SlotRing(Ring):
     """Ring of slots for plans' changes."""
 
     def __init__(self, device: Device, max_rows: int, *, num_slots: int = NUM_SLOTS) -> None:
-        self.layout = SlotLayout(max_rows, MOST_DELTAS, MOST_RUNS, MOST_TOKENS)
+        self.layout = SlotLayout(max_rows, MAX_DELTAS, MAX_RUNS, MAX_TOKENS)
         super().__init__(device, self.layout.num_words, num_slots)
 
     def cut(self, updates: RowUpdates) -> list[Chunk]:
         """Cut changes into chunks that each fit one slot; at least one chunk."""
         chunks, deltas = [Chunk()], updates.merged_deltas()
         for row, position, tokens in updates.runs:
-            for start in range(0, len(tokens), LONGEST_RUN):
-                piece = tokens[start : start + LONGEST_RUN]
-                if not chunks[-1].takes(row, position + start, len(piece)):
+            for start in range(0, len(tokens), MAX_RUN_TOKENS):
+                piece = tokens[start : start + MAX_RUN_TOKENS]
+                if not chunks[-1].has_room_for(row, position + start, len(piece)):
                     chunks.append(Chunk())
                 chunks[-1].add(row, position + start, piece)
-        for i, start in enumerate(range(0, len(deltas), MOST_DELTAS)):
+        for i, start in enumerate(range(0, len(deltas), MAX_DELTAS)):
             if i == len(chunks):
                 chunks.append(Chunk())
-            chunks[i].deltas = deltas[start : start + MOST_DELTAS]
+            chunks[i].deltas = deltas[start : start + MAX_DELTAS]
         return chunks
 
     def fill(self, slot: Slot, chunk: Chunk) -> SlotContents:
@@ -141,18 +141,18 @@ class MaskSlots:
         self._total = max_rows * (1 + self._num_words)
         self._here = torch.full((self._total,), -1, dtype=torch.int32, device=device.device)
 
-    def of(self, num_places: int) -> RowMasks:
+    def of(self, num_row_slots: int) -> RowMasks:
         """Return the masks of a step with num_places sampling rows: places [num_places], words."""
         words_RW = self._here[self._num_rows :].view(self._num_rows, self._num_words)
-        return RowMasks(self._here[:num_places], words_RW[:num_places])
+        return RowMasks(self._here[:num_row_slots], words_RW[:num_row_slots])
 
-    def prepare(self, places: Int32, words: Int32) -> Update:
-        """Write masks into a slot. places: [M]; words: [M, any number], missing words forbid."""
+    def prepare(self, spans: Int32, words: Int32) -> Update:
+        """Write masks into a slot. spans: [M]; words: [M, any number], missing words forbid."""
         if self._ring is None:
             self._ring = Ring(self._device, self._total, NUM_MASK_SLOTS)
-        slot, count = self._ring.take(), len(places)
+        slot, count = self._ring.take(), len(spans)
         end = self._num_rows + count * self._num_words
-        slot.array[:count], slot.array[count : self._num_rows] = places, -1
+        slot.array[:count], slot.array[count : self._num_rows] = spans, -1
         table = slot.array[self._num_rows : end].reshape(count, self._num_words)
         width = min(words.shape[1], self._num_words)
         table[:, :width], table[:, width:] = words[:, :width], 0

@@ -96,7 +96,7 @@ class StepMedia(ForwardPart):
     """Media of one step; turns the step's inputs into the model's inputs.
 
     encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3.
-    items: items to encode. places, slots: indices of the step's tokens that read encoder outputs,
+    items: items to encode. indices, slots: indices of the step's tokens that read encoder outputs,
     and the slots that they read, [M]. offsets: positions minus indices, [3, T]; None if they are 0.
     ends: see AttentionStep.
     """
@@ -104,7 +104,7 @@ class StepMedia(ForwardPart):
     encoder: Encoder | None = None
     num_axes: int = 1
     items: tuple[EncoderInput, ...] = ()
-    places: Int64 = field(default_factory=_no_ints)
+    indices: Int64 = field(default_factory=_no_ints)
     slots: Int64 = field(default_factory=_no_ints)
     offsets: Int64 | None = None
     ends: Int32 | None = None
@@ -112,7 +112,7 @@ class StepMedia(ForwardPart):
     @property
     def can_be_recorded(self) -> bool:
         """Return whether the model's inputs depend only on the step's inputs."""
-        return len(self.places) == 0 and self.offsets is None and self.ends is None
+        return len(self.indices) == 0 and self.offsets is None and self.ends is None
 
     def attention(self, step: AttentionStep) -> AttentionStep:
         """Return the step with the end of each token's visible keys, int32 [T]."""
@@ -133,11 +133,13 @@ class StepMedia(ForwardPart):
         return self._ids(ids_T), self.positions(positions_T)
 
     def _ids(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if len(self.places) == 0:
+        if len(self.indices) == 0:
             return ids_T
         assert self.encoder is not None, "reads come with an encoder"
         self.encoder.check(self.slots)
-        places_M, ids_M = (to_device(each, ids_T.device) for each in (self.places, -1 - self.slots))
+        places_M, ids_M = (
+            to_device(each, ids_T.device) for each in (self.indices, -1 - self.slots)
+        )
         return ids_T.index_copy(0, places_M, ids_M)
 
     def positions(self, positions_T: torch.Tensor) -> torch.Tensor:
@@ -159,9 +161,9 @@ def reads_of(plan: Plan) -> tuple[Int64, Int64]:
     reads = [read for read in plan.encoder_reads if read.row in begin_of]
     if not reads:
         return _no_ints(), _no_ints()
-    places = [begin_of[read.row] + read.position + np.arange(len(read.slots)) for read in reads]
+    indices = [begin_of[read.row] + read.position + np.arange(len(read.slots)) for read in reads]
     slots = [read.slots.astype(np.int64) for read in reads]
-    return np.concatenate(places).astype(np.int64), np.concatenate(slots)
+    return np.concatenate(indices).astype(np.int64), np.concatenate(slots)
 
 
 class Media:

@@ -90,7 +90,7 @@ class RowOffsets(RowItems[Offsets]):
         super().__init__()
         self._rule = rule
 
-    def made_of(self, items: tuple[MediaItem, ...]) -> Offsets:
+    def data_of(self, items: tuple[MediaItem, ...]) -> Offsets:
         """See RowItems."""
         return self._rule.offsets(items)
 

@@ -12,16 +12,16 @@ import numpy as np
 from quire.base.plan import Int32, Plan
 from quire.base.requests.media_items import MediaItem
 
-Kept = TypeVar("Kept")
+Stored = TypeVar("Stored")
 
 
-class RowItems(Generic[Kept]):
+class RowItems(Generic[Stored]):
     """Data of the rows that have media items. A subclass computes the data from a row's items."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, Kept] = {}
+        self._rows: dict[int, Stored] = {}
 
-    def made_of(self, items: tuple[MediaItem, ...]) -> Kept | None:
+    def data_of(self, items: tuple[MediaItem, ...]) -> Stored | None:
         """Return the data of a row with these items, at least one; None: nothing to store."""
         raise NotImplementedError
 
@@ -32,8 +32,8 @@ class RowItems(Generic[Kept]):
             for row in [*plan.released.tolist(), *(start.row for start in plan.started)]:
                 self._rows.pop(row, None)
         for start in plan.started:
-            if start.media and (kept := self.made_of(start.media)) is not None:
-                self._rows[start.row] = kept
+            if start.media and (stored := self.data_of(start.media)) is not None:
+                self._rows[start.row] = stored
         for fork in plan.forked if self._rows else ():
             self._rows.pop(fork.child, None)
             if fork.parent in self._rows:
@@ -59,7 +59,7 @@ def key_ends(items: Sequence[MediaItem], first: int, last: int) -> Int32:
 class RowSpans(RowItems[tuple[MediaItem, ...]]):
     """Whole items of the rows that have any."""
 
-    def made_of(self, items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...] | None:
+    def data_of(self, items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...] | None:
         """See RowItems."""
         return tuple(item for item in items if item.is_whole) or None
 

@@ -21,7 +21,7 @@ from quire.ops.rows.row_state import RowTensors
 from quire.ops.rows.step_inputs import SampleInputs
 from quire.ops.sampling.logprobs import TokenLogprobs, named_logprobs, token_logprobs
 from quire.runner.attachment import Attachment, ForwardPart, SamplingFeature, SamplingPart
-from quire.runner.step_ops import ALL_LOGPROBS, NO_LOGPROBS, Asked, Needs
+from quire.runner.step_ops import ALL_LOGPROBS, NO_LOGPROBS, Needs, SamplingRequests
 
 Int64 = npt.NDArray[np.int64]
 
@@ -48,8 +48,8 @@ def padded(lists: Sequence[Sequence[int]]) -> tuple[Int64, Int64]:
     """Return the lists' lengths, [lists], and the lists padded with 0, [lists, longest]."""
     counts = np.array([len(ids) for ids in lists], np.int64)
     ids = np.zeros((len(lists), int(counts.max())), np.int64)
-    for place, each in enumerate(lists):
-        ids[place, : len(each)] = each
+    for first_index, each in enumerate(lists):
+        ids[first_index, : len(each)] = each
     return counts, ids
 
 
@@ -57,13 +57,13 @@ def padded(lists: Sequence[Sequence[int]]) -> tuple[Int64, Int64]:
 
 
 @dataclass(frozen=True)
-class WantedLogprobs:
+class LogprobGroup:
     """Log-probabilities that a group of sampling rows requests. counts: candidates of each row.
-    places: of the rows among the step's sampling rows. is_masked: only allowed tokens are
+    indices: of the rows among the step's sampling rows. is_masked: only allowed tokens are
     candidates. token_ids: the candidates, [places, C], padded; None: the most probable tokens."""
 
     counts: Int64
-    places: Int64
+    indices: Int64
     is_masked: bool = False
     token_ids: Int64 | None = None
 
@@ -90,47 +90,50 @@ class CandidatesOfRows(SamplingFeature):
         if parent in self._named:
             self._named[child] = self._named[parent]
 
-    def part_of(self, needs: Needs, asked: Asked | None) -> "CandidatesPart | None":
+    def part_of(self, needs: Needs, requested: SamplingRequests | None) -> "CandidatesPart | None":
         """See SamplingFeature."""
         if needs.num_candidates == NO_LOGPROBS:
             return None
-        return CandidatesPart(needs, asked, [] if asked is None else self.wanted(asked))
+        return CandidatesPart(needs, requested, [] if requested is None else self.groups(requested))
 
-    def wanted(self, asked: Asked) -> list[WantedLogprobs]:
+    def groups(self, requested: SamplingRequests) -> list[LogprobGroup]:
         """Group the rows that request log-probabilities. Few candidates, the whole vocabulary,
         masked beams and named tokens are separate groups."""
-        nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
-        masked = asked.masked_beams
-        named = np.isin(asked.rows, list(self._named))
+        nums, found = requested.flags.num_logprobs, list[LogprobGroup]()
+        masked = requested.masked_beams
+        named = np.isin(requested.rows, list(self._named))
         is_few = (nums >= 0) & ~named
         for is_in_part in is_few & ~masked, nums == ALL_LOGPROBS, is_few & masked:
-            places = np.flatnonzero(is_in_part)
-            if len(places):
-                counts = np.where(nums == ALL_LOGPROBS, self._vocab_size, nums)[places]
-                is_masked = bool(masked[places[0]])
-                found.append(WantedLogprobs(counts, places, is_masked))
+            indices = np.flatnonzero(is_in_part)
+            if len(indices):
+                counts = np.where(nums == ALL_LOGPROBS, self._vocab_size, nums)[indices]
+                is_masked = bool(masked[indices[0]])
+                found.append(LogprobGroup(counts, indices, is_masked))
         if named.any():
-            counts, ids = padded([self._named[row] for row in asked.rows[named].tolist()])
-            found.append(WantedLogprobs(counts, np.flatnonzero(named), token_ids=ids))
+            counts, ids = padded([self._named[row] for row in requested.rows[named].tolist()])
+            found.append(LogprobGroup(counts, np.flatnonzero(named), token_ids=ids))
         return found
 
 
 class CandidatesPart(SamplingPart):
-    """Log-probabilities of a step's rows by group, or without `asked` of all rows, if recorded."""
+    """Log-probabilities of a step's rows by group, or without `requested` of all rows, if
+    recorded."""
 
-    def __init__(self, needs: Needs, asked: Asked | None, wanted: list[WantedLogprobs]) -> None:
-        self._needs, self._asked, self._wanted = needs, asked, wanted
+    def __init__(
+        self, needs: Needs, requested: SamplingRequests | None, groups: list[LogprobGroup]
+    ) -> None:
+        self._needs, self._requested, self._groups = needs, requested, groups
         self._raw: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
 
     def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Save the rows' raw logits [N, V], as a copy if masks will overwrite them."""
-        if self._asked is None:
+        if self._requested is None:
             is_changed = self._needs.has_masks and not self._needs.makes_copy
             self._raw = [logits_NV.clone() if is_changed else logits_NV]
         else:
-            places = (to_device(part.places, logits_NV.device) for part in self._wanted)
-            self._raw = [logits_NV.index_select(0, index) for index in places]
+            indices = (to_device(part.indices, logits_NV.device) for part in self._groups)
+            self._raw = [logits_NV.index_select(0, index) for index in indices]
         return logits_NV
 
     def chosen(
@@ -138,12 +141,12 @@ class CandidatesPart(SamplingPart):
     ) -> torch.Tensor:
         """Compute log-probabilities of chosen tokens [N] and candidates, from logits [N, V]."""
         raw, self._raw, self._tensors = self._raw, [], []
-        if self._asked is None:
+        if self._requested is None:
             found = token_logprobs(raw[0], ids_N, self._needs.num_candidates)
             self._tensors = logprob_tensors(found)
             return ids_N
-        for part, raw_NV in zip(self._wanted, raw, strict=True):
-            index = to_device(part.places, ids_N.device)
+        for part, raw_NV in zip(self._groups, raw, strict=True):
+            index = to_device(part.indices, ids_N.device)
             count, ids = int(part.counts.max()), ids_N.index_select(0, index)
             if part.token_ids is not None:
                 found = named_logprobs(raw_NV, ids, to_device(part.token_ids, ids_N.device))
@@ -162,25 +165,25 @@ class CandidatesPart(SamplingPart):
         self, result: StepResult, arrived: list[torch.Tensor], *, is_recorded: bool
     ) -> StepResult:
         """Add candidates of the rows that have a token."""
-        found = self.by_place(arrived, is_of_all=is_recorded)
-        assert self._asked is not None
-        by_row = {int(self._asked.rows[n]): each for n, each in found.items()}
+        found = self.by_position(arrived, is_of_all=is_recorded)
+        assert self._requested is not None
+        by_row = {int(self._requested.rows[n]): each for n, each in found.items()}
         by_row = {row: each for row, each in by_row.items() if row not in result.row_errors}
         return replace(result, candidates=by_row)
 
-    def by_place(
+    def by_position(
         self, arrived: list[torch.Tensor], *, is_of_all: bool = False
     ) -> dict[int, Candidates]:
         """Return candidates by position among the sampling rows. is_of_all: whether the tensors
         cover all rows instead of each group."""
         found: dict[int, Candidates] = {}
-        for i, part in enumerate(self._wanted):
+        for i, part in enumerate(self._groups):
             tensors = arrived[NUM_TENSORS * i : NUM_TENSORS * (i + 1)]
             if is_of_all:
-                index = torch.from_numpy(part.places)
+                index = torch.from_numpy(part.indices)
                 tensors = [tensor[index] for tensor in arrived]
             items = to_candidates(tensors, part.counts)
-            found.update(zip(part.places.tolist(), items, strict=True))
+            found.update(zip(part.indices.tolist(), items, strict=True))
         return found
 
 
@@ -190,13 +193,13 @@ class CandidatesPart(SamplingPart):
 @dataclass(frozen=True, eq=False)
 class Scored:
     """Positions first..last-1 of a row whose next tokens are known and get log-probabilities.
-    place: index of `first` among the step's known tokens. counts: candidates of each position. ids:
-    named candidates, [P, C], padded; None: the most probable tokens."""
+    first_index: index of `first` among the step's known tokens. counts: candidates of each
+    position. ids: named candidates, [P, C], padded; None: the most probable tokens."""
 
     row: int
     first: int
     last: int
-    place: int
+    first_index: int
     counts: Int64
     ids: Int64 | None
 
@@ -265,13 +268,16 @@ class PromptScores(SamplingFeature):
             if prompt is None:
                 continue
             first, num_tokens = int(plan.computed_bound[i]), int(plan.num_tokens[i])
-            last, place = min(first + num_tokens, prompt.length - 1), int(ends[i]) - num_tokens
+            last, first_index = (
+                min(first + num_tokens, prompt.length - 1),
+                int(ends[i]) - num_tokens,
+            )
             for at in range(first, last, SCORED_AT_ONCE):
                 end = min(last, at + SCORED_AT_ONCE)
                 counts, ids = np.full(end - at, prompt.num), None
                 if prompt.named is not None:
                     counts, ids = (each[at:end] for each in prompt.named)
-                found.append(Scored(row, at, end, place + at - first, counts, ids))
+                found.append(Scored(row, at, end, first_index + at - first, counts, ids))
         return found
 
 
@@ -292,7 +298,7 @@ class ScoresPart(ForwardPart):
         return [tensor for part in self._scores for tensor in self._score(hidden_TD, part)]
 
     def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
-        logits_PV = self._logits(hidden_TD[part.place : part.place + len(part.counts)])
+        logits_PV = self._logits(hidden_TD[part.first_index : part.first_index + len(part.counts)])
         targets_P = self._state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
         if part.ids is None:
             return logprob_tensors(token_logprobs(logits_PV, targets_P, int(part.counts[0])))

@@ -16,7 +16,7 @@ from quire.ops.host.host_memory import lazy_zeros, to_device
 from quire.ops.sampling.logit_edits import LIST_COLUMNS, SPAN, EditTable, RowEdits, make_edit_table
 from quire.runner.attachment import SamplingFeature
 from quire.runner.device import Device
-from quire.runner.step_ops import Int32, asks_for_edits, has_least_length
+from quire.runner.step_ops import Int32, has_min_tokens, requests_edits
 
 FIRST_CAPACITY = 1 << 16  # entries
 
@@ -44,7 +44,7 @@ class Edits(SamplingFeature):
 
     def start(self, start: RowStart) -> None:
         """Write the lists of a row, if it has any."""
-        if not asks_for_edits(start):
+        if not requests_edits(start):
             return
         made = make_edit_table([row_edits(start)], torch.device("cpu"))
         arrays = (tensor.numpy() for tensor in (made.entries, made.values, made.spans[0]))
@@ -59,9 +59,9 @@ class Edits(SamplingFeature):
         """Remove a row's lists."""
         self._lists.pop(row, None)
 
-    def spans(self, rows: Int32, places: npt.NDArray[np.intp]) -> dict[int, Int32]:
+    def spans(self, rows: Int32, positions: npt.NDArray[np.intp]) -> dict[int, Int32]:
         """See EditLists."""
-        return {n: self._spans[int(rows[n])] for n in places.tolist()}
+        return {n: self._spans[int(rows[n])] for n in positions.tolist()}
 
     def _add(self, row: int, lists: _Lists) -> None:
         self._lists[row] = lists
@@ -115,7 +115,7 @@ class Edits(SamplingFeature):
 def row_edits(start: RowStart) -> RowEdits:
     """Return the masks and biases that a row requests."""
     params = start.params
-    is_least = has_least_length(start)
+    is_least = has_min_tokens(start)
     return RowEdits(
         allowed=params.allowed_token_ids or (),
         bad_words=start.bad_words_token_ids,

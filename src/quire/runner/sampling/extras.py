@@ -31,12 +31,12 @@ from quire.ops.sampling.choice import Filters, Streams
 from quire.ops.sampling.dry import Dry, dry_penalties
 from quire.ops.sampling.xtc import Xtc, choose_with_xtc
 from quire.runner.attachment import SamplingFeature, SamplingPart
-from quire.runner.step_ops import Asked, Needs, Sampling
+from quire.runner.step_ops import Needs, Sampling, SamplingRequests
 from quire.runner.torch_ops import wide
 
 Int32 = npt.NDArray[np.int32]
 LIMIT_S = 1.0  # of all processors of a row in a step
-MOST_STUCK = 8  # abandoned threads
+MAX_STUCK = 8  # abandoned threads
 
 Tokens = list[int]
 Processor = Callable[[Tokens, Tokens, torch.Tensor], torch.Tensor]
@@ -63,23 +63,25 @@ class Extras(SamplingFeature):
         """See SamplingFeature."""
         params = start.params
         if params.has_dry or params.has_xtc or params.logits_processors:
-            asked = params.logits_processors
-            processors = RowProcessors(asked) if asked else None
+            requested = params.logits_processors
+            processors = RowProcessors(requested) if requested else None
             self._rows[start.row] = Extra(start.row, params, dry_of(params), processors)
 
     def copy(self, parent: int, child: int) -> None:
         """See SamplingFeature."""
         if (extra := self._rows.get(parent)) is not None:
-            asked = None if extra.processors is None else RowProcessors(extra.processors.asked)
-            self._rows[child] = Extra(child, extra.params, extra.dry, asked)
+            requested = (
+                None if extra.processors is None else RowProcessors(extra.processors.requested)
+            )
+            self._rows[child] = Extra(child, extra.params, extra.dry, requested)
 
     def release(self, row: int) -> None:
         """See SamplingFeature."""
         self._rows.pop(row, None)
 
-    def part_of(self, needs: Needs, asked: Asked | None) -> "StepExtras | None":
+    def part_of(self, needs: Needs, requested: SamplingRequests | None) -> "StepExtras | None":
         """See SamplingFeature."""
-        rows = [] if asked is None else asked.rows.tolist()
+        rows = [] if requested is None else requested.rows.tolist()
         found = {n: self._rows[row] for n, row in enumerate(rows) if row in self._rows}
         return StepExtras(self._state, self._processors, found) if found else None
 
@@ -122,14 +124,14 @@ class StepExtras(SamplingPart):
     def take(self, seen: list[torch.Tensor], sampling: Sampling) -> None:
         """See SamplingPart."""
         tokens_HM, logits_PV = seen[0].numpy(), seen[1]
-        places = self.processed
+        positions = self.processed
         for tokens_M, n in zip(tokens_HM, self.hosted, strict=True):
             extra, text = self.extras[n], tokens_M[: sampling.lengths[n]]
             if extra.dry is not None:
                 self.penalties[n] = dry_penalties(text, extra.dry)
             if extra.processors is not None:
                 prompt = int(sampling.prompt_lens[n])
-                self._process(n, extra, text, prompt, logits_PV[places.index(n)])
+                self._process(n, extra, text, prompt, logits_PV[positions.index(n)])
 
     def _process(
         self, n: int, extra: Extra, text: Int32, prompt_len: int, logits_V: torch.Tensor
@@ -166,14 +168,14 @@ class StepExtras(SamplingPart):
     ) -> torch.Tensor:
         """Choose tokens for the rows with XTC; return all rows' tokens [N]."""
         for has_filters in (False, True):
-            places = [
+            positions = [
                 n
                 for n, extra in self.extras.items()
                 if extra.params.has_xtc and extra.params.has_filters == has_filters
             ]
-            if places:
-                index = to_device(np.array(places, np.int64), ids_N.device)
-                chosen = self._choose_some(logits_NV, samples, places, index)
+            if positions:
+                index = to_device(np.array(positions, np.int64), ids_N.device)
+                chosen = self._choose_some(logits_NV, samples, positions, index)
                 ids_N = ids_N.index_copy(0, index, chosen)
         return ids_N
 
@@ -181,10 +183,10 @@ class StepExtras(SamplingPart):
         self,
         logits_NV: torch.Tensor,
         samples: SampleInputs,
-        places: list[int],
+        positions: list[int],
         index: torch.Tensor,
     ) -> torch.Tensor:
-        params, device = [self.extras[n].params for n in places], logits_NV.device
+        params, device = [self.extras[n].params for n in positions], logits_NV.device
 
         def column(name: str, dtype: type[np.generic]) -> torch.Tensor:
             return to_device(np.array([getattr(each, name) for each in params], dtype), device)
@@ -192,8 +194,12 @@ class StepExtras(SamplingPart):
         rows = samples.rows[index]
         seeds, sample_index = (wide(self.state, name)[rows] for name in ("seed", "sample_index"))
         streams = Streams(seeds, sample_index, samples.lengths[index])
-        least = min(each.xtc_threshold for each in params)
-        xtc = Xtc(column("xtc_probability", np.float64), column("xtc_threshold", np.float64), least)
+        min_threshold = min(each.xtc_threshold for each in params)
+        xtc = Xtc(
+            column("xtc_probability", np.float64),
+            column("xtc_threshold", np.float64),
+            min_threshold,
+        )
         filters = None
         if params[0].has_filters:
             top_p, min_p = column("top_p", np.float32), column("min_p", np.float32)
@@ -215,7 +221,7 @@ class LogitsProcessors:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._classes = {name: load_plugin(LOGITS_PROCESSORS, name, ()) for name in names}
-        self._calls = BoundedCalls(LIMIT_S, MOST_STUCK)
+        self._calls = BoundedCalls(LIMIT_S, MAX_STUCK)
 
     def run(
         self, processors: "RowProcessors", prompt: Tokens, output: Tokens, logits_V: torch.Tensor
@@ -233,22 +239,25 @@ class LogitsProcessors:
 
 
 class RowProcessors:
-    """Processors of a row, constructed at its first step. asked: as the request names them."""
+    """Processors of a row, constructed at its first step. requested: as the request names them."""
 
-    def __init__(self, asked: Sequence[Any]) -> None:
-        self.asked = asked
+    def __init__(self, requested: Sequence[Any]) -> None:
+        self.requested = requested
         self._made: list[Processor] | None = None
 
     def made(self, classes: dict[str, type[Any]]) -> list[Processor]:
         if self._made is None:
-            self._made = [_made(each, classes) for each in self.asked]
+            self._made = [_made(each, classes) for each in self.requested]
         return self._made
 
 
-def _made(asked: Any, classes: dict[str, type[Any]]) -> Processor:
-    function: Callable[..., torch.Tensor] = asked
-    if not callable(asked):
-        name, kwargs = processor_name(asked), {} if isinstance(asked, str) else asked.get("kwargs")
+def _made(requested: Any, classes: dict[str, type[Any]]) -> Processor:
+    function: Callable[..., torch.Tensor] = requested
+    if not callable(requested):
+        name, kwargs = (
+            processor_name(requested),
+            {} if isinstance(requested, str) else requested.get("kwargs"),
+        )
         if name not in classes:
             raise ProcessorError(f"this engine has no logits processor {name!r}.")
         function = classes[name](**(kwargs or {})).process
@@ -274,8 +283,8 @@ def checked(changed: Any, vocab_size: int) -> torch.Tensor:
 class BoundedCalls:
     """Runner of functions on a thread of its own; a call that exceeds its limit is abandoned."""
 
-    def __init__(self, limit_s: float, most_stuck: int) -> None:
-        self._limit_s, self._most_stuck = limit_s, most_stuck
+    def __init__(self, limit_s: float, max_stuck: int) -> None:
+        self._limit_s, self._max_stuck = limit_s, max_stuck
         self._worker: _Worker | None = None
         self._stuck: list[_Worker] = []
 
@@ -283,8 +292,8 @@ class BoundedCalls:
         """Call a function and return its result.
         Raises ProcessorError for any failure or timeout."""
         self._stuck = [worker for worker in self._stuck if worker.is_busy]
-        if len(self._stuck) >= self._most_stuck:
-            raise ProcessorError(f"{self._most_stuck} calls before it still have not ended.")
+        if len(self._stuck) >= self._max_stuck:
+            raise ProcessorError(f"{self._max_stuck} calls before it still have not ended.")
         worker = self._worker = self._worker or _Worker()
         try:
             found = worker.call(function, self._limit_s)

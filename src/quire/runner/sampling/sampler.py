@@ -20,11 +20,11 @@ from quire.runner.step_ops import (
     ALL_LOGPROBS,
     NO_LOGPROBS,
     RECORDED_CANDIDATES,
-    Asked,
     Needs,
     SamplingFlags,
+    SamplingRequests,
     StepOps,
-    asks_for_features,
+    requests_features,
 )
 
 if TYPE_CHECKING:  # a start without torch imports this file
@@ -78,7 +78,7 @@ class Sampler:
         """Assign a row to a sequence."""
         self.flags.start(start)
         self._forget(start.row)
-        if asks_for_features(start):
+        if requests_features(start):
             self._with_features.add(start.row)
             for feature in self.features:
                 feature.start(start)
@@ -104,40 +104,42 @@ class Sampler:
             for feature in self.features:
                 feature.release(row)
 
-    def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
+    def requested(self, rows: Rows, masked_rows: Rows | None = None) -> SamplingRequests:
         """Return the requested features of rows. masked_rows: rows with a mask, also others."""
         flags, masked = self.flags.at(rows), np.empty(0, np.intp)
         if masked_rows is not None and len(masked_rows):
             masked = np.flatnonzero(np.isin(rows, masked_rows))
         if not flags.has_edits.any():
-            return Asked(rows, flags, masked=masked)
+            return SamplingRequests(rows, flags, masked=masked)
         assert self._edits is not None, "rows have edits, and no table has them"
-        places = np.flatnonzero(flags.has_edits)
-        return Asked(rows, flags, self._edits.spans(rows, places), masked)
+        positions = np.flatnonzero(flags.has_edits)
+        return SamplingRequests(rows, flags, self._edits.spans(rows, positions), masked)
 
-    def needs(self, asked: Asked) -> Needs:
+    def needs(self, requested: SamplingRequests) -> Needs:
         """Return the needs of a step whose sampling rows requested these features."""
-        num_logprobs = asked.flags.num_logprobs
-        wanted = int(num_logprobs.max(initial=NO_LOGPROBS))
-        if wanted != NO_LOGPROBS and (num_logprobs == ALL_LOGPROBS).any():
-            wanted = self.vocab_size
-        elif wanted >= 0:
-            wanted = next((num for num in RECORDED_CANDIDATES if num >= wanted), wanted)
+        num_logprobs = requested.flags.num_logprobs
+        needed_candidates = int(num_logprobs.max(initial=NO_LOGPROBS))
+        if needed_candidates != NO_LOGPROBS and (num_logprobs == ALL_LOGPROBS).any():
+            needed_candidates = self.vocab_size
+        elif needed_candidates >= 0:
+            needed_candidates = next(
+                (num for num in RECORDED_CANDIDATES if num >= needed_candidates), needed_candidates
+            )
         return Needs(
-            bool(asked.flags.has_filter.any()),
-            bool(asked.flags.has_penalties.any()),
-            self._edits.generation if asked.spans and self._edits is not None else None,
-            min(wanted, self.vocab_size),
-            len(asked.masked) > 0,
-            bool(asked.masked_beams.any()),
-            bool(asked.flags.has_extras.any()),
+            bool(requested.flags.has_filter.any()),
+            bool(requested.flags.has_penalties.any()),
+            self._edits.generation if requested.spans and self._edits is not None else None,
+            min(needed_candidates, self.vocab_size),
+            len(requested.masked) > 0,
+            bool(requested.masked_beams.any()),
+            bool(requested.flags.has_extras.any()),
         )
 
-    def parts(self, needs: Needs, asked: Asked | None = None) -> list[SamplingPart]:
-        """Return the features' parts in a step; without `asked`, in a recorded step."""
+    def parts(self, needs: Needs, requested: SamplingRequests | None = None) -> list[SamplingPart]:
+        """Return the features' parts in a step; without `requested`, in a recorded step."""
         if needs.num_candidates == NO_LOGPROBS and not needs.has_extras:
             return []
-        parts = (feature.part_of(needs, asked) for feature in self.features)
+        parts = (feature.part_of(needs, requested) for feature in self.features)
         return [part for part in parts if part is not None]
 
     def sample(

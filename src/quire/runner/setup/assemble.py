@@ -12,7 +12,7 @@ from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.rows.row_arrays import RowArrays
 from quire.ops.rows.row_state import RowTensors
 from quire.runner.device import Device, HostDevice
-from quire.runner.drafting.guesses import GuessedStep
+from quire.runner.drafting.draft_steps import VerifyStep
 from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.graphs import UsedSizes, default_directory
 from quire.runner.model_runner import DecoderModel, ModelRunner
@@ -66,7 +66,9 @@ def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Devic
     return HostDevice(device)
 
 
-def make_ops(device: Device, state: RowTensors, vocab_size: int, most_guesses: int = 0) -> StepOps:
+def make_ops(
+    device: Device, state: RowTensors, vocab_size: int, max_draft_tokens: int = 0
+) -> StepOps:
     """Return step operations: kernels on a GPU that has them, torch's operations elsewhere."""
     if gpu.kernels_for(state.tokens_RM, "row_deltas", any_dtype=True) is None:
         return TorchOps(device, state)
@@ -93,7 +95,7 @@ def assemble(
     vocabulary = vocabulary_of(vocab_size, group)
     sampler = make_sampler(config.logits_processors, device, state, ops, vocabulary)
     runner = ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
-    runner.make_draft_step = GuessedStep
+    runner.make_draft_step = VerifyStep
 
     def logits(hidden_PD: torch.Tensor) -> torch.Tensor:
         return vocabulary.whole(model.logits(hidden_PD))

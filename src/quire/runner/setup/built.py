@@ -57,9 +57,9 @@ class BuiltRunner:
         return self.runner.is_async
 
     @property
-    def drafts_ahead(self) -> bool | None:
+    def drafter_reads_target(self) -> bool | None:
         """Return whether the draft model reads the served model's states; None without drafter."""
-        return None if self.draft is None else self.draft.is_ahead
+        return None if self.draft is None else self.draft.reads_target
 
     @property
     def num_threads(self) -> int:
@@ -73,7 +73,7 @@ class BuiltRunner:
             return self.stage.expert_pairs
         return expert_pairs_of(self.runner.model)
 
-    def guess(self, order: DraftOrder) -> DraftAnswer:
+    def run_draft(self, order: DraftOrder) -> DraftAnswer:
         """Run an order of the draft model, which must exist, and return its draft tokens."""
         assert self.draft is not None, "no drafter is set"
         return self.draft.run(order)

@@ -15,7 +15,7 @@ from quire.models.load.loading import check_files, formats_of_file
 from quire.models.load.packing import Stored, planned_bytes
 from quire.models.model import Model
 from quire.models.registry import make_model, model_spec
-from quire.models.vision.place import encoder_size
+from quire.models.vision.encoder_size import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import FirstOf
@@ -55,15 +55,15 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     device = choose_device(config.device)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     num_ranks = config.parallel.tensor_parallel_size
-    own, place = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
-    is_asked_for = config.scheduler.max_num_batched_tokens is not None
+    own, shard = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
+    is_given = config.scheduler.max_num_batched_tokens is not None
     config = derive_config(config, spec, device.type)
     dtype = torch_dtype(config.model.dtype)
     weight_formats(config.model).check(config.model.dtype, device.type)
-    model, weights = _outline(config, source, spec, device, place)
-    own = replace(own, encoder=encoder_size(model, spec, place))
+    model, weights = _outline(config, source, spec, device, shard)
+    own = replace(own, encoder=encoder_size(model, spec, shard))
     if draft_source is not None and spec.drafter is not None:
-        weights += _outline(config, draft_source, spec.drafter, device, place)[1]
+        weights += _outline(config, draft_source, spec.drafter, device, shard)[1]
     memory = None
     if device.type == "cpu":
         memory = plan_cpu_memory(config, own, weights, available_cpu_bytes() // num_ranks)
@@ -73,7 +73,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
         own.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
     )
     backend = make_backend(config.attention_backend, layout, deterministic=config.deterministic)
-    follows = device.type == "cpu" and not is_asked_for and not spec.is_encoder
+    follows = device.type == "cpu" and not is_given and not spec.is_encoder
     first = first_budget(config, spec, num_threads()) if follows else None
     runs_by = model.runs_by if isinstance(model, Model) else "another package's class"
     return Preview(config, backend.name, weights, memory, first, runs_by, own.encoder)
@@ -84,16 +84,16 @@ def _outline(
     source: ModelSource,
     spec: ModelSpec,
     device: torch.device,
-    place: RankPlace,
+    shard: RankPlace,
 ) -> tuple[Model, int]:
     """Build a model without memory; also return the bytes that its weights would use."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
-    model = make_model(spec, dtype, torch.device("meta"), place)
+    model = make_model(spec, dtype, torch.device("meta"), shard)
     stored: Stored = {}
     if load_format_of(config, source) != "dummy":
         stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
         if has_weights(source.directory):
-            check_files(weight_files(source.directory), spec, place)
+            check_files(weight_files(source.directory), spec, shard)
     return model, planned_bytes(model, dtype, device, formats, stored)
 
 

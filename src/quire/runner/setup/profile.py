@@ -19,8 +19,8 @@ from quire.runner.memory_plan import (
     MemoryPlan,
     encoding_bytes,
     gpu_pool_budget,
-    kept_inputs_bytes,
     make_plan,
+    retained_inputs_bytes,
 )
 from quire.runner.model_runner import ModelRunner
 from quire.spec.model_spec import ModelSpec
@@ -68,7 +68,7 @@ def plan_gpu_memory(
     # Weights and libraries; another process may have freed memory meanwhile.
     used = max(free_at_start - free, torch.cuda.memory_reserved(device)) + GPU_CONTEXT_BYTES
     # The measured step had no draft tokens and no media.
-    workspace = max(workspace, encoding_bytes(config, spec)) + kept_inputs_bytes(config, spec)
+    workspace = max(workspace, encoding_bytes(config, spec)) + retained_inputs_bytes(config, spec)
     share, taken = config.cache.gpu_memory_utilization, workspace + graphs
     budget = gpu_pool_budget(total, share, used, free, taken)
     if budget < gpu_pool_budget(total, share, used, total, taken):
@@ -89,7 +89,7 @@ def worst_case_order(plan: Plan) -> DraftOrder:
         first=nothing,
         num_tokens=plan.num_tokens,
         num_known=plan.num_tokens,
-        num_guesses=nothing + 1,
+        num_draft_tokens=nothing + 1,
         capacity=plan.num_tokens,
         read_from=np.cumsum(plan.num_tokens, dtype=np.int32) - plan.num_tokens,
     )

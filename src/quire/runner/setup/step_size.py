@@ -25,14 +25,14 @@ from quire.ops.weights.formats import measured_speed
 from quire.spec.model_spec import ModelSpec
 
 STEP_S = 0.25
-MOST_TOKENS = 256  # maximum budget, which memory is planned for
-FEWEST_TOKENS, STRIDE = 16, 8
+MAX_TOKENS = 256  # maximum budget, which memory is planned for
+MIN_TOKENS, STRIDE = 16, 8
 UNMEASURED_TOKENS = 64  # without the core: an estimate, which the first steps correct
-NUM_STEPS, FEWEST_STEPS = 3, 2
-NUM_TIMES, FEWEST_TIMES = 3, 2  # of steps of about one size
-FORGOTTEN = 32  # steps after which the time of another size is outdated
-MOST_FIXED = 0.8  # of a step's time
-MOST_GROWTH = 3  # at a time
+NUM_STEPS, MIN_STEPS = 3, 2
+NUM_TIMES, MIN_TIMES = 3, 2  # of steps of about one size
+STALE_STEPS = 32  # steps after which the time of another size is outdated
+MAX_FIXED_SHARE = 0.8  # of a step's time
+MAX_GROWTH = 3  # at a time
 RAISE, LOWER = 1.05, 0.9  # margins: estimate over the next budget, and under this one
 
 
@@ -49,7 +49,7 @@ def first_budget(config: EngineConfig, spec: ModelSpec, num_threads: int) -> int
 
 def bounded_tokens(tokens: float) -> int:
     """Return the number of tokens as a multiple of 8 between 16 and 256, rounded down."""
-    return int(min(MOST_TOKENS, max(FEWEST_TOKENS, tokens))) // STRIDE * STRIDE
+    return int(min(MAX_TOKENS, max(MIN_TOKENS, tokens))) // STRIDE * STRIDE
 
 
 def linear_parameters(spec: ModelSpec) -> int:
@@ -92,27 +92,27 @@ class StepBudget:
         has_prompt = int(plan.num_tokens.max()) > 1
         if has_prompt and (2 * num_tokens >= self.num_tokens or duration_s > self.target_s):
             self._steps.append((num_tokens, duration_s))
-            if len(self._steps) >= FEWEST_STEPS:
+            if len(self._steps) >= MIN_STEPS:
                 self._follow()
         return self.num_tokens
 
     def _follow(self) -> None:
         tokens = sorted(map(self._time_for, self._steps))[len(self._steps) // 2]
         if tokens >= RAISE * (self.num_tokens + STRIDE) or tokens <= LOWER * self.num_tokens:
-            wanted = bounded_tokens(min(tokens, MOST_GROWTH * self.num_tokens))
-            if wanted == self.num_tokens == FEWEST_TOKENS and self._times.fixed_s is None:
-                wanted = 2 * FEWEST_TOKENS  # find out whether larger steps take much longer
-            self.num_tokens = wanted
+            target_tokens = bounded_tokens(min(tokens, MAX_GROWTH * self.num_tokens))
+            if target_tokens == self.num_tokens == MIN_TOKENS and self._times.fixed_s is None:
+                target_tokens = 2 * MIN_TOKENS  # find out whether larger steps take much longer
+            self.num_tokens = target_tokens
             self._steps.clear()
 
     def _time_for(self, step: tuple[int, float]) -> float:
         """Estimate how many tokens fit into a step's target time. It is the mean of two models: all
         time is proportional to tokens, or the fixed time is added. In fact they overlap in part."""
         num_tokens, duration_s = step
-        fixed_s = min(self._times.fixed_s or 0.0, MOST_FIXED * duration_s)
-        in_all = self.target_s / duration_s
-        beside = (self.target_s - fixed_s) / (duration_s - fixed_s)
-        return num_tokens * math.sqrt(in_all * beside)
+        fixed_s = min(self._times.fixed_s or 0.0, MAX_FIXED_SHARE * duration_s)
+        if_proportional = self.target_s / duration_s
+        if_added = (self.target_s - fixed_s) / (duration_s - fixed_s)
+        return num_tokens * math.sqrt(if_proportional * if_added)
 
 
 class _StepTimes:
@@ -138,7 +138,7 @@ class _StepTimes:
         known = [
             sorted(times)[(len(times) - 1) // 2]  # a disturbed step takes longer, never shorter
             for size, times in sorted(self._times.items())
-            if len(times) >= FEWEST_TIMES and not self._is_forgotten(size)
+            if len(times) >= MIN_TIMES and not self._is_forgotten(size)
         ]
         if not known or known[-1][1] < 2 * known[0][1]:
             return None
@@ -147,4 +147,4 @@ class _StepTimes:
         return max(0.0, short_s - token_s * few)
 
     def _is_forgotten(self, size: int) -> bool:
-        return self._num_steps - self._last.get(size, -FORGOTTEN) > FORGOTTEN
+        return self._num_steps - self._last.get(size, -STALE_STEPS) > STALE_STEPS

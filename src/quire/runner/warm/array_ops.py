@@ -91,11 +91,11 @@ class ArrayOps:
         lists, state = self._now, self._state
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs: Any = gather_arrays(state, lists.rows, lists.num_tokens, longest)
-        places_N = lists.sample_places
+        indices_N = lists.sample_indices
         samples: Any = SampleArrays(
             rows=lists.sample_rows,
-            last=np.cumsum(lists.num_tokens, dtype=np.int64)[places_N] - 1,
-            lengths=inputs.context_lens_S[places_N].astype(np.int64),
+            last=np.cumsum(lists.num_tokens, dtype=np.int64)[indices_N] - 1,
+            lengths=inputs.context_lens_S[indices_N].astype(np.int64),
             prompt_lens=lists.sampling.prompt_lens,
         )
         return Gathered(inputs, samples, inputs.context_lens_S)
@@ -116,7 +116,7 @@ class ArrayOps:
             vocab_size,
             num_threads(),
         )
-        flags = self._now.sampling.asked.flags
+        flags = self._now.sampling.requested.flags
         is_random = ~flags.is_greedy
         for is_in_part in is_random & ~flags.has_filter, is_random & flags.has_filter:
             which = np.flatnonzero(is_in_part)

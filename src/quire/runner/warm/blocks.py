@@ -17,7 +17,7 @@ Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
 
-class LayerPlace(NamedTuple):
+class LayerPosition(NamedTuple):
     """Position of a layer's keys and values. given: index of its cache group among a step's groups.
     group: number of that group. layer: the layer's number in it."""
 
@@ -50,12 +50,12 @@ class WarmBlocks:
             data.reshape(*shape[:4], -1) for data, shape in zip(self.data, shapes, strict=True)
         ]
 
-    def layer(self, place: LayerPlace) -> CoreKV:
+    def layer(self, position: LayerPosition) -> CoreKV:
         """Return a layer's keys and values in the core's form."""
-        keys, values = self._blocks[place.group][:, place.layer]
+        keys, values = self._blocks[position.group][:, position.layer]
         return kv_layer(
-            self.groups[place.group],
-            self._num_blocks[place.group],
+            self.groups[position.group],
+            self._num_blocks[position.group],
             self.block_size,
             self._format,
             (keys.ctypes.data, values.ctypes.data),

@@ -11,7 +11,7 @@ from quire.base.settings.speculation import FORCED, NONE, parse_speculation
 from quire.models.checkpoint.source import ModelSource
 from quire.models.load.cache_files import weight_cache
 from quire.ops.host.native import core
-from quire.runner.step_ops import asks_for_features
+from quire.runner.step_ops import requests_features
 from quire.runner.warm.start_file import start_path
 from quire.spec.cache_group import FULL, WINDOW
 from quire.spec.model_spec import PART_OF, QUIRE, ModelSpec
@@ -40,7 +40,7 @@ def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
     return start_path(cache, config, source)
 
 
-def can_be_kept(spec: ModelSpec) -> bool:
+def can_save_start(spec: ModelSpec) -> bool:
     """Return whether a start of this model can do without torch later. The model must be quire's
     own, generate from text alone, and cache only keys and values."""
     kinds = {group.kind for group in spec.cache_groups}
@@ -56,8 +56,8 @@ def is_plain(plan: Plan) -> bool:
         return False
     if any(move.kind != "copy" for move in plan.moves):
         return False
-    asks = bool((plan.num_candidates >= 0).any())
-    return not asks and all(map(_is_plain_row, plan.started))
+    has_candidates = bool((plan.num_candidates >= 0).any())
+    return not has_candidates and all(map(_is_plain_row, plan.started))
 
 
 def is_plain_request(request: Request) -> bool:
@@ -77,4 +77,4 @@ def is_plain_request(request: Request) -> bool:
 
 def _is_plain_row(start: RowStart) -> bool:
     params = start.params
-    return not (params.has_penalties or params.use_beam_search or asks_for_features(start))
+    return not (params.has_penalties or params.use_beam_search or requests_features(start))

@@ -23,7 +23,7 @@ from quire.runner.memory_plan import (
 )
 from quire.runner.warm.array_ops import empty_arrays
 from quire.runner.warm.blocks import WarmBlocks
-from quire.runner.warm.conditions import can_be_kept, is_plain, is_plain_request, path_for
+from quire.runner.warm.conditions import can_save_start, is_plain, is_plain_request, path_for
 from quire.runner.warm.start_file import Start, read_start
 from quire.runner.warm.warm_runner import WarmRunner
 from quire.spec.model_spec import ModelSpec, load_spec
@@ -49,10 +49,10 @@ class WarmModel:
     `Preparation`), and plain plans continue. The next plan after loading hands the rows over. If a
     plan that is not plain arrives before any request announced it, it loads within its step.
 
-    asked: the settings as they were given. dtype: by name.
+    given_config: the settings as they were given. dtype: by name.
     """
 
-    asked: EngineConfig
+    given_config: EngineConfig
     source: ModelSource
     runner: WarmRunner
     config: EngineConfig
@@ -66,7 +66,7 @@ class WarmModel:
     kv_scales: dict[int, tuple[float, float]] = field(default_factory=dict)
     draft_source: ModelSource | None = None
     is_async: bool = False
-    drafts_ahead: bool | None = None
+    drafter_reads_target: bool | None = None
     progress: StepProgress = field(default_factory=StepProgress)
     _loading: threading.Lock = field(default_factory=threading.Lock)
     _loaded: "BuiltRunner | None" = None  # does not own the rows yet
@@ -102,16 +102,16 @@ class WarmModel:
         untouched."""
         with self._loading:
             if self._loaded is None:
-                self.progress.tell(LOAD_S)
+                self.progress.report(LOAD_S)
                 try:
                     self._loaded = self._build()
                 finally:
-                    self.progress.tell()
+                    self.progress.report()
 
     def skip(self, plan: Plan) -> None:
         """Note a plan that is not carried out because an earlier plan failed."""
 
-    def guess(self, order: DraftOrder) -> DraftAnswer:
+    def run_draft(self, order: DraftOrder) -> DraftAnswer:
         """Raise NotImplementedError: this model has no drafter."""
         raise NotImplementedError("a model that started without torch has no drafter")
 
@@ -122,10 +122,12 @@ class WarmModel:
         # for Python's import lock, which the import of torch holds for long.
         importlib.import_module("numpy.ma")
         import_torch()
-        from quire.runner.build import Taken, build_runner
+        from quire.runner.build import WarmMemory, build_runner
 
-        taken = Taken(self.memory, tuple(self.runner.backend.data), self.runner.rows.state)
-        return build_runner(self.asked, self.source, taken=taken)
+        warm_memory = WarmMemory(
+            self.memory, tuple(self.runner.backend.data), self.runner.rows.state
+        )
+        return build_runner(self.given_config, self.source, warm_memory=warm_memory)
 
     def _take_over(self) -> None:
         """Hand the rows over to the whole runner, between two steps."""
@@ -144,15 +146,15 @@ def start_warm(config: EngineConfig, source: ModelSource) -> WarmModel | None:
     if start is None:
         return None
     spec = with_pooling(load_spec(source.directory), source.directory, config.model)
-    if not can_be_kept(spec):
+    if not can_save_start(spec):
         return None
     return _made(config, source, spec, start)
 
 
 def _made(
-    asked: EngineConfig, source: ModelSource, spec: ModelSpec, start: Start
+    given_config: EngineConfig, source: ModelSource, spec: ModelSpec, start: Start
 ) -> WarmModel | None:
-    config = derive_config(asked, spec, "cpu")
+    config = derive_config(given_config, spec, "cpu")
     spec = spec.served_up_to(config.model.max_model_len)
     free = available_cpu_bytes()
     memory = plan_cpu_memory(config, spec, start.weights_bytes, free)
@@ -160,7 +162,7 @@ def _made(
     if host_tier_limits(config, spec, memory, free) is not None:
         return None
     cache, scheduler, groups = config.cache, config.scheduler, spec.cache_groups
-    num_rows, length = scheduler.max_num_seqs, config.model.most_tokens
+    num_rows, length = scheduler.max_num_seqs, config.model.row_capacity
     assert num_rows and length
     rows = empty_arrays(num_rows, length, len(groups), cache.block_size)
     blocks = WarmBlocks(
@@ -168,4 +170,6 @@ def _made(
     )
     runner = WarmRunner(start, rows, blocks)
     dtype = f"torch.{config.model.dtype}"
-    return WarmModel(asked, source, runner, config, spec, memory, dtype, start.copy_bytes_per_s)
+    return WarmModel(
+        given_config, source, runner, config, spec, memory, dtype, start.copy_bytes_per_s
+    )

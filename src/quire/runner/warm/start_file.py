@@ -42,14 +42,14 @@ from quire.models.load.cache_files import (
 from quire.ops.host.native import needed_core
 from quire.ops.trace.program_parts import ProgramParts
 from quire.ops.weights.formats import FORMATS, chosen_variants
-from quire.runner.warm.blocks import LayerPlace
+from quire.runner.warm.blocks import LayerPosition
 from quire.spec.gguf.container import is_gguf
 
 logger = logging.getLogger("quire")
 
 VERSION = 1
 IN_WEIGHTS, IN_START = 0, 1
-MOST_BYTES = 256 << 20  # of data; a larger start is not saved
+MAX_BYTES = 256 << 20  # of data; a larger start is not saved
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Start:
     variant: int
     hidden_size: int
     heads: tuple[tuple[int, int], ...]
-    layers: tuple[LayerPlace, ...]
+    layers: tuple[LayerPosition, ...]
     model: ProgramParts
     head: ProgramParts
     data: tuple[Bytes, Bytes]
@@ -73,13 +73,13 @@ def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) ->
     """Return the file of the start of a model with these settings; None if it must not be saved."""
     if load_format_of(config, source) == "dummy":
         return None
-    place = source.directory
+    model_path = source.directory
     try:
-        files = checkpoint_files(place)
+        files = checkpoint_files(model_path)
     except ModelError:  # a start with torch reads the config first and reports the error
         return None
-    if not is_gguf(place):
-        files += sorted(each for each in place.glob("*.json") if each.name != "tokenizer.json")
+    if not is_gguf(model_path):
+        files += sorted(each for each in model_path.glob("*.json") if each.name != "tokenizer.json")
     facts = [
         VERSION,
         asdict(config.model),
@@ -116,8 +116,8 @@ def read_start(path: Path) -> Start | None:
         own = weights = _bytes(contents.mapped, contents.start)
         if index["weights"] is not None:
             with in_use(path.parent / f"{index['weights']}{WEIGHTS}") as file:
-                kept = read_contents(file, index["weights"])
-            weights = _bytes(kept.mapped, kept.start)
+                weights_file = read_contents(file, index["weights"])
+            weights = _bytes(weights_file.mapped, weights_file.start)
         return Start(
             index["weights"],
             index["weights_bytes"],
@@ -125,7 +125,7 @@ def read_start(path: Path) -> Start | None:
             index["variant"],
             index["hidden_size"],
             tuple((group, heads) for group, heads in index["heads"]),
-            tuple(LayerPlace(*each) for each in index["layers"]),
+            tuple(LayerPosition(*each) for each in index["layers"]),
             ProgramParts(**index["model"]),
             ProgramParts(**index["head"]),
             (weights, own),
@@ -139,7 +139,7 @@ def read_start(path: Path) -> Start | None:
 
 def write_start(path: Path, start: Start, pieces: list[tuple[int, Bytes]]) -> None:
     """Save a start with these pieces of data."""
-    if sum(len(piece) for _, piece in pieces) > MOST_BYTES:
+    if sum(len(piece) for _, piece in pieces) > MAX_BYTES:
         return
     index = {name: value for name, value in vars(start).items() if name != "data"}
     index |= {"key": path.stem, "model": asdict(start.model), "head": asdict(start.head)}

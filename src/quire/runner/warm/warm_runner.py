@@ -27,7 +27,7 @@ from quire.runner.warm.array_ops import ArrayOps
 from quire.runner.warm.blocks import WarmBlocks
 from quire.runner.warm.start_file import Start
 
-NOTHING_KEPT = (0, 0, 0, 0)
+NOTHING_RETAINED = (0, 0, 0, 0)
 
 
 class WarmRunner(StepRunner):
@@ -65,7 +65,7 @@ class WarmRunner(StepRunner):
             inputs.positions_T.ctypes.data,
             [hidden_TD.ctypes.data],
             groups,
-            NOTHING_KEPT,
+            NOTHING_RETAINED,
             num_threads(),
         )
         return hidden_TD
@@ -79,7 +79,7 @@ class WarmRunner(StepRunner):
         unused = np.zeros(num_rows, np.int64)
         outside = [logits_NV.ctypes.data, hidden_ND.ctypes.data]
         at = unused.ctypes.data
-        self._head.run(num_rows, at, at, outside, [], NOTHING_KEPT, num_threads())
+        self._head.run(num_rows, at, at, outside, [], NOTHING_RETAINED, num_threads())
         return logits_NV
 
     def _program(self, parts: ProgramParts) -> CoreProgram:
@@ -87,7 +87,7 @@ class WarmRunner(StepRunner):
         data = [each.ctypes.data for each in start.data]
 
         def add_layers(program: CoreProgram) -> None:
-            for place in start.layers:
-                program.add_layer(place.given, self.backend.layer(place))
+            for position in start.layers:
+                program.add_layer(position.given, self.backend.layer(position))
 
         return parts.assemble(start.variant, add_layers, lambda at: data[at[0]] + at[1])

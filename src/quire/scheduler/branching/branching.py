@@ -133,7 +133,7 @@ class Branching:
         start = order[0].num_prompt_tokens
         alive = search.advance(candidates, [m.known_tokens[start:].tolist() for m in order])
         if alive:
-            self._place(group, alive, now)
+            self._assign_rows(group, alive, now)
             return
         results = group.results
         if results:
@@ -144,7 +144,7 @@ class Branching:
         for member in group.unfinished:
             self._lifecycle.end(member, reason, now)
 
-    def _place(self, group: SequenceGroup, alive: list[Beam], now: float) -> None:
+    def _assign_rows(self, group: SequenceGroup, alive: list[Beam], now: float) -> None:
         order, rows = group.order, self._rows
         for member in order:
             member.blocks.advance(member.num_computed_tokens)

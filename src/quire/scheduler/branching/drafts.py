@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import RowDraft, StepResult
-from quire.base.settings.speculation import most_guesses
+from quire.base.settings.speculation import max_draft_tokens
 from quire.scheduler.core.extension import EndAtToken
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
@@ -28,7 +28,7 @@ from quire.scheduler.core.sequence import Int32, RowTable, Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
 
 Int64 = npt.NDArray[np.int64]
-Worth = Callable[[RowTable, Int64], Int64]
+RowFilter = Callable[[RowTable, Int64], Int64]
 
 
 class Drafts:
@@ -45,27 +45,29 @@ class Drafts:
     def take(self, message: Drafted) -> None:
         """Store draft tokens. They replace earlier drafts of the same sequences."""
         found = {(draft.request_id, draft.index): draft for draft in message.drafts}
-        is_alike = not (message.on_device or self._on_device)
-        self.drafted = self.drafted | found if is_alike else found
+        are_host_drafts = not (message.on_device or self._on_device)
+        self.drafted = self.drafted | found if are_host_drafts else found
         self._on_device = message.on_device
 
-    def candidates(self, worth: Worth | None = None, num_pending: int | None = 0) -> list[Sequence]:
+    def candidates(
+        self, draftable: RowFilter | None = None, num_pending: int | None = 0
+    ) -> list[Sequence]:
         """Return the running sequences whose next plan may verify drafts: they lack only their next
         token.
 
-        worth: selects the rows for which drafting pays off. num_pending: required number of pending
-        tokens of each; None for any.
+        draftable: selects the rows for which drafting pays off. num_pending: required number of
+        pending tokens of each; None for any.
         """
         table, rows = self._rows.table, self._rows.running
         total = table.total[rows]
-        may_try = (table.computed[rows] == total - 1) & (table.limit[rows] > total + 1)
-        may_try &= ~table.is_held[rows]
+        may_verify = (table.computed[rows] == total - 1) & (table.limit[rows] > total + 1)
+        may_verify &= ~table.is_held[rows]
         if num_pending is not None:
-            may_try &= total == table.known[rows] + num_pending
-        rows = rows[may_try]
-        if worth is not None:
-            rows = worth(table, rows)
-        return [each for each in self._rows.sequences(rows) if self._may_ever_try(each)]
+            may_verify &= total == table.known[rows] + num_pending
+        rows = rows[may_verify]
+        if draftable is not None:
+            rows = draftable(table, rows)
+        return [each for each in self._rows.sequences(rows) if self._may_ever_verify(each)]
 
     def holders(self, rows: Int32) -> list[Sequence]:
         """Return the sequences of these rows."""
@@ -74,31 +76,31 @@ class Drafts:
     def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
         """Add drafts to rows of a plan, as far as the budget allows. rows, num_tokens: int32 [N],
         of the plan; the number of drafts is added to num_tokens."""
-        place = {row: i for i, row in enumerate(rows.tolist())}
+        index_of_row = {row: i for i, row in enumerate(rows.tolist())}
         if self._memory.kv.has_states:
-            budget = min(budget, most_guesses(self._rows.table.num_rows))
-        guessed, self.drafted = self.drafted, {}
+            budget = min(budget, max_draft_tokens(self._rows.table.num_rows))
+        proposed, self.drafted = self.drafted, {}
         builder.is_guessing = on_device = self._on_device
         if not on_device and self._rows.is_any_unsure:
             return  # the host does not know the length of some rows
-        for key, draft in guessed.items():
+        for key, draft in proposed.items():
             sequence = self._find(draft)
             if sequence is None:
                 continue
             if not on_device and sequence.num_known_tokens != draft.num_known:
                 continue
-            at = place.get(sequence.row)
+            at = index_of_row.get(sequence.row)
             if at is None:
                 if not on_device:
                     self.drafted[key] = draft
                 continue
-            if num_tokens[at] != 1 or not self._may_try(sequence):
+            if num_tokens[at] != 1 or not self._may_verify(sequence):
                 continue
             total = int(self._rows.table.total[sequence.row])
-            most = min(len(draft.token_ids), budget, sequence.limit - total - 1)
-            num = self._make_room(sequence, most, builder)
+            max_drafts = min(len(draft.token_ids), budget, sequence.limit - total - 1)
+            num = self._make_room(sequence, max_drafts, builder)
             if num > 0:
-                self._rows.try_tokens(sequence.row, num, is_held=not on_device)
+                self._rows.add_drafts(sequence.row, num, is_held=not on_device)
                 token_ids = np.array(draft.token_ids[:num], np.int32)
                 builder.drafts.append(RowDraft(sequence.row, token_ids))
                 num_tokens[at] += num
@@ -112,8 +114,8 @@ class Drafts:
         sampling = step.sampling
         for draft in step.plan.drafts:
             sequence = sampling[draft.row]
-            if draft.row not in step.left_out and sequence.state is not State.ENDED:
-                outputs.update_of(sequence).num_guessed = len(draft.token_ids)
+            if draft.row not in step.omitted and sequence.state is not State.ENDED:
+                outputs.update_of(sequence).num_draft_tokens = len(draft.token_ids)
         pairs = zip(sampling, result.num_accepted.tolist(), result.token_ids, strict=True)
         return {row: tokens[1:count].tolist() for row, count, tokens in pairs if count > 1}
 
@@ -133,8 +135,8 @@ class Drafts:
             if sequence is None or sequence.row < 0:
                 continue
             more = accepted.get(draft.row, [])
-            num_tried = len(draft.token_ids)
-            self._rows.end_try(draft.row, num_tried, num_tried - len(more))
+            num_drafts = len(draft.token_ids)
+            self._rows.settle_drafts(draft.row, num_drafts, num_drafts - len(more))
             given.append(0)
             is_over = False
             for token_id in more:
@@ -168,7 +170,7 @@ class Drafts:
         found = next((member for member in members if member.index == draft.index), None)
         return None if found is None or found.row < 0 else found
 
-    def _may_try(self, sequence: Sequence) -> bool:
+    def _may_verify(self, sequence: Sequence) -> bool:
         """Return whether a row of the plan may verify drafts. The plan must compute its last token,
         which must be known unless the device drafts. A device drafter excludes masked rows and
         models with states."""
@@ -180,9 +182,9 @@ class Drafts:
                 return False  # only the host handles masks, and states of accepted drafts
         elif table.total[row] != table.known[row]:
             return False
-        return self._may_ever_try(sequence)
+        return self._may_ever_verify(sequence)
 
-    def _may_ever_try(self, sequence: Sequence) -> bool:
+    def _may_ever_verify(self, sequence: Sequence) -> bool:
         # Exclude group leaders before a fork, beams, pins, open prompts and suspects.
         group = sequence.group
         if not sequence.samples or sequence.is_open or sequence.is_beam:
@@ -204,7 +206,7 @@ class Drafts:
             return num
         # Later plans may need one block for each row before these drafts are taken back.
         reserve = self._rows.num_running if self._on_device else 0
-        appended = self._memory.grow_by_guesses(sequence, num, reserve)
+        appended = self._memory.grow_by_drafts(sequence, num, reserve)
         if appended is None:
             return room
         self._rows.set_capacity(row, sequence.blocks.capacity)

@@ -1,7 +1,7 @@
 """Admission: gives rows to waiting sequences while budget, rows and blocks last.
 
 An admission leaves blocks free into which running rows grow (`memory.Headroom`). A sequence that
-was preempted `MOST_PREEMPTIONS` times waits until it and all running sequences can grow to their
+was preempted `MAX_PREEMPTIONS` times waits until it and all running sequences can grow to their
 limits. If no other request runs, no blocks are left free.
 """
 
@@ -18,11 +18,11 @@ from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.sharing import competing_head, pass_over_heads
 
-MOST_PREEMPTIONS = 3
+MAX_PREEMPTIONS = 3
 
 
 class Admission:
-    """Admission of waiting sequences. token_budget: maximum tokens of a step. most_prefill: maximum
+    """Admission of waiting sequences. token_budget: maximum tokens of a step. max_prefill: maximum
     tokens of one sequence in a step; 0 for no limit."""
 
     def __init__(
@@ -32,11 +32,11 @@ class Admission:
         lifecycle: Lifecycle,
         preemption: Preemption,
         token_budget: int,
-        most_prefill: int,
+        max_prefill: int,
     ) -> None:
         self._rows, self._memory = rows, memory
         self._lifecycle, self._preemption = lifecycle, preemption
-        self.token_budget, self._most_prefill = token_budget, most_prefill
+        self.token_budget, self._max_prefill = token_budget, max_prefill
 
     def admit(self, builder: PlanBuilder, budget: int, now: float) -> None:
         """Admit waiting sequences in the queue's order. No sequence passes one that must wait.
@@ -88,7 +88,7 @@ class Admission:
         if num_running == num_own:
             return 0
         reserve = self._memory.headroom.blocks(num_running - num_own)
-        if sequence.num_preemptions >= MOST_PREEMPTIONS:
+        if sequence.num_preemptions >= MAX_PREEMPTIONS:
             reserve = max(reserve, self._worst_growth(sequence))
         return reserve
 
@@ -120,11 +120,11 @@ class Admission:
             if num_new == 0:
                 lifecycle.park(sequence)
                 return 0
-            num_new = min(num_new, self._most_prefill or num_new)
+            num_new = min(num_new, self._max_prefill or num_new)
             num_new = memory.limit_chunk(sequence, hit.num_tokens, num_new, builder)
             if num_new == 0:
                 return None
-            if memory.keeps_nothing and num_new < sequence.num_known_tokens:
+            if memory.needs_whole_prompt and num_new < sequence.num_known_tokens:
                 return None  # its tokens attend to each other: wait for a step with room for all
             needs = memory.needs_to_start(sequence, hit, num_new)
             if memory.fits(needs, reserve):
@@ -195,9 +195,9 @@ class Admission:
         counts, size, limit = list[int](), self._memory.block_size, self._memory.limit_chunk
         for member in members:
             first = member.num_swapped_tokens
-            most = min(budget - sum(counts), member.num_known_tokens - member.is_open - first)
-            num_new = limit(member, first, min(most, size - first % size), builder)
-            counts.append(num_new or limit(member, first, most, builder))
+            max_new = min(budget - sum(counts), member.num_known_tokens - member.is_open - first)
+            num_new = limit(member, first, min(max_new, size - first % size), builder)
+            counts.append(num_new or limit(member, first, max_new, builder))
         return counts
 
     def _grant(

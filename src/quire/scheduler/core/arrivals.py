@@ -72,7 +72,7 @@ class Arrivals:
                 f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
                 f" {self._max_model_len - 1} are possible. Shorten it or raise max_model_len."
             )
-        num, most_output = request.params.num_samples, request.params.max_tokens
+        num, max_output = request.params.num_samples, request.params.max_tokens
         if num > self._rows.table.num_rows:
             raise RequestError(
                 f"{num} sequences are more than max_num_seqs={self._rows.table.num_rows}; request"
@@ -88,7 +88,7 @@ class Arrivals:
             check_open(request.params)
         elif not self.fits_at_all(sequence, sequence.limit, num):
             raise RequestError(
-                f"{num_prompt} prompt tokens and {num} x {most_output or self._max_model_len}"
+                f"{num_prompt} prompt tokens and {num} x {max_output or self._max_model_len}"
                 " output tokens need more KV blocks than the pool has without pinned prefixes."
                 " Lower max_tokens or enlarge kv_cache_memory_bytes."
             )
@@ -148,7 +148,7 @@ class Arrivals:
         sequence.is_open = not message.is_last
         sequence.due_at += int(PATIENCE * len(message.token_ids))
         self._rows.extend_prompt(sequence, np.asarray(message.token_ids, np.int32))
-        self._lifecycle.tell(Appended(now, message.request_id, len(message.token_ids)))
+        self._lifecycle.add_event(Appended(now, message.request_id, len(message.token_ids)))
         if sequence.state is State.PARKED and sequence.has_something_to_compute:
             self._lifecycle.unpark(sequence)
 
@@ -163,7 +163,7 @@ class Arrivals:
             self._lifecycle.drop(sequence, Finish("error", error=error), now)
             return
         sequence.blockers -= {Blocker.READY}
-        self._lifecycle.tell(GrammarTaken(now, message.request_id))
+        self._lifecycle.add_event(GrammarTaken(now, message.request_id))
         if sequence.has_something_to_compute:
             self._lifecycle.unpark(sequence)
 

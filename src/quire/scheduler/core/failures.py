@@ -35,7 +35,7 @@ class Failures:
         errors = {
             row: Finish("error", error=_failure(row, result, message))
             for row, message in found.items()
-            if row not in steps[0].left_out
+            if row not in steps[0].omitted
         }
         if not errors and not result.lost_swaps and not is_void:
             return
@@ -50,7 +50,7 @@ class Failures:
                     lease = member.row, int(epoch[member.row])
                     tainted.failed.setdefault(lease, (member, finish))
         for step in steps:
-            step.leave_out(tainted.failed.keys() | tainted.dependants.keys())
+            step.omit_rows(tainted.failed.keys() | tainted.dependants.keys())
         for sequence, finish in list(tainted.failed.values()):
             for member in sequence.members:
                 self._fail(member, finish, outputs, now)

@@ -164,7 +164,7 @@ class Lifecycle:
             _move(member, State.SWAPPED if is_swapped else State.WAITING)
             self.queue.requeue(member)
         self._end_branching(victim)
-        self._tell_preempted(victim, for_request_id, num_lost, is_swapped, now)
+        self._report_preempted(victim, for_request_id, num_lost, is_swapped, now)
         return rows
 
     def park(self, sequence: Sequence) -> None:
@@ -177,7 +177,7 @@ class Lifecycle:
         blocks. This does not count as a preemption, since it had no tokens to compute."""
         _, num_lost = self._take_rows([sequence], is_swapped=False)
         _move(sequence, State.PARKED)
-        self._tell_preempted(sequence, for_request_id, num_lost, False, now)
+        self._report_preempted(sequence, for_request_id, num_lost, False, now)
 
     def unpark(self, sequence: Sequence) -> None:
         """Queue a parked sequence, unless it has blockers."""
@@ -265,7 +265,7 @@ class Lifecycle:
             self.admitted.append(sequence)
         self.events.append(PrefixFound(now, sequence.request.request_id, report))
 
-    def tell(self, event: Event, is_first: bool = False) -> None:
+    def add_event(self, event: Event, is_first: bool = False) -> None:
         """Add an event. is_first: before all other events of this call."""
         self.events.insert(0 if is_first else len(self.events), event)
 
@@ -291,7 +291,7 @@ class Lifecycle:
             group.reserved_rows = []
             self.unforked.discard(group)
 
-    def _tell_preempted(
+    def _report_preempted(
         self, victim: Sequence, for_request_id: str, num_lost: int, is_swapped: bool, now: float
     ) -> None:
         if victim.group is not None:
@@ -305,9 +305,9 @@ class Lifecycle:
         del self.sequences[request_id]
         self.queue.tenants.leave(request.tenant)
         self.searches.discard(request_id)
-        num_tokens, num_told = sum(member.num_output_tokens for member in members), len(members)
+        num_tokens, num_results = sum(member.num_output_tokens for member in members), len(members)
         if sequence.group is not None and sequence.group.search is not None:
             results = sequence.group.results
             num_tokens = sum(len(found.token_ids) for found in results)
-            num_told = len(results) or request.params.n
-        self.events.append(Finished(now, request_id, reason, num_tokens, num_told, is_search))
+            num_results = len(results) or request.params.n
+        self.events.append(Finished(now, request_id, reason, num_tokens, num_results, is_search))

@@ -42,7 +42,7 @@ class Excess(NamedTuple):
     """Need of a cache group that exceeds its share."""
 
     num_needed: int
-    most: int
+    num_allowed: int
     num_blocks: int
 
 
@@ -65,8 +65,8 @@ class Headroom:
     def take_preemption(self, num_rows: int) -> None:
         """Raise the headroom after a preemption, to at most half the pool. num_rows: rows still
         running."""
-        most = self.num_blocks / 2 / max(1, num_rows)
-        self.blocks_per_row = min(self.blocks_per_row + STEP_UP, most)
+        num_allowed = self.num_blocks / 2 / max(1, num_rows)
+        self.blocks_per_row = min(self.blocks_per_row + STEP_UP, num_allowed)
 
     def take_end(self) -> None:
         """Lower the headroom after a sequence has ended."""
@@ -153,7 +153,7 @@ class Memory:
         self._connect()
 
     @property
-    def keeps_nothing(self) -> bool:
+    def needs_whole_prompt(self) -> bool:
         """Whether every prompt must be computed in one step, since no keys and values are
         stored."""
         return STEP in self._kinds
@@ -201,9 +201,9 @@ class Memory:
         """Return the first excess of this need over a share of the pools, or None. share: 0 to
         1."""
         for need, pool in zip(needs, self.kv.pools, strict=True):
-            most = int(share * pool.num_blocks + EPSILON)
-            if need > most:
-                return Excess(need, most, pool.num_blocks)
+            num_allowed = int(share * pool.num_blocks + EPSILON)
+            if need > num_allowed:
+                return Excess(need, num_allowed, pool.num_blocks)
         return None
 
     def needs_to_start(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> Needs:
@@ -236,8 +236,8 @@ class Memory:
         needs = self.needs_to_stand([member.swapped for member in members])
         held = zip(self.kv.pools, self.reserved, strict=True)
         room = [pool.num_blocks - kept for pool, kept in held]
-        wanted = self._with_reserve(needs, reserve)
-        return [min(n, most) for n, most in zip(wanted, room, strict=True)]
+        needed = self._with_reserve(needs, reserve)
+        return [min(n, num_allowed) for n, num_allowed in zip(needed, room, strict=True)]
 
     def make_room(self, needs: Needs, reserve: int = 0, spared: Sequence | None = None) -> bool:
         """Evict blocks of sources until this need fits; return True. If eviction cannot be enough,
@@ -323,14 +323,14 @@ class Memory:
         kept = {prompt_end} if prompt_end > last_found else set()
         near = 1 + -(-PROMPT_TAIL // self.block_size)
         ends = digests[max(0, parted + 1 - near) : parted + 1]
-        if parted - last_found >= near and not states.worth.was_left(ends):
+        if parted - last_found >= near and not states.statistics.ends_sequence(ends):
             kept.add(parted)
         return kept, prompt_end
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
         """Allocate blocks for the next tokens of a running sequence, and return the changes as
         `start` does. If blocks are lacking, evict blocks of sources."""
-        blocks, num_unsure = sequence.blocks, sequence.num_tried_tokens
+        blocks, num_unsure = sequence.blocks, sequence.num_drafts_in_flight
         blocks.advance(sequence.num_computed_tokens)
         grow = self.kv.allocate_slots
         while (appended := grow(blocks, num_new, num_unsure=num_unsure)) is None:
@@ -339,12 +339,12 @@ class Memory:
         self._note_copies(appended)
         return appended
 
-    def grow_by_guesses(
+    def grow_by_drafts(
         self, sequence: Sequence, num: int, reserve: int = 0
     ) -> tuple[Appended, ...] | None:
         """Allocate blocks for draft tokens that follow the tokens of the plan being made. Return
         the changes as `grow` does. reserve: blocks of each group to leave free."""
-        num_computed, grow = sequence.num_computed_tokens, self.kv.append_guesses
+        num_computed, grow = sequence.num_computed_tokens, self.kv.append_drafts
         while (appended := grow(sequence.blocks, num_computed, num, reserve)) is None:
             if not self.evict_one():
                 return None
@@ -360,7 +360,7 @@ class Memory:
             self.kv.truncate(blocks, num_tokens)
         if self.kv.has_states:
             blocks.advance(num_tokens)
-            self.kv.states.end_guesses(blocks.tables)
+            self.kv.states.end_drafts(blocks.tables)
         return had_more
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

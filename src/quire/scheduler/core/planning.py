@@ -62,12 +62,12 @@ class Planner:
         if suspects:
             rows = rows[[sequence not in suspects for sequence in self._rows.sequences()]]
         needs = self._rows.take_turns(self._rows.needs(rows))
-        most = self._step_budget(needs)
-        budget = most - self._serve_running(builder, rows, needs, most, now)
+        max_tokens = self._step_budget(needs)
+        budget = max_tokens - self._serve_running(builder, rows, needs, max_tokens, now)
         # If no tokens were planned, only the preempted rows had something to compute.
-        if not builder.has_preempted or budget == most:
+        if not builder.has_preempted or budget == max_tokens:
             self._admission.admit(builder, budget, now)
-        return self._close(builder, most, now)
+        return self._close(builder, max_tokens, now)
 
     def flush(self, now: float) -> Plan | None:
         """Return a plan that only copies evictable cached blocks to host memory, as many as fit.
@@ -103,8 +103,8 @@ class Planner:
         if not step_tokens:
             return self._token_budget
         num_decoding = int(np.count_nonzero(needs == 1))
-        least = num_decoding + max(PROMPT_TOKENS, self._memory.chunk_limit.min_tokens)
-        return min(self._token_budget, max(step_tokens, least))
+        min_budget = num_decoding + max(PROMPT_TOKENS, self._memory.chunk_limit.min_tokens)
+        return min(self._token_budget, max(step_tokens, min_budget))
 
     def _plan_suspect(self, builder: PlanBuilder, now: float) -> bool:
         """Plan the first suspect that can compute something, alone. Return whether there is one."""
@@ -112,8 +112,10 @@ class Planner:
             if sequence.row >= 0:
                 rows = np.array([sequence.row])
                 need = self._rows.needs(rows)
-                most = self._step_budget(need)
-                used = self._serve_running(builder, rows, np.minimum(need, most), most, now)
+                max_tokens = self._step_budget(need)
+                used = self._serve_running(
+                    builder, rows, np.minimum(need, max_tokens), max_tokens, now
+                )
             elif sequence.state is State.PARKED:
                 continue
             else:
@@ -198,13 +200,13 @@ class Planner:
         self._rows.set_capacity(rows, capacity + size)
         return True
 
-    def _close(self, builder: PlanBuilder, most: int, now: float) -> Plan | None:
+    def _close(self, builder: PlanBuilder, max_tokens: int, now: float) -> Plan | None:
         """Freeze the plan and put it in flight; return it, or None if it is empty. Rows that
-        compute their last known or pending token sample. most: token budget of the step."""
+        compute their last known or pending token sample. max_tokens: token budget of the step."""
         table = self._rows.table
         rows, num_tokens = builder.all_rows()
         if self._drafts.drafted and not builder.has_preempted:  # drafts may evict blocks
-            self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
+            self._drafts.spread(builder, rows, num_tokens, max_tokens - int(num_tokens.sum()))
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if len(rows) == 0:
             self._swaps = builder.swaps  # only preempted rows had something to compute
@@ -245,7 +247,7 @@ class Planner:
             plan = replace(plan, last_ids=self._rows.last_ids(rows, plan.last_positions))
         self._put_in_flight(plan, builder, forked)
         planned = Planned(now, plan.step_id, len(rows), num_planned, plan)
-        self._lifecycle.tell(planned)
+        self._lifecycle.add_event(planned)
         return plan
 
     def _put_in_flight(self, plan: Plan, builder: PlanBuilder, forked: Int32) -> None:

@@ -35,7 +35,7 @@ class InFlightStep:
 
     row_epochs, row_sequences: epochs and sequences of plan.rows, plan.new_forks and plan.idle_rows,
     in this order, as planned. epochs, sequences: the same of plan.sample_rows. shared: in the order
-    of planning. left_out: rows whose results are void, because an earlier result ended or preempted
+    of planning. omitted: rows whose results are void, because an earlier result ended or preempted
     their sequences.
     """
 
@@ -45,7 +45,7 @@ class InFlightStep:
     epochs: Int64
     sequences: npt.NDArray[np.object_]
     shared: list[SharedBlocks]
-    left_out: set[int] = field(default_factory=set)
+    omitted: set[int] = field(default_factory=set)
 
     @property
     def leases(self) -> list[RowLease]:
@@ -60,11 +60,11 @@ class InFlightStep:
         """Sequences of the sampling rows, by row."""
         return dict(zip(self.plan.sample_rows.tolist(), self.sequences, strict=True))
 
-    def leave_out(self, leases: Collection[RowLease]) -> None:
+    def omit_rows(self, leases: Collection[RowLease]) -> None:
         """Make the results of these leases void, and of rows forked from them."""
         rows = {lease[0] for lease in self.leases if lease in leases}
         children = {fork.child for fork in self.plan.new_forks if fork.parent in rows}
-        self.left_out.update(rows | children)
+        self.omitted.update(rows | children)
 
 
 @dataclass(slots=True)

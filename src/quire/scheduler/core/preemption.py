@@ -35,7 +35,7 @@ class Preemption:
         since it needs fewer blocks if they are rejected."""
         num_new = target - sequence.num_computed_tokens
         while (appended := self._memory.grow(sequence, num_new)) is None:
-            if self._rows.is_trying(sequence):
+            if self._rows.has_drafts_in_flight(sequence):
                 return False
             self.preempt(self._victim(), sequence.request.request_id, builder, now)
             if sequence.row < 0:
@@ -70,7 +70,7 @@ class Preemption:
             return False
         if not first.samples:
             return False
-        if memory.kv.has_states and any(self._rows.is_trying(m) for m in members):
+        if memory.kv.has_states and any(self._rows.has_drafts_in_flight(m) for m in members):
             return False  # their states include drafts that may be rejected
         if not memory.fits_at_all(memory.needs_to_stand(blocks)):
             return False

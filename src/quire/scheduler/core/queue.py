@@ -101,7 +101,7 @@ class Fifo:
         return len(self._queue)
 
 
-MOST_ABSENT = 4096  # maximum number of tenants without requests whose counters are retained
+MAX_ABSENT = 4096  # maximum number of tenants without requests whose counters are retained
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Tenant:
     num_requests: int = 0
 
 
-class LeastServed:
+class ByServedTokens:
     """Priority queue of tenants by tokens served; equally served tenants keep the order of adding.
 
     Served counts only grow, so a heap entry is never too large. An outdated entry is corrected when
@@ -157,7 +157,7 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
         self._absent: OrderedDict[str, None] = OrderedDict()  # without requests, oldest first
         self._present: set[str] = set()
-        self._least = LeastServed()
+        self._lowest = ByServedTokens()
         self._served = np.zeros(16, np.int64)
         self._free_slots = list(range(15, -1, -1))
 
@@ -173,11 +173,11 @@ class Tenants:
         if tenant.num_requests == 0:
             self._absent.pop(name, None)
             if self._present:
-                least = self.served(self._least.first(self._present, self.served))
+                lowest = self.served(self._lowest.first(self._present, self.served))
                 # One less, so that a returning tenant goes before equally served ones.
-                self._served[tenant.slot] = max(self._served[tenant.slot], least - 1)
+                self._served[tenant.slot] = max(self._served[tenant.slot], lowest - 1)
             self._present.add(name)
-            self._least.add(name, self.served(name))
+            self._lowest.add(name, self.served(name))
         tenant.num_requests += 1
         return tenant.slot
 
@@ -188,9 +188,9 @@ class Tenants:
         if tenant.num_requests == 0:
             self._present.remove(name)
             self._absent[name] = None
-            if len(self._absent) > MOST_ABSENT:
-                gone, _ = self._absent.popitem(last=False)
-                self._free_slots.append(self._tenants.pop(gone).slot)
+            if len(self._absent) > MAX_ABSENT:
+                removed, _ = self._absent.popitem(last=False)
+                self._free_slots.append(self._tenants.pop(removed).slot)
 
     def charge(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int32]) -> None:
         """Charge tenants for planned tokens. slots, num_tokens: [N] tenant slot and tokens of each
@@ -220,7 +220,7 @@ class _Class:
 
     preempted: dict[int, Sequence] = field(default_factory=dict)
     new: dict[str, Policy] = field(default_factory=dict)
-    least: LeastServed = field(default_factory=LeastServed)
+    lowest: ByServedTokens = field(default_factory=ByServedTokens)
 
 
 class WaitingQueue:
@@ -247,7 +247,7 @@ class WaitingQueue:
         waits, name = self._class_of(sequence), sequence.request.tenant
         if name not in waits.new:
             waits.new[name] = self._make_policy(self._progress)
-            waits.least.add(name, self.tenants.served(name))
+            waits.lowest.add(name, self.tenants.served(name))
         waits.new[name].push(sequence)
         self._num += 1
 
@@ -302,7 +302,7 @@ class WaitingQueue:
 
     def _next_policy(self, waits: _Class) -> Policy:
         """Return the policy of the least served tenant in a class."""
-        return waits.new[waits.least.first(waits.new, self.tenants.served)]
+        return waits.new[waits.lowest.first(waits.new, self.tenants.served)]
 
     def _class_of(self, sequence: Sequence) -> _Class:
         found = self._classes.get(sequence.priority)

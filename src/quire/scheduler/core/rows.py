@@ -30,20 +30,20 @@ class Rows:
     """Row table, running order, and changes since the last plan.
 
     running: int64 [N], rows by priority, then arrival. free: a stack; the last one is taken first.
-    most_prefill: maximum tokens of a row in one step; 0 for no limit. num_stages: pipeline stages
+    max_prefill: maximum tokens of a row in one step; 0 for no limit. num_stages: pipeline stages
     of the model. With several, a row is planned only once the host knows its last token and can
     send it to the first stage.
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, most_prefill: int = 0, num_stages: int = 1
+        self, num_rows: int, max_model_len: int, max_prefill: int = 0, num_stages: int = 1
     ) -> None:
         self.table = RowTable(num_rows, max_model_len)
         self.running: Int64 = np.empty(0, np.int64)
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
         self.num_trying = 0  # rows with drafts in flight
-        self._most_prefill = most_prefill or NEVER
+        self._max_prefill = max_prefill or NEVER
         self.num_stages = num_stages
 
     # ---- questions ---------------------------------------------------------------------------
@@ -72,8 +72,8 @@ class Rows:
     def needs(self, rows: Int64) -> Int64:
         """Return the number of tokens that each of these rows could compute now, int64 [N]."""
         table = self.table
-        most = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
-        need: Int64 = np.minimum(most - table.computed[rows], self._most_prefill)
+        bound = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
+        need: Int64 = np.minimum(bound - table.computed[rows], self._max_prefill)
         if self.num_trying:
             need[table.is_held[rows]] = 0
         if self.num_stages > 1:
@@ -85,10 +85,10 @@ class Rows:
         With several stages, a plan gets only a share of the decoding rows, so that each stage has a
         plan to compute."""
         decoding = np.flatnonzero(needs == 1)
-        most = -(-self.num_running // self.num_stages)
-        if len(decoding) > most:
+        bound = -(-self.num_running // self.num_stages)
+        if len(decoding) > bound:
             needs = needs.copy()
-            needs[decoding[most:]] = 0
+            needs[decoding[bound:]] = 0
         return needs
 
     def last_ids(self, rows: Int32, positions: Int32) -> Int32:
@@ -99,16 +99,16 @@ class Rows:
     def need_of(self, sequence: Sequence) -> int:
         return int(self.needs(np.array([sequence.row]))[0])
 
-    def is_trying(self, sequence: Sequence) -> bool:
+    def has_drafts_in_flight(self, sequence: Sequence) -> bool:
         """Return whether drafts of a running sequence are in flight."""
-        return bool(self.table.tried[sequence.row])
+        return bool(self.table.verified[sequence.row])
 
     @property
     def is_any_unsure(self) -> bool:
         """Whether plannable rows have drafts in flight, so that the host knows only a bound of
         their length."""
         table = self.table
-        return bool(self.num_trying and (table.tried[~table.is_held] > 0).any())
+        return bool(self.num_trying and (table.verified[~table.is_held] > 0).any())
 
     def idle(self) -> Int64:
         """Return the rows of open prompts that have no tokens to compute now."""
@@ -197,9 +197,9 @@ class Rows:
         """Release the row of a sequence. The sequence keeps its known tokens, and its pending
         tokens still arrive."""
         row, table = sequence.row, self.table
-        tried = int(table.tried[row])
-        sequence.num_pending_lost = int(table.total[row] - table.known[row]) - tried
-        self._forget_guesses(row)
+        verified = int(table.verified[row])
+        sequence.num_pending_lost = int(table.total[row] - table.known[row]) - verified
+        self._forget_drafts(row)
         sequence.saved_tokens = sequence.known_tokens.copy()
         sequence.row = -1
         table.sequences[row] = None
@@ -210,7 +210,7 @@ class Rows:
         changes.released.append(row)
         if changes.forks or changes.host_tokens:
             changes.forks = [fork for fork in changes.forks if fork.child != row]
-            changes.host_tokens = [told for told in changes.host_tokens if told.row != row]
+            changes.host_tokens = [item for item in changes.host_tokens if item.row != row]
 
     def give_back(self, rows: list[int]) -> None:
         """Free reserved rows."""
@@ -255,28 +255,28 @@ class Rows:
         table.known[rows] = known
         return known
 
-    def try_tokens(self, row: int, num_tokens: int, is_held: bool) -> None:
+    def add_drafts(self, row: int, num_tokens: int, is_held: bool) -> None:
         """Add draft tokens after a row's tokens in the plan being made. is_held: the row is not
         planned again before this plan's result."""
         table = self.table
-        self.num_trying += not table.tried[row]
+        self.num_trying += not table.verified[row]
         table.computed[row] += num_tokens
         table.total[row] += num_tokens
-        table.tried[row] += num_tokens
+        table.verified[row] += num_tokens
         table.is_held[row] |= is_held
 
-    def end_try(self, row: int, num_tokens: int, num_rejected: int) -> None:
+    def settle_drafts(self, row: int, num_tokens: int, num_rejected: int) -> None:
         """Take back the rejected drafts of a plan. Accepted drafts become pending tokens."""
         table = self.table
         table.computed[row] -= num_rejected
         table.total[row] -= num_rejected
-        table.tried[row] -= num_tokens
+        table.verified[row] -= num_tokens
         table.is_held[row] = False
-        self.num_trying -= not table.tried[row]
+        self.num_trying -= not table.verified[row]
 
-    def _forget_guesses(self, row: int) -> None:
-        self.num_trying -= bool(self.table.tried[row])
-        self.table.tried[row] = 0
+    def _forget_drafts(self, row: int) -> None:
+        self.num_trying -= bool(self.table.verified[row])
+        self.table.verified[row] = 0
         self.table.is_held[row] = False
 
     def put_token(self, row: int, token_id: int) -> None:

@@ -76,7 +76,7 @@ class SchedulerCore:
         num_stages: int = 1,
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
-        most_prefill = config.long_prefill_token_threshold
+        max_prefill = config.long_prefill_token_threshold
         self.depth = config.pipeline_depth or 1
         self.token_budget = config.max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -85,14 +85,14 @@ class SchedulerCore:
         self.extensions: list[Extension] = []
         self.step_extensions: list[StepExtension] = []
         self.orders: list[Order] = []  # for stores, since the last call
-        self.rows = rows = Rows(config.max_num_seqs, max_model_len, most_prefill, num_stages)
+        self.rows = rows = Rows(config.max_num_seqs, max_model_len, max_prefill, num_stages)
         self.progress = progress = SchedulerProgress(rows, memory)
         self.lifecycle = lifecycle = Lifecycle(rows, memory, make_policy, progress)
         forking = make_forking(rows, memory, lifecycle)
         self.arrivals = Arrivals(rows, memory, lifecycle, forking, self.features, max_model_len)
         mode, budget = config.preemption_mode, self.token_budget
         self.preemption = preemption = Preemption(rows, memory, lifecycle, mode)
-        self.admission = Admission(rows, memory, lifecycle, preemption, budget, most_prefill)
+        self.admission = Admission(rows, memory, lifecycle, preemption, budget, max_prefill)
         self.drafts = drafts = make_drafts(rows, memory, lifecycle)
         self.planner = Planner(
             rows, memory, lifecycle, progress, forking, preemption, self.admission, drafts
@@ -185,7 +185,7 @@ class SchedulerCore:
             return self._decisions(now)
         if self.arrivals.time_limits.deadlines:
             self.arrivals.drop_late(now)
-        self._tell_ended()
+        self._notify_watchers()
         self._expire(now)
         plan = self.planner.plan(now)
         if plan is None and not in_flight:
@@ -212,8 +212,8 @@ class SchedulerCore:
             end = StepEnd(result, is_flush, in_flight, outputs, settled)
             for extension in following:
                 extension.end_step(end, now)
-        left_out = tuple(frozenset(step.left_out) for step in in_flight)
-        return self._decisions(now, outputs, left_out=left_out)
+        omitted = tuple(frozenset(step.omitted) for step in in_flight)
+        return self._decisions(now, outputs, omitted=omitted)
 
     # ------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class SchedulerCore:
     ) -> Decisions:
         """Return the decisions of this call. outputs: outputs so far; dropped requests are added to
         them."""
-        self._tell_ended()
+        self._notify_watchers()
         lifecycle = self.lifecycle
         if outputs is not None:
             for sequence, finish in lifecycle.take_dropped():
@@ -249,7 +249,7 @@ class SchedulerCore:
                 next_s = due_s
         return next_s
 
-    def _tell_ended(self) -> None:
+    def _notify_watchers(self) -> None:
         """Notify the watchers of ended sequences, so that they forget these."""
         for sequence in self.lifecycle.take_ended():
             for watcher in sequence.watchers:

@@ -83,7 +83,7 @@ class RowTable:
         self.arrival = np.zeros(num_rows, np.int64)
         self.priority = np.zeros(num_rows, np.int64)
         self.tenant = np.zeros(num_rows, np.int64)
-        self.tried = np.zeros(num_rows, np.int64)
+        self.verified = np.zeros(num_rows, np.int64)
         self.is_held = np.zeros(num_rows, bool)
         self.is_masked = np.zeros(num_rows, bool)
         self.samples = np.ones(num_rows, bool)
@@ -235,12 +235,12 @@ class Sequence:
         candidates in flight, so it must compute its last token again."""
         if self.is_beam:
             return min(self.num_computed_tokens, self.num_known_tokens - 1)
-        return self.num_computed_tokens - self.num_tried_tokens
+        return self.num_computed_tokens - self.num_drafts_in_flight
 
     @property
-    def num_tried_tokens(self) -> int:
+    def num_drafts_in_flight(self) -> int:
         """Number of draft tokens in flight: the sequence shrinks by up to this number."""
-        return int(self.table.tried[self.row]) if self.row >= 0 else 0
+        return int(self.table.verified[self.row]) if self.row >= 0 else 0
 
     def watch(self, watcher: Watcher) -> None:
         """Notify this watcher when the sequence ends."""

@@ -66,7 +66,7 @@ class StepResults:
         if not live.all():
             num_taken = np.ones(len(rows), np.int64)
             num_taken[~live] = [
-                self._take_late(s, [int(t), *extra.get(r, ())], r in step.left_out, outputs, now)
+                self._take_late(s, [int(t), *extra.get(r, ())], r in step.omitted, outputs, now)
                 for s, t, r in zip(sequences[~live], token_ids[~live], rows[~live], strict=True)
             ]
             got_token, given = rows[num_taken > 0], (num_taken - 1)[num_taken > 1].tolist()
@@ -91,7 +91,7 @@ class StepResults:
             len(plan.drafts), sum(len(draft.token_ids) for draft in plan.drafts),
             tuple(sum(num > place for num in given) for place in range(max(given, default=0))),
         )  # fmt: skip
-        self._lifecycle.tell(stepped, is_first=True)  # before the ends that it caused
+        self._lifecycle.add_event(stepped, is_first=True)  # before the ends that it caused
         if result.candidates:
             take_candidates(step, result, outputs)
         return outputs

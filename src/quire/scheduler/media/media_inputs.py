@@ -72,9 +72,9 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         self.num_encoded_tokens = 0
         self.num_hits = 0  # items that were found in the cache
         self._budget = config.max_encoder_tokens or config.max_num_batched_tokens
-        self._most_whole = config.max_num_batched_tokens
+        self._max_whole = config.max_num_batched_tokens
         if config.long_prefill_token_threshold:
-            self._most_whole = min(self._most_whole, config.long_prefill_token_threshold)
+            self._max_whole = min(self._max_whole, config.long_prefill_token_threshold)
         self._open: dict[Sequence, int] = {}  # by leader: size of its largest whole item
         self._inside: dict[Sequence, Entry] = {}  # entry of the item of its next token
         self._steps: dict[int, StepMedia] = {}  # steps in flight, and the step being planned
@@ -102,28 +102,28 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
             )
         return False
 
-    def _check(self, item: MediaItem, what: str, end: int) -> None:
-        """Raise RequestError for an item that can never be computed. what: the item, for the
+    def _check(self, item: MediaItem, label: str, end: int) -> None:
+        """Raise RequestError for an item that can never be computed. label: the item, for the
         message. end: end of the previous item."""
         if item.start < end:
             raise RequestError(
-                f"{what} starts before token {end}, where the item before it ends; list items in"
+                f"{label} starts before token {end}, where the item before it ends; list items in"
                 " the order of the prompt, without overlap.",
                 FIELD,
             )
         if item.num_tokens < 1 or len(item.digest) == 0:
-            raise RequestError(f"{what} has no tokens or no digest; give it both.", FIELD)
+            raise RequestError(f"{label} has no tokens or no digest; give it both.", FIELD)
         if item.num_tokens > self.cache.num_slots:
             raise RequestError(
-                f"{what} has {item.num_tokens} tokens, more than the encoder cache holds; send a"
+                f"{label} has {item.num_tokens} tokens, more than the encoder cache holds; send a"
                 f" smaller one, or raise encoder_cache_tokens={self.cache.num_slots}.",
                 FIELD,
             )
-        if item.is_whole and item.num_tokens > self._most_whole:
+        if item.is_whole and item.num_tokens > self._max_whole:
             raise RequestError(
-                f"{what} has {item.num_tokens} tokens, which one step must compute together; raise"
+                f"{label} has {item.num_tokens} tokens, which one step must compute together; raise"
                 f" max_num_batched_tokens (and long_prefill_token_threshold, if set), which allow"
-                f" {self._most_whole}.",
+                f" {self._max_whole}.",
                 FIELD,
             )
 

@@ -24,7 +24,7 @@ class Lfu:
         self._age = 0
 
     def __setitem__(self, block_id: int, num_hits: int) -> None:
-        self._place(block_id, self._age + num_hits)
+        self._add(block_id, self._age + num_hits)
 
     def __delitem__(self, block_id: int) -> None:
         rank = self._ranks.pop(block_id)
@@ -44,10 +44,10 @@ class Lfu:
     def move_to_end(self, block_id: int, last: bool = True) -> None:
         """See EvictionPolicy."""
         del self[block_id]
-        self._place(block_id, self._age if last else FIRST)
+        self._add(block_id, self._age if last else FIRST)
         if not last:
             self._by_rank[FIRST].move_to_end(block_id, last=False)
 
-    def _place(self, block_id: int, rank: int) -> None:
+    def _add(self, block_id: int, rank: int) -> None:
         self._ranks[block_id] = rank
         self._by_rank.setdefault(rank, OrderedDict())[block_id] = None

@@ -46,7 +46,9 @@ class TwoLevel:
             for _ in range(min(STAGING, len(self._queue))):
                 arrival, sequence = self._queue.popitem(last=False)
                 self._staging[arrival] = sequence
-        return min((*self._staging.values(), *self._next_held()), key=self._order, default=None)
+        return min(
+            (*self._staging.values(), *self._next_set_aside()), key=self._order, default=None
+        )
 
     def pass_over(self, sequence: Sequence) -> None:
         for arrival, staged in self._staging.items():  # all rank after the running prompt
@@ -76,7 +78,7 @@ class TwoLevel:
     def __len__(self) -> int:
         return len(self._queue) + len(self._staging) + len(self._held)
 
-    def _next_held(self) -> list[Sequence]:
+    def _next_set_aside(self) -> list[Sequence]:
         """Return two of the sequences set aside: the earliest arrival and the shortest."""
         while self._shortest and self._shortest[0][1] not in self._held:
             heapq.heappop(self._shortest)

@@ -22,16 +22,16 @@ import numpy as np
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import (
     Fork,
-    HeldRequest,
     Hold,
     PutBack,
     Request,
+    RetainedRequest,
     Rewind,
     without_prompt,
 )
 from quire.base.requests.media_items import items_before
 from quire.base.requests.sampling_params import SamplingParams
-from quire.base.requests.validation import check_kept
+from quire.base.requests.validation import check_retainable
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.core.arrivals import limit_of
 from quire.scheduler.core.extension import (
@@ -44,13 +44,17 @@ from quire.scheduler.core.extension import (
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Int32, Sequence, State
-from quire.scheduler.views import HeldView
+from quire.scheduler.views import RetainedView
 
 SOURCE = "held"  # name of this source in the report of a hit
-MOST_HELD = 1024  # maximum number of retained sequences
-MOST_HELD_TOKENS = 1 << 24  # maximum number of their tokens together: 64 MiB
-MAX_HELD_MEDIA_TOKENS = 1 << 18  # of retained items with pixels: 0.6 to 3 KB each, rarely 9 KB
-KEPT_REASONS = ("stop", "length", "repetition")  # finish reasons of requests that can be retained
+MAX_RETAINED = 1024  # maximum number of retained sequences
+MAX_RETAINED_TOKENS = 1 << 24  # maximum number of their tokens together: 64 MiB
+MAX_RETAINED_MEDIA_TOKENS = 1 << 18  # of retained items with pixels: 0.6 to 3 KB each, rarely 9 KB
+RETAINED_REASONS = (
+    "stop",
+    "length",
+    "repetition",
+)  # finish reasons of requests that can be retained
 
 
 @dataclass(eq=False, slots=True)
@@ -70,11 +74,11 @@ class Held:
     ends_s: float
 
 
-class HeldChanges(NamedTuple):
+class RetainedChanges(NamedTuple):
     """Changed retained sequences, by request id and index: each with its tokens, or None if
     released."""
 
-    found: dict[tuple[str, int], tuple[HeldRequest, Int32] | None]
+    found: dict[tuple[str, int], tuple[RetainedRequest, Int32] | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +152,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
         """See Extension. Retain a sequence that ends normally, with its blocks."""
-        if sequence.keep_s and reason in KEPT_REASONS:
+        if sequence.keep_s and reason in RETAINED_REASONS:
             self.keep(sequence, now)
 
     # ---- retaining, from the end of a request to its release ---------------------------------
@@ -158,33 +162,35 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         be retained, too, with their maximum length."""
         open_ = [(s.request, s.limit) for s in self._sequences.values() if s.keep_s]
         open_ = [(r, limit) for r, limit in open_ for _ in range(r.params.num_samples)]
-        kept = [(held.request, len(held.tokens)) for held in self.all()]
-        kept += open_
+        counted = [(held.request, len(held.tokens)) for held in self.all()]
+        counted += open_
         num, share = request.params.num_samples, request.pin_share
-        mine = [n for r, n in kept if r.tenant == request.tenant]
-        media = [_num_media_tokens(r) for r, _ in kept]
-        my_media = [_num_media_tokens(r) for r, _ in kept if r.tenant == request.tenant]
+        mine = [n for r, n in counted if r.tenant == request.tenant]
+        media = [_num_media_tokens(r) for r, _ in counted]
+        my_media = [_num_media_tokens(r) for r, _ in counted if r.tenant == request.tenant]
         more_media = num * _num_media_tokens(request)
         limit = max_len = self._rows.table.tokens.shape[1]
         if not request.is_open:
             limit = limit_of(request, len(request.prompt_token_ids), max_len)
-        for what, most, all_, own, more in (
-            ("sequences", MOST_HELD, len(kept), len(mine), num),
-            ("tokens", MOST_HELD_TOKENS, sum(n for _, n in kept), sum(mine), num * limit),
-            ("tokens of images", MAX_HELD_MEDIA_TOKENS, sum(media), sum(my_media), more_media),
+        for noun, maximum, all_, own, more in (
+            ("sequences", MAX_RETAINED, len(counted), len(mine), num),
+            ("tokens", MAX_RETAINED_TOKENS, sum(n for _, n in counted), sum(mine), num * limit),
+            ("tokens of images", MAX_RETAINED_MEDIA_TOKENS, sum(media), sum(my_media), more_media),
         ):
             if not more:
                 continue
-            if all_ + more > most:
+            if all_ + more > maximum:
                 raise EngineBusy(
-                    f"keep_s: {all_} {what} are retained or will be, and {more} more would exceed"
-                    f" the limit of {most}. Release requests you no longer need, or remove keep_s.",
+                    f"keep_s: {all_} {noun} are retained or will be, and {more} more would exceed"
+                    f" the limit of {maximum}. Release requests you no longer need, or remove"
+                    " keep_s.",
                     "keep_s",
                 )
-            if share < 1.0 and own + more > max(1, int(share * most)):
+            if share < 1.0 and own + more > max(1, int(share * maximum)):
                 raise EngineBusy(
-                    f"keep_s: {own} {what} of your key are retained or will be, and with {more}"
-                    f" more they would exceed its share, {max(1, int(share * most))} of {most}."
+                    f"keep_s: {own} {noun} of your key are retained or will be, and with {more}"
+                    f" more they would exceed its share, {max(1, int(share * maximum))} of"
+                    f" {maximum}."
                     " Release requests you no longer need, or remove keep_s.",
                     "keep_s",
                 )
@@ -220,7 +226,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         num_tokens, is_known = view.num_tokens + len(tokens), name in self.by_id
         if is_known and message.index in self.by_id[name]:
             return
-        if view.num_sequences == MOST_HELD or num_tokens > MOST_HELD_TOKENS:
+        if view.num_sequences == MAX_RETAINED or num_tokens > MAX_RETAINED_TOKENS:
             return
         held = Held(
             request=Request(
@@ -272,7 +278,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         request cannot be retained or there is no room."""
         if keep_s and not sequence.keep_s:
             try:
-                check_kept(sequence.request, keep_s)
+                check_retainable(sequence.request, keep_s)
                 self.check(sequence.request)
             except RequestError:
                 return
@@ -316,7 +322,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         found = self.find_source(fork)
         if found is None:
             return None
-        if _are_named_alike(found.request, request):  # so their names can be reused
+        if _have_same_names(found.request, request):  # so their names can be reused
             sequence.digests = self._names_of(found, fork.num_tokens)
         if isinstance(found, Held):
             if found.blocks is not None:
@@ -380,15 +386,15 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
             return None, 0
         readable = min(sequence.num_known_tokens - 1, sequence.num_readable_tokens)
         num_tokens = min(branch.num_tokens, readable)
-        if num_tokens <= 0 or not self._has_all_behind(branch.blocks, num_tokens):
+        if num_tokens <= 0 or not self._can_continue_at(branch.blocks, num_tokens):
             return None, 0
         return branch, num_tokens
 
-    def _has_all_behind(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
+    def _can_continue_at(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
         """Return whether another sequence could begin with the first num_tokens tokens of these
         blocks."""
         pairs = zip(blocks.tables, self._kv.groups, strict=True)
-        return all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs)
+        return all(t.can_continue_at(num_tokens, g.first_needed(num_tokens)) for t, g in pairs)
 
     # ---- eviction ----------------------------------------------------------------------------
 
@@ -449,37 +455,37 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         """Return all retained sequences, by request."""
         return [held for mine in self.by_id.values() for held in mine.values()]
 
-    def view(self) -> HeldView:
+    def view(self) -> RetainedView:
         """Return the numbers of retained sequences and tokens."""
         lengths = [len(held.tokens) for held in self.all()]
-        return HeldView(len(lengths), sum(lengths))
+        return RetainedView(len(lengths), sum(lengths))
 
-    def take_changes(self, now: float) -> HeldChanges | None:
+    def take_changes(self, now: float) -> RetainedChanges | None:
         """Return the changes since the last call, or None if there are none."""
         if not self.changes:
             return None
         changes, self.changes = self.changes, {}
         found = {(name, i): self.by_id.get(name, {}).get(i) for name, i in changes}
-        return HeldChanges(
+        return RetainedChanges(
             {
-                name: None if held is None else (told_of(held, 0, now), held.tokens)
+                name: None if held is None else (description_of(held, 0, now), held.tokens)
                 for name, held in found.items()
             }
         )
 
-    def listing(self, tenant: str | None, now: float) -> list[HeldRequest]:
+    def listing(self, tenant: str | None, now: float) -> list[RetainedRequest]:
         """Return the retained sequences of a tenant, without tokens; of all tenants if None."""
         mine = [h for h in self.all() if tenant in (None, h.request.tenant)]
-        return [told_of(held, self._num_blocks(held.blocks), now) for held in mine]
+        return [description_of(held, self._num_blocks(held.blocks), now) for held in mine]
 
-    def ask(self, fork: Fork, tenant: str | None, now: float) -> HeldRequest | None:
+    def describe(self, fork: Fork, tenant: str | None, now: float) -> RetainedRequest | None:
         """Return a possible source of a fork, with its tokens, or None."""
         found = self.find_source(fork)
         if found is None or tenant not in (None, found.request.tenant):
             return None
         if isinstance(found, Held):
-            return told_of(found, self._num_blocks(found.blocks), now, found.tokens)
-        return HeldRequest(
+            return description_of(found, self._num_blocks(found.blocks), now, found.tokens)
+        return RetainedRequest(
             id=found.request.request_id,
             index=found.index,
             num_prompt_tokens=found.num_prompt_tokens,
@@ -522,7 +528,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
         since they only cover their own end."""
         if self._kv.has_states or blocks.num_tokens <= num_tokens:
             return
-        if self._has_all_behind(blocks, num_tokens):
+        if self._can_continue_at(blocks, num_tokens):
             self._kv.truncate(blocks, num_tokens)
 
     def _give_up(self, held: Held) -> None:
@@ -550,7 +556,7 @@ def _num_media_tokens(request: Request) -> int:
     return sum(item.num_tokens for item in request.media)
 
 
-def _are_named_alike(one: Request, other: Request) -> bool:
+def _have_same_names(one: Request, other: Request) -> bool:
     """Return whether equal tokens of two requests get equal block names."""
     names = ("cache_salt", "adapter_id")
     return all(getattr(one, name) == getattr(other, name) for name in names)
@@ -565,9 +571,11 @@ def num_sure(sequence: Sequence) -> int:
     return sequence.num_known_tokens - 1 if sequence.num_known_tokens > began else 0
 
 
-def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None) -> HeldRequest:
+def description_of(
+    held: Held, num_blocks: int, now: float, tokens: Int32 | None = None
+) -> RetainedRequest:
     """Return the client's description of a retained sequence."""
-    return HeldRequest(
+    return RetainedRequest(
         id=held.request.request_id,
         index=held.index,
         num_prompt_tokens=held.num_prompt_tokens,

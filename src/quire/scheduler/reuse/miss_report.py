@@ -34,9 +34,9 @@ from quire.scheduler.core.names import BlockNaming
 from quire.scheduler.core.sequence import Int32, Sequence
 
 Fields = dict[str, Any]  # of a report, by name
-Tell = Callable[[Sequence, PrefixReport, bool, float], None]
-MOST_COMPARED = 8  # number of recent prompts to compare, to find the nearest
-MOST_BLOCKS = 1 << 14  # digests of all remembered prompts together: a few megabytes
+Publish = Callable[[Sequence, PrefixReport, bool, float], None]
+MAX_COMPARED = 8  # number of recent prompts to compare, to find the nearest
+MAX_BLOCKS = 1 << 14  # digests of all remembered prompts together: a few megabytes
 
 
 @dataclass(eq=False, slots=True)
@@ -83,7 +83,7 @@ class MissReports(HitSource, CacheListener):
     """Memory of recent prompts, which reports the hit of each new prompt and the reason of its
     miss.
 
-    `tell`: called with a sequence, its report, whether it has a hit, and the time. most_blocks:
+    `publish`: called with a sequence, its report, whether it has a hit, and the time. most_blocks:
     digests to remember, in two generations; when the younger one is full, the older one is dropped.
     As the last hit source, it finds no hits itself and sees the hits of the others.
     """
@@ -91,27 +91,27 @@ class MissReports(HitSource, CacheListener):
     entries: Sized = (True,)  # never empty, so that `begin` is called for each admission
 
     def __init__(
-        self, kv: KVManager, names: BlockNaming, tell: Tell, most_blocks: int = MOST_BLOCKS
+        self, kv: KVManager, names: BlockNaming, publish: Publish, max_blocks: int = MAX_BLOCKS
     ) -> None:
         self._kv, self._names = kv, names
-        self._most_young = most_blocks // 2
-        self.start(tell)
+        self._max_young = max_blocks // 2
+        self.start(publish)
 
-    def start(self, tell: Tell) -> None:
+    def start(self, publish: Publish) -> None:
         """Start without remembered prompts, also after a snapshot."""
-        self._tell = tell
+        self._publish = publish
         self.reset(0.0)
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
         """See HitSource: report the prefix hit of a new request, and remember its prompt."""
         if sequence.num_preemptions or sequence.report is not None:
             return
-        self._tell(sequence, self.report(sequence, hit, now), hit.num_tokens > 0, now)
+        self._publish(sequence, self.report(sequence, hit, now), hit.num_tokens > 0, now)
         self.enter_prompt(sequence)
 
     def reset(self, now: float) -> None:
         """Forget all prompts."""
-        self._last = deque[Remembered](maxlen=MOST_COMPARED)
+        self._last = deque[Remembered](maxlen=MAX_COMPARED)
         self._open: dict[int, Remembered] = {}  # by arrival
         self._young, self._old = Generation(), Generation()
 
@@ -153,7 +153,7 @@ class MissReports(HitSource, CacheListener):
         new = found.digests[found.num_digests : num]
         found.num_digests += len(new)
         self._young.by_digest.update(dict.fromkeys(new, found))
-        if len(self._young.by_digest) > self._most_young:
+        if len(self._young.by_digest) > self._max_young:
             self._young, self._old = Generation(), self._young
 
     def _known(self, digest: bytes) -> Remembered | None:
@@ -187,8 +187,8 @@ class MissReports(HitSource, CacheListener):
 
     def _miss(self, sequence: Sequence, hit: KVBlocks, now: float) -> Fields:
         kv, num_tokens = self._kv, sequence.num_known_tokens
-        index, most = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
-        if index >= most:
+        index, max_hit_blocks = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
+        if index >= max_hit_blocks:
             return {}
         if not self._names.is_indexed(sequence):
             return {"miss": OFF}
@@ -197,7 +197,7 @@ class MissReports(HitSource, CacheListener):
         known = self._known(sequence.digests[index])
         if known is not None:
             return self._lost(sequence, known, index, now)
-        other = self._elsewhere(sequence, most) if index == 0 else {}
+        other = self._elsewhere(sequence, max_hit_blocks) if index == 0 else {}
         before = sequence.digests[index - 1] if index else sequence.root
         near = self._known(before)
         if near is None:
@@ -227,17 +227,17 @@ class MissReports(HitSource, CacheListener):
         end, tenant = start + self._kv.block_size, sequence.request.tenant
         mine = sequence.known_tokens[start:end].tobytes()
         theirs = [near.tokens[start:end].tobytes() if start else near.first for near in nearest]
-        _, common, place = max(
+        _, common, neg_index = max(
             (near.tenant == tenant, _num_common(mine, other), -i)
             for i, (near, other) in enumerate(zip(nearest, theirs, strict=True))
         )
-        near = nearest[-place]
+        near = nearest[-neg_index]
         return near.fields(sequence) | {
             "miss": NEW if start + common == len(near.tokens) else DIVERGED,
             "at_token": start + common,
         }
 
-    def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
+    def _elsewhere(self, sequence: Sequence, max_hit_blocks: int) -> Fields:
         """Return the number of a prompt's tokens that are cached under another salt, if any."""
         kv, tokens = self._kv, sequence.known_tokens
         first = tokens[: kv.block_size].tobytes()
@@ -246,7 +246,9 @@ class MissReports(HitSource, CacheListener):
             return {}
         digests: list[bytes] = []
         block_hash = self._names.digester.block_hash
-        extend_digests(digests, near.root, tokens, kv.block_size, most, block_hash, sequence.marks)
+        extend_digests(
+            digests, near.root, tokens, kv.block_size, max_hit_blocks, block_hash, sequence.marks
+        )
         num_blocks = kv.num_computed_blocks(digests, len(tokens))
         if not num_blocks:
             return {}

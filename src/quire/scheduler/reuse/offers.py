@@ -19,8 +19,8 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.extension import CacheListener
 from quire.scheduler.core.sequence import Sequence
 
-MOST_WAITING = 1 << 14  # maximum number of offered names; beyond it, the oldest is dropped
-MOST_KNOWN = 1 << 14  # maximum number of names known to be in stores
+MAX_WAITING = 1 << 14  # maximum number of offered names; beyond it, the oldest is dropped
+MAX_KNOWN = 1 << 14  # maximum number of names known to be in stores
 
 
 class Budget(Protocol):
@@ -63,7 +63,7 @@ class Offers(CacheListener):
             for g in range(len(self._kv.groups)):
                 if not self._is_known(g, digest):
                     self._waiting[g, digest] = None
-        while len(self._waiting) > MOST_WAITING:
+        while len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
 
     def _is_known(self, group: int, digest: bytes) -> bool:
@@ -99,7 +99,7 @@ class Offers(CacheListener):
         for name in names:
             self._known[name] = is_lasting and self._known.get(name, True)
             self._known.move_to_end(name)
-        while len(self._known) > MOST_KNOWN:
+        while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
     def forget(self, names: Iterable[Name]) -> None:

@@ -32,12 +32,12 @@ class Source(StrEnum):
 @dataclass(eq=False, slots=True)
 class Pin:
     """Pinned prefix. sequence: computes the prefix; None once it is complete. blocks: its tables
-    from then on. most_blocks: maximum blocks by cache group. digest: digest of all its tokens.
+    from then on. max_blocks: maximum blocks by cache group. digest: digest of all its tokens.
     num_own_hits: hits of its own tenant, which must not learn about others."""
 
     request: Request
     sequence: Sequence | None
-    most_blocks: list[int]
+    max_blocks: list[int]
     since_s: float
     digest: bytes = b""
     blocks: SequenceBlocks | None = None
@@ -110,9 +110,9 @@ class PinnedPrefixes(HitSource):
         pin.digest = self._names.of_prefix(sequence, pin.num_tokens)
 
     def _count_blocks(self) -> None:
-        most = [pin.most_blocks for pin in self.by_id.values()]
+        by_pin = [pin.max_blocks for pin in self.by_id.values()]
         nothing = [0] * len(self.reserved)
-        self.reserved = [sum(each) for each in zip(nothing, *most, strict=True)]
+        self.reserved = [sum(each) for each in zip(nothing, *by_pin, strict=True)]
         self._memory.reserve(self.reserved)
         self.num_changes += 1
 
@@ -140,7 +140,7 @@ class PinnedPrefixes(HitSource):
         num_tokens, kv = min(pin.num_tokens, readable), self._kv
         tables = () if pin.blocks is None else pin.blocks.tables
         is_there = all(
-            table.has_all_behind(num_tokens, group.first_needed(num_tokens))
+            table.can_continue_at(num_tokens, group.first_needed(num_tokens))
             for table, group in zip(tables, kv.groups, strict=bool(tables))
         )
         return num_tokens if is_there else 0
@@ -192,9 +192,9 @@ class PinnedPrefixes(HitSource):
     @property
     def num_blocks(self) -> int:
         """Number of pinned blocks in the fullest cache group."""
-        return self._most_held(self.tables())
+        return self._max_group_blocks(self.tables())
 
-    def _most_held(self, blocks: list[SequenceBlocks]) -> int:
+    def _max_group_blocks(self, blocks: list[SequenceBlocks]) -> int:
         return max(self._kv.num_distinct(blocks))
 
     def listing(self, now: float, tenant: str | None = None) -> list[PinnedPrefix]:
@@ -204,7 +204,7 @@ class PinnedPrefixes(HitSource):
             PinnedPrefix(
                 id=prefix_id,
                 num_tokens=pin.num_tokens,
-                num_blocks=0 if pin.blocks is None else self._most_held([pin.blocks]),
+                num_blocks=0 if pin.blocks is None else self._max_group_blocks([pin.blocks]),
                 is_ready=pin.blocks is not None,
                 age_s=now - pin.since_s,
                 expires_in_s=None if pin.ends_s == math.inf else max(0.0, pin.ends_s - now),

@@ -24,8 +24,8 @@ from quire.scheduler.core.plans import InFlightStep
 from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.reuse.pinned import Pin, PinnedPrefixes
 
-MOST_PINNED = 0.5  # maximum share of each pool
-MOST_PINS = 256  # each new request is compared with all of them
+MAX_PINNED_SHARE = 0.5  # maximum share of each pool
+MAX_PINS = 256  # each new request is compared with all of them
 
 
 class Pins(Extension, StepExtension, CacheListener):
@@ -61,15 +61,15 @@ class Pins(Extension, StepExtension, CacheListener):
     def check(self, request: Request) -> None:
         """Raise RequestError if this prefix cannot be pinned, and EngineBusy if it cannot be pinned
         now."""
-        if len(self._pinned.by_id) >= MOST_PINS:
+        if len(self._pinned.by_id) >= MAX_PINS:
             raise RequestError(
-                f"{MOST_PINS} prefixes are pinned already, which is the limit; remove prefixes"
+                f"{MAX_PINS} prefixes are pinned already, which is the limit; remove prefixes"
                 " that you no longer need."
             )
-        needs, num_tokens = self._most_blocks(request), len(request.prompt_token_ids)
+        needs, num_tokens = self._max_blocks(request), len(request.prompt_token_ids)
         self._check_share(request, needs)
         after = [need + held for need, held in zip(needs, self._pinned.reserved, strict=True)]
-        if excess := self._memory.excess(after, MOST_PINNED):
+        if excess := self._memory.excess(after, MAX_PINNED_SHARE):
             raise RequestError(
                 f"a prefix of {num_tokens} tokens would raise the pinned blocks to"
                 f" {excess.num_needed} of {excess.num_blocks} KV blocks, and the limit is half of"
@@ -87,19 +87,19 @@ class Pins(Extension, StepExtension, CacheListener):
         """Raise RequestError if its tenant would pin more than its share of prefixes or blocks."""
         pins = self._pinned.by_id.values()
         mine = [pin for pin in pins if pin.request.tenant == request.tenant]
-        share, most_pins = request.pin_share, max(1, int(request.pin_share * MOST_PINS + EPSILON))
-        if len(mine) >= most_pins:
+        share, max_pins = request.pin_share, max(1, int(request.pin_share * MAX_PINS + EPSILON))
+        if len(mine) >= max_pins:
             raise RequestError(
                 f"{len(mine)} prefixes are pinned by your key already, and its share is"
-                f" {most_pins} of {MOST_PINS}. Remove prefixes that you no longer need, or ask the"
+                f" {max_pins} of {MAX_PINS}. Remove prefixes that you no longer need, or ask the"
                 " operator for a larger pin_share."
             )
-        held = [sum(each) for each in zip(needs, *(pin.most_blocks for pin in mine), strict=True)]
-        excess = self._memory.excess(held, share * MOST_PINNED)
+        held = [sum(each) for each in zip(needs, *(pin.max_blocks for pin in mine), strict=True)]
+        excess = self._memory.excess(held, share * MAX_PINNED_SHARE)
         if share < 1.0 and excess:
             raise RequestError(
                 f"a prefix of {len(request.prompt_token_ids)} tokens would raise your key's pinned"
-                f" KV blocks to {excess.num_needed}, but its share is {excess.most} of"
+                f" KV blocks to {excess.num_needed}, but its share is {excess.num_allowed} of"
                 f" {excess.num_blocks}. Remove pinned prefixes that you no longer need, or ask the"
                 " operator for a larger pin_share."
             )
@@ -113,7 +113,7 @@ class Pins(Extension, StepExtension, CacheListener):
         self.follows_steps = True
         if request.request_id in self._pinned.by_id:
             return
-        pin = Pin(request, sequence, self._most_blocks(request), now)
+        pin = Pin(request, sequence, self._max_blocks(request), now)
         self._pinned.name(pin, sequence)
         self._pinned.add(pin)
 
@@ -207,7 +207,7 @@ class Pins(Extension, StepExtension, CacheListener):
         num = sequence.request.params.num_samples
         return memory.fits_at_all(memory.needs_of_all(sequence, sequence.limit - 1, num), reserved)
 
-    def _most_blocks(self, request: Request) -> list[int]:
+    def _max_blocks(self, request: Request) -> list[int]:
         return self._memory.needs_of_prefix(len(request.prompt_token_ids))
 
 

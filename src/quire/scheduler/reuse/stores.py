@@ -47,16 +47,16 @@ from quire.scheduler.core.sequence import NEVER, Sequence
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.views import StoresView
 
-MOST_KEPT_AT_ONCE = 256  # blocks in flight to one store; further blocks are not kept
-MOST_KEPT_BYTES = 128 << 20  # bytes in flight of offered blocks; at least one block
+MAX_KEEP_BLOCKS = 256  # blocks in flight to one store; further blocks are not kept
+MAX_OFFERED_BYTES = 128 << 20  # bytes in flight of offered blocks; at least one block
 WAIT_S = 1.5  # for a block that another engine is about to keep
-KEEP_OLD = 0.5  # weight of the old average when a new rate is measured
+OLD_RATE_WEIGHT = 0.5  # weight of the old average when a new rate is measured
 
 
 class StoreBlocker(StrEnum):
     """Reason why a sequence waits outside the queue."""
 
-    ASKED = "asked"  # stores may have blocks of its prompt
+    REQUESTED = "asked"  # stores may have blocks of its prompt
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class PendingLookup:
     sequence: Sequence
     names: tuple[BlockName, ...]
     is_handed_over: bool = False
-    asked: dict[int, tuple[BlockName, ...]] = field(default_factory=dict)
+    requested: dict[int, tuple[BlockName, ...]] = field(default_factory=dict)
     found: dict[BlockName, int] = field(default_factory=dict)
     tickets: set[int] = field(default_factory=set)
 
@@ -124,7 +124,7 @@ class Stores(Extension, StepExtension):
         """See Extension: a request with look-ups waits outside the queue."""
         if sequence.has_something_to_compute and self.begin(sequence):
             sequence.watch(self)
-            sequence.blockers |= {StoreBlocker.ASKED}
+            sequence.blockers |= {StoreBlocker.REQUESTED}
 
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """See Extension."""
@@ -186,9 +186,9 @@ class Stores(Extension, StepExtension):
     def room(self) -> int:
         """Number of further blocks that may be copied out for stores now. A worker with too large a
         backlog refuses orders."""
-        most_bytes = MOST_KEPT_BYTES // max([1, *self._memory.kv.block_bytes])
-        most = min(MOST_KEPT_AT_ONCE, max(1, most_bytes))
-        return most - self.num_keeping - self._tier.num_unsettled
+        max_blocks_in_bytes = MAX_OFFERED_BYTES // max([1, *self._memory.kv.block_bytes])
+        max_blocks = min(MAX_KEEP_BLOCKS, max(1, max_blocks_in_bytes))
+        return max_blocks - self.num_keeping - self._tier.num_unsettled
 
     def view(self) -> StoresView:
         return StoresView(
@@ -217,27 +217,30 @@ class Stores(Extension, StepExtension):
         wait."""
         kv = self._memory.kv
         digests, num_tokens = self._memory.names.readable(sequence)
-        most = min(len(digests), (num_tokens - 1) // kv.block_size)
+        max_blocks = min(len(digests), (num_tokens - 1) // kv.block_size)
         here = 0 if sequence.is_open else kv.num_computed_blocks(digests, num_tokens)
         is_handed_over = self._is_handed_over(sequence, digests)
-        enough = self._num_to_come(sequence) if is_handed_over else most
+        enough = self._num_to_come(sequence) if is_handed_over else max_blocks
         if sequence.is_open or here >= enough:
             return False
         # Groups that keep all blocks come first. Of other groups, stores may lack some blocks.
         order = sorted(range(len(kv.groups)), key=lambda g: not kv.groups[g].keeps_all)
         names = tuple(
-            (g, digest) for g in order for digest in digests[:most] if not kv.is_cached(g, digest)
+            (g, digest)
+            for g in order
+            for digest in digests[:max_blocks]
+            if not kv.is_cached(g, digest)
         )
         transfer = sequence.request.kv_transfer
-        asked = () if transfer is None or not is_handed_over else transfer.stores
+        requested = () if transfer is None or not is_handed_over else transfer.stores
         stores = [
             store
-            for store in asked or range(self.num_stores)
-            if is_handed_over or self._is_worth_it(store, names, num_tokens)
+            for store in requested or range(self.num_stores)
+            if is_handed_over or self._is_faster(store, names, num_tokens)
         ]
         if not stores:
             return False
-        self.num_here += most * len(kv.groups) - len(names)
+        self.num_here += max_blocks * len(kv.groups) - len(names)
         wait = PendingLookup(sequence, names, is_handed_over)
         self.waiting[sequence.request.request_id] = wait
         for store in stores:
@@ -257,7 +260,7 @@ class Stores(Extension, StepExtension):
         """Order a look-up in a store of the names that are not found yet."""
         names = tuple(name for name in wait.names if name not in wait.found)
         ticket, wait_s = self._ticket(), WAIT_S if wait.is_handed_over else 0.0
-        wait.asked[ticket] = names
+        wait.requested[ticket] = names
         request_id = wait.sequence.request.request_id
         self.orders.append(LookUp(store, request_id, names, ticket, wait_s))
 
@@ -268,8 +271,8 @@ class Stores(Extension, StepExtension):
         num_tokens = sequence.num_known_tokens - 1
         if self._memory.kv.has_states:
             num_tokens = max(0, num_tokens - PROMPT_TAIL)
-        told = 0 if transfer is None else transfer.num_blocks
-        return min(num_tokens // size, told or num_tokens // size)
+        num_announced = 0 if transfer is None else transfer.num_blocks
+        return min(num_tokens // size, num_announced or num_tokens // size)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a request that has ended. Fetches in flight for it continue."""
@@ -277,19 +280,19 @@ class Stores(Extension, StepExtension):
 
     def _take_looked_up(self, answer: LookedUp) -> None:
         wait = self.waiting.get(answer.request_id)
-        if wait is None or answer.ticket not in wait.asked:
+        if wait is None or answer.ticket not in wait.requested:
             return  # the request has ended; its id may have been reused
-        names, num_before = wait.asked.pop(answer.ticket), len(wait.found)
+        names, num_before = wait.requested.pop(answer.ticket), len(wait.found)
         for name, is_there in zip(names, answer.found, strict=True):
             if is_there:
                 wait.found.setdefault(name, answer.store)
         if wait.is_handed_over:
-            self._go_on(wait, answer.store, len(wait.found) > num_before)
-        elif not wait.asked:
+            self._continue_fetching(wait, answer.store, len(wait.found) > num_before)
+        elif not wait.requested:
             self._fetch(wait)
         self._end_wait(wait)
 
-    def _go_on(self, wait: PendingLookup, store: int, is_growing: bool) -> None:
+    def _continue_fetching(self, wait: PendingLookup, store: int, is_growing: bool) -> None:
         """Fetch the new blocks of a handed-over prompt, and look up the rest in a store that had
         new ones. Once all blocks are found, stop waiting for other stores."""
         if is_growing:
@@ -300,7 +303,7 @@ class Stores(Extension, StepExtension):
             digests, num_tokens, lambda g, name: (g, name) in wait.found or kv.is_cached(g, name)
         )
         if there >= self._num_to_come(wait.sequence):
-            wait.asked.clear()
+            wait.requested.clear()
         elif is_growing:
             self._look_up(wait, store)
 
@@ -325,8 +328,8 @@ class Stores(Extension, StepExtension):
         num_new = (there - here) * kv.block_size
         for store in range(self.num_stores):
             mine = [name for name in lacking if wait.found.get(name) == store]
-            is_wanted = wait.is_handed_over or self._is_worth_it(store, mine, num_new)
-            if mine and is_wanted:
+            is_needed = wait.is_handed_over or self._is_faster(store, mine, num_new)
+            if mine and is_needed:
                 self._order(wait, store, mine)
 
     def _order(self, wait: PendingLookup, store: int, names: list[BlockName]) -> None:
@@ -353,10 +356,10 @@ class Stores(Extension, StepExtension):
         if items is None:
             return
         for (g, digest, block), is_there in zip(items, answer.ok, strict=True):
-            is_wanted = self._coming.get((g, digest)) == answer.ticket
-            if is_wanted:
+            is_needed = self._coming.get((g, digest)) == answer.ticket
+            if is_needed:
                 del self._coming[g, digest]
-            is_taken = is_there and is_wanted
+            is_taken = is_there and is_needed
             self._tier.keep_fetched(g, block, digest if is_taken else None)
             self.num_fetched += is_taken
         self.num_fetched_bytes += answer.num_bytes
@@ -371,10 +374,10 @@ class Stores(Extension, StepExtension):
 
     def _end_wait(self, wait: PendingLookup) -> None:
         """Queue a request once no look-up or fetch is outstanding."""
-        if wait.asked or wait.tickets:
+        if wait.requested or wait.tickets:
             return
         del self.waiting[wait.sequence.request.request_id]
-        wait.sequence.blockers -= {StoreBlocker.ASKED}
+        wait.sequence.blockers -= {StoreBlocker.REQUESTED}
         self._lifecycle.unpark(wait.sequence)
 
     # ---- removing blocks ---------------------------------------------------------------------
@@ -385,7 +388,7 @@ class Stores(Extension, StepExtension):
         self.is_private = True
         self._coming = {}
         for wait in list(self.waiting.values()):
-            wait.asked, wait.tickets = {}, set()
+            wait.requested, wait.tickets = {}, set()
             self._end_wait(wait)
 
     def remove(self, digests: list[bytes]) -> None:
@@ -407,11 +410,12 @@ class Stores(Extension, StepExtension):
 
     # ---- keeping -----------------------------------------------------------------------------
 
-    def keep(self, names: list[Name], most: int | None = None) -> None:
-        """Order the stores to keep blocks of the host tier. most: maximum blocks in flight, by
+    def keep(self, names: list[Name], max_blocks: int | None = None) -> None:
+        """Order the stores to keep blocks of the host tier. max_blocks: maximum blocks in flight,
+        by
         default MOST_KEPT_AT_ONCE."""
         for store in range(self.num_stores if names and self.keeps else 0):
-            room = max(0, (most or MOST_KEPT_AT_ONCE) - self._num_keeping[store])
+            room = max(0, (max_blocks or MAX_KEEP_BLOCKS) - self._num_keeping[store])
             items = []
             for g, digest in names[:room]:
                 block = self._tier.borrow(g, digest)
@@ -437,7 +441,7 @@ class Stores(Extension, StepExtension):
 
     # ---- rates -------------------------------------------------------------------------------
 
-    def _is_worth_it(
+    def _is_faster(
         self, store: int, names: "list[BlockName] | tuple[BlockName, ...]", num_tokens: int
     ) -> bool:
         """Return whether fetching these blocks is faster than computing num_tokens tokens; True if
@@ -450,7 +454,7 @@ class Stores(Extension, StepExtension):
 
     def _measure(self, store: int, bytes_per_s: float) -> None:
         known = self._bytes_per_s[store] or bytes_per_s
-        self._bytes_per_s[store] = KEEP_OLD * known + (1 - KEEP_OLD) * bytes_per_s
+        self._bytes_per_s[store] = OLD_RATE_WEIGHT * known + (1 - OLD_RATE_WEIGHT) * bytes_per_s
 
     def _ticket(self) -> int:
         self._next_ticket += 1

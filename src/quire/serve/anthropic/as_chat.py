@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.serve.anthropic.conversation import chat_messages, goes_on
+from quire.serve.anthropic.conversation import chat_messages, continues_last
 from quire.serve.anthropic.protocol import (
     Conversing,
     MessagesRequest,
@@ -32,7 +32,7 @@ def chat_of(body: Conversing) -> ChatCompletionRequest:
     """Return the chat request with the same prompt. Raises ApiError."""
     messages = chat_messages(body.system, body.messages)
     fields: Json = {"model": body.model, "messages": messages}
-    if goes_on(messages):
+    if continues_last(messages):
         fields["continue_final_message"] = True
     if body.tools:
         fields["tools"] = [_tool(tool, index) for index, tool in enumerate(body.tools)]

@@ -54,7 +54,7 @@ def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Block
     return [_plain(message) for message in _turns(found)]
 
 
-def goes_on(messages: Sequence[Json]) -> bool:
+def continues_last(messages: Sequence[Json]) -> bool:
     """Return whether the answer continues the last message. Raise ApiError if it cannot."""
     last = messages[-1]
     if last["role"] != ASSISTANT:
@@ -85,9 +85,9 @@ def _blocks(content: object, where: str, allowed: Sequence[str]) -> list[Block]:
     for index, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind not in allowed:
-            what = shown(kind if isinstance(block, Mapping) else block)
+            described = shown(kind if isinstance(block, Mapping) else block)
             raise _wrong(
-                f"{where}[{index}]", f".type must be one of {', '.join(allowed)}, got {what}"
+                f"{where}[{index}]", f".type must be one of {', '.join(allowed)}, got {described}"
             )  # fmt: skip
     return content
 
@@ -96,22 +96,22 @@ def _texts(blocks: Sequence[Block], where: str) -> list[str]:
     return [_text(block, "text", f"{where}[{index}]") for index, block in enumerate(blocks)]
 
 
-def _text(block: Block, name: str, where: str, least: int = 0) -> str:
+def _text(block: Block, name: str, where: str, min_chars: int = 0) -> str:
     value = block.get(name)
-    if not isinstance(value, str) or len(value) < least:
-        what = "a text that is not empty" if least else "a text"
-        raise _wrong(where, f".{name} must be {what}, got {shown(value)}")
+    if not isinstance(value, str) or len(value) < min_chars:
+        described = "a text that is not empty" if min_chars else "a text"
+        raise _wrong(where, f".{name} must be {described}, got {shown(value)}")
     return value
 
 
 def _user_messages(blocks: Sequence[Block], where: str, names: Mapping[str, str]) -> list[Json]:
     found: list[Json] = []
     for index, block in enumerate(blocks):
-        place = f"{where}[{index}]"
+        where_block = f"{where}[{index}]"
         if block["type"] == "tool_result":
-            found.append(_tool_message(block, place, names))
+            found.append(_tool_message(block, where_block, names))
         else:
-            found.append({"role": USER, "content": [_part(block, place)]})
+            found.append({"role": USER, "content": [_part(block, where_block)]})
     return found
 
 
@@ -139,14 +139,14 @@ def _assistant_message(blocks: Sequence[Block], where: str, names: dict[str, str
     thoughts: list[str] = []
     calls: list[Json] = []
     for index, block in enumerate(blocks):
-        place = f"{where}[{index}]"
+        where_block = f"{where}[{index}]"
         match block["type"]:
             case "text":
-                texts.append(_text(block, "text", place))
+                texts.append(_text(block, "text", where_block))
             case "thinking":
-                thoughts.append(_text(block, "thinking", place))
+                thoughts.append(_text(block, "thinking", where_block))
             case "tool_use":
-                calls.append(_call(block, place))
+                calls.append(_call(block, where_block))
                 names[calls[-1]["id"]] = calls[-1]["function"]["name"]
     return {
         "role": ASSISTANT, "content": texts, "reasoning_content": thoughts, "tool_calls": calls,

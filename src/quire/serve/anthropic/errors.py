@@ -42,8 +42,8 @@ def message_error_body(error: ApiError, request_id: str) -> dict[str, Any]:
         text = text.replace(error.param, FIELDS[error.param], 1)
     if error.code == CONTEXT_LENGTH_EXCEEDED:
         text = TOO_LONG + text
-    told = {"type": kind, "message": text}
-    return {"type": "error", "error": told, "request_id": request_id or None}
+    shown = {"type": kind, "message": text}
+    return {"type": "error", "error": shown, "request_id": request_id or None}
 
 
 def message_error_response(error: ApiError, request_id: str) -> Response:

@@ -130,16 +130,16 @@ class MessageEvents:
 
     def _usage_json(self) -> Json:
         """Return the tokens so far. Cached prompt tokens are counted separately."""
-        usage, is_told = self.usage, not self.is_dropped
+        usage, is_shown = self.usage, not self.is_dropped
         found: Json = {
             "input_tokens": usage.num_prompt - usage.num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.num_cached,
-            "output_tokens": usage.num_completion if is_told else 0,
+            "output_tokens": usage.num_completion if is_shown else 0,
         }
         if usage.num_reasoning is not None:
             found["output_tokens_details"] = {
-                "thinking_tokens": usage.num_reasoning if is_told else 0
+                "thinking_tokens": usage.num_reasoning if is_shown else 0
             }
         return found
 

@@ -18,7 +18,7 @@ from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, size_of
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.reading import BoundedRoute
-from quire.serve.context import Api, knowing
+from quire.serve.context import Api, require_known_model
 from quire.serve.http.middleware import new_id, request_id_of
 from quire.serve.http.sse import encode, start_stream, unless_disconnected
 from quire.serve.pipeline.answer import Answer
@@ -38,7 +38,7 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
     """Answer a conversation with its next message, made of blocks."""
     check_neutral(body)
     message_id = new_id("msg")
-    chat_body = await api.lanes.run(_size(body), answered_chat_of, body)
+    chat_body = await api.text_threads.run(_size(body), answered_chat_of, body)
     plan = plan_chat(api, chat_body, request.scope, message_id, is_lenient=True)
     chat = await start_chat(api, plan)
     [choice] = chat_choices(api, chat, named_call_stops=False)
@@ -60,21 +60,23 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
     return with_warnings(response, chat.grammar)
 
 
-@counting_router.post("/v1/messages/count_tokens", dependencies=[fastapi.Depends(knowing)])
+@counting_router.post(
+    "/v1/messages/count_tokens", dependencies=[fastapi.Depends(require_known_model)]
+)
 async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: Api) -> Response:
     """Return the number of prompt tokens that a message with the same fields would have."""
     check_neutral(body)
-    chat_body = await api.lanes.run(_size(body), chat_of, body)
+    chat_body = await api.text_threads.run(_size(body), chat_of, body)
     content = encode({"input_tokens": await count_chat(api, plan_prompt(api, chat_body))})
     headers = {REQUEST_ID: request_id_of(request)}
     return Response(content, media_type="application/json", headers=headers)
 
 
 def _size(body: Conversing) -> int:
-    """Return the approximate number of characters that become a chat, for `Lanes.run`."""
+    """Return the approximate number of characters that become a chat, for `TextThreads.run`."""
     return size_of([body.system, body.messages, body.tools], MAX_CHARS_ON_LOOP)
 
 
 def _is_cut(body: MessagesRequest, chat: Chat) -> bool:
-    most = chat.job.request.params.max_tokens
-    return most is not None and most < body.max_tokens
+    num_tokens = chat.job.request.params.max_tokens
+    return num_tokens is not None and num_tokens < body.max_tokens

@@ -47,7 +47,7 @@ class BatchFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Workplace:
+class BatchResources:
     """Objects that all batches of a process share. is_stopped: whether the process is stopping, so
     that another process must resume its batches."""
 
@@ -66,8 +66,8 @@ class Workplace:
 class BatchJob:
     """One batch at work."""
 
-    def __init__(self, record: BatchRecord, place: Workplace) -> None:
-        self._record, self._place = record, place
+    def __init__(self, record: BatchRecord, resources: BatchResources) -> None:
+        self._record, self._resources = record, resources
         self._ends_as: str | None = None  # final state, once no new lines may start
 
     async def run(self) -> None:
@@ -95,20 +95,20 @@ class BatchJob:
         )  # fmt: skip
 
     async def _answer_all(self) -> None:
-        record, api = self._record, self._place.api
+        record, api = self._record, self._resources.api
         key, is_known = key_of_owner(record.owner, api.config.api_key)
         if not is_known:
             message = "the API key that created this batch is no longer one of the server's keys."
             raise BatchFailed([LineFault("key_removed", message)])
-        caller = AppCaller(self._place.app, key)
+        caller = AppCaller(self._resources.app, key)
         index = await _in_thread(self._read)
         with contextlib.closing(index):
             if record.status == "validating":
                 self._validate(index)
                 record.total, record.model = len(index), api.model_names[0]
                 record.enter("in_progress")
-                await _in_thread(self._place.records.save, record)
-            directory = self._place.records.directory
+                await _in_thread(self._resources.records.save, record)
+            directory = self._resources.records.directory
             output, failed = (directory.path(record.id, each) for each in (OUTPUT, FAILED))
             with contextlib.closing(Journal(output, failed)) as journal:
                 options = LineOptions(priority=LOW_PRIORITY)
@@ -120,12 +120,17 @@ class BatchJob:
                     record.tally = runner.tally
 
     def _read(self) -> InputIndex:
-        record, api = self._record, self._place.api
-        path = self._place.files.directory.path(record.input_file_id, DATA)
-        most = api.config.max_bytes_with_images
+        record, api = self._record, self._resources.api
+        path = self._resources.files.directory.path(record.input_file_id, DATA)
+        max_bytes = api.config.max_bytes_with_images
         try:
             return InputIndex(
-                path, api.model_names[0], most, {record.endpoint}, MAX_LINES, self._place.is_stopped
+                path,
+                api.model_names[0],
+                max_bytes,
+                {record.endpoint},
+                MAX_LINES,
+                self._resources.is_stopped,
             )
         except FileNotFoundError as error:
             message = f"the input file {record.input_file_id} is no longer there."
@@ -146,40 +151,40 @@ class BatchJob:
 
     async def _answer_lines(self, runner: LineRunner, journal: Journal, caller: AppCaller) -> None:
         """Run lines until all are done or the batch has to end."""
-        self._look()
+        self._check_end()
         work = asyncio.create_task(
-            runner.run(caller, self._place.slots, lambda: self._ends_as is not None)
+            runner.run(caller, self._resources.slots, lambda: self._ends_as is not None)
         )
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=TICK_S)
-                await _in_thread(self._keep, journal)
+                await _in_thread(self._save_progress, journal)
             await work
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
         self._record.ends_as = self._ends_as or "completed"
         if self._ends_as == "failed":
-            error = self._place.files.directory.no_room()
+            error = self._resources.files.directory.no_room()
             raise BatchFailed([LineFault(NO_ROOM, str(error))])
         if self._ends_as is not None:
             await runner.fail_rest(*NOT_RUN[self._ends_as])
 
-    def _keep(self, journal: Journal) -> None:
+    def _save_progress(self, journal: Journal) -> None:
         """Sync the output to disk and save the progress."""
         journal.sync()
-        self._place.records.save(self._record)
-        self._look()
+        self._resources.records.save(self._record)
+        self._check_end()
 
-    def _look(self) -> None:
+    def _check_end(self) -> None:
         """Set `_ends_as` if the batch was cancelled, has expired, or has no room."""
         if self._ends_as is not None:
             return
-        if self._place.records.cancelled_at(self._record.id) is not None:
+        if self._resources.records.cancelled_at(self._record.id) is not None:
             self._ends_as = "cancelled"
         elif time.time() >= self._record.expires_at:
             self._ends_as = "expired"
-        elif self._place.files.directory.is_full:
+        elif self._resources.files.directory.is_full:
             self._ends_as = "failed"
 
     # ---- the end -----------------------------------------------------------------------------
@@ -187,7 +192,7 @@ class BatchJob:
     def _finish(self) -> None:
         """Turn the outputs into files and save the final state. An interrupted end is repeated and
         makes the same files."""
-        record, records = self._record, self._place.records
+        record, records = self._record, self._resources.records
         if record.status != "finalizing":
             record.enter("finalizing")
             record.output_file_id = self._id_for(OUTPUT)
@@ -204,14 +209,14 @@ class BatchJob:
 
     def _id_for(self, suffix: str) -> str | None:
         """Return a file id for this output if it has content; else remove the output."""
-        path = self._place.records.directory.path(self._record.id, suffix)
+        path = self._resources.records.directory.path(self._record.id, suffix)
         if path.exists() and path.stat().st_size:
             return make_id(FILE)
         path.unlink(missing_ok=True)
         return None
 
     def _adopt(self, file_id: str, suffix: str) -> None:
-        record, directory = self._record, self._place.records.directory
+        record, directory = self._record, self._resources.records.directory
         for path in (directory.path(record.id, suffix), directory.path(file_id, DATA)):
             if path.exists():
                 size, created_at = path.stat().st_size, int(time.time())
@@ -225,7 +230,7 @@ class BatchJob:
                     owner=record.owner,
                     expires_at=None if ttl_s is None else created_at + ttl_s,
                 )
-                self._place.files.adopt(suffix, record.id, found)
+                self._resources.files.adopt(suffix, record.id, found)
                 return
 
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from quire.base.errors import EngineDead
 from quire.base.settings.config import ServerConfig
-from quire.serve.batches.batch_job import BatchJob, Workplace
+from quire.serve.batches.batch_job import BatchJob, BatchResources
 from quire.serve.batches.batch_store import BatchRecord, BatchStore
 from quire.serve.batches.directory import FilesDirectory
 from quire.serve.batches.file_store import FileStore
@@ -65,7 +65,7 @@ class Batches:
     async def _run(self, app: FastAPI) -> None:
         api: ApiContext = app.state.context
         slots = Slots(num_slots(api))
-        place = Workplace(app, self.files, self.records, slots, lambda: self._is_stopped)
+        resources = BatchResources(app, self.files, self.records, slots, lambda: self._is_stopped)
         is_swept = False
         while True:
             try:
@@ -73,7 +73,7 @@ class Batches:
                     await asyncio.to_thread(self.records.directory.sweep)
                     is_swept = True
                 if self._lock is not None or self._take_lock():
-                    await self._begin_due(place)
+                    await self._begin_due(resources)
             except OSError as error:
                 logger.error("batches cannot be read (%s); the server tries again", error)
             except Exception:
@@ -94,18 +94,18 @@ class Batches:
         self._lock = fd
         return True
 
-    async def _begin_due(self, place: Workplace) -> None:
+    async def _begin_due(self, resources: BatchResources) -> None:
         """Start batches in order of arrival. Batches with a cancellation request start at once."""
         for record in await asyncio.to_thread(self.records.unfinished):
             if record.id in self._jobs or self._not_before.get(record.id, 0.0) > time.monotonic():
                 continue
             is_due = len(self._jobs) < MAX_RUNNING
             if is_due or self.records.cancelled_at(record.id) is not None:
-                self._jobs[record.id] = asyncio.create_task(self._run_one(record, place))
+                self._jobs[record.id] = asyncio.create_task(self._run_one(record, resources))
 
-    async def _run_one(self, record: BatchRecord, place: Workplace) -> None:
+    async def _run_one(self, record: BatchRecord, resources: BatchResources) -> None:
         try:
-            await BatchJob(record, place).run()
+            await BatchJob(record, resources).run()
             self._not_before.pop(record.id, None)
         except OSError as error:
             logger.error("batch %s: its final state cannot be written (%s)", record.id, error)

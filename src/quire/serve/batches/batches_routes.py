@@ -12,8 +12,8 @@ from pydantic import Field
 from quire.serve.batches.app_caller import batch_urls
 from quire.serve.batches.batch_store import MAX_BATCHES, BatchRecord, BatchStore, new_batch_id
 from quire.serve.batches.batches import Batches
-from quire.serve.batches.directory import owner_of, page, seen_by
-from quire.serve.batches.files_routes import LEAST_S, MOST_S, Kept
+from quire.serve.batches.directory import owner_of, page, visible_owner
+from quire.serve.batches.files_routes import MAX_LIFETIME_S, MIN_LIFETIME_S, BatchesDep
 from quire.serve.bodies.open_body import OpenBody, StrictBody, at_most, becomes
 from quire.serve.bodies.protocol import Label
 from quire.serve.bodies.reading import BoundedRoute
@@ -38,7 +38,7 @@ class ExpiresAfter(StrictBody):
     """Lifetime of the output files."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=LEAST_S, le=MOST_S)]
+    seconds: Annotated[int, Field(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
 
 
 class BatchBody(OpenBody):
@@ -55,7 +55,7 @@ class BatchBody(OpenBody):
 
 @router.post("/v1/batches")
 async def create_batch(
-    body: BatchBody, request: fastapi.Request, api: Api, kept: Kept
+    body: BatchBody, request: fastapi.Request, api: Api, store: BatchesDep
 ) -> dict[str, Any]:
     """Create a batch from a file of requests. It runs later; GET shows its progress."""
     urls = batch_urls(request.app)
@@ -69,8 +69,8 @@ async def create_batch(
             f"completion_window must be hours such as 24h, got {shown(body.completion_window)}."
         )
         raise bad_request(message, "completion_window")
-    owner = seen_by(request.scope, api.config.api_key)
-    file = await asyncio.to_thread(kept.files.get, body.input_file_id, owner)
+    owner = visible_owner(request.scope, api.config.api_key)
+    file = await asyncio.to_thread(store.files.get, body.input_file_id, owner)
     if file is None or file.purpose != "batch":
         raise bad_request(
             "input_file_id must be one of your files with purpose=batch, got"
@@ -89,56 +89,56 @@ async def create_batch(
         output_ttl_s=None if expires is None else expires.seconds,
         metadata=body.metadata,
     )
-    if not await asyncio.to_thread(kept.records.create, record):
+    if not await asyncio.to_thread(store.records.create, record):
         message = f"{MAX_BATCHES} batch jobs are waiting already; try again when some are done."
         raise ApiError(429, message, "rate_limit_error", code="too_many_batches")
-    kept.start(request.app)
-    kept.wake()
-    return batch_json(record, kept.records)
+    store.start(request.app)
+    store.wake()
+    return batch_json(record, store.records)
 
 
 @router.get("/v1/batches")
 async def list_batches(
     request: fastapi.Request,
     api: Api,
-    kept: Kept,
+    store: BatchesDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
 ) -> dict[str, Any]:
     """List the batches of the caller's key, newest first; without keys, all batches."""
-    owner = seen_by(request.scope, api.config.api_key)
+    owner = visible_owner(request.scope, api.config.api_key)
 
-    def told() -> list[dict[str, Any]]:
-        return [batch_json(record, kept.records) for record in kept.records.seen(owner)]
+    def listed() -> list[dict[str, Any]]:
+        return [batch_json(record, store.records) for record in store.records.seen(owner)]
 
-    return page(await asyncio.to_thread(told), limit, after)
+    return page(await asyncio.to_thread(listed), limit, after)
 
 
 @router.get("/v1/batches/{batch_id}")
 async def show_batch(
-    batch_id: str, request: fastapi.Request, api: Api, kept: Kept
+    batch_id: str, request: fastapi.Request, api: Api, store: BatchesDep
 ) -> dict[str, Any]:
     """Show the state and the progress of a batch."""
-    return batch_json(await _found(batch_id, request, api, kept), kept.records)
+    return batch_json(await _found(batch_id, request, api, store), store.records)
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(
-    batch_id: str, request: fastapi.Request, api: Api, kept: Kept
+    batch_id: str, request: fastapi.Request, api: Api, store: BatchesDep
 ) -> dict[str, Any]:
     """Cancel a batch. Its open lines finish, and finished lines stay."""
-    record = await _found(batch_id, request, api, kept)
+    record = await _found(batch_id, request, api, store)
     if record.is_final:
         message = f"batch {record.id} is {record.status} already and cannot be cancelled."
         raise ApiError(409, message, param="batch_id", code="batch_is_done")
-    await asyncio.to_thread(kept.records.cancel, record.id)
-    kept.wake()
-    return batch_json(record, kept.records)
+    await asyncio.to_thread(store.records.cancel, record.id)
+    store.wake()
+    return batch_json(record, store.records)
 
 
-async def _found(batch_id: str, request: fastapi.Request, api: Api, kept: Batches) -> BatchRecord:
-    owner = seen_by(request.scope, api.config.api_key)
-    record = await asyncio.to_thread(kept.records.get, batch_id, owner)
+async def _found(batch_id: str, request: fastapi.Request, api: Api, store: Batches) -> BatchRecord:
+    owner = visible_owner(request.scope, api.config.api_key)
+    record = await asyncio.to_thread(store.records.get, batch_id, owner)
     if record is None:
         message = f"you have no batch {shown(batch_id)}; GET /v1/batches lists them."
         raise ApiError(404, message, param="batch_id", code="not_found")
@@ -149,8 +149,8 @@ def batch_json(record: BatchRecord, records: BatchStore) -> dict[str, Any]:
     """Return a batch in OpenAI's format."""
     times = dict(record.times)
     status = record.status
-    if not record.is_final and (asked_at := records.cancelled_at(record.id)) is not None:
-        status, times["cancelling"] = "cancelling", asked_at
+    if not record.is_final and (requested_at := records.cancelled_at(record.id)) is not None:
+        status, times["cancelling"] = "cancelling", requested_at
     faults = [
         {"code": f.code, "line": f.line, "message": f.message, "param": f.param}
         for f in record.faults

@@ -118,14 +118,15 @@ class FilesDirectory:
         """Whether batches have exceeded the limit; uploads never do."""
         return self.used_bytes() > self.limit_bytes
 
-    def reserve(self, fd: int, least: int, most: int) -> int:
-        """Extend a file to as many bytes as there is room for, from `least` to `most`. Return its
-        size. Raise RequestError without room for `least`."""
+    def reserve(self, fd: int, min_bytes: int, max_bytes: int) -> int:
+        """Extend a file to as many bytes as there is room for, from `min_bytes` to `max_bytes`.
+        Return its
+        size. Raise RequestError without room for `min_bytes`."""
         with self._counting():
             free = self.limit_bytes - self.used_bytes() + os.fstat(fd).st_size
-            if free < least:
+            if free < min_bytes:
                 raise self.no_room()
-            size = min(most, free)
+            size = min(max_bytes, free)
             os.ftruncate(fd, size)
             return size
 
@@ -172,10 +173,10 @@ def page(
     ordered = items if order == "asc" else items[::-1]
     begin = 0
     if after is not None:
-        places = [number for number, item in enumerate(ordered, 1) if item["id"] == after]
-        if not places:
+        positions = [number for number, item in enumerate(ordered, 1) if item["id"] == after]
+        if not positions:
             raise bad_request(f"after must be an id of this list, got {shown(after)}.", "after")
-        begin = places[0]
+        begin = positions[0]
     found = ordered[begin : begin + limit]
     return {
         "object": "list",
@@ -195,7 +196,7 @@ def owner_of(scope: Scope, keys: Sequence[str]) -> str:
     return "" if key is None else _digest(key)
 
 
-def seen_by(scope: Scope, keys: Sequence[str]) -> str | None:
+def visible_owner(scope: Scope, keys: Sequence[str]) -> str | None:
     """Return the owner whose files and batches a caller sees; None, without keys, sees all."""
     return owner_of(scope, keys) if keys else None
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.base.errors import RequestError
 from quire.serve.batches.batches import Batches
-from quire.serve.batches.directory import NO_ROOM, owner_of, page, seen_by
+from quire.serve.batches.directory import NO_ROOM, owner_of, page, visible_owner
 from quire.serve.batches.file_store import DATA, MAX_FILES, FileRecord, Upload
 from quire.serve.batches.upload_form import UploadForm
 from quire.serve.bodies.validation_errors import shown
@@ -25,7 +25,7 @@ from quire.serve.http.sse import CLIENT_CLOSED
 router = APIRouter()
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-LEAST_S, MOST_S = 3600, 2592000
+MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 2592000
 FORM_SCHEMA = {
     "requestBody": {
         "required": True,
@@ -57,15 +57,15 @@ async def batches(request: fastapi.Request) -> Batches:
     return found
 
 
-Kept = Annotated[Batches, Depends(batches)]
+BatchesDep = Annotated[Batches, Depends(batches)]
 
 
 @router.post("/v1/files", openapi_extra=FORM_SCHEMA)
-async def upload_file(request: fastapi.Request, api: Api, kept: Kept) -> dict[str, Any]:
+async def upload_file(request: fastapi.Request, api: Api, store: BatchesDep) -> dict[str, Any]:
     """Store an uploaded file; its data goes to disk as it arrives."""
     owner = owner_of(request.scope, api.config.api_key)
-    await asyncio.to_thread(_make_room, kept)
-    upload = await asyncio.to_thread(Upload, kept.files.directory)
+    await asyncio.to_thread(_make_room, store)
+    upload = await asyncio.to_thread(Upload, store.files.directory)
     try:
         form = UploadForm(upload)
         await form.read(request)
@@ -88,22 +88,24 @@ async def upload_file(request: fastapi.Request, api: Api, kept: Kept) -> dict[st
 async def list_files(
     request: fastapi.Request,
     api: Api,
-    kept: Kept,
+    store: BatchesDep,
     purpose: str | None = None,
     limit: Annotated[int, Query(ge=1, le=MAX_FILES)] = MAX_FILES,
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """List the files of the caller's key; without keys, all files."""
-    owner = seen_by(request.scope, api.config.api_key)
-    found = await asyncio.to_thread(kept.files.seen, owner, purpose)
+    owner = visible_owner(request.scope, api.config.api_key)
+    found = await asyncio.to_thread(store.files.seen, owner, purpose)
     return page([_as_json(record) for record in found], limit, after, order)
 
 
 @router.get("/v1/files/{file_id}")
-async def show_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> dict[str, Any]:
+async def show_file(
+    file_id: str, request: fastapi.Request, api: Api, store: BatchesDep
+) -> dict[str, Any]:
     """Show the record of a file."""
-    return _as_json(await _found(file_id, request, api, kept))
+    return _as_json(await _found(file_id, request, api, store))
 
 
 class OpenFileResponse(FileResponse):
@@ -125,11 +127,13 @@ class OpenFileResponse(FileResponse):
 
 
 @router.get("/v1/files/{file_id}/content", response_class=FileResponse)
-async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> FileResponse:
+async def send_file(
+    file_id: str, request: fastapi.Request, api: Api, store: BatchesDep
+) -> FileResponse:
     """Send the contents of a file."""
-    record = await _found(file_id, request, api, kept)
+    record = await _found(file_id, request, api, store)
     try:
-        file = await asyncio.to_thread(kept.files.directory.path(record.id, DATA).open, "rb")
+        file = await asyncio.to_thread(store.files.directory.path(record.id, DATA).open, "rb")
     except FileNotFoundError as error:
         raise _missing(file_id) from error
     return OpenFileResponse(file, record.filename, "application/jsonl")
@@ -137,21 +141,21 @@ async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(
-    file_id: str, request: fastapi.Request, api: Api, kept: Kept
+    file_id: str, request: fastapi.Request, api: Api, store: BatchesDep
 ) -> dict[str, Any]:
     """Delete a file, unless an unfinished batch reads it."""
-    record = await _found(file_id, request, api, kept)
-    for batch in await asyncio.to_thread(kept.records.unfinished):
+    record = await _found(file_id, request, api, store)
+    for batch in await asyncio.to_thread(store.records.unfinished):
         if batch.input_file_id == record.id:
             message = f"batch {batch.id} still reads this file; cancel it first, or wait for it."
             raise ApiError(409, message, param="file_id", code="file_in_use")
-    await asyncio.to_thread(kept.files.delete, record.id, None)
+    await asyncio.to_thread(store.files.delete, record.id, None)
     return {"id": record.id, "object": "file", "deleted": True}
 
 
-async def _found(file_id: str, request: fastapi.Request, api: Api, kept: Batches) -> FileRecord:
-    owner = seen_by(request.scope, api.config.api_key)
-    record = await asyncio.to_thread(kept.files.get, file_id, owner)
+async def _found(file_id: str, request: fastapi.Request, api: Api, store: Batches) -> FileRecord:
+    owner = visible_owner(request.scope, api.config.api_key)
+    record = await asyncio.to_thread(store.files.get, file_id, owner)
     if record is None:
         raise _missing(file_id)
     return record
@@ -162,12 +166,12 @@ def _missing(file_id: str) -> ApiError:
     return ApiError(404, message, param="file_id", code="not_found")
 
 
-def _make_room(kept: Batches) -> None:
+def _make_room(store: Batches) -> None:
     """Remove abandoned uploads and expired files. Raise ApiError if there are still too many."""
-    kept.files.directory.sweep()
-    if kept.files.is_full:
-        kept.files.seen(None)  # this removes expired files
-    if kept.files.is_full:
+    store.files.directory.sweep()
+    if store.files.is_full:
+        store.files.seen(None)  # this removes expired files
+    if store.files.is_full:
         message = f"there are {MAX_FILES} files already; delete some."
         raise ApiError(413, message, param="file", code="too_many_files")
 
@@ -202,9 +206,10 @@ def _lifetime(fields: dict[str, str]) -> int | None:
     if anchor != "created_at":
         raise bad_request(f'{ANCHOR} must be "created_at", got {shown(anchor)}.', "expires_after")
     is_number = seconds is not None and seconds.isascii() and seconds.isdigit() and len(seconds) < 9
-    if not is_number or not LEAST_S <= int(seconds or 0) <= MOST_S:
+    if not is_number or not MIN_LIFETIME_S <= int(seconds or 0) <= MAX_LIFETIME_S:
         raise bad_request(
-            f"{SECONDS} must be from {LEAST_S} to {MOST_S}, got {shown(seconds)}.", "expires_after"
+            f"{SECONDS} must be from {MIN_LIFETIME_S} to {MAX_LIFETIME_S}, got {shown(seconds)}.",
+            "expires_after",
         )
     return int(seconds or 0)
 

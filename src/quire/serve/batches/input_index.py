@@ -75,7 +75,7 @@ class InputIndex:
             for number, offset, data in _lines(self._file, max_line_bytes):
                 if is_stopped():
                     raise ReadingStopped
-                self._add_place(number, offset, data)
+                self._add_position(number, offset, data)
                 line = self._look(number, data, urls)
                 custom_ids.append(0 if line is None else _digest(line.custom_id))
                 for numbers, mark in zip(beginnings, _marks(line), strict=True):
@@ -92,35 +92,35 @@ class InputIndex:
     def close(self) -> None:
         self._file.close()
 
-    def data(self, place: int) -> tuple[bytes, bytes]:
+    def data(self, position: int) -> tuple[bytes, bytes]:
         """Return a line and its id. Raise RequestError if the file has changed there."""
-        self._file.seek(self._offsets[place])
-        data = self._file.read(self._sizes[place])
-        number = self._numbers[place]
+        self._file.seek(self._offsets[position])
+        data = self._file.read(self._sizes[position])
+        number = self._numbers[position]
         found = id_of(data, number, self._model)
-        if _first_half(found) != self._ids[place]:
+        if _first_half(found) != self._ids[position]:
             raise RequestError(f"line {number} of {self.path} has changed since it was first read.")
         return data, found
 
-    def size(self, place: int) -> int:
+    def size(self, position: int) -> int:
         """Return the number of bytes that `data` reads."""
-        return self._sizes[place]
+        return self._sizes[position]
 
-    def parse(self, place: int, data: bytes, urls: Collection[str]) -> Line:
+    def parse(self, position: int, data: bytes, urls: Collection[str]) -> Line:
         """Parse a line. Raise LineError if it is invalid or repeats a custom_id."""
-        if place in self._repeated:
+        if position in self._repeated:
             raise _repeated()
         return self._parsed(data, urls)
 
-    def places_of(self, ids: "array[int]") -> np.ndarray:
+    def positions_of(self, ids: "array[int]") -> np.ndarray:
         """Return the positions `[num_ids]` of the lines with these first halves of ids, or -1."""
         known = np.frombuffer(self._ids, np.uint64) if len(self) else np.zeros(0, np.uint64)
-        wanted = np.frombuffer(ids, np.uint64) if len(ids) else np.zeros(0, np.uint64)
+        queried = np.frombuffer(ids, np.uint64) if len(ids) else np.zeros(0, np.uint64)
         order = np.argsort(known, kind="stable")
-        found = np.searchsorted(known[order], wanted)
-        places = order[np.minimum(found, len(known) - 1)] if len(known) else found
-        is_there = known[places] == wanted if len(known) else np.zeros(len(wanted), bool)
-        result: np.ndarray = np.where(is_there, places, -1)
+        found = np.searchsorted(known[order], queried)
+        positions = order[np.minimum(found, len(known) - 1)] if len(known) else found
+        is_known = known[positions] == queried if len(known) else np.zeros(len(queried), bool)
+        result: np.ndarray = np.where(is_known, positions, -1)
         return result
 
     def _parsed(self, data: bytes, urls: Collection[str] | None) -> Line:
@@ -129,7 +129,7 @@ class InputIndex:
             raise LineError("line_too_long", f"{message} larger max_body_bytes.")
         return parse_line(data, urls)
 
-    def _add_place(self, number: int, offset: int, data: bytes) -> None:
+    def _add_position(self, number: int, offset: int, data: bytes) -> None:
         """Record the position of a line. Raise RequestError if there are too many lines."""
         if len(self._offsets) == self._max_lines:
             raise RequestError(
@@ -159,16 +159,17 @@ class InputIndex:
         _, firsts = np.unique(digests, return_index=True)
         others = np.setdiff1d(np.arange(len(digests)), firsts)
         repeated = others[digests[others] != 0].tolist()
-        for place in repeated:
-            self._add(Problem(self._numbers[place], _repeated()))
+        for position in repeated:
+            self._add(Problem(self._numbers[position], _repeated()))
         return set(repeated)
 
 
-def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and bytes of each line that is not blank. A line longer than `most` is
-    cut to `most` + 1 bytes."""
+def _lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number, offset and bytes of each line that is not blank. A line longer than `max_bytes`
+    is
+    cut to `max_bytes` + 1 bytes."""
     number = offset = 0
-    while data := file.readline(most + 1):
+    while data := file.readline(max_bytes + 1):
         number += 1
         begin, size = offset, len(data)
         piece = data

@@ -90,13 +90,13 @@ class _File:
                 ids.append(int.from_bytes(bytes.fromhex(line.id[len(ID_PREFIX) :])[:8], "big"))
                 tally.add(line)
                 end += len(data)
-        places: list[int] = index.places_of(ids).tolist()
-        if -1 in places:
-            raise self._of_another(places.index(-1) + 1, index)
+        positions: list[int] = index.positions_of(ids).tolist()
+        if -1 in positions:
+            raise self._of_another(positions.index(-1) + 1, index)
         if end < self._size:
             os.ftruncate(self._fd, end)
         self._size = end
-        return places
+        return positions
 
     def append(self, data: bytes) -> None:
         rest, at = memoryview(data), self._size

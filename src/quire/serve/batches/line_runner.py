@@ -37,9 +37,10 @@ class Slots:
         self._number = self._free = max(1, number)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    async def take(self, wanted: int) -> int:
-        """Wait for `wanted` slots, or for all if there are fewer. Return the number taken."""
-        number = min(wanted, self._number)
+    async def take(self, num_requested: int) -> int:
+        """Wait for `num_requested` slots, or for all if there are fewer. Return the number
+        taken."""
+        number = min(num_requested, self._number)
         if self._waiting or self._free < number:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((number, turn))
@@ -97,8 +98,8 @@ class LineRunner:
         self.tally = Tally()
         self._index, self._journal, self._options = index, journal, options
         self._is_done = bytearray(len(index))
-        for place in journal.resume(index, self.tally):
-            self._is_done[place] = True
+        for position in journal.resume(index, self.tally):
+            self._is_done[position] = True
         self._open: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
 
@@ -116,10 +117,10 @@ class LineRunner:
         """Run all unfinished lines. Once `is_stopped`, no new line starts, and open lines finish.
         Raise the error that kept a line from being written."""
         try:
-            for place in self._to_do():
+            for position in self._to_do():
                 if is_stopped() or self._error is not None:
                     break
-                await self._begin(place, caller, slots, is_stopped)
+                await self._begin(position, caller, slots, is_stopped)
             while self._open and self._error is None:
                 await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
             if self._error is not None:
@@ -129,42 +130,42 @@ class LineRunner:
 
     async def fail_rest(self, code: str, message: str) -> None:
         """Write an error for every unfinished line."""
-        for number, place in enumerate(self._to_do()):
-            data, digest = self._index.data(place)
+        for number, position in enumerate(self._to_do()):
+            data, digest = self._index.data(position)
             failure = Failure(code, message)
-            self._write(place, OutputLine(shown_id(digest), custom_id_of(data), None, failure))
+            self._write(position, OutputLine(shown_id(digest), custom_id_of(data), None, failure))
             if number % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
 
     def _to_do(self) -> Iterator[int]:
-        return (place for place in map(int, self._index.order) if not self._is_done[place])
+        return (position for position in map(int, self._index.order) if not self._is_done[position])
 
     async def _begin(
-        self, place: int, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool]
+        self, position: int, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool]
     ) -> None:
         """Send a line as soon as there is a slot for it."""
-        if self._index.size(place) > ON_LOOP_BYTES:
-            digest, line = await asyncio.to_thread(self._read, place, caller.urls)
+        if self._index.size(position) > ON_LOOP_BYTES:
+            digest, line = await asyncio.to_thread(self._read, position, caller.urls)
         else:
-            digest, line = self._read(place, caller.urls)
+            digest, line = self._read(position, caller.urls)
         if isinstance(line, OutputLine):
-            self._write(place, line)
+            self._write(position, line)
             await asyncio.sleep(0)
             return
         taken = await slots.take(line.num_sequences)
         if is_stopped():
             slots.give(taken)
             return
-        task = asyncio.create_task(self._answer(caller, place, digest, line))
+        task = asyncio.create_task(self._answer(caller, position, digest, line))
         self._open.add(task)
         task.add_done_callback(self._end)
         task.add_done_callback(lambda _: slots.give(taken))
 
-    def _read(self, place: int, urls: Collection[str]) -> tuple[bytes, Line | OutputLine]:
+    def _read(self, position: int, urls: Collection[str]) -> tuple[bytes, Line | OutputLine]:
         """Return a line's id, and the parsed line or the output of an invalid line."""
-        data, digest = self._index.data(place)
+        data, digest = self._index.data(position)
         try:
-            return digest, self._index.parse(place, data, urls)
+            return digest, self._index.parse(position, data, urls)
         except LineError as error:
             failure = Failure(error.code, error.message)
             return digest, OutputLine(shown_id(digest), custom_id_of(data), None, failure)
@@ -174,7 +175,7 @@ class LineRunner:
         if not task.cancelled() and task.exception() is not None and self._error is None:
             self._error = task.exception()
 
-    async def _answer(self, caller: AppCaller, place: int, digest: bytes, line: Line) -> None:
+    async def _answer(self, caller: AppCaller, position: int, digest: bytes, line: Line) -> None:
         body = line.body_of(self._options.priority)
         pause_s = FIRST_PAUSE_S
         reply = await caller.post(line.url, body)
@@ -184,11 +185,11 @@ class LineRunner:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             reply = await caller.post(line.url, body)
-        self._write(place, OutputLine(shown_id(digest), line.custom_id, _response(reply), None))
+        self._write(position, OutputLine(shown_id(digest), line.custom_id, _response(reply), None))
 
-    def _write(self, place: int, line: OutputLine) -> None:
+    def _write(self, position: int, line: OutputLine) -> None:
         self._journal.append(line)
-        self._is_done[place] = True
+        self._is_done[position] = True
         self.tally.add(line)
 
     async def _cancel_open(self) -> None:

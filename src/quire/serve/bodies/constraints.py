@@ -43,32 +43,33 @@ MAY_BE_EMPTY = ("grammar", "regex", "ebnf")  # clients of llama.cpp and SGLang s
 CONSTRAINT_FIELDS = frozenset({RESPONSE_FORMAT, STRUCTURED, WHITESPACE_FIELD, *GUIDED})
 KNOWN = frozenset(StructuredOutputsParams.__struct_fields__)
 
-Asked = tuple[StructuredOutputsParams | None, bool, str]
-UNCONSTRAINED: Asked = None, False, STRUCTURED
+RequestedConstraint = tuple[StructuredOutputsParams | None, bool, str]
+UNCONSTRAINED: RequestedConstraint = None, False, STRUCTURED
 
 
-def structured_outputs_of(body: GenerationRequest) -> Asked:
+def structured_outputs_of(body: GenerationRequest) -> RequestedConstraint:
     """Return the constraint of the answer, or None; whether an unsupported schema keyword is an
     error (`strict`); and the field that set the constraint. Raises ApiError."""
-    asked = [
+    requested = [
         found
         for found in (_of_response_format(body), _of_structured_outputs(body), _of_guided(body))
         if found is not None
     ]
-    if not asked:
+    if not requested:
         return UNCONSTRAINED
-    if len(asked) > 1:
-        names = " and ".join(field for _, _, field in asked)
-        raise bad_request(f"{names} exclude each other; remove one.", asked[-1][2])
-    return asked[0]
+    if len(requested) > 1:
+        names = " and ".join(field for _, _, field in requested)
+        raise bad_request(f"{names} exclude each other; remove one.", requested[-1][2])
+    return requested[0]
 
 
 def form_size(body: GenerationRequest, tools: object = None) -> int:
-    """Return the approximate number of characters that constrain the answer, for `Lanes.run`. The
+    """Return the approximate number of characters that constrain the answer, for `TextThreads.run`.
+    The
     time to read them and to write a grammar from them grows with this number."""
-    asked = [body.response_format, body.structured_outputs, tools]
-    asked += [getattr(body, name) for name in GUIDED]
-    return size_of(asked, MAX_CHARS_ON_LOOP)
+    requested = [body.response_format, body.structured_outputs, tools]
+    requested += [getattr(body, name) for name in GUIDED]
+    return size_of(requested, MAX_CHARS_ON_LOOP)
 
 
 async def checked_grammar(
@@ -77,11 +78,13 @@ async def checked_grammar(
     """Return the checked grammar of the body's constraint; it is empty for an unconstrained body.
     num_prompts: engine requests that hold the grammar. Raises ApiError, RequestError and
     EngineBusy."""
-    wanted, strict, field = structured_outputs_of(body)
-    if wanted is None:
+    constraint, strict, field = structured_outputs_of(body)
+    if constraint is None:
         return Checked("")
     size = form_size(body)
-    grammar = await api.lanes.run(size, api.renderer.grammar_of, wanted, strict=strict, field=field)
+    grammar = await api.text_threads.run(
+        size, api.renderer.grammar_of, constraint, strict=strict, field=field
+    )
     if len(grammar) * num_prompts > MAX_CHARS:
         raise bad_request(
             f"{field} gives a grammar of {len(grammar)} characters, for each of {num_prompts}"
@@ -99,7 +102,7 @@ def with_warnings(response: Response, grammar: Checked) -> Response:
     return response
 
 
-def _of_response_format(body: GenerationRequest) -> Asked | None:
+def _of_response_format(body: GenerationRequest) -> RequestedConstraint | None:
     given = body.response_format
     if given is None:
         return None
@@ -117,7 +120,7 @@ def _of_response_format(body: GenerationRequest) -> Asked | None:
     raise _wrong(f".type must be one of {names}, got {shown(kind)}")
 
 
-def _of_json_schema(given: object) -> Asked:
+def _of_json_schema(given: object) -> RequestedConstraint:
     if not isinstance(given, Mapping):
         raise _wrong(".json_schema is required: an object with name and schema")
     name, strict, schema = given.get("name"), given.get("strict"), given.get("schema")
@@ -130,7 +133,7 @@ def _of_json_schema(given: object) -> Asked:
     return StructuredOutputsParams(json=schema), bool(strict), RESPONSE_FORMAT
 
 
-def _of_structured_outputs(body: GenerationRequest) -> Asked | None:
+def _of_structured_outputs(body: GenerationRequest) -> RequestedConstraint | None:
     given = {name: value for name, value in (body.structured_outputs or {}).items()
              if value is not None}  # fmt: skip
     if not given:
@@ -145,7 +148,7 @@ def _of_structured_outputs(body: GenerationRequest) -> Asked | None:
     return _made(given, STRUCTURED), False, STRUCTURED
 
 
-def _of_guided(body: GenerationRequest) -> Asked | None:
+def _of_guided(body: GenerationRequest) -> RequestedConstraint | None:
     fields = [
         old
         for old in GUIDED
@@ -183,36 +186,36 @@ WORDS = ("auto", "none", "required")
 
 
 @dataclass(frozen=True)
-class AskedTools:
+class CallableTools:
     """Tools of a request. callable: the tools that an answer may call."""
 
     callable: tuple[Tool, ...] = ()
     choice: ToolChoice = "none"
 
 
-def asked_tools(body: ChatCompletionRequest) -> AskedTools:
+def callable_tools(body: ChatCompletionRequest) -> CallableTools:
     """Return the tools that the answer to a rendered request may call. The choice `none` gives no
     tools. Raises ApiError for an invalid choice or an unknown tool, and RequestError for an invalid
     tool definition."""
     choice: Any = "auto" if body.tool_choice is None else body.tool_choice
     if not body.tools:
         if choice in ("auto", "none"):
-            return AskedTools()
+            return CallableTools()
         raise bad_request(f"tool_choice={shown(choice)} needs tools; add them.", "tool_choice")
     if choice == "none":
-        return AskedTools()
+        return CallableTools()
     tools = tools_of(body.tools)
     if choice in ("auto", "required"):
-        return AskedTools(tools, choice)
+        return CallableTools(tools, choice)
     if not isinstance(choice, Mapping):
         raise _wrong_choice(choice)
     if choice.get("type") == "allowed_tools":
         return _allowed(tools, choice)
     called = _one_of(tools, choice)
-    return AskedTools((called,), NamedTool(called.name))
+    return CallableTools((called,), NamedTool(called.name))
 
 
-def _allowed(tools: tuple[Tool, ...], choice: Mapping[str, Any]) -> AskedTools:
+def _allowed(tools: tuple[Tool, ...], choice: Mapping[str, Any]) -> CallableTools:
     """Return the subset of the tools that `allowed_tools` lists."""
     allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
@@ -220,7 +223,7 @@ def _allowed(tools: tuple[Tool, ...], choice: Mapping[str, Any]) -> AskedTools:
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise _wrong_choice(choice)
     some = tuple(_one_of(tools, each) for each in listed)
-    return AskedTools(some, mode)
+    return CallableTools(some, mode)
 
 
 def _one_of(tools: tuple[Tool, ...], choice: object) -> Tool:

@@ -19,7 +19,7 @@ WIDE = 0xF0  # the first byte of a character above U+FFFF
 WIDE_TEXTS = "bytes in texts with characters above U+FFFF such as emoji"
 
 
-def check_counts(data: bytes | bytearray, what: str) -> None:
+def check_counts(data: bytes | bytearray, name: str) -> None:
     """Raise ApiError if the data has too many values, containers, texts or slow numbers."""
     num_values, num_containers, num_quotes, num_exponents = 1, 0, 0, 0
     rest, is_text, wide = b"", False, _WideTexts()
@@ -37,15 +37,15 @@ def check_counts(data: bytes | bytearray, what: str) -> None:
         num_values += num_here + int(np.count_nonzero(structure == COMMA))
         num_exponents += int(np.count_nonzero(structure == EXPONENT))
         wide.take(chars, quotes)
-        for number, most, kind in (
+        for number, limit, kind in (
             (num_values, MAX_VALUES, "values"),
             (num_containers, MAX_CONTAINERS, "lists and objects"),
             (num_quotes // 2, MAX_TEXTS, "texts and names"),
             (num_exponents, MAX_EXPONENTS, "booleans and numbers with exponents"),
             (wide.num_bytes, MAX_WIDE_BYTES, WIDE_TEXTS),
         ):
-            if number > most:
-                raise _too_many(what, most, kind)
+            if number > limit:
+                raise _too_many(name, limit, kind)
 
 
 class _WideTexts:
@@ -76,6 +76,6 @@ class _WideTexts:
         self._open, self._is_open_wide = int(sizes[-1]), bool(wide[-1])
 
 
-def _too_many(what: str, most: int, kind: str) -> ApiError:
-    text = f"{what} has more than {most} {kind}; send less, or several requests."
+def _too_many(name: str, limit: int, kind: str) -> ApiError:
+    text = f"{name} has more than {limit} {kind}; send less, or several requests."
     return ApiError(413, text, code="too_many_values")

@@ -11,7 +11,7 @@ from typing import Any
 from quire.base.requests.outputs import Logprob, PromptLogprobs
 from quire.render.tokens.tokenizer import Tokenizer
 
-LEAST = -9999.0  # stands for minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
 Position = dict[int, Logprob] | None
 
@@ -79,8 +79,8 @@ class LegacyLogprobs:
         """Return the top tokens by name. If two tokens have the same text, the later one is named
         by its id."""
         found: dict[str, tuple[int, Logprob]] = {}
-        for place, (token_id, logprob) in enumerate(position.items()):
-            if place and not _is_wanted(logprob, self._num_top):
+        for index, (token_id, logprob) in enumerate(position.items()):
+            if index and not _is_top(logprob, self._num_top):
                 continue
             text = self._names.text(token_id, logprob)
             found[f"token_id:{token_id}" if text in found else text] = token_id, logprob
@@ -121,10 +121,10 @@ def prompt_logprobs_json(positions: PromptLogprobs) -> list[dict[str, Any] | Non
 
 
 def shown(item: Logprob) -> float:
-    return max(item.logprob, LEAST)
+    return max(item.logprob, MIN_LOGPROB)
 
 
-def _is_wanted(item: Logprob, num_top: int) -> bool:
+def _is_top(item: Logprob, num_top: int) -> bool:
     return num_top < 0 or (item.rank or 0) <= num_top
 
 

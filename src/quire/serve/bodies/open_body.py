@@ -39,13 +39,13 @@ ONLY_NEUTRAL = "only at its neutral value"
 MODEL, PROMPT, GRAMMAR, RESPONSE = "model", "prompt", "grammar", "response"
 
 
-def at_most(most: int) -> BeforeValidator:
-    """Return a validator that refuses a list or an object of more than `most` items before the
+def at_most(max_items: int) -> BeforeValidator:
+    """Return a validator that refuses a list or an object of more than `max_items` items before the
     items are read. It also refuses names of more than MAX_NAME_CHARS."""
 
     def checked(value: object) -> object:
-        if isinstance(value, list | Mapping) and len(value) > most:
-            raise PydanticCustomError("too_long", "too long", {"max_length": most})
+        if isinstance(value, list | Mapping) and len(value) > max_items:
+            raise PydanticCustomError("too_long", "too long", {"max_length": max_items})
         if isinstance(value, Mapping) and any(len(name) > MAX_NAME_CHARS for name in value):
             raise PydanticCustomError("names_too_long", "too long", {"max_length": MAX_NAME_CHARS})
         return value
@@ -162,15 +162,15 @@ def naming_ignored(response: Response, names: Sequence[str]) -> Response:
 
     Names are quoted as in a URL, so that their bytes cannot break the header.
     """
-    num_chars, kept = 0, []
+    num_chars, shown = 0, []
     for name in names:
         written = urllib.parse.quote(name, safe=SAFE, errors="surrogatepass") or EMPTY
         num_chars += len(written) + 2
         if num_chars > MAX_HEADER_CHARS:
             break
-        kept.append(written)
-    if left := len(names) - len(kept):
-        kept.append(f"{left} more")
-    if kept:
-        response.headers[IGNORED_HEADER] = ", ".join(kept)
+        shown.append(written)
+    if left := len(names) - len(shown):
+        shown.append(f"{left} more")
+    if shown:
+        response.headers[IGNORED_HEADER] = ", ".join(shown)
     return response

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from quire.base.requests.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
-from quire.base.requests.sampling_params import MOST_NAMED_TOKENS
+from quire.base.requests.repetition import MAX_PATTERN_SIZE, RepetitionDetectionParams
+from quire.base.requests.sampling_params import MAX_NAMED_TOKENS
 from quire.base.requests.validation import MAX_KEEP_S
 from quire.serve.bodies import schemas
 from quire.serve.bodies.open_body import (
@@ -94,7 +94,7 @@ AllowedTokens = Annotated[
     TokenIds, Field(max_length=MAX_ALLOWED_TOKENS), at_most(MAX_ALLOWED_TOKENS)
 ]
 StopTokens = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS), at_most(MAX_STOP_TOKENS)]
-NamedTokens = Annotated[TokenIds, Field(max_length=MOST_NAMED_TOKENS), at_most(MOST_NAMED_TOKENS)]
+NamedTokens = Annotated[TokenIds, Field(max_length=MAX_NAMED_TOKENS), at_most(MAX_NAMED_TOKENS)]
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
 Natural = Annotated[int, Field(ge=0, lt=INT32)]
 Positive = Annotated[int, Field(ge=1, lt=INT32)]
@@ -124,8 +124,8 @@ class NamedProcessor(StrictBody):
 class RepetitionSizes(StrictBody):
     """The fields of `RepetitionDetectionParams`, with the same meaning."""
 
-    max_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
-    min_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
+    max_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN_SIZE)] = 0
+    min_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN_SIZE)] = 0
     min_count: Natural = 0
 
 

@@ -56,11 +56,11 @@ class BoundedRequest(fastapi.Request):
         """Decode the body. Raises ApiHttpError if it is too large, not counting images. Raises the
         errors of `json` if it is not JSON."""
         value = await read_in_thread(self.whole, "the body")
-        most = self.app.state.context.config.max_body_bytes
-        if len(self.whole) > most:
+        max_bytes = self.app.state.context.config.max_body_bytes
+        if len(self.whole) > max_bytes:
             num_chars = await asyncio.to_thread(image_chars, value)
-            if len(self.whole) - num_chars > most:
-                raise ApiHttpError(too_large(most))
+            if len(self.whole) - num_chars > max_bytes:
+                raise ApiHttpError(too_large(max_bytes))
         if isinstance(value, dict):
             self.scope[MODEL] = value.get("model")
         if self.known is None or not isinstance(value, dict):
@@ -84,62 +84,63 @@ class BoundedRoute(APIRoute):
         return handle_bounded
 
 
-async def read_in_thread(data: bytes | bytearray, what: str) -> Any:
+async def read_in_thread(data: bytes | bytearray, name: str) -> Any:
     """Run `read_json`, in a thread if the data is large. Raises ApiHttpError in place of
     ApiError."""
     try:
         if len(data) <= ON_LOOP_BYTES:
-            return read_json(data, what)
-        return await asyncio.to_thread(read_json, data, what)
+            return read_json(data, name)
+        return await asyncio.to_thread(read_json, data, name)
     except ApiError as error:
         raise ApiHttpError(error) from error
 
 
-def read_json(data: bytes | bytearray, what: str) -> Any:
-    """Decode JSON in UTF-8. what: the data's name in errors.
+def read_json(data: bytes | bytearray, name: str) -> Any:
+    """Decode JSON in UTF-8. name: the data's name in errors.
 
     Raises ApiError if the data has too many values, or if large data is not valid JSON. Small
     invalid data raises the errors of json.loads.
     """
     if len(data) > SMALL_BYTES:
-        check_counts(data, what)
+        check_counts(data, name)
     try:
         value = DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if len(data) > SMALL_BYTES:
-            raise _no_json(error, what) from error
+            raise _no_json(error, name) from error
         value = json.loads(data)
     if isinstance(value, dict):
-        _check_names(value, what)
+        _check_names(value, name)
     return value
 
 
-def too_large(most: int) -> ApiError:
+def too_large(max_bytes: int) -> ApiError:
     text = (
-        f"the body is larger than {most} bytes; send less, or start with a larger max_body_bytes."
+        f"the body is larger than {max_bytes} bytes; send less, or start with a larger"
+        " max_body_bytes."
     )
     return ApiError(413, text, code="body_too_large")
 
 
-def _check_names(fields: dict[str, Any], what: str) -> None:
+def _check_names(fields: dict[str, Any], name: str) -> None:
     if len(fields) > MAX_FIELDS:
         raise bad_request(
-            f"{what} has {len(fields)} fields; the limit is {MAX_FIELDS}. Remove the unknown"
+            f"{name} has {len(fields)} fields; the limit is {MAX_FIELDS}. Remove the unknown"
             " fields.",
             code="too_many_fields",
         )
     longest = max(map(len, fields), default=0)
     if longest > MAX_NAME_CHARS:
         raise bad_request(
-            f"{what} has a field whose name has {longest} characters; the limit is"
+            f"{name} has a field whose name has {longest} characters; the limit is"
             f" {MAX_NAME_CHARS}. Remove it.",
             code="name_too_long",
         )
 
 
-def _no_json(error: Exception, what: str) -> ApiError:
+def _no_json(error: Exception, name: str) -> ApiError:
     if isinstance(error, UnicodeDecodeError):
-        return bad_request(f"{what} is not UTF-8: byte {error.start} of a text cannot be decoded.")
+        return bad_request(f"{name} is not UTF-8: byte {error.start} of a text cannot be decoded.")
     if isinstance(error, RecursionError):
-        return bad_request(f"{what} is not usable: its JSON is nested too deeply.")
-    return bad_request(f"{what} is not valid JSON: {error}.")
+        return bad_request(f"{name} is not usable: its JSON is nested too deeply.")
+    return bad_request(f"{name} is not valid JSON: {error}.")

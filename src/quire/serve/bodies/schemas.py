@@ -35,15 +35,17 @@ ONE_PROMPT = one_of(SOME_TEXT, TOKEN_IDS)
 ANY_OBJECT: Json = {"type": "object", "additionalProperties": True}
 
 
-def prompts_schema(most: int) -> Json:
+def prompts_schema(max_size: int) -> Json:
     """Return the schema of a field that holds one or several prompts, as texts or token ids."""
-    texts, ids = (list_of(each, minItems=1, maxItems=most) for each in (SOME_TEXT, TOKEN_IDS))
+    texts, ids = (list_of(each, minItems=1, maxItems=max_size) for each in (SOME_TEXT, TOKEN_IDS))
     return one_of(SOME_TEXT, texts, TOKEN_IDS, ids)
 
 
-def choice_schema(most: int, choice: Json) -> Json:
-    """Return the schema of a tool choice: a word, or an object of at most `most` fields."""
-    return one_of({"enum": ["auto", "none", "required", None]}, choice | {"maxProperties": most})
+def choice_schema(max_size: int, choice: Json) -> Json:
+    """Return the schema of a tool choice: a word, or an object of at most `max_size` fields."""
+    return one_of(
+        {"enum": ["auto", "none", "required", None]}, choice | {"maxProperties": max_size}
+    )
 
 
 # An image in a conversation with a model that has a vision tower.
@@ -67,8 +69,8 @@ PROCESSOR = one_of(
 )
 
 
-def response_format_schema(most: int) -> Json:
-    """Return the schema of `response_format`, an object of at most `most` fields."""
+def response_format_schema(max_size: int) -> Json:
+    """Return the schema of `response_format`, an object of at most `max_size` fields."""
     text = {"anyOf": [TEXT, NULL]}
     schema = object_of(
         "name", "schema", name=SOME_TEXT, schema=ANY_OBJECT, strict=FLAG, description=text
@@ -81,19 +83,19 @@ def response_format_schema(most: int) -> Json:
             structures=list_of(ANY_OBJECT), triggers=list_of(SOME_TEXT),
         ),
     )  # fmt: skip
-    return one_of(*(form | {"maxProperties": most} for form in forms))
+    return one_of(*(form | {"maxProperties": max_size} for form in forms))
 
 
-def structured_outputs_schema(most: int, most_choices: int) -> Json:
-    """Return the schema of `structured_outputs`, an object of at most `most` fields."""
+def structured_outputs_schema(max_size: int, max_choices: int) -> Json:
+    """Return the schema of `structured_outputs`, an object of at most `max_size` fields."""
     flag = {"type": "boolean"}
     found = object_of(
         json=one_of(TEXT, ANY_OBJECT), regex=TEXT,
-        choice=list_of(SOME_TEXT, minItems=1, maxItems=most_choices), grammar=TEXT,
+        choice=list_of(SOME_TEXT, minItems=1, maxItems=max_choices), grammar=TEXT,
         json_object=flag, structural_tag=one_of(TEXT, ANY_OBJECT), disable_any_whitespace=flag,
         disable_additional_properties=flag, whitespace_pattern=TEXT,
     )  # fmt: skip
     text = "exactly one of the first six, or an empty object"
     return found | {
-        "maxProperties": most, "description": text, "additionalProperties": False,
+        "maxProperties": max_size, "description": text, "additionalProperties": False,
     }  # fmt: skip

@@ -24,7 +24,7 @@ MAX_SHOWN_CHARS = 60
 MAX_PATH = 8
 
 # The accepted values by pydantic's error type. The error's context fills the braces.
-WANTED = {
+ACCEPTED = {
     "string_type": "a string",
     "string_unicode": "a string of valid Unicode",
     "int_type": "an integer",
@@ -75,7 +75,7 @@ class _Problem:
 
     path: str
     sentence: str = ""
-    wanted: str = ""
+    accepted: str = ""
     value: str = ""
 
 
@@ -146,23 +146,23 @@ def _whole_body(item: Mapping[str, Any]) -> ApiError | None:
 def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
     """Describe one of pydantic's errors: its field, and a sentence or the accepted values."""
     names, kind = _split(item["loc"])
-    path, what, value = _path(names), item["type"], shown(item.get("input"))
+    path, error_type, value = _path(names), item["type"], shown(item.get("input"))
     context = item.get("ctx") or {}
     name = _cut(path)
-    if what == "missing":
+    if error_type == "missing":
         return _Problem(path, f"{name} is required; add it.")
-    if what == "extra_forbidden":
+    if error_type == "extra_forbidden":
         is_short = len(names) == 1 and len(names[0]) <= MAX_SHOWN_CHARS
         close = difflib.get_close_matches(names[0], known, n=1) if is_short else []
         hint = f"did you mean {close[0]!r}?" if close else "remove it."
         return _Problem(path, f"there is no field {name!r}; {hint}")
-    if what in ("value_error", "assertion_error"):
+    if error_type in ("value_error", "assertion_error"):
         text = str(context.get("error", "it is invalid")).rstrip(".")
         return _Problem(path, f"{text}.")
     if kind is not None:
-        return _Problem(path, wanted=kind, value=value)
-    if what in WANTED:
-        return _Problem(path, wanted=WANTED[what].format_map(context), value=value)
+        return _Problem(path, accepted=kind, value=value)
+    if error_type in ACCEPTED:
+        return _Problem(path, accepted=ACCEPTED[error_type].format_map(context), value=value)
     return _Problem(path, f"{name}: {item['msg']}, got {value}.")
 
 
@@ -171,8 +171,8 @@ def _line(problems: list[_Problem]) -> str:
     for problem in problems:
         if problem.sentence:
             return problem.sentence
-    wanted = " or ".join(dict.fromkeys(problem.wanted for problem in problems))
-    return f"{_cut(problems[0].path)} must be {wanted}, got {problems[0].value}."
+    accepted = " or ".join(dict.fromkeys(problem.accepted for problem in problems))
+    return f"{_cut(problems[0].path)} must be {accepted}, got {problems[0].value}."
 
 
 def _split(loc: Sequence[str | int]) -> tuple[list[str], str | None]:

@@ -23,7 +23,7 @@ STUCK_S = 1.0  # time without a reaction after which an event loop counts as blo
 
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]  # the value that a call returned, or its error
-Tell = Callable[[Any, BaseException | None], None]
+OutcomeCallback = Callable[[Any, BaseException | None], None]
 
 
 class TooLong(Exception):
@@ -37,27 +37,27 @@ class Unavailable(Exception):
 class Caller:
     """Caller of one hook's methods. num_hung: calls that missed their deadline and still run."""
 
-    def __init__(self, lanes: "CallLanes", timeout_s: float) -> None:
+    def __init__(self, executor: "CallExecutor", timeout_s: float) -> None:
         self.num_hung = 0
-        self._lanes = lanes
+        self._executor = executor
         self._timeout_s = timeout_s
 
     async def call(self, method: Callable[[T], Any], thing: T) -> Outcome:
         """Return the value that the method returns, or its error. The error may also be TooLong, or
         Unavailable if the method was not called. Raises only CancelledError, for its awaiter."""
-        lanes = self._lanes
+        executor = self._executor
         if inspect.iscoroutinefunction(method):
             if self.num_hung >= MAX_HUNG:
                 return None, Unavailable()
             call = _Call(self, self._timeout_s, _nothing)
-            lanes.begin_async(call, method(thing))
+            executor.begin_async(call, method(thing))
             return await call.outcome
-        await lanes.slots.acquire()
+        await executor.slots.acquire()
         if self.num_hung >= MAX_HUNG:
-            lanes.slots.release()
+            executor.slots.release()
             return None, Unavailable()
-        call = _Call(self, self._timeout_s, lanes.slots.release)
-        lanes.threads.begin(lambda: method(thing), call.end_from_anywhere)
+        call = _Call(self, self._timeout_s, executor.slots.release)
+        executor.threads.begin(lambda: method(thing), call.end_from_anywhere)
         return await call.outcome
 
 
@@ -65,16 +65,16 @@ class _Call:
     """One call, on the event loop that awaits it. It ends in time or at its deadline. If the
     awaiting task leaves, the call still counts until then.
 
-    free: releases the call's slot. when_late: extra action at the deadline.
+    free: releases the call's slot. on_expiry: extra action at the deadline.
     """
 
     def __init__(self, caller: Caller, timeout_s: float, free: Callable[[], None]) -> None:
         self.loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Outcome] = self.loop.create_future()
-        self.when_late: Callable[[], object] = _nothing
+        self.on_expiry: Callable[[], object] = _nothing
         self._caller = caller
         self._free = free
-        self._is_late = False
+        self._is_expired = False
         self._timer = self.loop.call_later(timeout_s, self._expire)
 
     def end_from_anywhere(self, value: Any, error: BaseException | None) -> None:
@@ -83,26 +83,26 @@ class _Call:
             self.loop.call_soon_threadsafe(self._end, value, error)
 
     def _end(self, value: Any, error: BaseException | None) -> None:
-        if self._is_late:
+        if self._is_expired:
             self._caller.num_hung -= 1
             return
         self._timer.cancel()
         self._free()
-        self._tell(value, error)
+        self._set_outcome(value, error)
 
     def _expire(self) -> None:
-        self._is_late = True
+        self._is_expired = True
         self._caller.num_hung += 1
         self._free()
-        self._tell(None, TooLong())
-        self.when_late()
+        self._set_outcome(None, TooLong())
+        self.on_expiry()
 
-    def _tell(self, value: Any, error: BaseException | None) -> None:
+    def _set_outcome(self, value: Any, error: BaseException | None) -> None:
         if not self.outcome.done():
             self.outcome.set_result((value, error))
 
 
-class CallLanes:
+class CallExecutor:
     """Threads and event loop that calls run on. Use it from one event loop at a time."""
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class CallLanes:
             self._async = OwnLoop("hooks")
         own = self._async
         cancel = own.begin(work, call.end_from_anywhere)
-        call.when_late = lambda: self._when_late(own, cancel, call.loop)
+        call.on_expiry = lambda: self._handle_expiry(own, cancel, call.loop)
 
-    def _when_late(
+    def _handle_expiry(
         self, own: "OwnLoop", cancel: Callable[[], object], loop: asyncio.AbstractEventLoop
     ) -> None:
         """Cancel a late call, and replace its event loop if it does not react."""
@@ -142,7 +142,7 @@ class OwnLoop:
 
     def __init__(self, name: str) -> None:
         begun: Future[asyncio.AbstractEventLoop] = Future()
-        self._asked = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         threading.Thread(
             target=asyncio.run, args=(self._main(begun),), name=name, daemon=True
         ).start()
@@ -150,16 +150,19 @@ class OwnLoop:
 
     async def _main(self, begun: "Future[asyncio.AbstractEventLoop]") -> None:
         begun.set_result(asyncio.get_running_loop())
-        await self._asked.wait()
+        await self._stop_requested.wait()
 
-    def begin(self, work: Coroutine[Any, Any, Any], tell: Tell) -> Callable[[], object]:
-        """Run work on this loop, and call `tell` there with its outcome. Return a function that
+    def begin(
+        self, work: Coroutine[Any, Any, Any], on_outcome: OutcomeCallback
+    ) -> Callable[[], object]:
+        """Run work on this loop, and call `on_outcome` there with its outcome. Return a function
+        that
         cancels the work; call it on this loop."""
         tasks: list[asyncio.Task[Outcome]] = []
 
         def ended(task: asyncio.Task[Outcome]) -> None:
             work.close()  # in case it was cancelled before it began
-            tell(*((None, asyncio.CancelledError()) if task.cancelled() else task.result()))
+            on_outcome(*((None, asyncio.CancelledError()) if task.cancelled() else task.result()))
 
         def start() -> None:
             tasks.append(self._loop.create_task(_outcome(work)))
@@ -184,7 +187,7 @@ class OwnLoop:
 
     def stop(self) -> None:
         """Cancel the work on this loop and end its thread. Idempotent."""
-        self.call_soon(self._asked.set)
+        self.call_soon(self._stop_requested.set)
 
 
 class Threads:
@@ -193,27 +196,29 @@ class Threads:
     def __init__(self) -> None:
         self._idle: deque[SimpleQueue[Any]] = deque()
 
-    def begin(self, work: Callable[[], Any], tell: Tell) -> None:
-        """Run work on an idle thread or a new one, and call `tell` there with its outcome."""
+    def begin(self, work: Callable[[], Any], on_outcome: OutcomeCallback) -> None:
+        """Run work on an idle thread or a new one, and call `on_outcome` there with its outcome."""
         try:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
             name = "hook"
             threading.Thread(target=self._serve, args=(inbox,), name=name, daemon=True).start()
-        inbox.put((work, tell))
+        inbox.put((work, on_outcome))
 
     def _serve(self, inbox: "SimpleQueue[Any]") -> None:
         while (item := inbox.get()) is not None:
-            work, tell = item
+            work, on_outcome = item
             value, error = None, None
             try:
                 value = work()
             except BaseException as raised:  # even SystemExit must not end the thread
                 error = raised
-            self._idle.append(inbox)  # before `tell`, or its receiver would start another thread
-            tell(value, error)
-            del work, tell, value, error, item
+            self._idle.append(
+                inbox
+            )  # before `on_outcome`, or its receiver would start another thread
+            on_outcome(value, error)
+            del work, on_outcome, value, error, item
 
     def close(self) -> None:
         """End the idle threads."""

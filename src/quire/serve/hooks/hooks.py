@@ -30,14 +30,14 @@ from quire.base.requests.hooks import (
     Kind,
     NoActions,
 )
-from quire.serve.hooks.hook_calls import Caller, CallLanes, TooLong, Unavailable
+from quire.serve.hooks.hook_calls import Caller, CallExecutor, TooLong, Unavailable
 
 logger = logging.getLogger("quire")
 
 T = TypeVar("T", HookRequest, HookPiece, HookCall)
 TIMEOUT_S = 5.0
 # Parameters of a client that hooks receive.
-ASKED = (
+SHOWN_PARAMS = (
     "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "stream",
 )  # fmt: skip
@@ -61,7 +61,7 @@ class Hooks:
 
     def __init__(self, hooks: Sequence[Any], timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._lanes = CallLanes()
+        self._executor = CallExecutor()
         self._hooks = [self._made(each) for each in hooks]
 
     def see(self, method: str) -> bool:
@@ -80,7 +80,7 @@ class Hooks:
 
     def close(self) -> None:
         """End the idle threads. Hanging calls continue until the program ends."""
-        self._lanes.close()
+        self._executor.close()
 
     def _made(self, given: Any) -> _Hook:
         made = _from_package(given) if isinstance(given, str) else given
@@ -92,13 +92,13 @@ class Hooks:
                 f"{made!r} is not a hook: it must be an object with one of the methods"
                 f" {', '.join(METHODS)}."
             )
-        return _Hook(name, methods, Caller(self._lanes, self._timeout_s))
+        return _Hook(name, methods, Caller(self._executor, self._timeout_s))
 
 
-def asked_of(params: object) -> dict[str, Any]:
+def requested_params(params: object) -> dict[str, Any]:
     """Return the client's parameters that hooks receive, by name; unset ones are omitted. params: a
     body, or another object with these fields."""
-    found = {name: getattr(params, name, None) for name in ASKED}
+    found = {name: getattr(params, name, None) for name in SHOWN_PARAMS}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -137,28 +137,28 @@ class RequestHooks:
         """Return the request as the hooks changed it; each hook gets its own context. Raises
         RequestError if a hook ends the request."""
         try:
-            return await self._ask("before_admission", request, _checked_request)
+            return await self._call_hooks("before_admission", request, _checked_request)
         except EndRequest as end:
             raise RequestError(end.reason, code=CONTENT_FILTER) from end
 
     async def on_output(self, choice: int, kind: Kind, text: str, is_last: bool) -> str:
         """Return the text that is sent to the client."""
         piece = HookPiece(self._no_context, choice, kind, text, is_last)
-        return (await self._ask("on_output", piece, _checked_piece)).text
+        return (await self._call_hooks("on_output", piece, _checked_piece)).text
 
     async def on_tool_call(
         self, choice: int, call_id: str, name: str, arguments: str
     ) -> tuple[str, str]:
         """Return the name and the arguments of the tool call that is sent to the client."""
         call = HookCall(self._no_context, choice, call_id, name, arguments)
-        seen = await self._ask("on_tool_call", call, _checked_call)
+        seen = await self._call_hooks("on_tool_call", call, _checked_call)
         return seen.name, seen.arguments
 
     @property
     def _no_context(self) -> HookContext:
-        return self._hooks[0][1]  # a placeholder; `_ask` sets each hook's own context
+        return self._hooks[0][1]  # a placeholder; `_call_hooks` sets each hook's own context
 
-    async def _ask(self, name: str, thing: T, check: Callable[[T, T], T]) -> T:
+    async def _call_hooks(self, name: str, thing: T, check: Callable[[T, T], T]) -> T:
         """Pass an object through all hooks. check: (shown, returned) -> the accepted object."""
         for hook, context in self._hooks:
             method = hook.methods.get(name)
@@ -169,11 +169,13 @@ class RequestHooks:
             if error is None and returned is not None:
                 returned, error = _checked(check, shown, returned)
             if error is not None:
-                raise self._told(hook.name, context.request_id, name, error)
+                raise self._as_failure(hook.name, context.request_id, name, error)
             thing = shown if returned is None else returned
         return thing
 
-    def _told(self, hook: str, request_id: str, method: str, error: BaseException) -> Exception:
+    def _as_failure(
+        self, hook: str, request_id: str, method: str, error: BaseException
+    ) -> Exception:
         """Log a hook's error, and return the error to raise, which hides the details."""
         if isinstance(error, EndRequest):
             reason = str(error.reason)

@@ -80,7 +80,7 @@ def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
     return "user " + hashlib.sha256(user.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def tenant_asking(scope: Scope, config: ServerConfig, body: ServedBody) -> str:
+def tenant_of_body(scope: Scope, config: ServerConfig, body: ServedBody) -> str:
     """Return the tenant of a body. Raises ApiError 403 if the body has a priority below 0 and its
     key does not allow that."""
     priority = body.priority or 0

@@ -36,18 +36,19 @@ class Decoder:
         self._name = name
         self._zlib = zlib.decompressobj(WINDOWS[name])
 
-    def take(self, data: bytes, most: int, is_last: bool) -> bytes:
-        """Return the decoded bytes of a piece, cut off just above `most` bytes. Raises ApiError if
+    def take(self, data: bytes, max_bytes: int, is_last: bool) -> bytes:
+        """Return the decoded bytes of a piece, cut off just above `max_bytes` bytes. Raises
+        ApiError if
         the data is invalid."""
         try:
-            found = self._zlib.decompress(data, most + 1)
+            found = self._zlib.decompress(data, max_bytes + 1)
         except zlib.error:
             raise self._wrong("it is not valid in that encoding") from None
         if self._zlib.unused_data:
             raise self._wrong("it has data after its end")
-        if is_last and not self._zlib.eof and len(found) <= most:
+        if is_last and not self._zlib.eof and len(found) <= max_bytes:
             raise self._wrong("it ends too early")
         return found
 
-    def _wrong(self, what: str) -> ApiError:
-        return bad_request(f"the body has Content-Encoding {self._name!r}, but {what}.")
+    def _wrong(self, fault: str) -> ApiError:
+        return bad_request(f"the body has Content-Encoding {self._name!r}, but {fault}.")

@@ -47,18 +47,18 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        most = self._most(scope)
+        max_bytes = self._max_bytes(scope)
         declared = _header(scope, b"content-length")
         if not has_key(scope, self._config.api_key):
             body = _Body(receive, 0, refusal=wrong_key())
-        elif declared.isdigit() and (len(declared) > 18 or int(declared) > most):
-            await error_answer(too_large(most), scope)(scope, receive, send)
+        elif declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+            await error_answer(too_large(max_bytes), scope)(scope, receive, send)
             return
         else:
-            body = _decoded(scope, receive, most)
+            body = _decoded(scope, receive, max_bytes)
         await self._app(scope, body.receive, send)
 
-    def _most(self, scope: Scope) -> int:
+    def _max_bytes(self, scope: Scope) -> int:
         """Return the maximum size of a body in bytes. Uploads are also counted on disk, and
         `reading.py` measures a body without its images."""
         config, path = self._config, scope["path"].removeprefix(scope.get("root_path", ""))
@@ -69,27 +69,27 @@ class BodyLimit:
         return config.max_body_bytes
 
 
-def _decoded(scope: Scope, receive: Receive, most: int) -> "_Body":
+def _decoded(scope: Scope, receive: Receive, max_bytes: int) -> "_Body":
     try:
         decoder = decoder_of(scope) if _header(scope, b"content-encoding") else None
-        return _Body(receive, most, decoder)
+        return _Body(receive, max_bytes, decoder)
     except ApiError as error:
         return _Body(receive, 0, refusal=error)
 
 
 class _Body:
-    """The body of one request as it arrives. It is refused if it exceeds `most` bytes, stops
+    """The body of one request as it arrives. It is refused if it exceeds `max_bytes` bytes, stops
     arriving, or arrives too slowly. The server drops the rest of a refused body."""
 
     def __init__(
         self,
         receive: Receive,
-        most: int,
+        max_bytes: int,
         decoder: Decoder | None = None,
         refusal: ApiError | None = None,
     ) -> None:
         self._receive = receive
-        self._most = most
+        self._max_bytes = max_bytes
         self._refusal = refusal
         self._decoder = decoder
         self._num_bytes = 0
@@ -106,8 +106,8 @@ class _Body:
             data = self._inflated(self._decoder, data)
             message = {**message, "body": data}
         self._num_bytes += len(data)
-        if self._num_bytes > self._most:
-            raise ApiHttpError(self._refusal or too_large(self._most))
+        if self._num_bytes > self._max_bytes:
+            raise ApiHttpError(self._refusal or too_large(self._max_bytes))
         return message
 
     async def _next(self) -> Message:
@@ -124,7 +124,7 @@ class _Body:
 
     def _inflated(self, decoder: Decoder, data: bytes) -> bytes:
         try:
-            return decoder.take(data, self._most - self._num_bytes, self._is_whole)
+            return decoder.take(data, self._max_bytes - self._num_bytes, self._is_whole)
         except ApiError as error:
             raise ApiHttpError(error) from error
 
@@ -137,8 +137,8 @@ def too_slow() -> ApiError:
     return ApiError(408, text, code="body_timeout", headers={"Connection": "close"})
 
 
-def _header(scope: Scope, wanted: bytes) -> bytes:
-    found: bytes = next((value for name, value in scope["headers"] if name == wanted), b"")
+def _header(scope: Scope, header: bytes) -> bytes:
+    found: bytes = next((value for name, value in scope["headers"] if name == header), b"")
     return found
 
 

@@ -14,8 +14,8 @@ from quire.serve.observers.rate_limits import RateLimits
 
 KEY_STATE = "rate_key"  # in the scope's state: index of the key that a request counts for
 HEADERS = tuple(
-    f"x-ratelimit-{what}-{kind}"
-    for what in ("limit", "remaining", "reset")
+    f"x-ratelimit-{quantity}-{kind}"
+    for quantity in ("limit", "remaining", "reset")
     for kind in ("requests", "tokens")
 )
 

@@ -54,7 +54,7 @@ async def start_stream(
     failed stream. alive_s: quiet seconds before a comment is sent; None takes the setting."""
     first = asyncio.ensure_future(_first(events))
     try:
-        await unless_disconnected(request.receive, _look(first))
+        await unless_disconnected(request.receive, _wait_briefly(first))
     except BaseException:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
@@ -68,7 +68,7 @@ async def _first(events: Events) -> bytes:
     return await anext(events)
 
 
-async def _look(first: First) -> None:
+async def _wait_briefly(first: First) -> None:
     """Wait briefly for the first event. Raises the error if it failed already."""
     await asyncio.wait((first,), timeout=HEADERS_AFTER_S)
     if first.done():
@@ -101,12 +101,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(send)
         sending = asyncio.ensure_future(self._send(body))
-        gone = asyncio.ensure_future(disconnected(receive))
-        tasks: list[asyncio.Future[Any]] = [sending, gone]
+        disconnect = asyncio.ensure_future(disconnected(receive))
+        tasks: list[asyncio.Future[Any]] = [sending, disconnect]
         if self._alive_s:
             tasks.append(asyncio.ensure_future(body.keep_alive(self._alive_s)))
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
@@ -179,13 +179,13 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     """Return the work's result. If the client disconnects first, cancel the work and raise
     ApiError."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(receive))
+    disconnect = asyncio.ensure_future(disconnected(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ApiError(CLIENT_CLOSED, "the client closed the connection.", code="client_closed")
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)

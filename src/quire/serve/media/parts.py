@@ -92,11 +92,11 @@ def read_block(block: Part, where: str) -> ImagePart:
 
 
 def take_images(
-    messages: Sequence[Any], most: int
+    messages: Sequence[Any], max_images: int
 ) -> tuple[list[Mapping[str, Any]], list[ImagePart]]:
     """Return messages with an ImagePart in place of each image, and the ImageParts in order.
 
-    A part may be an ImagePart already. Raises RequestError for more than `most` images.
+    A part may be an ImagePart already. Raises RequestError for more than `max_images` images.
     """
     found: list[ImagePart] = []
 
@@ -104,9 +104,11 @@ def take_images(
         image = read_part(part, where) if isinstance(part, Mapping) else part
         if not isinstance(image, ImagePart):
             return part
-        if len(found) == most:
+        if len(found) == max_images:
             raise wrong(
-                where, f"is image {most + 1} of the request, which may have at most {most};"
+                where,
+                f"is image {max_images + 1} of the request, which may have at most"
+                f" {max_images};"
                 " send fewer, or ask the operator for a larger --limit-mm-per-prompt",
             )  # fmt: skip
         found.append(image)

@@ -73,9 +73,11 @@ class RequestImages:
         assert decoder is not None
         digests: list[str] = []
         plain = change_parts(messages, lambda part, where: self._plain(part, digests))
-        most = min(MAX_PIXELS, MAX_ALL_PIXELS // max(1, len(self.files)))
+        max_image_pixels = min(MAX_PIXELS, MAX_ALL_PIXELS // max(1, len(self.files)))
         names = list(dict.fromkeys(digests))
-        made = await gathered(_decoded(decoder, self.files[name], most) for name in names)
+        made = await gathered(
+            _decoded(decoder, self.files[name], max_image_pixels) for name in names
+        )
         by_name = dict(zip(names, made, strict=True))
         media = [by_name[name] for name in digests]
         num_tokens = sum(each.num_tokens for each in media)
@@ -103,7 +105,7 @@ class ImageReader:
 
     def __init__(self, config: ServerMedia) -> None:
         folder = config.allowed_local_media_path
-        self._most = config.max_images
+        self._max_images = config.max_images
         self._max_bytes = config.max_media_bytes
         max_bytes = min(MAX_FILE_BYTES, config.max_media_bytes)
         self.sources = MediaSources(
@@ -121,7 +123,7 @@ class ImageReader:
 
         Raises RequestError for a part that is invalid or not allowed, and EngineBusy.
         """
-        taken, parts = take_images(messages, self._most)
+        taken, parts = take_images(messages, self._max_images)
         if not parts:
             yield RequestImages(messages, {})
             return

@@ -58,8 +58,8 @@ async def abort_requests(
 ) -> dict[str, Any]:
     """Abort requests. They return the output so far, with finish_reason `abort`. Return the
     engine's ids of the requests that were open."""
-    whose = reader_of(request.scope, api.config.api_key)
-    tenant = None if is_admin(request.scope, api.config) else whose
+    reader = reader_of(request.scope, api.config.api_key)
+    tenant = None if is_admin(request.scope, api.config) else reader
     ids = None if body is None else body.request_ids
     return {"request_ids": await api.engine.cancel(ids, tenant)}
 

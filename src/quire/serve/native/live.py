@@ -43,8 +43,8 @@ async def show_live(
     second. With keys, a client sees details of its own requests only. Of other requests it sees
     their number and their blocks. An admin key sees all. model: which model, if there are
     several."""
-    whose = reader_of(request.scope, api.config.api_key)
-    tenant = None if is_admin(request.scope, api.config) else whose
+    reader = reader_of(request.scope, api.config.api_key)
+    tenant = None if is_admin(request.scope, api.config) else reader
     api = api.of_model(model)
     check_model(api, model)
     return await start_stream(request, live_events(api, core, tenant), alive_s=ALIVE_S)
@@ -55,17 +55,17 @@ async def live_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield events until the server shuts down. tenant: the tenant whose requests are shown in
     detail; None shows all."""
-    told: LiveFrame | None = None
+    last_sent: LiveFrame | None = None
     num_cores = api.client.ready.settings.get("data_parallel_size", 1)
     while not api.draining:
         frame = await api.client.live(core)
-        if told is None or is_another_core(told, frame):
+        if last_sent is None or is_another_core(last_sent, frame):
             yield event(snapshot(frame, tenant) | {"core": core, "num_cores": num_cores})
-            told = frame
-        elif frame.number != told.number:
-            changed = difference(told, frame, tenant)
-            if changed or frame.at_s - told.at_s >= QUIET_S:
+            last_sent = frame
+        elif frame.number != last_sent.number:
+            changed = difference(last_sent, frame, tenant)
+            if changed or frame.at_s - last_sent.at_s >= QUIET_S:
                 yield event({"type": "difference", **head(frame), **changed})
-                told = frame
+                last_sent = frame
         await asyncio.sleep(PERIOD_S)
     yield DONE

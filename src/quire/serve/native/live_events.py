@@ -12,22 +12,22 @@ from quire.base.live import (
     REASONS,
     STATES,
     BlockMap,
-    HeldRow,
     LiveFrame,
     LiveState,
     PinnedRow,
+    RetainedRow,
     RunningRow,
     WaitingRow,
 )
 
 Json = dict[str, Any]
-Row = RunningRow | WaitingRow | PinnedRow | HeldRow
+Row = RunningRow | WaitingRow | PinnedRow | RetainedRow
 
 
-def is_another_core(told: LiveFrame, frame: LiveFrame) -> bool:
+def is_another_core(previous: LiveFrame, frame: LiveFrame) -> bool:
     """Return whether the core was restarted between two frames."""
-    sizes = [[len(group.states) for group in each.state.groups] for each in (told, frame)]
-    return frame.number < told.number or sizes[0] != sizes[1]
+    sizes = [[len(group.states) for group in each.state.groups] for each in (previous, frame)]
+    return frame.number < previous.number or sizes[0] != sizes[1]
 
 
 def snapshot(frame: LiveFrame, tenant: str | None = None) -> Json:
@@ -59,9 +59,9 @@ def snapshot(frame: LiveFrame, tenant: str | None = None) -> Json:
     }
 
 
-def difference(told: LiveFrame, frame: LiveFrame, tenant: str | None = None) -> Json:
+def difference(previous: LiveFrame, frame: LiveFrame, tenant: str | None = None) -> Json:
     """Return the changes between two frames of a core. tenant: as in `snapshot`."""
-    old, new = told.state, frame.state
+    old, new = previous.state, frame.state
     changed: Json = {}
     pairs = enumerate(zip(old.groups, new.groups, strict=True))
     groups = [found for g, pair in pairs if (found := _changed_blocks(g, *pair))]
@@ -69,12 +69,12 @@ def difference(told: LiveFrame, frame: LiveFrame, tenant: str | None = None) -> 
         changed["groups"] = groups
     before = _lists(old, tenant)
     changed |= {name: now for name, now in _lists(new, tenant).items() if now != before[name]}
-    if steps := _steps(frame, told.steps[-1].number if told.steps else -1):
+    if steps := _steps(frame, previous.steps[-1].number if previous.steps else -1):
         changed["steps"] = steps
-    last = told.events[-1].number if told.events else 0
+    last = previous.events[-1].number if previous.events else 0
     if events := [[e.kind, e.group, e.block] for e in frame.events if e.number > last]:
         changed["events"] = events
-    counts = {kind: num - told.counts.get(kind, 0) for kind, num in frame.counts.items()}
+    counts = {kind: num - previous.counts.get(kind, 0) for kind, num in frame.counts.items()}
     if any(counts.values()):
         changed["counts"] = {kind: max(0, num) for kind, num in counts.items() if num}
     return changed
@@ -103,18 +103,18 @@ def head(frame: LiveFrame) -> Json:
 def _lists(state: LiveState, tenant: str | None) -> Json:
     """Return the lists of requests and pins that the tenant may see, and the total counts."""
     return {
-        "running": _told(state.running, tenant),
+        "running": _visible_rows(state.running, tenant),
         "num_running": len(state.running),
-        "waiting": _told(state.waiting, tenant),
+        "waiting": _visible_rows(state.waiting, tenant),
         "num_waiting": state.num_waiting,
-        "pinned": _told(state.pinned, tenant),
-        "held": _told(state.held, tenant),
+        "pinned": _visible_rows(state.pinned, tenant),
+        "held": _visible_rows(state.held, tenant),
         "num_held": state.num_held,
         "host": {name: getattr(state.host, name) for name in state.host.__struct_fields__},
     }
 
 
-def _told(rows: Sequence[Row], tenant: str | None) -> list[Json]:
+def _visible_rows(rows: Sequence[Row], tenant: str | None) -> list[Json]:
     return [
         {name: getattr(row, name) for name in row.__struct_fields__ if name != "tenant"}
         for row in rows

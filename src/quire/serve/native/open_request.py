@@ -25,7 +25,7 @@ from quire.serve.pipeline.plan import CompletionPlan, UsageChunks, plan_completi
 from quire.serve.pipeline.prompts import tokenizer_of
 from quire.serve.pipeline.requests import Origin, PromptJob, make_job, room_after, with_priority
 
-MAX_HELD_CHARS = 1 << 24  # length of a text without blanks, which must be tokenised as a whole
+MAX_BUFFERED_CHARS = 1 << 24  # length of a text without blanks, which must be tokenised as a whole
 ONE = "an open prompt has one continuation; remove it"
 
 
@@ -70,9 +70,9 @@ class OpenRequest:
         self._usage = UsageCounter(0)
         self._text: OpenText | None = None
         self._grammar: str | None = None  # None until it is checked
-        self._at_least = 0  # lower bound of the tokens of all text so far
+        self._min_tokens = 0  # lower bound of the tokens of all text so far
         self._hooks: RequestHooks | None = None
-        self._held: list[int] = []  # tokens that wait until hooks have seen the whole prompt
+        self._unadmitted: list[int] = []  # tokens that wait until hooks have seen the whole prompt
 
     async def take(self, prompt: object, is_last: bool) -> None:
         """Process the next piece: a text, a list of token ids, or None. After an ApiError or
@@ -101,12 +101,14 @@ class OpenRequest:
     ) -> list[int]:
         """Return the tokens that may go to the engine: none before the last piece, then all. Hooks
         must see the whole prompt first."""
-        self._held += token_ids
-        if self._held:
-            room_after(RenderedPrompt(self._held), self._max_model_len, "prompt", can_cut=False)
-        if not is_last or not self._held:
+        self._unadmitted += token_ids
+        if self._unadmitted:
+            room_after(
+                RenderedPrompt(self._unadmitted), self._max_model_len, "prompt", can_cut=False
+            )
+        if not is_last or not self._unadmitted:
             return []
-        return await admitted_ids(self._api, self.body, hooks, self._held)
+        return await admitted_ids(self._api, self.body, hooks, self._unadmitted)
 
     @property
     def _job_id(self) -> str:
@@ -177,9 +179,9 @@ class OpenRequest:
         """Refuse text that certainly exceeds the context, before it is tokenised or held back."""
         assert self._text is not None
         bound = tokenizer_of(self._api).bound
-        self._at_least += 0 if bound is None else bound.at_least(piece)
-        is_held = self._text.num_held_chars + len(piece) > MAX_HELD_CHARS
-        if self._at_least > self._max_model_len or is_held:
+        self._min_tokens += 0 if bound is None else bound.at_least(piece)
+        is_too_long = self._text.num_held_chars + len(piece) > MAX_BUFFERED_CHARS
+        if self._min_tokens > self._max_model_len or is_too_long:
             raise bad_request(
                 f"the prompt has too many characters for max_model_len = {self._max_model_len}"
                 " tokens; shorten it.",
@@ -191,7 +193,7 @@ class OpenRequest:
         """Tokenise a piece of text, in a thread if it is long."""
         assert self._text is not None
         num_chars = self._text.num_held_chars + sum(map(len, piece))
-        found: list[int] = await self._api.lanes.run(num_chars, encode, *piece)
+        found: list[int] = await self._api.text_threads.run(num_chars, encode, *piece)
         return found
 
 
@@ -206,6 +208,6 @@ def _checked_ids(prompt: object) -> list[int]:
     return prompt
 
 
-def _wrong_piece(what: str) -> ApiError:
-    text = f"prompt must be a text or a list of token ids, got {what}."
+def _wrong_piece(given: str) -> ApiError:
+    text = f"prompt must be a text or a list of token ids, got {given}."
     return bad_request(text, "prompt")

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
-from quire.base.messages import Fork, HeldRequest
+from quire.base.messages import Fork, RetainedRequest
 from quire.base.requests.media_items import items_before
 from quire.base.requests.validation import MAX_KEEP_S
 from quire.render.renderer import RenderedPrompt
@@ -114,7 +114,7 @@ async def fork(request_id: str, body: ForkBody, request: fastapi.Request, api: A
         text = f"at_token must be from 1 to {source.num_tokens}, the number of its tokens"
         raise bad_request(f"{text}; got {at_token}.", "at_token")
     items_before(source.media, at_token, "at_token")
-    return await _go_on(api, body, request, source, at_token, takes_over=False)
+    return await _continue_request(api, body, request, source, at_token, takes_over=False)
 
 
 @router.post("/v1/requests/{request_id}/append", dependencies=[Depends(generating)])
@@ -123,14 +123,14 @@ async def append(request_id: str, body: AppendBody, request: fastapi.Request, ap
     request replaces it."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
-    _check_held(source, "fork it at one of its tokens, or wait until it has ended")
+    _check_retained(source, "fork it at one of its tokens, or wait until it has ended")
     takes_over = not body.keep_source
     if takes_over and (body.n or 1) > 1:
         text = "n: only one continuation can replace the request; use fork for several."
         raise bad_request(text, "n")
     if body.keep_s is None:
         body = body.model_copy(update={"keep_s": source.keep_s})
-    return await _go_on(api, body, request, source, source.num_tokens, takes_over)
+    return await _continue_request(api, body, request, source, source.num_tokens, takes_over)
 
 
 @router.post("/v1/requests/{request_id}/rewind")
@@ -140,7 +140,7 @@ async def rewind(
     """Drop the last tokens of a retained request, even prompt tokens; the first token stays."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
-    _check_held(source, "fork it at the token to rewind to, or wait until it has ended")
+    _check_retained(source, "fork it at the token to rewind to, or wait until it has ended")
     left = source.num_tokens - body.num_tokens
     if left < 1:
         raise bad_request(
@@ -183,11 +183,11 @@ async def let_go(request_id: str, request: fastapi.Request, api: Api) -> dict[st
     return {"id": request_id, "object": "request", "deleted": True}
 
 
-async def _go_on(
+async def _continue_request(
     api: ApiContext,
     body: ContinuedBody,
     request: fastapi.Request,
-    source: HeldRequest,
+    source: RetainedRequest,
     at_token: int,
     takes_over: bool,
 ) -> Response:
@@ -198,14 +198,14 @@ async def _go_on(
         raise bad_request("cache_salt is taken from the retained request; remove it.", "cache_salt")
     body = body.model_copy(update={"cache_salt": source.cache_salt or None})
     plan = plan_completion(api, body, request.scope, new_id("cmpl"), usage)
-    kept = source.token_ids[:at_token]
+    kept_ids = source.token_ids[:at_token]
     num_items = len(items_before(source.media, at_token))
     grammar = await checked_grammar(api, body, 1)
-    whole = kept + await _added_ids(api, body, kept)
+    whole = kept_ids + await _added_ids(api, body, kept_ids)
     given, hooks = await admitted_prompts(api, plan, [whole])
     [prompt] = [await render_prompt(api, each) for each in given]
     made = Fork(source.id, source.index, at_token, takes_over, num_items)
-    is_same = prompt.token_ids[:at_token] == kept  # false if a hook has changed it
+    is_same = prompt.token_ids[:at_token] == kept_ids  # false if a hook has changed it
     if num_items and not is_same:
         text = "a hook of this server changed the beginning of a prompt that holds images."
         raise HookFailed(text, HOOK_FAILED)
@@ -214,14 +214,14 @@ async def _go_on(
     return await respond(api, plan, request, prompts, origin)
 
 
-async def _added_ids(api: ApiContext, body: ContinuedBody, kept: list[int]) -> list[int]:
-    """Return the token ids of the appended input. kept: the token ids before it."""
+async def _added_ids(api: ApiContext, body: ContinuedBody, kept_ids: list[int]) -> list[int]:
+    """Return the token ids of the appended input. kept_ids: the token ids before it."""
     given = [name for name in INPUTS if getattr(body, name) is not None]
     if len(given) > 1:
         raise bad_request(f"give one of {', '.join(INPUTS)}, got {' and '.join(given)}.", given[1])
     if body.messages:
         try:
-            return (await tokens_after(api, kept, body.messages, ChatOptions())).token_ids
+            return (await tokens_after(api, kept_ids, body.messages, ChatOptions())).token_ids
         except RequestError as error:
             raise error_in("messages", error) from error
     prompt = body.prompt if body.token_ids is None else body.token_ids
@@ -248,7 +248,7 @@ async def _of_request(api: ApiContext, request: fastapi.Request, request_id: str
 
 async def _found(
     api: ApiContext, request: fastapi.Request, request_id: str, index: int
-) -> HeldRequest:
+) -> RetainedRequest:
     """Return a sequence of the caller; index -1 means any of them. Raises ApiError 404."""
     tenant = reader_of(request.scope, api.config.api_key)
     found = await api.client.held(request_id, index, tenant)
@@ -265,15 +265,15 @@ async def _found(
     )
 
 
-def _check_held(source: HeldRequest, what_else: str) -> None:
+def _check_retained(source: RetainedRequest, advice: str) -> None:
     if source.expires_in_s is None:
         raise ApiError(
-            409, f"{shown(answer_id_of(source.id))} is still running; {what_else}.",
+            409, f"{shown(answer_id_of(source.id))} is still running; {advice}.",
             param="request_id", code="request_is_live",
         )  # fmt: skip
 
 
-def _as_json(held: HeldRequest) -> dict[str, Any]:
+def _as_json(held: RetainedRequest) -> dict[str, Any]:
     expires_in_s = held.expires_in_s
     return {
         "id": answer_id_of(held.id),

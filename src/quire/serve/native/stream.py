@@ -166,10 +166,10 @@ class Session:
         except (WebSocketDisconnect, Broken):
             raise
         except Exception as error:
-            told = as_api_error(error, request_id)
-            if told.status == 500 and not isinstance(error, StepFailed | HookFailed):
-                raise Broken(INTERNAL, told) from error
-            await self._connection.send_error(told)
+            api_error = as_api_error(error, request_id)
+            if api_error.status == 500 and not isinstance(error, StepFailed | HookFailed):
+                raise Broken(INTERNAL, api_error) from error
+            await self._connection.send_error(api_error)
             return False
         await self._connection.send({"type": "done", "id": request_id})
         return True

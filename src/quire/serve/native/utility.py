@@ -20,7 +20,7 @@ from quire.render.templates.chat_template import ChatOptions
 from quire.serve.bodies.open_body import PROMPT, RESPONSE, OpenBody, becomes
 from quire.serve.bodies.protocol import Messages, ModelField, TemplateFields, TokenIds, Tools
 from quire.serve.bodies.reading import BoundedRoute
-from quire.serve.context import Api, ApiContext, knowing
+from quire.serve.context import Api, ApiContext, require_known_model
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.http.auth import has_key, reader_of, wrong_key
 from quire.serve.native.admin import is_admin
@@ -31,7 +31,7 @@ from quire.serve.pipeline.prompts import MAX_CUT, decode, render_prompt, tokeniz
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # class in transformers that reads a tokenizer.json
 # Parameters whose defaults a model may define (`render/generation.py`)
-TOLD_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULT_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DOCS = Path(__file__).with_name("docs.html")
 # The page runs its own inline script and connects to this server only.
 DOCS_HEADERS = {
@@ -73,20 +73,20 @@ async def health(request: fastapi.Request, api: Api, model: str | None = None) -
     answer 200 while that one can. A key holder also gets the state and the fault of each model. A
     model whose process died cannot answer before it is loaded again.
     """
-    is_told = has_key(request.scope, api.config.api_key)
-    if model is not None and not is_told:
+    is_authorised = has_key(request.scope, api.config.api_key)
+    if model is not None and not is_authorised:
         raise wrong_key()
     one = api.of_model(model)
     check_model(one, model)
     is_alive = (api.engine if model is None else one.client).is_alive
     status = 200 if is_alive else 503
-    if api.all_models is None or not is_told:
+    if api.all_models is None or not is_authorised:
         return Response(status_code=status)
-    told = [
+    model_states = [
         {"name": each.name, "state": each.state} | ({"why": each.why} if each.why else {})
         for each in api.all_models.states
     ]
-    return JSONResponse({"models": told}, status)
+    return JSONResponse({"models": model_states}, status)
 
 
 @public.get("/ready")
@@ -129,8 +129,8 @@ async def metrics(api: Api) -> Response:
 async def show_request(request_id: str, request: fastapi.Request, api: Api) -> Response:
     """Show the timeline of a request, given the id of its response. On a server with keys, only the
     request's own key and admin keys see it."""
-    whose = reader_of(request.scope, api.config.api_key)
-    tenant = None if is_admin(request.scope, api.config) else whose
+    reader = reader_of(request.scope, api.config.api_key)
+    tenant = None if is_admin(request.scope, api.config) else reader
     text = await api.engine.timeline(request_id, tenant)
     if not text:
         raise ApiError(
@@ -174,22 +174,22 @@ async def show_model(name: str, api: Api, request: fastapi.Request) -> dict[str,
     return _card(found, check_model(found, name), is_admin(request.scope, api.config))
 
 
-@router.post("/tokenize", dependencies=[Depends(knowing)])
+@router.post("/tokenize", dependencies=[Depends(require_known_model)])
 async def tokenize(body: TokenizeBody, api: Api) -> Response:
     """Return the token ids of a text or a conversation, equal to the ids that a request has."""
     check_model(api, body.model)
     tokenizer_of(api)
     token_ids = await _token_ids(body, api)
-    return await api.lanes.run(len(token_ids), _shown, body, api, token_ids)
+    return await api.text_threads.run(len(token_ids), _shown, body, api, token_ids)
 
 
-@router.post("/detokenize", dependencies=[Depends(knowing)])
+@router.post("/detokenize", dependencies=[Depends(require_known_model)])
 async def detokenize(body: DetokenizeBody, api: Api) -> Response:
     """Return the text of token ids, special tokens included."""
     check_model(api, body.model)
     _check_ids(api, body.tokens)
     text = await decode(api, body.tokens)
-    return await api.lanes.run(len(text), _as_json, {"prompt": text})
+    return await api.text_threads.run(len(text), _as_json, {"prompt": text})
 
 
 @router.get("/tokenizer_info")
@@ -245,8 +245,8 @@ async def _token_ids(body: TokenizeBody, api: ApiContext) -> list[int]:
         template_kwargs=body.chat_template_kwargs or {},
     )
     async with api.images.open(body.messages, api.takes_images) as images:
-        most = MAX_CUT * api.client.ready.max_model_len
-        messages, media = await images.prepared(images.messages, api.renderer.media, most)
+        max_tokens = MAX_CUT * api.client.ready.max_model_len
+        messages, media = await images.prepared(images.messages, api.renderer.media, max_tokens)
         template = checked_template(api, body.chat_template)
         prompt = await render_prompt(api, messages, options, template, is_cut=True, media=media)
         if special:
@@ -275,7 +275,7 @@ def _card(api: ApiContext, name: str, shows_root: bool) -> dict[str, Any]:
         "parent": None,
         "max_model_len": None,
         "capabilities": {"vision": api.takes_images},
-        "default_sampling_params": {name: getattr(defaults, name) for name in TOLD_PARAMS},
+        "default_sampling_params": {name: getattr(defaults, name) for name in DEFAULT_PARAMS},
     }
     with contextlib.suppress(EngineDead):
         known = api.client.ready

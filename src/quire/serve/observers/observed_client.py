@@ -30,9 +30,9 @@ logger = logging.getLogger("quire")
 NONE: Mapping[str, str] = MappingProxyType({})
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=NONE)
 ABORT = "abort"
-LOOK_S, MOST_LOOKS = 0.05, 20  # interval and number of looks at an aborted request still in a step
+LOOK_S, MAX_LOOKS = 0.05, 20  # interval and number of looks at an aborted request still in a step
 UNKNOWN_TOKENS = 256  # output tokens to reserve for a sequence without max_tokens
-TELL_S = 2.0  # time for the last reports when the server ends
+REPORT_S = 2.0  # time for the last reports when the server ends
 
 
 @dataclass(slots=True)
@@ -96,13 +96,13 @@ class ObservedRequest:
 Listener = Callable[[ObservedRequest], None]
 
 
-def most_written(request: Request) -> int:
+def max_written_tokens(request: Request) -> int:
     """Return the maximum number of output tokens of a request. Without max_tokens, each of its
     sequences counts as UNKNOWN_TOKENS."""
     if request.pin_s is not None or request.pools:
         return 0
-    most = request.params.max_tokens
-    return request.params.num_samples * (UNKNOWN_TOKENS if most is None else most)
+    limit_tokens = request.params.max_tokens
+    return request.params.num_samples * (UNKNOWN_TOKENS if limit_tokens is None else limit_tokens)
 
 
 class ObservedClient(ForwardingClient):
@@ -124,7 +124,7 @@ class ObservedClient(ForwardingClient):
         self._rates = rates
         self._needs_timeline = needs_timeline
         self._open: dict[str, ObservedRequest] = {}
-        self._telling: set[asyncio.Task[None]] = set()
+        self._reporting: set[asyncio.Task[None]] = set()
 
     async def generate(
         self, request: Request, prompt_text: str | None = None
@@ -159,7 +159,7 @@ class ObservedClient(ForwardingClient):
         not allow that."""
         if self._rates is None:
             return
-        num = seen.num_prompt + most_written(seen.request)
+        num = seen.num_prompt + max_written_tokens(seen.request)
         refused = self._rates.reserve(key_index(seen.request.tenant), num)
         if refused is not None:
             raise too_many(refused, num)
@@ -176,16 +176,16 @@ class ObservedClient(ForwardingClient):
         self._open.pop(seen.request.request_id, None)
         seen.duration_s = time.monotonic() - seen.start_s
         if not self._needs_timeline and seen.status != ABORT:
-            self._tell(seen)
+            self._report(seen)
             return
-        task = asyncio.create_task(self._ask_and_tell(seen))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        task = asyncio.create_task(self._report_with_timeline(seen))
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
 
-    async def _ask_and_tell(self, seen: ObservedRequest) -> None:
+    async def _report_with_timeline(self, seen: ObservedRequest) -> None:
         """Report a request with its timeline, which the engine completes shortly after the end."""
         try:
-            for _ in range(MOST_LOOKS):
+            for _ in range(MAX_LOOKS):
                 text = await self._client.timeline(seen.request.request_id)
                 timeline = json.loads(text or "{}")
                 if not timeline or timeline.get("finish_reason"):
@@ -195,9 +195,9 @@ class ObservedClient(ForwardingClient):
         except QuireError:  # the engine has ended
             pass
         finally:
-            self._tell(seen)
+            self._report(seen)
 
-    def _tell(self, seen: ObservedRequest) -> None:
+    def _report(self, seen: ObservedRequest) -> None:
         if not seen.has_output:
             seen.num_prompt = seen.num_cached = 0
         seen.is_settled = True
@@ -210,19 +210,20 @@ class ObservedClient(ForwardingClient):
 
     async def close(self) -> None:
         """Finish the open reports within 2 s, then close the inner client."""
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=TELL_S)
+        if self._reporting:
+            await asyncio.wait(self._reporting, timeout=REPORT_S)
         await super().close()
 
 
 def too_many(refused: Refused, num_tokens: int = 0) -> ApiError:
     """Return the error of a request beyond a limit. num_tokens: its maximum number of tokens."""
     seconds = max(1, math.ceil(refused.wait_s))
-    what = f"this key's limit of {refused.limit} {refused.kind} per minute"
-    text = f"{what} is reached; try again in {seconds} s."
+    key_limit = f"this key's limit of {refused.limit} {refused.kind} per minute"
+    text = f"{key_limit} is reached; try again in {seconds} s."
     if num_tokens:
         text = (
-            f"{what} has no room left for the {num_tokens} that this request may use (prompt and"
+            f"{key_limit} has no room left for the {num_tokens} that this request may use (prompt"
+            " and"
             f" max_tokens); try again in {seconds} s, or request fewer."
         )
     headers = {"Retry-After": str(seconds)}

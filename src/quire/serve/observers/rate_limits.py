@@ -112,15 +112,15 @@ class RateLimits:
     def _take(self, key: int, kind: int, num: int, now: float) -> None:
         if limit := self._limits[key][kind]:
             full_at_s = now + self._debt_s(key, kind, now) + num * PERIOD_S / limit
-            DOUBLE.pack_into(self._memory, self._place(key, kind), full_at_s)
+            DOUBLE.pack_into(self._memory, self._offset(key, kind), full_at_s)
 
     def _debt_s(self, key: int, kind: int, now: float) -> float:
         """Return the seconds until a bucket is full."""
-        (full_at_s,) = DOUBLE.unpack_from(self._memory, self._place(key, kind))
+        (full_at_s,) = DOUBLE.unpack_from(self._memory, self._offset(key, kind))
         return float(max(0.0, full_at_s - now))
 
     @staticmethod
-    def _place(key: int, kind: int) -> int:
+    def _offset(key: int, kind: int) -> int:
         return (len(KINDS) * key + kind) * DOUBLE.size
 
     @contextlib.contextmanager

@@ -104,9 +104,12 @@ class RequestTracer:
                     name, context, start_time=_at(start_ns, timeline[begin])
                 )
                 child.end(end_ns if until is None else _at(start_ns, until))
-        for lost in timeline.get("preemptions", ()):
-            told = {"quire.way": lost["way"], "quire.lost_tokens": lost["lost_tokens"]}
-            span.add_event("preempted", told, _at(start_ns, lost["at_ms"]))
+        for preemption in timeline.get("preemptions", ()):
+            event_attributes = {
+                "quire.way": preemption["way"],
+                "quire.lost_tokens": preemption["lost_tokens"],
+            }
+            span.add_event("preempted", event_attributes, _at(start_ns, preemption["at_ms"]))
 
     def _attributes(self, seen: ObservedRequest) -> dict[str, Any]:
         params, timeline = seen.request.params, seen.timeline

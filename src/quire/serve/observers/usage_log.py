@@ -15,7 +15,7 @@ from quire.base.errors import ConfigError
 
 logger = logging.getLogger("quire")
 
-MOST_LINES = 100_000  # lines that may wait for the disk, about 25 MB
+MAX_LINES = 100_000  # lines that may wait for the disk, about 25 MB
 AGAIN_S = 1.0  # pause before a retry, such as when the disk is full
 CLOSE_S = 5.0
 
@@ -27,18 +27,19 @@ def check_usage_log(path: str | None) -> None:
 
 
 class UsageLog:
-    """Writer that appends lines to a file in order of arrival. most: lines that may wait. Lines
+    """Writer that appends lines to a file in order of arrival. max_lines: lines that may wait.
+    Lines
     beyond that are lost, and the log reports their number."""
 
-    def __init__(self, path: Path, most: int = MOST_LINES) -> None:
+    def __init__(self, path: Path, max_lines: int = MAX_LINES) -> None:
         """Open or create the file, and start the writer's thread. Raise ConfigError if the file
         cannot be opened."""
         self._path = path
-        self._most = most
+        self._max_lines = max_lines
         self._fd = _opened(path)
         self._lines: deque[bytes] = deque()
         self._num_lost = 0
-        self._is_torn = False  # whether the file ends with a partial line
+        self._has_disagreement = False  # whether the file ends with a partial line
         self._is_failing = False
         self._is_closed = False
         self._changed = threading.Condition()
@@ -48,7 +49,7 @@ class UsageLog:
     def append(self, line: bytes) -> None:
         """Queue a line, given without its line end. Never waits for the disk."""
         with self._changed:
-            if len(self._lines) >= self._most:
+            if len(self._lines) >= self._max_lines:
                 self._num_lost += 1
                 return
             self._lines.append(line)
@@ -75,7 +76,7 @@ class UsageLog:
             try:
                 self._write(line + b"\n")
             except OSError as error:
-                self._tell(error)
+                self._log_failure(error)
                 with self._changed:
                     if self._changed.wait_for(lambda: self._is_closed, AGAIN_S):
                         return
@@ -90,29 +91,29 @@ class UsageLog:
     def _write(self, line: bytes) -> None:
         """Write a line. After a torn line (the disk was full), begin on a new line."""
         self._follow()
-        data = b"\n" + line if self._is_torn else line
+        data = b"\n" + line if self._has_disagreement else line
         written = os.write(self._fd, data)
         if written < len(data):
-            self._is_torn = True
+            self._has_disagreement = True
             raise OSError(f"{written} of {len(data)} bytes were written")
-        self._is_torn = False
+        self._has_disagreement = False
 
     def _follow(self) -> None:
         """Reopen the file if it was renamed or removed."""
-        mine = os.fstat(self._fd)
+        opened = os.fstat(self._fd)
         try:
             now = self._path.stat()
         except FileNotFoundError:
             now = None
-        if now is None or (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino):
+        if now is None or (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino):
             try:
                 fd = _opened(self._path)
             except ConfigError as error:
                 raise OSError(str(error)) from error
             os.close(self._fd)
-            self._fd, self._is_torn = fd, False
+            self._fd, self._has_disagreement = fd, False
 
-    def _tell(self, error: OSError) -> None:
+    def _log_failure(self, error: OSError) -> None:
         if not self._is_failing:
             self._is_failing = True
             reason = error.strerror or error

@@ -140,13 +140,13 @@ def check_shared(body: CompletionRequest, num_prompts: int) -> None:
     engine request, which holds a copy of its own."""
     num_chars = sum(map(len, body.bad_words or ()))
     num_ids = len(body.allowed_token_ids or ())
-    for name, size, most, kind in (
+    for name, size, limit, kind in (
         ("bad_words", num_chars, MAX_BAD_WORDS * MAX_WORD_CHARS, "characters"),
         ("allowed_token_ids", num_ids, MAX_ALLOWED_TOKENS, "ids"),
     ):
-        if size * num_prompts > most:
+        if size * num_prompts > limit:
             raise bad_request(
-                f"{name} has {size} {kind}, for each of {num_prompts} prompts; at most {most} are"
+                f"{name} has {size} {kind}, for each of {num_prompts} prompts; at most {limit} are"
                 " possible in all. Send fewer prompts in one request.",
                 name,
             )
@@ -342,7 +342,7 @@ async def _joined(
         _check_length(infill, texts, api.client.ready.max_model_len)
         return infill.prompt(before, suffix, special)
 
-    return await api.lanes.run(sum(map(len, texts)), joined)
+    return await api.text_threads.run(sum(map(len, texts)), joined)
 
 
 def _check_length(infill: Infill, texts: list[str], max_tokens: int) -> None:

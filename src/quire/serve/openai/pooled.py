@@ -16,7 +16,7 @@ from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.pooling import PoolingSpec
 from quire.base.requests.pooling_params import PoolingParams, needed_task
 from quire.engine.client.admission import admit
-from quire.render.pooling_prompts import joined, most_tokens
+from quire.render.pooling_prompts import joined, truncation_limit
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.async_renderer import MAX_CHARS_SHORT
@@ -36,10 +36,10 @@ from quire.serve.python.pooling import numbers_of
 
 @dataclass(frozen=True)
 class CutText:
-    """A text that is cut to its first `most` tokens."""
+    """A text that is cut to its first `max_tokens` tokens."""
 
     text: str
-    most: int
+    max_tokens: int
 
 
 class PoolingCall:
@@ -101,7 +101,7 @@ class PoolingCall:
 
     async def answer(self, value: Json) -> Response:
         """Encode a response, which may be long, in a thread."""
-        return await self._api.lanes.run(MAX_CHARS_SHORT, _as_json, value)
+        return await self._api.text_threads.run(MAX_CHARS_SHORT, _as_json, value)
 
     async def _job(self, parts: Sequence[object], index: int) -> PromptJob:
         api, body = self._api, self._body
@@ -114,28 +114,30 @@ class PoolingCall:
             body.priority or 0,
             self._plan.tenant,
             body.timeout_s or 0.0,
-            tells_texts=self.spec.tells_texts,
+            has_text_pairs=self.spec.has_text_pairs,
         )
         return PromptJob(prompt, admit(api.client, made, core_id=self._plan.core_id))
 
     async def _rendered(self, parts: Sequence[object]) -> RenderedPrompt:
         api, has_special = self._api, self._has_special
-        most = most_tokens(self._params, api.client.ready.max_model_len)
-        is_whole = most is None and len(parts) == 1 and not isinstance(parts[0], CutText)
-        special, is_cut = is_whole and has_special, most is not None
+        max_tokens = truncation_limit(self._params, api.client.ready.max_model_len)
+        is_whole = max_tokens is None and len(parts) == 1 and not isinstance(parts[0], CutText)
+        special, is_cut = is_whole and has_special, max_tokens is not None
         texts = [await self._text(part, special, is_cut) for part in parts]
         if is_whole:
             return texts[0]
         frame: list[list[int]] = [[] for _ in range(len(parts) + 1)]
         if has_special and all(text.text is not None for text in texts):
             frame = tokenizer_of(api).frame(len(parts))
-        return joined([text.token_ids for text in texts], frame, most, self._params.truncation_side)
+        return joined(
+            [text.token_ids for text in texts], frame, max_tokens, self._params.truncation_side
+        )
 
     async def _text(self, part: object, special: bool, is_cut: bool) -> RenderedPrompt:
         if not isinstance(part, CutText):
             return await render_prompt(self._api, part, add_special_tokens=special, is_cut=is_cut)
         whole = await render_prompt(self._api, part.text, add_special_tokens=False, is_cut=True)
-        return dataclasses.replace(whole, token_ids=whole.token_ids[: part.most])
+        return dataclasses.replace(whole, token_ids=whole.token_ids[: part.max_tokens])
 
 
 def field_of(body: PromptBody) -> str:

@@ -47,8 +47,8 @@ async def rerank(body: RerankBody, request: fastapi.Request, api: Api) -> Respon
     """Sort documents by how well they match a query, best first."""
     call = _call(api, body, request, "rerank")
     documents = split_texts(body.documents, "documents")
-    names, most = ("query", "documents"), max(0, body.max_tokens_per_doc or 0)
-    scores, usage = await _scores(call, [body.query], documents, names, most)
+    names, max_tokens = ("query", "documents"), max(0, body.max_tokens_per_doc or 0)
+    scores, usage = await _scores(call, [body.query], documents, names, max_tokens)
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
     results: list[Json] = [
         {"index": index, "relevance_score": scores[index]}
@@ -78,9 +78,10 @@ async def _scores(
     first: list[object],
     second: list[object],
     names: tuple[str, str],
-    most: int = 0,
+    max_tokens: int = 0,
 ) -> tuple[list[float], Json]:
-    """Return the score of each pair, and the usage. most: number of tokens to keep of each second
+    """Return the score of each pair, and the usage. max_tokens: number of tokens to keep of each
+    second
     text; 0 keeps all."""
     try:
         pairs = paired(first, second, names)
@@ -90,8 +91,8 @@ async def _scores(
         check_scorer(call.spec)
     seen = await call.admitted([*first, *second])
     first, second = seen[: len(first)], seen[len(first) :]
-    if most:
-        second = [CutText(str(text), most) for text in second]
+    if max_tokens:
+        second = [CutText(str(text), max_tokens) for text in second]
     if call.spec.task == CLASSIFY:
         numbers, usage = await call.run(paired(first, second, names), names[1])
         return [float(each[0]) for each in numbers], usage

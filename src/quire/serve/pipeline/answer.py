@@ -22,7 +22,7 @@ from quire.base.requests.outputs import CompletionOutput, RequestMetrics, Reques
 from quire.base.step_outputs import Failure
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.observability.prefix_words import shown_to
-from quire.serve.errors import bad_request, too_late
+from quire.serve.errors import bad_request, timed_out
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.http.sse import DONE, encode, event, start_stream, unless_disconnected
 from quire.serve.pipeline.hooked_answer import HookedAnswer
@@ -88,7 +88,7 @@ class Answer:
     reports_metrics: bool = False  # the answer to a single prompt says how long it took
 
     async def respond(self, request: fastapi.Request) -> Response:
-        """Answer. Raise ApiError or QuireError as long as nothing was sent."""
+        """Send the response. Raise ApiError or QuireError as long as nothing was sent."""
         if self.plan.body.stream:
             return await start_stream(request, self._events())
         whole = await unless_disconnected(request.receive, self._whole())
@@ -290,7 +290,7 @@ def _failed(failure: Failure, job: PromptJob) -> Exception:
     """Return the error of a failed request. After a failed step the client does not see a library's
     message; the log has it."""
     if failure.code == TIMED_OUT:
-        return too_late(failure.message)
+        return timed_out(failure.message)
     if failure.code == STEP_FAILED:
         return StepFailed(f"{job.request.request_id}: {failure.message}")
     return bad_request(f"the request failed: {failure.message}", code=failure.code)

@@ -61,7 +61,7 @@ class ChatChoice:
             choice = {"index": self._index, "delta": each, "logprobs": None, "finish_reason": None}
             found.append({"choices": [choice]})
         if delta or completion.finish_reason or self._always:
-            choice = {"index": self._index, "delta": delta} | self._beside(completion)
+            choice = {"index": self._index, "delta": delta} | self._other_fields(completion)
             found.append({"choices": [choice]})
         return found
 
@@ -77,9 +77,9 @@ class ChatChoice:
             "refusal": None,
         }
         message |= others
-        choice = {"index": self._index, "message": message} | self._beside(completion)
-        beside: Json = {} if self._index else {"prompt_logprobs": None}
-        return {"choices": [choice]} | beside | self._about_prompt(output)
+        choice = {"index": self._index, "message": message} | self._other_fields(completion)
+        others_of_first: Json = {} if self._index else {"prompt_logprobs": None}
+        return {"choices": [choice]} | others_of_first | self._about_prompt(output)
 
     def _first_chunk(self, output: RequestOutput) -> Json:
         self._begun = True
@@ -98,7 +98,7 @@ class ChatChoice:
         if (num := self._parsed.num_reasoning(completion.token_ids)) is not None:
             self.usage.num_reasoning = (self.usage.num_reasoning or 0) + num
 
-    def _beside(self, completion: CompletionOutput) -> Json:
+    def _other_fields(self, completion: CompletionOutput) -> Json:
         """Return the fields of a choice besides its message or delta."""
         reason = completion.finish_reason
         fields: Json = {"logprobs": None, "finish_reason": reason}

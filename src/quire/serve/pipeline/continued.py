@@ -1,4 +1,4 @@
-"""Chats that continue a retained conversation: its tokens, then those of the new messages."""
+"""Chats that continue a retained conversation: its tokens, then the tokens of the new messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
-from quire.render.templates.turns import behind_an_answer, text_behind
+from quire.render.templates.turns import after_answer, text_after
 from quire.serve.context import ApiContext
 from quire.serve.pipeline.plan import ChatPlan, Continued
 from quire.serve.pipeline.prompts import render_prompt, tokenizer_of
@@ -42,9 +42,9 @@ async def tokens_after(
     token_ids: the conversation up to the answer's last token. Raises RequestError where the
     template makes this impossible.
     """
-    conversation, mark = behind_an_answer(messages)
+    conversation, mark = after_answer(messages)
     whole = await render_prompt(api, conversation, options, template)
     has_ended = token_ids[-1] in api.requests.defaults.eos_token_ids
     end = tokenizer_of(api).decode(token_ids[-1:]) if has_ended else ""
-    tail = text_behind(whole.text or "", mark, end)
+    tail = text_after(whole.text or "", mark, end)
     return await render_prompt(api, tail, add_special_tokens=False)

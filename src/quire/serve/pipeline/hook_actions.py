@@ -1,4 +1,4 @@
-"""What hooks do to a request of a server: priority, pause, and questions to other models."""
+"""Actions of hooks on a request of a server: priority, pause, and questions to other models."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from quire.serve.pipeline.prompts import images_of, render_chat, render_completi
 from quire.serve.pipeline.requests import Origin, admit_chat
 
 # Fields that the text of one response, which `ask` returns, has no room for.
-NOT_ASKED = {"n", "best_of", "stream", "stream_options", "suffix", "echo"}
+REFUSED_FIELDS = {"n", "best_of", "stream", "stream_options", "suffix", "echo"}
 
 
 class ServerActions:
@@ -49,7 +49,7 @@ class ServerActions:
 
     async def ask(self, model: str, prompt: Prompt, **params: Any) -> str:
         """See HookActions."""
-        for name in NOT_ASKED & params.keys():
+        for name in REFUSED_FIELDS & params.keys():
             raise RequestError(f"{name} cannot be set for a request of a hook; remove it.", name)
         work = self._answer(model, prompt, params)
         try:
@@ -59,7 +59,7 @@ class ServerActions:
             raise RequestError(error.message, error.param, code) from error
 
     def _soon(self, act: Callable[[], None]) -> None:
-        """Act on the event loop of the server, unless it has ended."""
+        """Run a function on the event loop of the server, unless the loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(act)
 

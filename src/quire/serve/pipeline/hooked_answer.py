@@ -1,8 +1,8 @@
 """An answer's JSON on its way out through hooks, whatever made it: chunks of a stream, or choices.
 
-What a hook has not seen must not be told by other fields. So log-probabilities and token ids, which
-may come before their text, are kept until their choice ends, and go with its last chunk; those of a
-choice that a hook has changed are dropped. Calls of tools are kept until they are whole.
+Other fields must not reveal text that a hook has not seen. Log-probabilities and token ids may
+arrive before their text. So they wait until their choice ends, and go with its last chunk. If a
+hook has changed the choice, they are dropped. Calls of tools are kept until they are whole.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ FIELDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("reasoning", ("reasoning", "reasoning_content")),
     ("content", ("content", "text")),
 )
-BESIDE = {"logprobs": None, "token_ids": ()}  # what tells of a text, and what tells nothing
+OTHER_FIELDS = {"logprobs": None, "token_ids": ()}  # fields about a text, and their empty values
 
 
 @dataclass
@@ -44,8 +44,8 @@ class _Call:
 
 @dataclass
 class _Choice:
-    """What is known of one choice. is_changed: by a hook, anywhere. names: the fields that its
-    texts had. call: the one that is not whole. kept: by the names of BESIDE."""
+    """State of one choice. is_changed: by a hook, anywhere. names: the fields that its
+    texts had. call: the incomplete call. kept: by the names of OTHER_FIELDS."""
 
     hooks: RequestHooks
     has_begun: bool = False
@@ -81,7 +81,7 @@ class _Choice:
             function["name"], function["arguments"] = new
 
     def take_calls(self, delta: Json, is_last: bool) -> list[Json]:
-        """Take the calls out of a delta; return those that are whole now."""
+        """Take the calls out of a delta, and return the calls that are complete now."""
         found: list[_Call] = []
         for each in delta.pop("tool_calls", None) or ():
             if self.call is None or self.call.index != each["index"]:
@@ -93,14 +93,14 @@ class _Choice:
             self.call = None
         return [call.whole() for call in found]
 
-    def keep_beside(self, choice: Json, is_last: bool) -> None:
-        """Keep what tells of the text, or give it back where all of it was passed."""
-        for name, nothing in BESIDE.items():
+    def keep_others(self, choice: Json, is_last: bool) -> None:
+        """Hold back the fields about the text, or restore them once all of the text was passed."""
+        for name, nothing in OTHER_FIELDS.items():
             if choice.get(name) is None:
                 continue
             self.kept[name] = _joined(self.kept.get(name), choice[name])
-            is_told = is_last and not self.is_changed
-            choice[name] = self.kept[name] if is_told else nothing
+            is_notified = is_last and not self.is_changed
+            choice[name] = self.kept[name] if is_notified else nothing
 
 
 class HookedAnswer:
@@ -148,7 +148,7 @@ class HookedAnswer:
             except EndRequest as end:
                 self._reason = end.reason
             else:
-                mine.keep_beside(choice, is_last=True)
+                mine.keep_others(choice, is_last=True)
                 return choice
         message = {"role": "assistant", "content": "", "refusal": None}
         text = {"message": message} if "message" in choice else {"text": ""}
@@ -180,14 +180,14 @@ async def _pass_delta(mine: _Choice, choice: Json) -> None:
     if whole:
         await mine.pass_calls(choice, whole)
         delta["tool_calls"] = whole
-    mine.keep_beside(choice, is_last)
+    mine.keep_others(choice, is_last)
 
 
 def _is_empty(choice: Json) -> bool:
-    """Return whether a chunk's choice has nothing to tell."""
-    told: Json = choice.get("delta", {"text": choice.get("text")})
+    """Return whether a chunk's choice is empty."""
+    notified: Json = choice.get("delta", {"text": choice.get("text")})
     about_prompt = "prompt_token_ids" in choice or "prompt_logprobs" in choice
-    return not (any(told.values()) or choice["finish_reason"] or about_prompt)
+    return not (any(notified.values()) or choice["finish_reason"] or about_prompt)
 
 
 def _joined(before: Any, value: Any) -> Any:

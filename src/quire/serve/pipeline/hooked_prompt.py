@@ -11,12 +11,12 @@ from quire.base.requests.hooks import HookContext, HookRequest
 from quire.serve.bodies.protocol import ServedBody
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request
-from quire.serve.hooks.hooks import Hooks, RequestHooks, asked_of
+from quire.serve.hooks.hooks import Hooks, RequestHooks, requested_params
 from quire.serve.pipeline.hook_actions import ServerActions
 from quire.serve.pipeline.plan import ChatPlan, Plan
 from quire.serve.pipeline.prompts import decode, render_prompt
 
-NOBODY = HookContext("", "", "")
+NO_CONTEXT = HookContext("", "", "")
 TEMPLATE = ("tools", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort")
 
 
@@ -27,9 +27,11 @@ async def admitted_chat(
     a request that a hook ends, and HookFailed."""
     body, hooks = plan.body, opened(api, all_hooks, plan, plan.id)
     template = {name: value for name in TEMPLATE if (value := getattr(body, name)) is not None}
-    asked = HookRequest(NOBODY, body.messages, template=template, params=asked_of(body))
-    messages = (await hooks.before_admission(asked)).messages
-    if messages is not body.messages:  # perhaps also those of a retained conversation
+    requested = HookRequest(
+        NO_CONTEXT, body.messages, template=template, params=requested_params(body)
+    )
+    messages = (await hooks.before_admission(requested)).messages
+    if messages is not body.messages:  # perhaps also messages of a retained conversation
         body = body.model_copy(update={"messages": [dict(each) for each in messages or ()]})
         plan = replace(plan, body=body, continued=None)
     return plan, [hooks]
@@ -47,8 +49,8 @@ async def admitted_prompts(
     found: list[object] = []
     for hooks, prompt in zip(each, prompts, strict=True):
         if isinstance(prompt, str):
-            asked = HookRequest(NOBODY, prompt=prompt, params=asked_of(plan.body))
-            found.append((await hooks.before_admission(asked)).prompt)
+            requested = HookRequest(NO_CONTEXT, prompt=prompt, params=requested_params(plan.body))
+            found.append((await hooks.before_admission(requested)).prompt)
         else:
             found.append(await admitted_ids(api, plan.body, hooks, prompt))
     return found, each
@@ -59,8 +61,8 @@ async def admitted_ids(
 ) -> list[int]:
     """Return token ids as hooks leave them: if they changed their text, its own."""
     text = await _text_of(api, token_ids)
-    asked = HookRequest(NOBODY, None, text, token_ids, params=asked_of(body))
-    changed = (await hooks.before_admission(asked)).prompt
+    requested = HookRequest(NO_CONTEXT, None, text, token_ids, params=requested_params(body))
+    changed = (await hooks.before_admission(requested)).prompt
     if changed is None or changed == text:
         found: list[int] = token_ids
         return found

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.base.requests.outputs import CompletionOutput
 from quire.base.requests.sampling_params import SamplingParams
-from quire.render.answers.format import AskedAnswer
+from quire.render.answers.format import RequestedAnswer
 from quire.render.answers.parser import AnswerParser
 from quire.render.answers.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
@@ -51,8 +51,8 @@ class ParsedAnswer:
     def __init__(
         self, parser: AnswerParser, count: ReasoningCount | None, shows_reasoning: bool = True
     ) -> None:
-        """count: counts the tokens of reasoning, for models that reason. shows_reasoning: whether
-        the client gets the text of the reasoning."""
+        """Create the parser. count: counts the tokens of reasoning, for models that reason.
+        shows_reasoning: whether the client gets the text of the reasoning."""
         self._parser = parser
         self._count = count
         self._shows_reasoning = shows_reasoning
@@ -122,7 +122,7 @@ class ParsedAnswer:
 
 
 def parsed_answer(
-    form: AskedAnswer,
+    form: RequestedAnswer,
     body: ChatCompletionRequest,
     tokenizer: Tokenizer | None,
     params: SamplingParams,

@@ -1,8 +1,9 @@
 """The plan of a response: what a body requests, decided before its prompt is rendered.
 
 Input: a body, the headers of its request, and the server's settings. A plan is made without I/O,
-and it refuses whatever needs neither the prompt nor the engine to be refused. What depends on the
-tokens of the prompt (its room, the grammar, the parameters) follows in `requests.py`.
+and it refuses whatever needs neither the prompt nor the engine to be refused. Decisions that
+depend on the tokens of the prompt (its room, the grammar, the parameters) follow in
+`requests.py`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from starlette.types import Scope
 
-from quire.base.messages import HeldRequest, Ready
+from quire.base.messages import Ready, RetainedRequest
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.base.requests.validation import gives_no_text
 from quire.base.settings.config import ServerConfig
@@ -29,7 +30,7 @@ from quire.serve.bodies.protocol import (
 from quire.serve.bodies.validation_errors import shown
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError, bad_request
-from quire.serve.http.auth import tenant_asking
+from quire.serve.http.auth import tenant_of_body
 
 Body = TypeVar("Body", bound=ServedBody)
 
@@ -52,7 +53,7 @@ NO_USAGE_CHUNKS = UsageChunks()
 
 @dataclass(frozen=True)
 class Plan(Generic[Body]):
-    """What all bodies that the engine works on have in common."""
+    """Plan of any body that reaches the engine."""
 
     body: Body
     id: str  # of the response
@@ -64,7 +65,7 @@ class Plan(Generic[Body]):
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the text of a response must be."""
+    """Constraint on the text of a response."""
 
     content: StructuredOutputsParams | None  # None: anything
     strict: bool  # a part of a schema that cannot be enforced is an error
@@ -91,7 +92,7 @@ class CompletionPlan(Plan[CompletionRequest]):
 class Continued:
     """A retained conversation up to an answer, and the messages that follow that answer."""
 
-    source: HeldRequest
+    source: RetainedRequest
     messages: list[dict[str, Any]]
 
 
@@ -159,7 +160,7 @@ def plan_body(api: ApiContext, body: Body, scope: Scope, response_id: str) -> Pl
     """Return the plan of a body of any kind. Raise ApiError for an unknown model, a priority
     that the key may not use, or a wrong number of a core."""
     model = check_model(api, body.model)
-    tenant = tenant_asking(scope, api.config, body)
+    tenant = tenant_of_body(scope, api.config, body)
     return Plan(body, response_id, model, tenant, requested_core(scope))
 
 
@@ -235,9 +236,10 @@ def requested_core(scope: Scope) -> int | None:
     if not given:
         return None
     if len(given) > 1 or not given[0].isdigit() or len(given[0]) > MAX_CORE_DIGITS:
-        what = shown(b", ".join(given).decode("latin-1"))
+        value_text = shown(b", ".join(given).decode("latin-1"))
         raise bad_request(
-            f"the header X-data-parallel-rank must be the number of a core, got {what}; remove it"
+            f"the header X-data-parallel-rank must be the number of a core, got {value_text};"
+            " remove it"
             " to let the server choose the core.",
             "data_parallel_rank",
         )

@@ -1,8 +1,8 @@
 """Prompts: from conversations, texts and token ids to the tokens that the engine gets.
 
 Long texts are tokenised in threads and templates run in processes, so the event loop stays free.
-What certainly has more tokens than the model takes is refused before it is tokenised; admission
-judges the exact length.
+A text that certainly has too many tokens is refused before it is tokenised. Admission checks the
+exact length.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from quire.serve.pipeline.plan import ChatPlan, CompletionPlan
 
 # A prompt that will be cut, or is only counted, may have this many times max_model_len tokens.
 MAX_CUT = 16
-# Characters of a conversation per token of max_model_len, with tools and everything else that the
-# template gets: the template reads all of them, even those that it does not show.
+# Characters of a conversation per token of max_model_len, with tools and all other inputs of the
+# template. The template reads all of them, even what it does not show.
 MAX_CHARS_PER_TOKEN = 256
 
 
@@ -53,8 +53,8 @@ async def render_chat(
     messages: Messages = body.messages
     media: Media = ()
     if images is not None:
-        most = api.client.ready.max_model_len * (MAX_CUT if is_cut else 1)
-        messages, media = await images.prepared(messages, api.renderer.media, most)
+        token_limit = api.client.ready.max_model_len * (MAX_CUT if is_cut else 1)
+        messages, media = await images.prepared(messages, api.renderer.media, token_limit)
     try:
         prompt = await render_prompt(
             api, messages, plan.options, plan.template, is_cut=is_cut, media=media
@@ -116,7 +116,7 @@ async def _check_size(api: ApiContext, messages: object, options: ChatOptions) -
     if size_of(given, MAX_CHARS_ON_LOOP) <= MAX_CHARS_ON_LOOP:
         return
     max_chars = MAX_CHARS_PER_TOKEN * api.client.ready.max_model_len
-    if await api.lanes.run(MAX_CHARS_SHORT, size_of, given, max_chars) > max_chars:
+    if await api.text_threads.run(MAX_CHARS_SHORT, size_of, given, max_chars) > max_chars:
         raise bad_request(
             "the prompt, with tools, documents and chat_template_kwargs, has more than"
             f" {max_chars} characters, too many for max_model_len ="
@@ -137,4 +137,4 @@ def tokenizer_of(api: ApiContext) -> Tokenizer:
 
 async def decode(api: ApiContext, token_ids: list[int]) -> str:
     """Return the text of token ids, in a thread if there are many."""
-    return await api.lanes.run(len(token_ids), tokenizer_of(api).decode, token_ids)
+    return await api.text_threads.run(len(token_ids), tokenizer_of(api).decode, token_ids)

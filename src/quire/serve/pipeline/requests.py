@@ -13,14 +13,14 @@ from quire.base.messages import Fork, Request
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.kv_transfer import FIELD as KV_TRANSFER
 from quire.engine.client.admission import admit
-from quire.render.answers.format import AskedAnswer
+from quire.render.answers.format import RequestedAnswer
 from quire.render.answers.grammar import answer_grammar
 from quire.render.generation import GenerationDefaults
 from quire.render.grammars.grammars import Checked
 from quire.render.renderer import RenderedPrompt
 from quire.render.truncation import LEFT
 from quire.render.truncation import truncated as truncated_to
-from quire.serve.bodies.constraints import AskedTools, asked_tools, form_size
+from quire.serve.bodies.constraints import CallableTools, callable_tools, form_size
 from quire.serve.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -65,7 +65,7 @@ class Chat:
 
     plan: ChatPlan  # as hooks left it
     job: PromptJob
-    form: AskedAnswer  # what the answer is made of
+    form: RequestedAnswer  # what the answer is made of
     grammar: Checked  # of the answer
     hooks: list[RequestHooks] | None  # of its one request
 
@@ -90,7 +90,7 @@ async def admit_chat(
 
 
 def chat_inputs(
-    api: ApiContext, plan: ChatPlan, prompt: RenderedPrompt, form: AskedAnswer
+    api: ApiContext, plan: ChatPlan, prompt: RenderedPrompt, form: RequestedAnswer
 ) -> tuple[RenderedPrompt, SamplingParams]:
     """Return the prompt of a chat, cut as its body requests, and the parameters. Raise ApiError or
     RequestError for a prompt or a length that does not fit."""
@@ -211,17 +211,17 @@ def _requested_length(body: GenerationRequest) -> int:
 # What the answer must be
 
 
-def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> AskedAnswer:
+def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> RequestedAnswer:
     """Return what the answer to a rendered chat must be made of. Raises ApiError and
     RequestError."""
     body, constraint = plan.body, plan.constraint
     has_tools = body.tools or body.tool_choice is not None
-    tools = asked_tools(body) if has_tools else AskedTools()
+    tools = callable_tools(body) if has_tools else CallableTools()
     answer_format = api.renderer.answer_format(body.chat_template, bool(plan.options.tools))
     budget = body.thinking_token_budget
     if plan.is_lenient and answer_format.reasoning is None:
         budget = None
-    return AskedAnswer(
+    return RequestedAnswer(
         answer_format,
         tools.callable,
         tools.choice,
@@ -235,16 +235,16 @@ def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> AskedAnswer:
     )
 
 
-async def chat_grammar(api: ApiContext, plan: ChatPlan, form: AskedAnswer) -> Checked:
+async def chat_grammar(api: ApiContext, plan: ChatPlan, form: RequestedAnswer) -> Checked:
     """Return the checked grammar of an answer; empty for an answer that may be anything. Raises
-    RequestError for one that makes no sense, and EngineBusy."""
+    RequestError for an invalid grammar, and EngineBusy."""
     if not form.is_constrained:
         return Checked("")
     field = "tools" if form.content is None else form.content_field
     tokenizer = api.renderer.tokenizer
     assert tokenizer is not None, "it needs a prompt as text"
     size = form_size(plan.body, plan.body.tools)
-    grammar = await api.lanes.run(size, answer_grammar, form, tokenizer.added_ids)
+    grammar = await api.text_threads.run(size, answer_grammar, form, tokenizer.added_ids)
     return await api.renderer.grammars.check_async(grammar, field)
 
 

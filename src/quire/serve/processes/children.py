@@ -41,14 +41,14 @@ class Child:
     """A process of the supervisor and the time of its next start.
 
     pidfd: becomes readable when the process ends; -1 if none runs. due_s: time of the next start;
-    None if none is planned. was_told: whether it must end. was_killed: whether it was killed.
+    None if none is planned. is_stopping: whether it must end. was_killed: whether it was killed.
     """
 
     def __init__(self, name: str, start: Callable[[], Process], may_restart: bool) -> None:
         self.name = name
         self.pidfd = -1
         self.due_s: float | None = 0.0
-        self.was_told = self.was_killed = False
+        self.is_stopping = self.was_killed = False
         self._start = start
         self._process: Process | None = None
         self._restarts = Restarts() if may_restart else None
@@ -66,7 +66,7 @@ class Child:
     def start(self) -> None:
         """Start the process. Raise OSError if that fails; the caller handles this like a death."""
         self.due_s = None
-        self.was_told = self.was_killed = False
+        self.is_stopping = self.was_killed = False
         self._process = self._start()
         try:
             self.pidfd = os.pidfd_open(self._process.pid)
@@ -84,7 +84,7 @@ class Child:
     def end(self) -> None:
         """Ask the process to end, and plan no restart."""
         self.due_s = None
-        self.was_told = True
+        self.is_stopping = True
         self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
@@ -137,7 +137,7 @@ class CoreChild:
     def look(self, now: float, is_ending: bool) -> None:
         """Handle the core if it is stuck. is_ending: whether the server is ending."""
         child = self.child
-        if child.is_running and not child.was_told and self._watch.is_stuck(now):
+        if child.is_running and not child.is_stopping and self._watch.is_stuck(now):
             self._let_show(now)
         if now > self.until_s:
             self._kill(now, is_ending)

@@ -32,7 +32,7 @@ from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.engine.wire.logs import print_error
 from quire.models.checkpoint.source import resolve_source
-from quire.ops.host.torch_import import tell_own_process
+from quire.ops.host.torch_import import declare_own_process
 from quire.serve.processes.launch import FAILURE, StartFailure
 from quire.serve.processes.progress import LoadBar
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("quire")
 def main() -> int:
     """Load the model, serve clients until SIGTERM, and return the exit status."""
     options = _arguments()
-    tell_own_process()
+    declare_own_process()
     begin_child(options.log_level, _log_name(options))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 from quire.base.clock import bounded_wait_s
-from quire.base.messages import HeldRequest, PinnedPrefix, Request
+from quire.base.messages import PinnedPrefix, Request, RetainedRequest
 from quire.base.requests.outputs import RequestOutput
 from quire.base.settings.config import EngineConfig
 from quire.engine.client.fleet import CoreClient, client_of
@@ -100,7 +100,7 @@ class CoreProcesses:
         """Remove a pin; return False if the id is unknown."""
         return self._call(self._client.unpin(prefix_id))
 
-    def held(self, request_id: str | None = None, index: int = 0) -> list[HeldRequest]:
+    def held(self, request_id: str | None = None, index: int = 0) -> list[RetainedRequest]:
         """List retained requests; or one sequence, retained or still running, with its tokens."""
         return self._call(self._client.held(request_id, index))
 

@@ -20,7 +20,7 @@ DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True)
-class CorePlace:
+class CoreShare:
     """One core's share of the machine."""
 
     number: int = 0
@@ -49,10 +49,10 @@ class CorePlace:
                 os.sched_setaffinity(pid, self.cpus)
 
 
-ALONE = CorePlace()
+ALONE = CoreShare()
 
 
-def core_places(engine: EngineConfig) -> list[CorePlace]:
+def core_shares(engine: EngineConfig) -> list[CoreShare]:
     """Divide this machine among the cores. Raise ConfigError if there are too few GPUs."""
     num = engine.parallel.data_parallel_size
     if num == 1:
@@ -66,7 +66,7 @@ def core_places(engine: EngineConfig) -> list[CorePlace]:
         shared["QUIRE_NUM_THREADS"] = str(max(1, usable_cores() // num_computing))
     gpus = gpu_shares(engine, os.environ, DEVICES)
     return [
-        CorePlace(number, num, cpus, shared | gpus[number])
+        CoreShare(number, num, cpus, shared | gpus[number])
         for number, cpus in enumerate(share_cores(num))
     ]
 

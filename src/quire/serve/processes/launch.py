@@ -21,7 +21,7 @@ import msgspec
 from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.settings.config import EngineConfig
 from quire.engine.wire.spawn import spin_settings, start_child
-from quire.serve.processes.cores import ALONE, CorePlace
+from quire.serve.processes.cores import ALONE, CoreShare
 
 END_S = 10.0  # for a process to end by itself; takes seconds on a busy machine
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
@@ -61,22 +61,22 @@ class CoreSocket:
         engine: EngineConfig,
         log_level: str,
         name: str | None = None,
-        place: CorePlace = ALONE,
+        share: CoreShare = ALONE,
         metrics_prefix: str = "quire",
     ) -> "subprocess.Popen[bytes]":
-        """Start a core that serves this socket. name: the model's name in metrics. place: the
+        """Start a core that serves this socket. name: the model's name in metrics. share: the
         core's share of the machine. metrics_prefix: prefix of the metrics' names."""
         fd = self._listener.fileno()
         arguments = ["--listener", str(fd), "--home", str(self.home)]
-        arguments += ["--core", str(place.number), "--num-cores", str(place.num_cores)]
+        arguments += ["--core", str(share.number), "--num-cores", str(share.num_cores)]
         arguments += ["--metrics-prefix", metrics_prefix]
         arguments += [] if name is None else ["--name", name]
-        arguments += ["--is-one-model-of-several"] if place.model else []
-        environment = {**os.environ, **place.environment}
+        arguments += ["--is-one-model-of-several"] if share.model else []
+        environment = {**os.environ, **share.environment}
         environment |= spin_settings(environment)
-        config, module = place.config(engine), "quire.serve.processes.core_main"
+        config, module = share.config(engine), "quire.serve.processes.core_main"
         process = start_child(module, arguments, config, (fd,), log_level, environment)
-        place.bind(process.pid)
+        share.bind(process.pid)
         return process
 
     def close(self) -> None:
@@ -103,11 +103,11 @@ class CoreProcess:
     `RemoteClient.connect`. failure: file with the reason if the core cannot start."""
 
     def __init__(
-        self, engine: EngineConfig, log_level: str = "warning", place: CorePlace = ALONE
+        self, engine: EngineConfig, log_level: str = "warning", share: CoreShare = ALONE
     ) -> None:
         self._end_s = core_end_s(engine)
         self._socket = CoreSocket()
-        self.process = self._socket.start_core(engine, log_level, place=place)
+        self.process = self._socket.start_core(engine, log_level, share=share)
         self.path = self._socket.path
         self.heartbeat = self._socket.heartbeat
         self.failure = self._socket.home / FAILURE
@@ -118,13 +118,13 @@ class CoreProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         """Request the core's end after its present step."""
         self.process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End the core after its present step, and kill it if it still runs after `core_end_s`."""
-        self.ask_to_end()
+        self.request_end()
         try:
             self.process.wait(self._end_s)
         except subprocess.TimeoutExpired:

@@ -23,7 +23,7 @@ from quire.base.settings.config import EngineConfig
 from quire.engine.observability.heartbeat import HeartbeatReader, StuckWatch
 from quire.engine.observability.starvation import read_threads
 from quire.engine.wire.wire import Frames, client_codec
-from quire.serve.processes.cores import ALONE, CorePlace, core_places
+from quire.serve.processes.cores import ALONE, CoreShare, core_shares
 from quire.serve.processes.launch import END_S, CoreProcess, StartFailure, remove_abandoned_sockets
 
 READ_BYTES = 1 << 16
@@ -32,11 +32,11 @@ READ_BYTES = 1 << 16
 class ManagedCore:
     """A core process. `start` and `stop` may be called from any thread."""
 
-    def __init__(self, config: EngineConfig, log_level: str, place: CorePlace = ALONE) -> None:
+    def __init__(self, config: EngineConfig, log_level: str, share: CoreShare = ALONE) -> None:
         self._config = config
         self._log_level = log_level
-        self._place = place
-        self._name = "the engine's process" if place is ALONE else f"{place.name} of the engine"
+        self._share = share
+        self._name = "the engine's process" if share is ALONE else f"{share.name} of the engine"
         self._lock = threading.Lock()
         self._is_stopped = False
         self._end = threading.Event()
@@ -103,10 +103,10 @@ class ManagedCore:
         finally:
             os.close(pidfd)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Request the end of the process without waiting for it; `stop` must follow."""
         if os.getpid() == self._owner_pid and self._process is not None:
-            self._process.ask_to_end()
+            self._process.request_end()
 
     def stop(self) -> None:
         """End the process and wait for its end. A second call does nothing."""
@@ -139,16 +139,16 @@ class ManagedCore:
         if self._is_stopped:
             return EngineDead("this engine was shut down; create a new one.")
         status = None if self._process is None else self._process.process.poll()
-        how = ""
+        status_text = ""
         if status is not None:
-            how = f" (signal {-status})" if status < 0 else f" (exit status {status})"
-        return EngineDead(f"{self._name} has ended{how}; create a new one.")
+            status_text = f" (signal {-status})" if status < 0 else f" (exit status {status})"
+        return EngineDead(f"{self._name} has ended{status_text}; create a new one.")
 
     def _keep(self) -> None:
         """Start the process in this thread, and keep the thread alive until `stop`."""
         try:
             remove_abandoned_sockets()
-            self._process = CoreProcess(self._config, self._log_level, self._place)
+            self._process = CoreProcess(self._config, self._log_level, self._share)
         except BaseException as error:
             self._error = error
         finally:
@@ -175,7 +175,7 @@ class ManagedCores:
     Raises ConfigError if there are too few GPUs."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
-        self._cores = [ManagedCore(config, log_level, place) for place in core_places(config)]
+        self._cores = [ManagedCore(config, log_level, share) for share in core_shares(config)]
 
     @property
     def is_stopped(self) -> bool:
@@ -204,7 +204,7 @@ class ManagedCores:
     def stop(self) -> None:
         """End the processes and wait for their end. A second call does nothing."""
         for core in self._cores:
-            core.ask_to_stop()
+            core.request_stop()
         for core in self._cores:
             core.stop()
 
@@ -229,5 +229,5 @@ class ManagedCores:
 
     def dead(self) -> EngineDead:
         """Return the error of the first core that has ended."""
-        gone = (core for core in self._cores if not core.is_alive)
-        return next(gone, self._cores[0]).dead()
+        ended = (core for core in self._cores if not core.is_alive)
+        return next(ended, self._cores[0]).dead()

@@ -32,7 +32,7 @@ from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversat
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.render.truncation import truncated_for
-from quire.serve.async_renderer import AsyncRenderer, Lanes, size_of
+from quire.serve.async_renderer import AsyncRenderer, TextThreads, size_of
 from quire.serve.media.local_media import LocalMedia
 from quire.serve.processes.managed_core import ManagedCores
 from quire.serve.python.async_session import AsyncSession
@@ -112,7 +112,9 @@ class AsyncLLM:
         # Also stops the cores when the program ends
         self._end = weakref.finalize(self, ManagedCores.stop, self._cores)
         self._loaded: TextSide | None = None
-        self._lanes = Lanes(inf, inf)  # no limits, because all prompts are the program's own
+        self._text_threads = TextThreads(
+            inf, inf
+        )  # no limits, because all prompts are the program's own
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: CoreClient | None = None  # client on that event loop
         self._closing: asyncio.Task[None] | None = None
@@ -221,7 +223,7 @@ class AsyncLLM:
         self, pieces: AsyncIterable[Piece], make: MakeRequest
     ) -> AsyncGenerator[RequestOutput, None]:
         client = await self._connected()
-        async with PieceReader(pieces, self._text.renderer, self._lanes) as reader:
+        async with PieceReader(pieces, self._text.renderer, self._text_threads) as reader:
             rendered = await reader.first()
             made = await make(rendered, reader.cache_salt or "", False)
             request = admit(client, made, is_open=not reader.is_complete)
@@ -252,7 +254,7 @@ class AsyncLLM:
         client = await self._connected()
         params = pooling_params or PoolingParams()
         spec, longest = needed_task(client.ready.pooling, *TASK_NAMES), client.ready.max_model_len
-        rendered = await self._lanes.run(
+        rendered = await self._text_threads.run(
             size_of(prompt), to_pool, self._text.renderer, [prompt], params, longest
         )
         request = self._text.requests.make_pooling(
@@ -279,7 +281,7 @@ class AsyncLLM:
         self, prompt: Prompt | Messages, options: ChatOptions | None = None
     ) -> RenderedPrompt:
         """Return token ids and text. Long prompts are tokenized outside of the event loop."""
-        renderer = AsyncRenderer(self._text.renderer, self._lanes)
+        renderer = AsyncRenderer(self._text.renderer, self._text_threads)
         prompt, media = await self._media.take_async(prompt)
         return await renderer.render(prompt, options, media=media)
 
@@ -332,7 +334,7 @@ class AsyncLLM:
     def session(self, keep_s: float = KEEP_S, cache_salt: str = "") -> AsyncSession:
         """Begin a session, as `LLM.session` does."""
         text, num_cores = self._text, self._config.parallel.data_parallel_size
-        renderer = AsyncRenderer(text.renderer, self._lanes)
+        renderer = AsyncRenderer(text.renderer, self._text_threads)
         return AsyncSession(
             text, renderer, self._outputs_of, self._connected, num_cores, keep_s, cache_salt
         )
@@ -374,9 +376,9 @@ class AsyncLLM:
         if loop is None or loop.is_closed():
             return
         if _is_running_here(loop):
-            self._let_go()
+            self._disconnect()
         elif loop.is_running():
-            loop.call_soon_threadsafe(self._let_go)
+            loop.call_soon_threadsafe(self._disconnect)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -422,7 +424,7 @@ class AsyncLLM:
         self._link.start()
         return self._link
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         """Fail all requests and close the connection; runs on the event loop."""
         link, self._link = self._link, None
         if link is not None:

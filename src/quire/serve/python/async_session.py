@@ -23,7 +23,7 @@ from quire.engine.start.text import TextSide
 from quire.render.media.parts import refuse_media
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.templates.chat_template import ChatOptions
-from quire.render.templates.turns import behind_an_answer
+from quire.render.templates.turns import after_answer
 from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.python.session_tokens import KEEP_S, SessionTokens, Source, check_answer
 
@@ -77,7 +77,7 @@ class AsyncSession(SessionTokens):
     async def close(self) -> None:
         """Release the retained request. A second call does nothing."""
         self._replace([])
-        await self._let_go(self._leave())
+        await self._release(self._detach())
 
     async def __aenter__(self) -> "AsyncSession":
         return self
@@ -91,12 +91,12 @@ class AsyncSession(SessionTokens):
         """Add a finished answer to the tokens, unless they were changed meanwhile."""
         source = Source(request_id, await self._core_of(request_id))
         if self.token_ids is not before:
-            await self._let_go(source)
+            await self._release(source)
             return
         self._replace(before + token_ids)
-        former = self._leave()
+        former = self._detach()
         self._begin_with(source, len(self.token_ids))
-        await self._let_go(former)
+        await self._release(former)
 
     async def _core_of(self, request_id: str) -> int | None:
         """Return the number of the core that holds a request; None with a single core."""
@@ -111,12 +111,12 @@ class AsyncSession(SessionTokens):
         self._check_salt(prompt)
         if not is_conversation(prompt) or is_first:
             return (await renderer.render(prompt, add_special_tokens=is_first)).token_ids
-        told, mark = behind_an_answer(list(prompt))  # type: ignore[arg-type]
-        whole = await self._renderer.chat_text_async(told, ChatOptions())
+        conversation, mark = after_answer(list(prompt))  # type: ignore[arg-type]
+        whole = await self._renderer.chat_text_async(conversation, ChatOptions())
         tail = self._tail_of(whole, mark)
         return (await renderer.render(tail, add_special_tokens=False)).token_ids
 
-    async def _let_go(self, source: Source | None) -> None:
+    async def _release(self, source: Source | None) -> None:
         if source is None:
             return
         with contextlib.suppress(EngineDead):  # an ended engine retains no requests

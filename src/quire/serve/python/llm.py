@@ -428,8 +428,8 @@ class LLM:
     ) -> list[SamplingParams]:
         """Return one copy per request that requests only the final output."""
         listed = []
-        wanted = self.get_default_sampling_params() if given is None else given
-        for params in _each(wanted, count, "sampling_params"):
+        requested = self.get_default_sampling_params() if given is None else given
+        for params in _each(requested, count, "sampling_params"):
             own = params.clone()
             own.output_kind = RequestOutputKind.FINAL_ONLY
             listed.append(own)

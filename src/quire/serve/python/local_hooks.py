@@ -24,10 +24,10 @@ from quire.engine.start.build import Engine
 from quire.render.renderer import is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.hooks.hook_calls import OwnLoop
-from quire.serve.hooks.hooks import Hooks, RequestHooks, asked_of
+from quire.serve.hooks.hooks import Hooks, RequestHooks, requested_params
 from quire.serve.processes.core_processes import CoreProcesses, ProcessEngine
 
-NOBODY = HookContext("", "", "")
+NO_CONTEXT = HookContext("", "", "")
 
 
 class LocalHooks:
@@ -49,9 +49,9 @@ class LocalHooks:
             name = f"hooked-{next(self._numbers)}"
             actions = LocalActions()
             hooks = self._hooks.open(name, "", self._engine.config.model.model, actions)
-            asked = self._asked(prompt, own, options or ChatOptions())
-            changed = self._loop.run(hooks.before_admission(asked))
-            found.append(self._changed(prompt, asked, changed))
+            hook_request = self._hook_request(prompt, own, options or ChatOptions())
+            changed = self._loop.run(hooks.before_admission(hook_request))
+            found.append(self._changed(prompt, hook_request, changed))
             requests.append(LocalRequest(name, hooks, actions, own.n, self._loop))
         return found, requests
 
@@ -59,9 +59,11 @@ class LocalHooks:
         self._hooks.close()
         self._loop.stop()
 
-    def _asked(self, prompt: Any, params: SamplingParams, options: ChatOptions) -> HookRequest:
+    def _hook_request(
+        self, prompt: Any, params: SamplingParams, options: ChatOptions
+    ) -> HookRequest:
         """Return a prompt of any form as hooks see it."""
-        asked = asked_of(params)
+        hook_request = requested_params(params)
         if is_conversation(prompt):
             given = {
                 "tools": options.tools,
@@ -69,13 +71,15 @@ class LocalHooks:
                 "chat_template_kwargs": options.template_kwargs,
             }
             template = {name: value for name, value in given.items() if value}
-            return HookRequest(NOBODY, prompt, template=template, params=asked)
+            return HookRequest(NO_CONTEXT, prompt, template=template, params=hook_request)
         token_ids = prompt
         if isinstance(prompt, Mapping):
             token_ids = prompt.get("prompt_token_ids") or prompt.get("prompt")
         if isinstance(token_ids, str):
-            return HookRequest(NOBODY, prompt=token_ids, params=asked)
-        return HookRequest(NOBODY, None, self._text_of(token_ids), token_ids, params=asked)
+            return HookRequest(NO_CONTEXT, prompt=token_ids, params=hook_request)
+        return HookRequest(
+            NO_CONTEXT, None, self._text_of(token_ids), token_ids, params=hook_request
+        )
 
     def _text_of(self, token_ids: Any) -> str | None:
         size, tokenizer = self._engine.spec.vocab_size, self._engine.renderer.tokenizer
@@ -84,14 +88,14 @@ class LocalHooks:
                 raise RequestError(f"a prompt must hold token ids from 0 to {size - 1}.", "prompt")
         return None if tokenizer is None else tokenizer.decode(token_ids or ())
 
-    def _changed(self, prompt: Any, asked: HookRequest, changed: HookRequest) -> Any:
+    def _changed(self, prompt: Any, hook_request: HookRequest, changed: HookRequest) -> Any:
         """Return a prompt in its original form, with the changes of hooks."""
-        if asked.messages is not None:
+        if hook_request.messages is not None:
             return changed.messages
-        if changed.prompt is None or changed.prompt == asked.prompt:
+        if changed.prompt is None or changed.prompt == hook_request.prompt:
             return prompt
         new: dict[str, Any] = {"prompt": changed.prompt}
-        if asked.prompt_token_ids is not None:
+        if hook_request.prompt_token_ids is not None:
             tokenizer = self._engine.renderer.tokenizer
             assert tokenizer is not None
             new = {"prompt_token_ids": tokenizer.encode(changed.prompt, False)}
@@ -196,11 +200,11 @@ class LocalRequest:
         mine.is_changed |= completion.text != text
         mine.token_ids += completion.token_ids
         mine.logprobs += completion.logprobs or []
-        is_told = is_last and not mine.is_changed
-        completion.token_ids = mine.token_ids if is_told else []
+        is_complete = is_last and not mine.is_changed
+        completion.token_ids = mine.token_ids if is_complete else []
         if completion.logprobs is not None:
-            completion.logprobs = mine.logprobs if is_told else None
-        if not is_told:
+            completion.logprobs = mine.logprobs if is_complete else None
+        if not is_complete:
             completion.cumulative_logprob = None
 
 

@@ -13,7 +13,7 @@ from quire.engine.client.fleet import CoreClient
 from quire.render.media.parts import refuse_media
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.tokens.open_text import OpenText
-from quire.serve.async_renderer import Lanes
+from quire.serve.async_renderer import TextThreads
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 Piece = str | Sequence[int] | Mapping[str, Any]
@@ -28,14 +28,16 @@ class PieceReader:
     another.
     """
 
-    def __init__(self, pieces: AsyncIterable[Piece], renderer: Renderer, lanes: Lanes) -> None:
+    def __init__(
+        self, pieces: AsyncIterable[Piece], renderer: Renderer, text_threads: TextThreads
+    ) -> None:
         tokenizer = renderer.tokenizer
         self.error: BaseException | None = None
         self.is_complete = False
         self.cache_salt: str | None = None
         self._pieces = pieces
         self._renderer = renderer
-        self._lanes = lanes
+        self._text_threads = text_threads
         self._open_text = None if tokenizer is None else OpenText(tokenizer)
         self._texts: list[str] | None = []  # None if only the token ids of some piece are known
         self._token_ids: list[int] = []  # tokens before the request was made
@@ -103,7 +105,7 @@ class PieceReader:
             return self._renderer.render_prompt(text)  # raises, since there is no tokenizer
         assert text is not None
         num_chars = len(text) + self._open_text.num_held_chars
-        return await self._lanes.run(num_chars, self._open_text.add, text)
+        return await self._text_threads.run(num_chars, self._open_text.add, text)
 
     def _parts(self, piece: object) -> tuple[str | None, object | None]:
         """Return text and token ids of a piece; if it has both, the ids count."""

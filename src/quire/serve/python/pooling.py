@@ -155,9 +155,12 @@ class Pooling:
         engine = self._engine
         longest = engine.client.max_model_len
         rendered = [to_pool(engine.renderer, each, params, longest) for each in inputs]
-        make, tells_texts = engine.requests.make_pooling, spec.tells_texts
+        make, has_text_pairs = engine.requests.make_pooling, spec.has_text_pairs
         requests = [
-            admit(engine.client, make(prompt, cache_salt=salt_of(each[0]), tells_texts=tells_texts))
+            admit(
+                engine.client,
+                make(prompt, cache_salt=salt_of(each[0]), has_text_pairs=has_text_pairs),
+            )
             for prompt, each in zip(rendered, inputs, strict=True)
         ]
         outputs = self._finish(requests, rendered)

@@ -19,7 +19,7 @@ from quire.engine.start.build import Engine
 from quire.render.media.parts import refuse_media
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.templates.chat_template import ChatOptions
-from quire.render.templates.turns import behind_an_answer
+from quire.render.templates.turns import after_answer
 from quire.serve.processes.core_processes import ProcessEngine
 from quire.serve.python.session_tokens import KEEP_S, SessionTokens, Source, check_answer
 
@@ -60,13 +60,13 @@ class Session(SessionTokens):
         if isinstance(self._engine, ProcessEngine):
             found = self._engine.client.held(request.request_id)
             core_id = found[0].core_id if found else None
-        self._let_go()
+        self._release()
         self._begin_with(Source(request.request_id, core_id), len(self.token_ids))
         return output
 
     def close(self) -> None:
         """Release the retained request. A second call does nothing."""
-        self._let_go()
+        self._release()
         self._replace([])
 
     def __enter__(self) -> "Session":
@@ -81,11 +81,11 @@ class Session(SessionTokens):
         self._check_salt(prompt)
         if not is_conversation(prompt) or is_first:
             return renderer.render(prompt, add_special_tokens=is_first).token_ids
-        told, mark = behind_an_answer(list(prompt))  # type: ignore[arg-type]
-        tail = self._tail_of(renderer.chat_text(told, ChatOptions()), mark)
+        conversation, mark = after_answer(list(prompt))  # type: ignore[arg-type]
+        tail = self._tail_of(renderer.chat_text(conversation, ChatOptions()), mark)
         return renderer.render(tail, add_special_tokens=False).token_ids
 
-    def _let_go(self) -> None:
-        source = self._leave()
+    def _release(self) -> None:
+        source = self._detach()
         if source is not None:
             self._engine.client.keep(source.request_id, 0.0, source.core_id)

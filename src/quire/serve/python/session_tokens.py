@@ -14,7 +14,7 @@ from quire.base.requests.validation import width_field
 from quire.engine.client.admission import Checks, admit
 from quire.engine.client.requests import RequestMaker
 from quire.render.renderer import RenderedPrompt, Renderer
-from quire.render.templates.turns import text_behind
+from quire.render.templates.turns import text_after
 
 KEEP_S = 600.0
 
@@ -99,13 +99,13 @@ class SessionTokens:
                 "cache_salt belongs to the whole session; give it to session().", "cache_salt"
             )
 
-    def _tail_of(self, told: str, mark: str) -> str:
+    def _tail_of(self, rendered: str, mark: str) -> str:
         """Return what follows the mark for the last answer in a rendered conversation."""
         tokenizer = self._renderer.tokenizer
         assert tokenizer is not None, "a conversation was rendered before"
         has_ended = self.token_ids[-1] in self._requests.defaults.eos_token_ids
         end = tokenizer.decode(self.token_ids[-1:]) if has_ended else ""
-        return text_behind(told, mark, end)
+        return text_after(rendered, mark, end)
 
     def _begin_with(self, source: Source | None, num_shared: int) -> None:
         """Share the first tokens of a source, or of none. The previous source is not released."""
@@ -115,7 +115,7 @@ class SessionTokens:
             source.num_users += 1
             self._source, self._num_shared = source, num_shared
 
-    def _leave(self) -> Source | None:
+    def _detach(self) -> Source | None:
         """Detach from the source. Return it if it has no other users, to be released."""
         source, self._source, self._num_shared = self._source, None, 0
         if source is None:

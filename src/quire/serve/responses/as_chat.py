@@ -73,12 +73,12 @@ def in_own_words(error: RequestError | ApiError) -> ApiError | RequestError:
     """Return an error of the chat with this API's names of fields."""
     if isinstance(error, EngineBusy):
         return error
-    told = as_api_error(error)
-    if told.status == 400:
-        told.message = WORD.sub(lambda found: WORDS[found[0]], told.message)
-        if told.param is not None:
-            told.param = WORD.sub(lambda found: WORDS[found[0]], told.param)
-    return told
+    api_error = as_api_error(error)
+    if api_error.status == 400:
+        api_error.message = WORD.sub(lambda found: WORDS[found[0]], api_error.message)
+        if api_error.param is not None:
+            api_error.param = WORD.sub(lambda found: WORDS[found[0]], api_error.param)
+    return api_error
 
 
 def _checked_includes(body: ResponsesRequest) -> list[str]:

@@ -13,22 +13,32 @@ Pieces = AsyncGenerator[list[Json], None]
 Stop = Callable[[str, Json | None], list[Json]]  # from a status and an error to the last events
 
 
-def event(told: Json) -> bytes:
+def event(error_fields: Json) -> bytes:
     """Return the bytes of a server-sent event."""
-    return b"event: " + str(told["type"]).encode() + b"\ndata: " + encode(told) + b"\n\n"
+    return (
+        b"event: "
+        + str(error_fields["type"]).encode()
+        + b"\ndata: "
+        + encode(error_fields)
+        + b"\n\n"
+    )
 
 
 def error_json(error: BaseException, request_id: str) -> Json:
     """Return the error of a failed response, with a code of this API."""
-    told = as_api_error(error, request_id)
-    code = "invalid_prompt" if told.status == 400 else "server_error"
-    return {"code": code, "message": told.message}
+    error_fields = as_api_error(error, request_id)
+    code = "invalid_prompt" if error_fields.status == 400 else "server_error"
+    return {"code": code, "message": error_fields.message}
 
 
 def error_event(error: BaseException, request_id: str = "") -> bytes:
     """Return the error event of a stream that failed before its response began."""
-    told = as_api_error(error, request_id)
-    fields = {"message": told.message, "code": str(told.code), "param": told.param}
+    error_fields = as_api_error(error, request_id)
+    fields = {
+        "message": error_fields.message,
+        "code": str(error_fields.code),
+        "param": error_fields.param,
+    }
     return event({"type": "error", "sequence_number": 0, **fields})
 
 
@@ -67,11 +77,11 @@ class RunningResponse:
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
         """Yield the events from number `first` on, until the last one."""
-        place = first
+        number = first
         while True:
-            while place < len(self._events):
-                yield self._events[place]
-                place += 1
+            while number < len(self._events):
+                yield self._events[number]
+                number += 1
             if self._is_over:
                 return
             await self._news.wait()
@@ -87,14 +97,14 @@ class RunningResponse:
 
     def _add(self, events: list[Json]) -> None:
         self._events += map(event, events)
-        self._tell()
+        self._wake_followers()
 
     def _end(self) -> None:
         self._is_over = True
         self._keep(self._events)
-        self._tell()
+        self._wake_followers()
 
-    def _tell(self) -> None:
+    def _wake_followers(self) -> None:
         """Wake all followers."""
         self._news.set()
         self._news = asyncio.Event()

@@ -48,8 +48,8 @@ def custom_function(tool: Json, where: str) -> Json:
         text = f"{where}.description must be a text, got {shown(description)}."
         raise bad_request(text, f"{where}.description")
     texts = [description, _rule_of(tool.get("format"), f"{where}.format")]
-    if told := "\n\n".join(filter(None, texts)):
-        return {"name": tool["name"], "description": told, "parameters": PARAMETERS}
+    if full_description := "\n\n".join(filter(None, texts)):
+        return {"name": tool["name"], "description": full_description, "parameters": PARAMETERS}
     return {"name": tool["name"], "parameters": PARAMETERS}
 
 

@@ -36,7 +36,7 @@ async def earlier_items(api: ApiContext, owner: str, response_id: str | None) ->
             "previous_response_not_found",
         )
     num_chars = sum(stored.num_bytes for stored in found)
-    return await api.lanes.run(num_chars, _items_of, found)
+    return await api.text_threads.run(num_chars, _items_of, found)
 
 
 async def continued_turn(
@@ -50,8 +50,10 @@ async def continued_turn(
     stored = None if previous is None else api.responses.store.get(owner, previous)
     if previous is None or stored is None:
         return None
-    told = msgspec.json.decode(stored.response)
-    if told["instructions"] != body.instructions or told["tools"] != (body.tools or []):
+    previous_response = msgspec.json.decode(stored.response)
+    if previous_response["instructions"] != body.instructions or previous_response["tools"] != (
+        body.tools or []
+    ):
         return None
     found = await api.client.held(previous, 0, reader_of(scope, api.config.api_key))
     if not found or found[0].expires_in_s is None:

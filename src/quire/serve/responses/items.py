@@ -142,9 +142,9 @@ READERS: dict[str, Callable[[Mapping[str, Any], str, NewId], Json]] = {
 def _input_parts(parts: object, where: str) -> list[Json]:
     """Return the parts of a content that may contain texts and images."""
     found: list[Json] = []
-    for part, place in _parts(parts, where):
-        if read_part(part, place) is None:
-            found.append({"type": "input_text", "text": _part_text(part, place, "input_image")})
+    for part, path in _parts(parts, where):
+        if read_part(part, path) is None:
+            found.append({"type": "input_text", "text": _part_text(part, path, "input_image")})
             continue
         given = part["image_url"]
         inner = given if isinstance(given, Mapping) else {"url": given}
@@ -155,7 +155,7 @@ def _input_parts(parts: object, where: str) -> list[Json]:
 
 def _texts(parts: object, where: str) -> list[str]:
     """Return the texts of a content that may contain only text parts."""
-    return [_part_text(part, place, "output_text") for part, place in _parts(parts, where)]
+    return [_part_text(part, path, "output_text") for part, path in _parts(parts, where)]
 
 
 def _parts(parts: object, where: str) -> list[tuple[Mapping[str, Any], str]]:

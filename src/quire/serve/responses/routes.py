@@ -25,7 +25,7 @@ from quire.serve.responses.store import Stored, process_of
 MAX_ITEMS = 100
 
 
-class KeptRoute(BoundedRoute):
+class StoredRoute(BoundedRoute):
     """A route for a stored response, which another API process may hold."""
 
     def get_route_handler(self) -> Any:
@@ -43,7 +43,7 @@ class KeptRoute(BoundedRoute):
 
 
 router = APIRouter(route_class=BoundedRoute)
-kept = APIRouter(route_class=KeptRoute)
+stored_router = APIRouter(route_class=StoredRoute)
 
 
 @router.post("/v1/responses", dependencies=[Depends(generating)])
@@ -65,7 +65,7 @@ async def create_response(body: ResponsesRequest, request: fastapi.Request, api:
     return with_warnings(response, turn.chat.grammar)
 
 
-@kept.get("/v1/responses/{response_id}")
+@stored_router.get("/v1/responses/{response_id}")
 async def show_response(
     response_id: str,
     request: fastapi.Request,
@@ -85,7 +85,7 @@ async def show_response(
     return Response(stored.response, media_type="application/json")
 
 
-@kept.delete("/v1/responses/{response_id}")
+@stored_router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
     """Delete a response. A response that runs in the background is cancelled."""
     running, _ = _found(api, request, response_id)
@@ -95,7 +95,7 @@ async def delete_response(response_id: str, request: fastapi.Request, api: Api) 
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@kept.post("/v1/responses/{response_id}/cancel")
+@stored_router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, request: fastapi.Request, api: Api) -> Response:
     """Cancel a response that runs in the background, and return it. An ended one is unchanged."""
     running, stored = _found(api, request, response_id)
@@ -109,7 +109,7 @@ async def cancel_response(response_id: str, request: fastapi.Request, api: Api) 
     return Response(stored.response, media_type="application/json")
 
 
-@kept.get("/v1/responses/{response_id}/input_items")
+@stored_router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
     request: fastapi.Request,
@@ -126,10 +126,10 @@ async def list_input_items(
     items = msgspec.json.decode(stored.items)
     items = items[::-1] if order == "desc" else items
     if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
+        positions = [position for position, item in enumerate(items) if item["id"] == after]
+        if not positions:
             raise bad_request(f"after: there is no item {shown(after)} in this input.", "after")
-        items = items[places[0] + 1 :]
+        items = items[positions[0] + 1 :]
     page = items[:limit]
     ends = [page[0]["id"], page[-1]["id"]] if page else ["", ""]
     return {
@@ -182,10 +182,10 @@ def _events(running: RunningResponse | None, stored: Stored | None, first: int) 
             "stream: only a response created with background=true and stream=true can be streamed."
         )
         raise bad_request(text, "stream")
-    return _kept(stored.events[first:])
+    return _stored_events(stored.events[first:])
 
 
-async def _kept(events: tuple[bytes, ...]) -> Events:
+async def _stored_events(events: tuple[bytes, ...]) -> Events:
     for each in events:
         yield each
 

@@ -81,7 +81,7 @@ def _writer(
 def _described(body: ResponsesRequest, chat: Chat, response_id: str) -> Json:
     """Return a response without its output: the requested parameters, with defaults applied."""
     params, text, reasoning = chat.job.request.params, body.text, body.reasoning
-    asked_format = text.format if text is not None else None
+    requested_format = text.format if text is not None else None
     return {
         "id": response_id,
         "object": "response",
@@ -104,7 +104,7 @@ def _described(body: ResponsesRequest, chat: Chat, response_id: str) -> Json:
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": {
-            "format": asked_format or {"type": "text"},
+            "format": requested_format or {"type": "text"},
             "verbosity": None if text is None else text.verbosity,
         },
         "reasoning": {

@@ -61,11 +61,11 @@ class _Shelf:
 
 
 class ResponseStore:
-    """Stored responses, which only their owner (a key's tenant) can find. most_bytes: maximum size
+    """Stored responses, which only their owner (a key's tenant) can find. max_bytes: maximum size
     of all responses together; 0 stores none."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._shelves: dict[str, _Shelf] = {}
 
     @property
@@ -74,14 +74,14 @@ class ResponseStore:
 
     def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """Store a response, unless it is larger than the whole store."""
-        if stored.num_bytes > self._most_bytes:
+        if stored.num_bytes > self._max_bytes:
             return
         shelf = self._shelves.setdefault(owner, _Shelf())
         shelf.responses[response_id] = stored
         shelf.num_bytes += stored.num_bytes
         for item_id in stored.item_ids:
             shelf.by_item[item_id] = response_id
-        while self.num_bytes > self._most_bytes:
+        while self.num_bytes > self._max_bytes:
             largest = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
             self.remove(largest, next(iter(self._shelves[largest].responses)))
 
@@ -110,13 +110,13 @@ class ResponseStore:
     def conversation(self, owner: str, response_id: str) -> list[Stored] | str:
         """Return a response and its predecessors, oldest first; or the id of a missing one."""
         found: list[Stored] = []
-        wanted: str | None = response_id
-        while wanted is not None:
-            stored = self.get(owner, wanted)
+        next_id: str | None = response_id
+        while next_id is not None:
+            stored = self.get(owner, next_id)
             if stored is None:
-                return wanted
+                return next_id
             found.append(stored)
-            wanted = stored.previous
+            next_id = stored.previous
         return found[::-1]
 
     def with_item(self, owner: str, item_id: str) -> Stored | None:

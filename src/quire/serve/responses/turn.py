@@ -118,7 +118,7 @@ class Turn:
 
     def _events_of(self, chunks: list[Json]) -> list[Json]:
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
-        return [told for choice in choices for told in self.writer.take(choice)]
+        return [event_json for choice in choices for event_json in self.writer.take(choice)]
 
     def _usage(self) -> Json:
         found = usage_json([[self.choice]])

@@ -56,8 +56,8 @@ class OutputItem:
         """Return the event of a text delta."""
         self._texts.append(text)
         self.logprobs += logprobs
-        beside: Json = {"logprobs": logprobs} if self.kind == "message" else {}
-        return [self._about(f"{EVENTS[self.kind]}.delta", delta=text, **beside)]
+        logprob_fields: Json = {"logprobs": logprobs} if self.kind == "message" else {}
+        return [self._about(f"{EVENTS[self.kind]}.delta", delta=text, **logprob_fields)]
 
     def end(self, status: str) -> tuple[Json, list[Json]]:
         """Return the complete item, and the events after its last text."""
@@ -68,8 +68,8 @@ class OutputItem:
             name: Json = {"name": self.call["name"]} if self.kind == "function_call" else {}
             found.append(self._about(done, **{CALLS[self.kind]: self.text}, **name))
         else:
-            beside: Json = {"logprobs": self.logprobs} if self.kind == "message" else {}
-            found.append(self._about(done, text=self.text, **beside))
+            logprob_fields: Json = {"logprobs": self.logprobs} if self.kind == "message" else {}
+            found.append(self._about(done, text=self.text, **logprob_fields))
             found.append(self._about("response.content_part.done", part=part))
         found.append(self._event("response.output_item.done", item=item))
         return item, found
@@ -89,8 +89,8 @@ class OutputItem:
 
     def _about(self, kind: str, **fields: Any) -> Json:
         """Return an event on the item's text."""
-        place: Json = {} if self.kind in CALLS else {"content_index": 0}
-        return self._event(kind, item_id=self.id, **place, **fields)
+        index_field: Json = {} if self.kind in CALLS else {"content_index": 0}
+        return self._event(kind, item_id=self.id, **index_field, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Json:
         return {"type": kind, "output_index": self.index, **fields}
@@ -138,7 +138,9 @@ class ResponseWriter:
 
     def begin(self) -> list[Json]:
         """Return the first events."""
-        return self._numbered([self._told("created"), self._told(self.response["status"])])
+        return self._numbered(
+            [self._response_event("created"), self._response_event(self.response["status"])]
+        )
 
     def take(self, choice: Json) -> list[Json]:
         """Return the events of one choice of a chunk."""
@@ -147,7 +149,7 @@ class ResponseWriter:
         found: list[Json] = []
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
-            found.append(self._told("in_progress"))
+            found.append(self._response_event("in_progress"))
         if text := delta.get("reasoning"):
             found += self._write("reasoning", text)
         if text := delta.get("content"):
@@ -227,7 +229,7 @@ class ResponseWriter:
         self._num_seen += len(entries)
         self._logprobs += entries[skip:]
 
-    def _told(self, name: str) -> Json:
+    def _response_event(self, name: str) -> Json:
         return {"type": f"response.{name}", "response": dict(self.response)}
 
     def _last(self) -> Json:

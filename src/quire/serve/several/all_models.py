@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from quire.base.messages import HeldRequest, PinnedPrefix
+from quire.base.messages import PinnedPrefix, RetainedRequest
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.observability.merged_metrics import merged
 from quire.serve.several.link import ModelLink
@@ -31,10 +31,10 @@ class AllModels:
 
     def _state(self, name: str) -> ModelState:
         """Return the supervisor's view of a model, with NO_ANSWER if its core does not answer."""
-        told = self._link.states[name]
-        if told.state == LOADED and not self._clients[name].is_alive:
-            return msgspec.structs.replace(told, why=NO_ANSWER)
-        return told
+        reported = self._link.states[name]
+        if reported.state == LOADED and not self._clients[name].is_alive:
+            return msgspec.structs.replace(reported, why=NO_ANSWER)
+        return reported
 
     @property
     def is_alive(self) -> bool:
@@ -63,8 +63,8 @@ class AllModels:
     async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
         return any([await each.unpin(prefix_id, tenant) for each in self._clients.values()])
 
-    async def held(self, tenant: str | None = None) -> list[HeldRequest]:
-        found: list[HeldRequest] = []
+    async def held(self, tenant: str | None = None) -> list[RetainedRequest]:
+        found: list[RetainedRequest] = []
         for client in self._clients.values():
             found += await client.held(tenant=tenant)
         return found

@@ -54,7 +54,7 @@ class ModelFront:
 def share_context(context: ApiContext, fronts: Sequence[ModelFront], link: ModelLink) -> None:
     """Create the contexts of all models and link them to each other. context: the first model's."""
     others = [
-        context.beside(
+        context.with_model(
             front.observers.client, front.text.renderer, front.text.requests, front.names
         )
         for front in fronts[1:]
@@ -65,4 +65,4 @@ def share_context(context: ApiContext, fronts: Sequence[ModelFront], link: Model
     for each, front in zip(context.models, fronts, strict=True):
         assert front.leased is not None
         each.models, each.all_models = context.models, all_models
-        each.be_known = front.leased.be_known
+        each.wait_until_known = front.leased.wait_until_known

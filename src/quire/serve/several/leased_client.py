@@ -11,7 +11,7 @@ import msgspec
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import EngineDead, RequestError
 from quire.base.live import LiveFrame
-from quire.base.messages import AskCancel, HeldRequest, PinnedPrefix, Request
+from quire.base.messages import CancelRequests, PinnedPrefix, Request, RetainedRequest
 from quire.base.requests.outputs import RequestOutput
 from quire.engine.client.async_client import ForwardingClient
 from quire.engine.client.fleet import CoreClient
@@ -38,7 +38,8 @@ class _Waiting:
 
 
 class LeasedClient(ForwardingClient):
-    """Client that holds a lease on its model during each request. Only `generate` and `be_known`
+    """Client that holds a lease on its model during each request. Only `generate` and
+    `wait_until_known`
     load the model. Queries about an unloaded model get empty results. model: its first name."""
 
     def __init__(
@@ -59,11 +60,11 @@ class LeasedClient(ForwardingClient):
     def is_alive(self) -> bool:
         """Whether the model answers, or a request can load it. A model whose process died or that
         failed to load is not alive until it is loaded again."""
-        told = self._link.states[self._model]
-        can_come = told.state in (UNLOADED, LOADING, UNLOADING) and not told.why
+        reported = self._link.states[self._model]
+        can_come = reported.state in (UNLOADED, LOADING, UNLOADING) and not reported.why
         return self._client.is_alive or can_come
 
-    async def be_known(self) -> None:
+    async def wait_until_known(self) -> None:
         """Load the model if it was never loaded, so that its limits become known. Raise EngineDead
         or EngineBusy."""
         try:
@@ -167,7 +168,7 @@ class LeasedClient(ForwardingClient):
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
+    ) -> list[RetainedRequest]:
         return await super().held(request_id, index, tenant) if self.is_loaded else []
 
     async def reset_prefix_cache(self) -> None:
@@ -176,8 +177,8 @@ class LeasedClient(ForwardingClient):
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         """Cancel requests, including requests that wait for the model in this process."""
-        asked = AskCancel(0, request_ids, tenant)
-        ended = [name for name, each in self._waiting.items() if asked.means(each.request)]
+        query = CancelRequests(0, request_ids, tenant)
+        ended = [name for name, each in self._waiting.items() if query.matches(each.request)]
         for name in ended:
             self._waiting[name].end()
         there = await super().cancel(request_ids, tenant) if self.is_loaded else []

@@ -17,13 +17,13 @@ from quire.serve.several.messages import (
     LOADING,
     MAX_WIRE_BYTES,
     UNLOADED,
-    Ask,
     Deny,
-    FromKeeper,
+    FromManager,
     GiveBack,
-    GiveWay,
     ModelState,
+    RequestLease,
     States,
+    UnloadModel,
     link_codec,
 )
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("quire")
 
 MAX_WAITING = 1024  # maximum number of requests per model that wait for it, in one API process
 
-_GONE = "the process that loads models does not answer; the server is ending."
+_NO_SUPERVISOR = "the process that loads models does not answer; the server is ending."
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Lease:
 
 
 @dataclass
-class _Wanted:
+class _LeaseRequest:
     """A requested lease, and the requests that wait for it."""
 
     number: int
@@ -61,7 +61,7 @@ class ModelLink:
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._leases: dict[str, Lease] = {}  # leases that new requests may use, if open
-        self._wanted: dict[str, _Wanted] = {}
+        self._requested: dict[str, _LeaseRequest] = {}
         self._num_leases = 0
         self._changed = asyncio.Event()
         self.states: dict[str, ModelState] = {}
@@ -71,7 +71,7 @@ class ModelLink:
         try:
             reader, self._writer = await asyncio.open_unix_connection(str(self._path))
         except OSError as error:
-            raise EngineDead(_GONE) from error
+            raise EngineDead(_NO_SUPERVISOR) from error
         self._task = asyncio.create_task(self._follow(reader))
         await self._wait_for_states(lambda: bool(self.states))
 
@@ -90,20 +90,20 @@ class ModelLink:
         """Load a model, if necessary, and keep it loaded while the block runs. wait_s: the
         caller's own limit, if shorter. Raise EngineDead if loading fails, EngineBusy if it takes
         too long."""
-        held = self._leases.get(model)
-        if held is not None and held.is_open:
-            held.num_open += 1
+        granted_lease = self._leases.get(model)
+        if granted_lease is not None and granted_lease.is_open:
+            granted_lease.num_open += 1
         else:
-            held = await self._wait(model, wait_s)
+            granted_lease = await self._wait(model, wait_s)
         try:
             yield
         finally:
-            self._leave(model, held)
+            self._leave(model, granted_lease)
 
     def deny_all(self, why: str) -> None:
         """Fail all waiting requests."""
-        for wanted in self._wanted.values():
-            _deny(wanted, why)
+        for requested in self._requested.values():
+            _deny(requested, why)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -116,9 +116,9 @@ class ModelLink:
 
     async def _wait(self, model: str, wait_s: float | None) -> Lease:
         """Wait for a lease. A granted lease already counts its waiters."""
-        wanted = self._ask(model)
+        requested = self._request_lease(model)
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        wanted.waiting.add(granted)
+        requested.waiting.add(granted)
         seconds = self._wait_s if wait_s is None else min(wait_s, self._wait_s)
         try:
             async with asyncio.timeout(seconds):
@@ -133,35 +133,35 @@ class ModelLink:
                 ) from None
             raise
         finally:
-            wanted.waiting.discard(granted)
-            if not wanted.waiting and self._wanted.get(model) is wanted:
-                del self._wanted[model]
-                self._send(GiveBack(model, wanted.number))
+            requested.waiting.discard(granted)
+            if not requested.waiting and self._requested.get(model) is requested:
+                del self._requested[model]
+                self._send(GiveBack(model, requested.number))
 
-    def _ask(self, model: str) -> _Wanted:
+    def _request_lease(self, model: str) -> _LeaseRequest:
         """Return the requested lease on a model; request one if there is none. Raise EngineDead if
         the supervisor does not answer, EngineBusy if too many requests wait."""
         if self._task is None or self._task.done():
-            raise EngineDead(_GONE)
-        wanted = self._wanted.get(model)
-        if wanted is None:
+            raise EngineDead(_NO_SUPERVISOR)
+        requested = self._requested.get(model)
+        if requested is None:
             self._num_leases += 1
-            wanted = self._wanted[model] = _Wanted(self._num_leases)
-            self._send(Ask(model, wanted.number))
-        if len(wanted.waiting) >= MAX_WAITING:
+            requested = self._requested[model] = _LeaseRequest(self._num_leases)
+            self._send(RequestLease(model, requested.number))
+        if len(requested.waiting) >= MAX_WAITING:
             raise EngineBusy(
                 f"{MAX_WAITING} requests are waiting for model {model} already; try again later."
             )
-        return wanted
+        return requested
 
-    def _leave(self, model: str, held: Lease) -> None:
+    def _leave(self, model: str, granted_lease: Lease) -> None:
         """End one use of a lease; return the lease after its last use."""
-        held.num_open -= 1
-        if held.num_open:
+        granted_lease.num_open -= 1
+        if granted_lease.num_open:
             return
-        if self._leases.get(model) is held:
+        if self._leases.get(model) is granted_lease:
             del self._leases[model]
-        self._send(GiveBack(model, held.number))
+        self._send(GiveBack(model, granted_lease.number))
 
     def _why_not(self, model: str) -> str:
         """Return why a model is not loaded, for an error message."""
@@ -176,7 +176,7 @@ class ModelLink:
     async def _wait_for_states(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             if self._task is None or self._task.done():
-                raise EngineDead(_GONE)
+                raise EngineDead(_NO_SUPERVISOR)
             self._changed.clear()
             await self._changed.wait()
 
@@ -196,41 +196,41 @@ class ModelLink:
         except EngineError as error:
             logger.error("the connection to the process that loads models failed: %s", error)
         finally:
-            self.deny_all(_GONE)
+            self.deny_all(_NO_SUPERVISOR)
             self._changed.set()
 
-    def _take(self, message: FromKeeper) -> None:
+    def _take(self, message: FromManager) -> None:
         if isinstance(message, States):
             self.states = {each.name: each for each in message.models}
             self._changed.set()
-        elif isinstance(message, GiveWay):
-            held = self._leases.get(message.model)
-            if held is not None:
-                held.is_open = False
+        elif isinstance(message, UnloadModel):
+            granted_lease = self._leases.get(message.model)
+            if granted_lease is not None:
+                granted_lease.is_open = False
         else:
-            wanted = self._wanted.get(message.model)
-            if wanted is None or wanted.number != message.lease:
+            requested = self._requested.get(message.model)
+            if requested is None or requested.number != message.lease:
                 return  # all waiting requests have ended, and the lease was returned
-            del self._wanted[message.model]
+            del self._requested[message.model]
             if isinstance(message, Deny):
                 why = f"model {message.model} is not available: {message.why}"
-                _deny(wanted, why)
+                _deny(requested, why)
             else:
-                self._grant(message.model, wanted)
+                self._grant(message.model, requested)
 
-    def _grant(self, model: str, wanted: _Wanted) -> None:
-        held = Lease(wanted.number)
-        for granted in wanted.waiting:
+    def _grant(self, model: str, requested: _LeaseRequest) -> None:
+        granted_lease = Lease(requested.number)
+        for granted in requested.waiting:
             if not granted.done():
-                held.num_open += 1
-                granted.set_result(held)
-        if held.num_open:
-            self._leases[model] = held
+                granted_lease.num_open += 1
+                granted.set_result(granted_lease)
+        if granted_lease.num_open:
+            self._leases[model] = granted_lease
         else:
-            self._send(GiveBack(model, held.number))
+            self._send(GiveBack(model, granted_lease.number))
 
 
-def _deny(wanted: _Wanted, why: str) -> None:
-    for granted in wanted.waiting:
+def _deny(requested: _LeaseRequest, why: str) -> None:
+    for granted in requested.waiting:
         if not granted.done():
             granted.set_exception(EngineDead(why))

@@ -33,7 +33,7 @@ class ModelState(msgspec.Struct, frozen=True):
     num_loads: int = 0  # number of times that the model was loaded
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class RequestLease(msgspec.Struct, frozen=True, tag=True):
     model: str
     lease: int
 
@@ -48,7 +48,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     lease: int
 
 
-class GiveWay(msgspec.Struct, frozen=True, tag=True):
+class UnloadModel(msgspec.Struct, frozen=True, tag=True):
     model: str
 
 
@@ -62,18 +62,18 @@ class States(msgspec.Struct, frozen=True, tag=True):
     models: list[ModelState]
 
 
-ToKeeper = Ask | GiveBack
-FromKeeper = Grant | GiveWay | Deny | States
+ToManager = RequestLease | GiveBack
+FromManager = Grant | UnloadModel | Deny | States
 
 
-def keeper_codec() -> Codec[ToKeeper]:
+def manager_codec() -> Codec[ToManager]:
     """Return the codec of the supervisor."""
-    return Codec(ToKeeper, _refuse, _refuse, MAX_WIRE_BYTES)
+    return Codec(ToManager, _refuse, _refuse, MAX_WIRE_BYTES)
 
 
-def link_codec() -> Codec[FromKeeper]:
+def link_codec() -> Codec[FromManager]:
     """Return the codec of an API process."""
-    return Codec(FromKeeper, _refuse, _refuse, MAX_WIRE_BYTES)
+    return Codec(FromManager, _refuse, _refuse, MAX_WIRE_BYTES)
 
 
 def _refuse(*_: object) -> object:

@@ -50,14 +50,14 @@ class Denied:
 
 
 @dataclass(frozen=True)
-class MakeWay:
+class NotifyHolder:
     """Order to notify a holder of leases that the model will be unloaded."""
 
     model: str
     holder: int
 
 
-Order = Start | Stop | Granted | Denied | MakeWay
+Order = Start | Stop | Granted | Denied | NotifyHolder
 
 
 @dataclass
@@ -68,15 +68,17 @@ class Resident:
     state: str = UNLOADED
     why: str = ""
     leases: set[Lease] = field(default_factory=set)  # granted leases
-    asked: dict[Lease, float] = field(default_factory=dict)  # waiting leases and their times
-    told: set[int] = field(default_factory=set)  # holders that know that the model will be unloaded
+    requested: dict[Lease, float] = field(default_factory=dict)  # waiting leases and their times
+    notified: set[int] = field(
+        default_factory=set
+    )  # holders that know that the model will be unloaded
     since_s: float = 0.0  # time of the last change of state
     used_s: float = 0.0  # time of the last use
     load_s: float = 0.0
     num_loads: int = 0
 
     @property
-    def has_place(self) -> bool:
+    def occupies_slot(self) -> bool:
         return self.state in (LOADING, LOADED, UNLOADING)
 
     def turn_ends_s(self) -> float:
@@ -102,14 +104,14 @@ class Residency:
 
     # ---- events ------------------------------------------------------------------------------
 
-    def ask(self, model: str, lease: Lease, now_s: float) -> None:
+    def request(self, model: str, lease: Lease, now_s: float) -> None:
         """Record a request for a lease."""
-        self.models[model].asked[lease] = now_s
+        self.models[model].requested[lease] = now_s
 
     def give_back(self, model: str, lease: Lease, now_s: float) -> None:
         """Record that a lease was returned or withdrawn. Unknown leases are ignored."""
         resident = self.models[model]
-        resident.asked.pop(lease, None)
+        resident.requested.pop(lease, None)
         if lease in resident.leases:
             resident.leases.remove(lease)
             resident.used_s = now_s
@@ -117,7 +119,7 @@ class Residency:
     def forget(self, holder: int, now_s: float) -> None:
         """Take back all leases and requests of a holder that has ended."""
         for model, resident in self.models.items():
-            for lease in [*resident.leases, *resident.asked]:
+            for lease in [*resident.leases, *resident.requested]:
                 if lease[0] == holder:
                     self.give_back(model, lease, now_s)
 
@@ -152,19 +154,19 @@ class Residency:
         for resident in self.models.values():
             orders += self._denied(resident, now_s)
         waiting = self._waiting()
-        giving_way = self._make_room(waiting, now_s, orders)
+        unloading = self._make_room(waiting, now_s, orders)
         for resident in self.models.values():
             if resident.state != LOADED:
                 continue
-            if resident in giving_way:
-                orders += self._told(resident)
+            if resident in unloading:
+                orders += self._notifications(resident)
                 continue
-            resident.told.clear()
-            orders += [Granted(resident.name, lease) for lease in resident.asked]
-            resident.leases |= resident.asked.keys()
-            if resident.asked:
+            resident.notified.clear()
+            orders += [Granted(resident.name, lease) for lease in resident.requested]
+            resident.leases |= resident.requested.keys()
+            if resident.requested:
                 resident.used_s = now_s
-                resident.asked.clear()
+                resident.requested.clear()
             if self._idle_s and not resident.leases and now_s >= resident.used_s + self._idle_s:
                 orders.append(self._stop(resident, now_s))
         return orders
@@ -182,25 +184,27 @@ class Residency:
     def _denied(self, resident: Resident, now_s: float) -> list[Order]:
         """Reject the waiting leases of a model that cannot be loaded."""
         again_s = resident.since_s + RETRY_S
-        if resident.state == FAILED and any(at >= again_s for at in resident.asked.values()):
+        if resident.state == FAILED and any(at >= again_s for at in resident.requested.values()):
             resident.enter(UNLOADED, now_s, resident.why)
         if resident.state not in (FAILED, DEAD):
             return []
-        denied: list[Order] = [Denied(resident.name, each, resident.why) for each in resident.asked]
-        resident.asked.clear()
+        denied: list[Order] = [
+            Denied(resident.name, each, resident.why) for each in resident.requested
+        ]
+        resident.requested.clear()
         return denied
 
     def _waiting(self) -> list[Resident]:
         """Return the models to load, in the order of their oldest requests."""
-        found = [each for each in self.models.values() if each.asked and each.state == UNLOADED]
-        return sorted(found, key=lambda each: min(each.asked.values()))
+        found = [each for each in self.models.values() if each.requested and each.state == UNLOADED]
+        return sorted(found, key=lambda each: min(each.requested.values()))
 
     def _make_room(
         self, waiting: list[Resident], now_s: float, orders: list[Order]
     ) -> list[Resident]:
         """Start models for which there is room, and stop unused ones if others wait. Return the
         models to unload when their leases are returned."""
-        num_free = self.max_loaded - sum(each.has_place for each in self.models.values())
+        num_free = self.max_loaded - sum(each.occupies_slot for each in self.models.values())
         for resident in waiting[: max(0, num_free)]:
             resident.enter(LOADING, now_s, resident.why)
             orders.append(Start(resident.name))
@@ -210,18 +214,18 @@ class Residency:
         may_go = [each for each in loaded if now_s >= each.turn_ends_s()]
         # Prefer models that were chosen before, because their leases become fewer with each that
         # ends.
-        may_go.sort(key=lambda each: (bool(each.leases), not each.told, each.used_s))
+        may_go.sort(key=lambda each: (bool(each.leases), not each.notified, each.used_s))
         victims = may_go[: max(0, num_lacking)]
         orders += [self._stop(each, now_s) for each in victims if not each.leases]
         return [each for each in victims if each.leases]
 
-    def _told(self, resident: Resident) -> list[Order]:
+    def _notifications(self, resident: Resident) -> list[Order]:
         """Return orders to notify holders of leases, who then begin no more requests."""
-        new = {holder for holder, _ in resident.leases} - resident.told
-        resident.told |= new
-        return [MakeWay(resident.name, holder) for holder in sorted(new)]
+        new = {holder for holder, _ in resident.leases} - resident.notified
+        resident.notified |= new
+        return [NotifyHolder(resident.name, holder) for holder in sorted(new)]
 
     def _stop(self, resident: Resident, now_s: float) -> Stop:
-        resident.told.clear()
+        resident.notified.clear()
         resident.enter(UNLOADING, now_s)
         return Stop(resident.name)

@@ -39,7 +39,7 @@ class ModelNeeds(msgspec.Struct, frozen=True):
     weights: int
     workspace: int
     one_sequence: int  # KV pool for the longest sequence; 0 if any size will do
-    most: int | None  # KV pool if the model ran alone; 0 for an encoder; None if unknown
+    highest: int | None  # KV pool if the model ran alone; 0 for an encoder; None if unknown
 
 
 class Needs(msgspec.Struct, frozen=True):
@@ -51,13 +51,13 @@ class Needs(msgspec.Struct, frozen=True):
     total: int  # all bytes of the device's memory
 
 
-def shared_out(
-    models: Sequence[ServedModel], most_loaded: int | None, log_level: str
+def with_pools(
+    models: Sequence[ServedModel], max_loaded: int | None, log_level: str
 ) -> list[ServedModel]:
     """Return the models with the sizes of their KV pools, and log the division. Raises OutOfMemory
     if the memory is too small, ConfigError if a model cannot be loaded at all."""
-    needs = _ask([model.engine for model in models], log_level)
-    num_loaded = min(most_loaded or len(models), len(models))
+    needs = _measure_needs([model.engine for model in models], log_level)
+    num_loaded = min(max_loaded or len(models), len(models))
     own = [model.own_pool_bytes for model in models]
     engines = [model.engine for model in models if model.own_pool_bytes is None]
     budget = _largest((each or 0 for each in own), num_loaded)
@@ -96,35 +96,35 @@ def pool_budget(needs: Needs, num_loaded: int, engine: EngineConfig) -> int:
 def split(needs: Needs, num_loaded: int, budget: int, own: Sequence[int | None]) -> list[int]:
     """Return the bytes of each pool. own: pool sizes set for single models. Raises OutOfMemory if
     the pools cannot hold one sequence of each model."""
-    least = [
+    min_pools = [
         each.one_sequence if given is None else given
         for each, given in zip(needs.models, own, strict=True)
     ]
-    rest = budget - _largest(least, num_loaded)
+    rest = budget - _largest(min_pools, num_loaded)
     if rest < 0:
         raise OutOfMemory(
             f"the KV pools may use {budget / MIB:,.0f} MiB together, but one sequence of"
             f" max_model_len for each of {num_loaded} models needs {(budget - rest) / MIB:,.0f}"
             " MiB. Lower max_model_len or max_loaded_models, or raise kv_cache_memory_bytes."
         )
-    factor, most = 0.0, budget / max(1, min(each.weights for each in needs.models))
+    factor, highest = 0.0, budget / max(1, min(each.weights for each in needs.models))
     for _ in range(BISECTIONS):
-        middle = (factor + most) / 2
-        fits = _largest(_pools(needs, least, own, middle), num_loaded) <= budget
-        factor, most = (middle, most) if fits else (factor, middle)
-    return _pools(needs, least, own, factor)
+        middle = (factor + highest) / 2
+        fits = _largest(_pools(needs, min_pools, own, middle), num_loaded) <= budget
+        factor, highest = (middle, highest) if fits else (factor, middle)
+    return _pools(needs, min_pools, own, factor)
 
 
 def _pools(
-    needs: Needs, least: Sequence[int], own: Sequence[int | None], factor: float
+    needs: Needs, min_pools: Sequence[int], own: Sequence[int | None], factor: float
 ) -> list[int]:
     """Return pools of the minimum size plus `factor` bytes per byte of weights, up to each model's
     maximum."""
     pools = []
-    for each, first, given in zip(needs.models, least, own, strict=True):
+    for each, first, given in zip(needs.models, min_pools, own, strict=True):
         pool = first + int(factor * max(1, each.weights))
-        most = pool if each.most is None else max(each.most, first)
-        pools.append(first if given is not None else min(pool, most))
+        highest = pool if each.highest is None else max(each.highest, first)
+        pools.append(first if given is not None else min(pool, highest))
     return pools
 
 
@@ -164,7 +164,7 @@ def _with_pool(model: ServedModel, pool: int) -> ServedModel:
     return dataclasses.replace(model, engine=dataclasses.replace(model.engine, cache=cache))
 
 
-def _ask(engines: list[EngineConfig], log_level: str) -> Needs:
+def _measure_needs(engines: list[EngineConfig], log_level: str) -> Needs:
     """Return the models' needs, computed in a child process. Raises ConfigError if that fails; the
     child has then printed the error."""
     reading, writing = os.pipe()

@@ -70,8 +70,8 @@ def _needs(config: EngineConfig) -> tuple[ModelNeeds, str]:
     workspace = workspace_of(found.config, own)
     if own.is_encoder:  # an encoder computes a prompt in one step
         return ModelNeeds(found.weights_bytes, workspace, 0, 0), found.config.device
-    most = found.memory.pool_bytes if found.memory else None
-    needs = ModelNeeds(found.weights_bytes, workspace, _one_sequence(found.config, own), most)
+    max_pool = found.memory.pool_bytes if found.memory else None
+    needs = ModelNeeds(found.weights_bytes, workspace, _one_sequence(found.config, own), max_pool)
     return needs, found.config.device
 
 
@@ -93,10 +93,10 @@ def _one_sequence(config: EngineConfig, spec: ModelSpec) -> int:
             return False
         return True
 
-    return least(fits)
+    return min_bytes(fits)
 
 
-def least(fits: Callable[[int], bool]) -> int:
+def min_bytes(fits: Callable[[int], bool]) -> int:
     """Return approximately the smallest number of bytes that fits, rounded up."""
     high = MIB // 16
     while not fits(high):

@@ -89,7 +89,7 @@ Scalar = int | float | bool | str
 
 
 @dataclass(frozen=True)
-class ArrayPlace:
+class ArrayEntry:
     """An array of the metadata whose size was checked, but which was not read."""
 
     kind: int
@@ -98,7 +98,7 @@ class ArrayPlace:
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorEntry:
     """The place of a tensor in the file. `shape` is torch's; the file reverses the dimensions."""
 
     name: str
@@ -145,11 +145,11 @@ class GGUFFile:
         counts = Counter(place.kind.name for place in self.tensors.values())
         return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
-    def data(self, place: TensorPlace) -> memoryview:
+    def data(self, place: TensorEntry) -> memoryview:
         """Return a tensor's blocks, mapped."""
         return memoryview(self._map)[place.start : place.start + place.num_bytes]
 
-    def forget(self, place: TensorPlace) -> None:
+    def forget(self, place: TensorEntry) -> None:
         """Release the memory of a tensor's mapped blocks; the next access reads them again."""
         first = place.start // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, first, place.start + place.num_bytes - first)
@@ -198,23 +198,23 @@ class GGUFFile:
             struct.unpack_from(f"<{place.count}{NUMBERS[place.kind]}", self._map, place.start)
         )
 
-    def _value(self, key: str, default: Scalar | None) -> Scalar | ArrayPlace:
+    def _value(self, key: str, default: Scalar | None) -> Scalar | ArrayEntry:
         value = self.metadata.get(key, default)
         if value is None:
             raise ModelError(f"{self.path} lacks the metadata {key}, so it cannot be used.")
         return value
 
-    def _array(self, key: str, rule: str, kinds: set[int]) -> ArrayPlace | None:
+    def _array(self, key: str, rule: str, kinds: set[int]) -> ArrayEntry | None:
         value = self.metadata.get(key)
         if value is None:
             return None
-        if not isinstance(value, ArrayPlace) or (value.kind not in kinds and value.count):
+        if not isinstance(value, ArrayEntry) or (value.kind not in kinds and value.count):
             raise self._wrong(key, rule)
         return value
 
     def _wrong(self, key: str, rule: str) -> ModelError:
         value = self.metadata.get(key)
-        shown = "an array" if isinstance(value, ArrayPlace) else repr(value)[:60]
+        shown = "an array" if isinstance(value, ArrayEntry) else repr(value)[:60]
         return ModelError(f"{self.path}: the metadata {key} must be {rule}, not {shown}.")
 
 
@@ -265,7 +265,7 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error("a name in it is not UTF-8") from error
 
-    def array(self, depth: int = 0) -> ArrayPlace:
+    def array(self, depth: int = 0) -> ArrayEntry:
         """Skip an array after a check that the file contains all of it."""
         kind, count = self.integer("I"), self.integer("Q")
         start = self.position
@@ -279,9 +279,9 @@ class _Cursor:
                 self.array(depth + 1)
         else:
             raise self.error(f"an array in it has the unknown type {kind}")
-        return ArrayPlace(kind, count, start)
+        return ArrayEntry(kind, count, start)
 
-    def value(self) -> Scalar | ArrayPlace:
+    def value(self) -> Scalar | ArrayEntry:
         kind = self.integer("I")
         if kind in NUMBERS:
             return self.number(kind)
@@ -326,16 +326,16 @@ def _read_start(cursor: _Cursor) -> tuple[int, int]:
     version = cursor.integer("I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-        what = "it is big-endian" if swapped else f"its version is {version}"
-        raise cursor.error(f"{what}; versions 2 and 3, little-endian, are read")
+        problem = "it is big-endian" if swapped else f"its version is {version}"
+        raise cursor.error(f"{problem}; versions 2 and 3, little-endian, are read")
     num_tensors, num_pairs = cursor.integer("Q"), cursor.integer("Q")
     if num_tensors > MAX_TENSORS or num_pairs > MAX_PAIRS:
         raise cursor.error(f"it announces {num_tensors} tensors and {num_pairs} values")
     return num_tensors, num_pairs
 
 
-def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Scalar | ArrayPlace]:
-    metadata: dict[str, Scalar | ArrayPlace] = {}
+def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Scalar | ArrayEntry]:
+    metadata: dict[str, Scalar | ArrayEntry] = {}
     for _ in range(count):
         key = cursor.name()
         if key in metadata:
@@ -344,7 +344,7 @@ def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Scalar | ArrayPlace]:
     return metadata
 
 
-def _read_tensor(cursor: _Cursor) -> TensorPlace:
+def _read_tensor(cursor: _Cursor) -> TensorEntry:
     """Return a tensor's place, with `start` relative to the start of the data."""
     name = cursor.name()
     num_dims = cursor.integer("I")
@@ -362,14 +362,14 @@ def _read_tensor(cursor: _Cursor) -> TensorPlace:
     if prod(shape) == 0 or shape[-1] % kind.block_size:
         raise cursor.error(f"its tensor {name!r} of type {kind.name} has the shape {list(shape)}")
     num_bytes = prod(shape) // kind.block_size * kind.block_bytes
-    return TensorPlace(name, shape, kind, offset, num_bytes)
+    return TensorEntry(name, shape, kind, offset, num_bytes)
 
 
 def _placed(
-    infos: list[TensorPlace], data_start: int, alignment: int, cursor: _Cursor
-) -> dict[str, TensorPlace]:
+    infos: list[TensorEntry], data_start: int, alignment: int, cursor: _Cursor
+) -> dict[str, TensorEntry]:
     """Return the tensors by name, with `start` relative to the start of the file."""
-    tensors: dict[str, TensorPlace] = {}
+    tensors: dict[str, TensorEntry] = {}
     for info in infos:
         start = data_start + info.start
         if info.name in tensors:
@@ -383,7 +383,7 @@ def _placed(
             raise cursor.error(
                 f"its tensor {info.name!r} ends {missing} bytes after the end of the file"
             )
-        tensors[info.name] = TensorPlace(info.name, info.shape, info.kind, start, info.num_bytes)
+        tensors[info.name] = TensorEntry(info.name, info.shape, info.kind, start, info.num_bytes)
     if sum(info.num_bytes for info in infos) > cursor.size:
         raise cursor.error("its tensors overlap")
     return tensors

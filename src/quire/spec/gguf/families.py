@@ -74,7 +74,7 @@ def _gpt_oss(meta: Metadata, sizes: Config) -> Config:
 
 
 def _num_experts(meta: Metadata) -> int:
-    return meta.count("expert_count", 0, least=0)
+    return meta.count("expert_count", 0, minimum=0)
 
 
 def _experts(meta: Metadata, sizes: Config) -> Config:
@@ -112,7 +112,7 @@ def _gemma3(meta: Metadata, sizes: Config) -> Config:
             SLIDING: {"rope_theta": meta.number("rope.freq_base_swa", 10000.0)},
         },
     }
-    if meta.count("attention.sliding_window", 0, least=0) == 0:
+    if meta.count("attention.sliding_window", 0, minimum=0) == 0:
         return found | {"layer_types": [FULL] * sizes["num_hidden_layers"]}
     return found | _in_turn(meta, sizes, 6)
 
@@ -146,7 +146,7 @@ def _in_turn(
 
 def _olmo2(meta: Metadata, sizes: Config) -> Config:
     key = "attention.sliding_window"  # set by OLMo 3, whose files have the same architecture name
-    if meta.count(key, 0, least=0):
+    if meta.count(key, 0, minimum=0):
         raise meta.error(key, f"{meta.count(key)}; models of olmo2 have no windows here")
     return {}
 
@@ -178,7 +178,7 @@ def _cohere2(meta: Metadata, sizes: Config) -> Config:
 
 def _phi3(meta: Metadata, sizes: Config) -> Config:
     """Read the window, which llama.cpp ignores, and the context length of the training."""
-    window = meta.count("attention.sliding_window", 0, least=0)
+    window = meta.count("attention.sliding_window", 0, minimum=0)
     length = meta.count("rope.scaling.original_context_length", sizes["max_position_embeddings"])
     return {"sliding_window": window or None, "original_max_position_embeddings": length}
 
@@ -194,7 +194,7 @@ def _glm4(meta: Metadata, sizes: Config) -> Config:
 
 def layer_count(meta: Metadata) -> int:
     """Return the number of layers, without the layers at the end that propose draft tokens."""
-    num_blocks, others = meta.count("block_count"), meta.count(UNRUN_LAYERS, 0, least=0)
+    num_blocks, others = meta.count("block_count"), meta.count(UNRUN_LAYERS, 0, minimum=0)
     if others >= num_blocks:
         raise meta.error(UNRUN_LAYERS, f"{others} of {num_blocks} layers (block_count)")
     return num_blocks - others

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.base.errors import ModelError
-from quire.spec.gguf.container import ArrayPlace, GGUFFile
+from quire.spec.gguf.container import ArrayEntry, GGUFFile
 
 
 class Metadata:
@@ -22,12 +22,12 @@ class Metadata:
         return self.name(key) in self.file.metadata
 
     def is_array(self, key: str) -> bool:
-        return isinstance(self.file.metadata.get(self.name(key)), ArrayPlace)
+        return isinstance(self.file.metadata.get(self.name(key)), ArrayEntry)
 
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number from `least` on. Raises ModelError for any other value."""
+    def count(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """Return a whole number from `minimum` on. Raises ModelError for any other value."""
         value = self.file.integer(self.name(key), default)
-        if not least <= value < 1 << 31:
+        if not minimum <= value < 1 << 31:
             raise self.error(key, str(value))
         return value
 
@@ -49,9 +49,9 @@ class Metadata:
     def name(self, key: str) -> str:
         return f"{self.architecture}.{key}"
 
-    def error(self, key: str, what: str) -> ModelError:
-        """Return an error about a value. what: completes the sentence `the metadata KEY is `."""
-        return ModelError(f"{self.file.path}: the metadata {self.name(key)} is {what}.")
+    def error(self, key: str, problem: str) -> ModelError:
+        """Return an error about a value. problem: completes the sentence `the metadata KEY is `."""
+        return ModelError(f"{self.file.path}: the metadata {self.name(key)} is {problem}.")
 
     def vector(self, name: str, length: int) -> list[float]:
         """Return a float32 tensor of positive numbers as a list; empty if the file lacks it."""
@@ -102,8 +102,10 @@ def rope(meta: Metadata, rotated: int) -> dict[str, Any]:
             f" factor {factor} is not supported; supported are none, linear and yarn."
         )
     if kind != "yarn" and meta.number(ATTENTION_FACTOR, 1.0) != 1.0:
-        what = f"{meta.number(ATTENTION_FACTOR)}; it is supported only with yarn and Phi's divisors"
-        raise meta.error(ATTENTION_FACTOR, what)
+        problem = (
+            f"{meta.number(ATTENTION_FACTOR)}; it is supported only with yarn and Phi's divisors"
+        )
+        raise meta.error(ATTENTION_FACTOR, problem)
     divisors = meta.vector(FACTORS, rotated // 2)
     if kind == "yarn":
         if divisors:

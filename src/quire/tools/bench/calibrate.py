@@ -24,7 +24,7 @@ from quire.tools.bench.throughput import greedy
 from quire.tools.report import print_head
 from quire.tools.step_fitting import Fitted, Measured, fit_steps, lines_of, write_fitted
 
-MOST_OUTPUT = 24
+MAX_OUTPUT = 24
 MAX_TRAFFIC = 16  # half the maximum number of requests that arrive one by one
 PAUSES = 0.3  # share of requests that follow a pause
 PAUSE_S = (0.005, 0.04)
@@ -72,17 +72,17 @@ class StepListener:
 
 
 def draw_batch(
-    rng: np.random.Generator, most_rows: int, longest: int, vocab_size: int
+    rng: np.random.Generator, max_rows: int, longest: int, vocab_size: int
 ) -> list[BenchRequest]:
     """Draw one call's requests. Their number and lengths are uniform over orders of magnitude."""
-    num = round(2 ** rng.uniform(0, np.log2(2 * most_rows)))
-    max_length = min(LONGEST, max(2, longest - MOST_OUTPUT - 1))
+    num = round(2 ** rng.uniform(0, np.log2(2 * max_rows)))
+    max_length = min(LONGEST, max(2, longest - MAX_OUTPUT - 1))
     lengths = np.exp2(rng.uniform(1, np.log2(max_length), num)).astype(int).tolist()
     return [
         BenchRequest(
             rng.integers(0, vocab_size, length).tolist(),
             length,
-            int(rng.integers(2, min(MOST_OUTPUT, longest - length) + 1)),
+            int(rng.integers(2, min(MAX_OUTPUT, longest - length) + 1)),
         )
         for length in lengths
     ]
@@ -118,12 +118,12 @@ class Driver:
             params, name = greedy(each.output_len), f"calibrate-{self._num_requests}"
             assert isinstance(each.prompt, list), "tokens are drawn"
             self._client.add(Request(name, each.prompt, params, seed=0))
-            self._advance(int(self._rng.integers(1, MOST_OUTPUT)))
+            self._advance(int(self._rng.integers(1, MAX_OUTPUT)))
         self._advance(None)
 
-    def _draw(self, most_rows: int) -> list[BenchRequest]:
+    def _draw(self, max_rows: int) -> list[BenchRequest]:
         vocab_size = self._llm.engine.spec.vocab_size
-        return draw_batch(self._rng, most_rows, self._longest, vocab_size)
+        return draw_batch(self._rng, max_rows, self._longest, vocab_size)
 
     def _advance(self, max_steps: int | None) -> None:
         """Serve until `max_steps` steps are done or all requests have ended."""

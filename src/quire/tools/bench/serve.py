@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.tools.bench.asking import Asker, as_texts, make_asker
 from quire.tools.bench.bar import Bar
+from quire.tools.bench.bench_request import Asker, as_texts, make_asker
 from quire.tools.bench.datasets import BenchRequest, Tokens, make_requests
-from quire.tools.bench.guesses import Guesses, block_lines, read_guesses
-from quire.tools.bench.guesses import json_keys as guesses_json
+from quire.tools.bench.drafts import DraftCounts, block_lines, read_draft_counts
+from quire.tools.bench.drafts import json_keys as guesses_json
 from quire.tools.bench.load import Load
 from quire.tools.bench.metrics import (
     RequestResult,
@@ -38,8 +38,8 @@ from quire.tools.bench.metrics import (
     json_keys,
     measure,
 )
+from quire.tools.bench.shown_metrics import ShownMetrics
 from quire.tools.bench.tokens import LocalTokens, ServerTokens
-from quire.tools.bench.wanted import Wanted
 from quire.tools.http_client import HttpClient, HttpError, first_model
 from quire.tools.report import plain_facts, write_report
 
@@ -54,11 +54,11 @@ class Outcome:
     results: list[RequestResult]
     duration_s: float
     client_cpu_share: float  # cores that this process used
-    guesses: Guesses = Guesses()  # the server's draft tokens during the run
+    draft_counts: DraftCounts = DraftCounts()  # the server's draft tokens during the run
 
 
 async def send_all(
-    ask: Callable[[BenchRequest], Any],
+    send: Callable[[BenchRequest], Any],
     requests: list[BenchRequest],
     load: Load,
     done: Callable[[], None],
@@ -70,7 +70,7 @@ async def send_all(
 
     async def one(request: BenchRequest) -> RequestResult:
         async with slots:
-            result: RequestResult = await ask(request)
+            result: RequestResult = await send(request)
         done()
         return result
 
@@ -89,7 +89,7 @@ async def send_all(
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit status: 1 if all requests failed."""
-    wanted = Wanted.from_options(options)
+    shown_metrics = ShownMetrics.from_options(options)
     client = HttpClient(_base_url(options), _headers(options), verify=not options.insecure)
     load = Load(
         options.request_rate, options.burstiness, options.max_concurrency, options.seed
@@ -103,18 +103,20 @@ def run(options: argparse.Namespace) -> int:
         if asker.is_chat:
             requests = as_texts(requests, tokens)
         runner.run(_warm_up(asker, requests[0], options.num_warmups))
-        before = runner.run(read_guesses(client))
+        before = runner.run(read_draft_counts(client))
         with Bar(len(requests), enabled=not options.disable_tqdm) as bar:
-            outcome = runner.run(send_all(asker.ask, requests, load, bar.advance))
-        guesses = runner.run(read_guesses(client)).since(before)
+            outcome = runner.run(send_all(asker.send, requests, load, bar.advance))
+        draft_counts = runner.run(read_draft_counts(client)).since(before)
         runner.run(client.close())
     metrics = measure(
-        outcome.results, outcome.duration_s, wanted.percentiles, wanted.limits_ms
+        outcome.results, outcome.duration_s, shown_metrics.percentiles, shown_metrics.limits_ms
     )  # fmt: skip
-    more = block_lines(guesses)
-    print(block(metrics, wanted.shown, load.max_concurrency, load.rate_per_s, more), flush=True)
+    more = block_lines(draft_counts)
+    print(
+        block(metrics, shown_metrics.shown, load.max_concurrency, load.rate_per_s, more), flush=True
+    )
     _show_errors(outcome.results)
-    _save(options, model, metrics, dataclasses.replace(outcome, guesses=guesses))
+    _save(options, model, metrics, dataclasses.replace(outcome, draft_counts=draft_counts))
     return 1 if metrics.completed == 0 else 0
 
 
@@ -134,7 +136,7 @@ async def wait_until_ready(client: HttpClient, timeout_s: float) -> None:
 async def _warm_up(asker: Asker, request: BenchRequest, num: int) -> None:
     """Send requests one by one. Raises HttpError if one fails."""
     for _ in range(num):
-        result = await asker.ask(request)
+        result = await asker.send(request)
         if not result.is_ok:
             raise HttpError(f"the warm-up failed: {result.error}")
 
@@ -193,7 +195,7 @@ def _save(
         "seed": options.seed,
         "client_cpu_share": outcome.client_cpu_share,
     } | json_keys(metrics)
-    found |= guesses_json(outcome.guesses)
+    found |= guesses_json(outcome.draft_counts)
     if options.save_detailed:
         found |= json_details(outcome.results)
     write_report(options.output_json, found, plain_facts)

@@ -143,7 +143,7 @@ def share_of_limits(run: Run, cost: StepCost, limits: Limits) -> Share:
     decode_s = statistics.median(full) if full else float("nan")
     # A prompt's chunk samples only at its end; counting all its rows as sampling is close enough.
     flops = sum(cost.flops(step.num_tokens, step.num_rows) for step in run.steps)
-    limit_s = sum(cost.least_s(step.num_tokens, step.num_rows, limits) for step in run.steps)
+    limit_s = sum(cost.min_s(step.num_tokens, step.num_rows, limits) for step in run.steps)
     return Share(
         flops_per_s=flops / run.elapsed_s,
         of_flops=flops / run.elapsed_s / limits.flops_per_s,

@@ -52,14 +52,14 @@ class ServerTokens:
     vocab_size: int = SAFE_VOCAB_SIZE
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._ask("/tokenize", {"prompt": text}, "tokens")
+        ids: list[int] = self._request("/tokenize", {"prompt": text}, "tokens")
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        text: str = self._ask("/detokenize", {"tokens": token_ids}, "prompt")
+        text: str = self._request("/detokenize", {"tokens": token_ids}, "prompt")
         return text
 
-    def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
+    def _request(self, path: str, body: dict[str, Any], key: str) -> Any:
         exchange = self.client.request(path, "POST", {"model": self.model} | body)
         try:
             return self.runner.run(exchange).json()[key]

@@ -165,10 +165,10 @@ class _Noted(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.asked: set[str] = set()
+        self.accessed: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
+        self.accessed.add(name)
         return super().get(name, default)
 
 
@@ -210,7 +210,7 @@ def _attempt(config: Mapping[str, Any]) -> tuple[ModelSpec, Shapes, set[str]] | 
         parts = outline(spec).parts
     except ModelError as error:
         return error
-    return spec, {n: shape for part in parts for n, shape in part.tensors.items()}, noted.asked
+    return spec, {n: shape for part in parts for n, shape in part.tensors.items()}, noted.accessed
 
 
 def _read_of_sizes(config: Mapping[str, Any]) -> set[str]:
@@ -218,12 +218,12 @@ def _read_of_sizes(config: Mapping[str, Any]) -> set[str]:
     without a list of layers."""
     found: set[str] = set()
     for name, value in config.items():
-        for left_out in ((), ("layer_types",)):
-            changed = {n: v for n, v in config.items() if n not in left_out}
+        for excluded in ((), ("layer_types",)):
+            changed = {n: v for n, v in config.items() if n not in excluded}
             noted = _Noted(changed | ({name: not value} if isinstance(value, bool) else {}))
             with suppress(ModelError):
                 parse_spec(noted)
-            found |= noted.asked
+            found |= noted.accessed
     return found
 
 
@@ -240,10 +240,10 @@ def _refused_field(config: Mapping[str, Any], message: str) -> str | None:
 def _unread(
     config: Mapping[str, Any], model_type: str, read: set[str], refused: Sequence[FieldDifference]
 ) -> Iterable[FieldDifference]:
-    left_out = {field.name for field in refused}
-    left_out |= {each for others in OTHER_NAMES.values() for each in others}
+    excluded = {field.name for field in refused}
+    excluded |= {each for others in OTHER_NAMES.values() for each in others}
     for name, value in config.items():
-        is_read = name in read or name in left_out or WITHOUT_EFFECT.fullmatch(name)
+        is_read = name in read or name in excluded or WITHOUT_EFFECT.fullmatch(name)
         if not is_read and value is not None and value is not False:
             yield FieldDifference(name, value, _nearest_field(name, model_type, read), False)
 

@@ -71,9 +71,9 @@ def model_file(checkpoint: Checkpoint, nearest: Nearest) -> str:
     text += "from quire.models.parts.layers import ParamFactory\n"
     text += f"from {base.__module__} import {ours}\n\n"
     text += _open_lists(nearest) if is_open else "\n"
-    said = "but for what is open above" if is_open else "under another name"
+    difference = "but for what is open above" if is_open else "under another name"
     text += f'''class {name}({ours}):
-    """What {ours} is, {said}. Missing config fields have the same defaults."""
+    """What {ours} is, {difference}. Missing config fields have the same defaults."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
 '''
@@ -93,8 +93,10 @@ def _open_lists(nearest: Nearest) -> str:
     )
     text += "# do not change numbers.\n"
     for field in nearest.fields:
-        said = f"{field.name}: {field.ours}"
-        text += textwrap.fill(said, 100, initial_indent="#   ", subsequent_indent="#     ") + "\n"
+        difference = f"{field.name}: {field.ours}"
+        text += (
+            textwrap.fill(difference, 100, initial_indent="#   ", subsequent_indent="#     ") + "\n"
+        )
     text += f"OPEN_FIELDS = {_literal(fields)}\n"
     text += (
         f"# Tensors that {ours} cannot load (add a layer with a `Source`), and tensors that are\n"
@@ -136,7 +138,7 @@ from {module} import {name}
 from quire.base.settings.config import config_from_flat
 from quire.models.registry import MODELS
 from quire.tools.verify.report import WITHIN, lines
-from quire.tools.verify.verify import Asked, verify
+from quire.tools.verify.verify import Comparison, verify
 
 TYPE = "{model_type}"
 # The checkpoint's config with small sizes. Change what must fit them.
@@ -154,7 +156,7 @@ def test_it_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for weight in model.parameters():  # so large that every part matters
         weight.data.normal_(1.0 if weight.dim() == 1 else 0.0, 0.25)
     model.save_pretrained(tmp_path)
-    report = verify(Asked(config_from_flat(model=str(tmp_path))))
+    report = verify(Comparison(config_from_flat(model=str(tmp_path))))
     assert report.verdict == WITHIN, "\\n".join(lines(report))
 '''
 

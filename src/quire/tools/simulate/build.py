@@ -41,14 +41,14 @@ class Engines:
     follows_time: bool  # whether the step budget adapts to step times, as by default on a CPU
 
     @classmethod
-    def of(cls, found: Fit, asked: EngineConfig) -> "Engines":
+    def of(cls, found: Fit, given: EngineConfig) -> "Engines":
         """Build from the memory plan and the given settings. Raises ConfigError for a setting that
         cannot be simulated."""
-        check_settings(asked)
-        num_ranks = asked.parallel.tensor_parallel_size
+        check_settings(given)
+        num_ranks = given.parallel.tensor_parallel_size
         own = found.spec.of_ranks(num_ranks)
         limits = host_tier_limits(found.config, own, found.memory, AMPLE_BYTES, num_ranks)
-        is_open = asked.scheduler.max_num_batched_tokens is None
+        is_open = given.scheduler.max_num_batched_tokens is None
         return cls(
             found.config,
             own,
@@ -121,7 +121,7 @@ class Engines:
         max_tokens = config.scheduler.max_num_batched_tokens or 0
         policy = make_policy(config.scheduler.scheduling_policy)
         memory = Memory(kv, max_tokens, cache.watermark, digester=Digester(self.block_hash))
-        return Scheduler(memory, config.scheduler, config.model.most_tokens, policy, num_stores)
+        return Scheduler(memory, config.scheduler, config.model.row_capacity, policy, num_stores)
 
     def _record(self, replica: Replica, number: int | None) -> None:
         """Attach a recorder if the settings ask for a recording."""
@@ -137,21 +137,21 @@ class Engines:
         )
 
 
-def check_settings(asked: EngineConfig) -> None:
+def check_settings(given: EngineConfig) -> None:
     """Raise ConfigError for a setting that cannot be simulated."""
-    if asked.cache.stores:
+    if given.cache.stores:
         raise ConfigError("kv_disk_dir and kv_store are not simulated; remove them.")
-    parallel = asked.parallel
+    parallel = given.parallel
     if (parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) != (1, 1):
         raise ConfigError(
             "only tensor_parallel_size and replicas are simulated for several devices; remove"
             " pipeline_parallel_size and decode_context_parallel_size."
         )
-    speculation = parse_speculation(asked.speculative_config)
+    speculation = parse_speculation(given.speculative_config)
     if speculation is not None and speculation.num_tokens:
         raise ConfigError(
             "speculative_config is not simulated, because only a real run shows how many draft"
             " tokens are accepted. Remove it."
         )
-    if asked.record is not None:
-        check_recordable(asked)
+    if given.record is not None:
+        check_recordable(given)

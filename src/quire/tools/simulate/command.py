@@ -12,7 +12,7 @@ from quire.base.settings.config import EngineConfig
 from quire.models.checkpoint.source import ModelSource
 from quire.tools.bench.bar import Bar
 from quire.tools.bench.load import Load
-from quire.tools.bench.wanted import Wanted
+from quire.tools.bench.shown_metrics import ShownMetrics
 from quire.tools.devices import Device
 from quire.tools.fit import Fit, fit
 from quire.tools.report import plain_facts, write_report
@@ -32,7 +32,7 @@ ERRORS_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulationInput:
     """The engine to simulate."""
 
     config: EngineConfig
@@ -53,22 +53,22 @@ class Simulated:
     wall_s: float
 
 
-def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
+def simulate_command(options: argparse.Namespace, simulation: SimulationInput) -> int:
     """Simulate and report. Return the exit status: 1 if no request got an answer."""
-    wanted = Wanted.from_options(options)
-    found = fit(asked.config, asked.source, asked.device)
-    engines = Engines.of(found, asked.config)
+    shown_metrics = ShownMetrics.from_options(options)
+    found = fit(simulation.config, simulation.source, simulation.device)
+    engines = Engines.of(found, simulation.config)
     times = step_times(options, found)
-    work = _work(options, asked, found.spec.vocab_size)
-    _print_head(asked, found, work)
+    work = _work(options, simulation, found.spec.vocab_size)
+    _print_head(simulation, found, work)
     with Bar(work.num, enabled=not options.disable_tqdm) as bar:
-        done = simulate_work(engines, times, work, asked.num_replicas, bar, asked.roles)
-    results = results_of(done.run, wanted)
+        done = simulate_work(engines, times, work, simulation.num_replicas, bar, simulation.roles)
+    results = results_of(done.run, shown_metrics)
     simulated = Simulated(found, times, done.run, results, done.wall_s)
-    print(text_of(results, wanted, work.rate_per_s), flush=True)
+    print(text_of(results, shown_metrics, work.rate_per_s), flush=True)
     _print_end(simulated)
-    write_report(options.output_json, _as_json(asked, simulated, work), plain_facts)
-    title, facts = f"{_title(asked, found)}: {work.name}", _facts(simulated)
+    write_report(options.output_json, _as_json(simulation, simulated, work), plain_facts)
+    title, facts = f"{_title(simulation, found)}: {work.name}", _facts(simulated)
     write_plot(options.plot, title, facts, done.run, results)
     return 0 if results.serving.completed else 1
 
@@ -130,29 +130,33 @@ def step_times(options: argparse.Namespace, found: Fit) -> StepTimes:
     return times
 
 
-def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
+def _work(options: argparse.Namespace, simulation: SimulationInput, vocab_size: int) -> Work:
     rate = options.request_rate
     if options.trace is None:
         load = Load(
-            math.inf if rate is None else rate, options.burstiness, None, asked.config.model.seed
+            math.inf if rate is None else rate,
+            options.burstiness,
+            None,
+            simulation.config.model.seed,
         )
-        return synthetic(options, asked.config.model, load)
+        return synthetic(options, simulation.config.model, load)
     max_requests = options.num_prompts
     if is_recording(options.trace):
         recorded = read_recorded(options.trace)
         for note in recorded.outcome.notes:
             print(f"note: {note}", file=sys.stderr)
-        return RecordedWork(recorded, vocab_size, rate, most=max_requests)
+        return RecordedWork(recorded, vocab_size, rate, max_requests=max_requests)
     return Traced(read_trace(options.trace, options.trace_piece, max_requests), vocab_size, rate)
 
 
-def _title(asked: Asked, found: Fit) -> str:
+def _title(simulation: SimulationInput, found: Fit) -> str:
     """Return a description of model, device and replicas."""
-    num_ranks = asked.config.parallel.tensor_parallel_size
+    num_ranks = simulation.config.parallel.tensor_parallel_size
     ranks = f", {num_ranks} devices share each layer" if num_ranks > 1 else ""
-    copies = f", {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
-    if asked.roles is not None:
-        copies = f", {asked.roles.num_prefill} prefill and {asked.roles.num_decode} decode replicas"
+    copies = f", {simulation.num_replicas} replicas" if simulation.num_replicas > 1 else ""
+    if simulation.roles is not None:
+        roles = simulation.roles
+        copies = f", {roles.num_prefill} prefill and {roles.num_decode} decode replicas"
     return f"{found.model} on {found.device.name}{ranks}{copies}"
 
 
@@ -167,8 +171,8 @@ def _facts(simulated: Simulated) -> list[str]:
     ]
 
 
-def _print_head(asked: Asked, found: Fit, work: Work) -> None:
-    print(f"# {_title(asked, found)}; simulated: {work.name}")
+def _print_head(simulation: SimulationInput, found: Fit, work: Work) -> None:
+    print(f"# {_title(simulation, found)}; simulated: {work.name}")
     print(f"# {found.memory.describe()}", flush=True)
 
 
@@ -185,14 +189,14 @@ def _print_end(simulated: Simulated) -> None:
         print(f"... and {len(errors) - ERRORS_SHOWN} other errors", file=sys.stderr)
 
 
-def _as_json(asked: Asked, simulated: Simulated, work: Work) -> dict[str, Any]:
+def _as_json(simulation: SimulationInput, simulated: Simulated, work: Work) -> dict[str, Any]:
     rate: float | str = work.rate_per_s
     return {
         "model_id": simulated.found.model,
-        "device": asdict(asked.device),
-        "tensor_parallel_size": asked.config.parallel.tensor_parallel_size,
-        "replicas": asked.num_replicas,
-        "roles": None if asked.roles is None else asdict(asked.roles),
+        "device": asdict(simulation.device),
+        "tensor_parallel_size": simulation.config.parallel.tensor_parallel_size,
+        "replicas": simulation.num_replicas,
+        "roles": None if simulation.roles is None else asdict(simulation.roles),
         "workload": work.name,
         "num_prompts": work.num,
         "request_rate": "inf" if rate == float("inf") else rate,

@@ -34,7 +34,7 @@ from quire.base.kv_orders import (
 )
 from quire.kv.digest import BlockHash, extend_digests, root_digest
 from quire.tools.simulate.arrivals import OTHER, Arrival
-from quire.tools.simulate.run import Coming, Run
+from quire.tools.simulate.run import Incoming, Run
 from quire.tools.simulate.workload import Work
 
 DECODES = " decodes"  # end of the second leg's id
@@ -144,7 +144,7 @@ class HandedOver:
         self._work, self._offered = work, offered
         self._open: dict[str, Arrival] = {}  # requests in their first leg
 
-    def arrivals(self) -> Iterator[Coming]:
+    def arrivals(self) -> Iterator[Incoming]:
         for coming in self._work.arrivals():
             yield self._first(coming) if isinstance(coming, Arrival) else coming
 

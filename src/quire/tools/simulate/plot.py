@@ -34,22 +34,22 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over two axes; the vertical axis starts at 0 and ends at `most_y`, if given."""
+    """Lines over two axes; the vertical axis starts at 0 and ends at `max_y`, if given."""
 
     title: str
     x_label: str
     lines: Sequence[Line]
-    most_y: float | None = None
+    max_y: float | None = None
 
     def draw(self) -> list[str]:
         """Return the chart's SVG elements."""
         low = min((x for line in self.lines for x in line.x), default=0.0)
         max_x = max((x for line in self.lines for x in line.x), default=0.0)
         low = 0.0 if low < max_x / 2 else low
-        most_y = self.most_y or max((y for line in self.lines for y in line.y), default=0.0)
+        max_y = self.max_y or max((y for line in self.lines for y in line.y), default=0.0)
         across, up = (
             _Axis(low, max_x, LEFT, WIDTH - RIGHT),
-            _Axis(0.0, most_y, HEIGHT - BOTTOM, TOP),
+            _Axis(0.0, max_y, HEIGHT - BOTTOM, TOP),
         )
         parts = [_text(LEFT, 18, self.title, "t")]
         for value in up.ticks():

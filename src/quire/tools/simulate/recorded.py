@@ -22,11 +22,11 @@ from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 from quire.tools.simulate.arrivals import STOP, Arrival, Message, token_ids_of
 from quire.tools.simulate.replica import Replica
-from quire.tools.simulate.run import ANY_VOCABULARY, Coming, Run, run_all
+from quire.tools.simulate.run import ANY_VOCABULARY, Incoming, Run, run_all
 from quire.tools.simulate.traces import OWN
 from quire.tools.step_fitting import Fitted, Measured, fit_steps
 
-MOST_OUTPUT = 1 << 30  # output length of a request that something else ends
+MAX_OUTPUT = 1 << 30  # output length of a request that something else ends
 
 
 @dataclass
@@ -178,12 +178,12 @@ class RecordedWork:
         vocab_size: int,
         rate_per_s: float | None = None,
         exact: bool = False,
-        most: int | None = None,
+        max_requests: int | None = None,
     ) -> None:
         self._recorded, self._exact, self._vocab_size = recorded, exact, vocab_size
         places = range(len(recorded.requests))
         usable = [i for i in places if exact or _is_usable(recorded.requests[i])]
-        self._places = usable[:most]
+        self._places = usable[:max_requests]
         if not self._places:
             raise ConfigError("no request of the recording was answered within it.")
         times = [recorded.requests[i].at_s - recorded.begins_s for i in self._places]
@@ -194,7 +194,7 @@ class RecordedWork:
         scale = 1.0 if rate_per_s is None or span_s <= 0 else own_rate / rate_per_s
         self._times = [(at_s - times[0] * (not exact)) * scale for at_s in times]
 
-    def arrivals(self) -> Iterator[Coming]:
+    def arrivals(self) -> Iterator[Incoming]:
         coming: list[tuple[float, int, int | Control]] = [
             (at_s, 1, i) for at_s, i in zip(self._times, self._places, strict=True)
         ]
@@ -221,7 +221,7 @@ class RecordedWork:
         )  # fmt: skip
         num = -(-each.num_output // each.num_sequences)
         if self._exact and each.reason not in ("stop", "length"):
-            num = MOST_OUTPUT
+            num = MAX_OUTPUT
         return Arrival(at_s, request, max(1, num))
 
 

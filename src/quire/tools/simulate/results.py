@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.tools.bench.metrics import ServingMetrics, Summary, block, json_keys
-from quire.tools.bench.wanted import Wanted
+from quire.tools.bench.shown_metrics import ShownMetrics
 from quire.tools.simulate.run import Run
 from quire.tools.simulate.served import Float64, Served
 
@@ -56,14 +56,16 @@ def served_well(run: Run) -> list[Served]:
     return [each for each in run.by_id.values() if not each.error and each.reason != "abort"]
 
 
-def results_of(run: Run, wanted: Wanted) -> Results:
+def results_of(run: Run, shown_metrics: ShownMetrics) -> Results:
     """Compute all metrics of a run."""
     done = served_well(run)
     errors = tuple(each.error for each in run.by_id.values() if each.error)
-    return Results(_serving(run, done, wanted), _engine(run, done), _spent(run, done), errors)
+    return Results(
+        _serving(run, done, shown_metrics), _engine(run, done), _spent(run, done), errors
+    )
 
 
-def _serving(run: Run, done: list[Served], wanted: Wanted) -> ServingMetrics:
+def _serving(run: Run, done: list[Served], shown_metrics: ShownMetrics) -> ServingMetrics:
     times: dict[str, list[float] | Float64] = {
         "ttft": [each.wait_s for each in done],
         "tpot": [each.tpot_s for each in done if each.num_output > 1],
@@ -71,17 +73,17 @@ def _serving(run: Run, done: list[Served], wanted: Wanted) -> ServingMetrics:
         "e2el": [each.latency_s for each in done],
     }
     tokens, num_open = by_second(run)
-    good = sum(_is_good(each, wanted.limits_ms) for each in done)
+    good = sum(_is_good(each, shown_metrics.limits_ms) for each in done)
     return ServingMetrics(
         completed=len(done),
         failed=len(run.by_id) - len(done),
         duration_s=max(run.duration_s, 1e-9),
         total_input=sum(each.num_prompt for each in done),
         total_output=sum(each.num_output for each in done),
-        num_good=good if wanted.limits_ms else None,
+        num_good=good if shown_metrics.limits_ms else None,
         max_output_tokens_per_s=float(tokens.max(initial=0.0)),
         max_concurrent_requests=int(num_open.max(initial=0)),
-        times={name: Summary.of(found, wanted.percentiles) for name, found in times.items()},
+        times={name: Summary.of(found, shown_metrics.percentiles) for name, found in times.items()},
     )
 
 
@@ -137,7 +139,7 @@ def _spent(run: Run, done: list[Served]) -> Spent:
 # ---- output ----------------------------------------------------------------------------------
 
 
-def text_of(results: Results, wanted: Wanted, rate_per_s: float) -> str:
+def text_of(results: Results, shown_metrics: ShownMetrics, rate_per_s: float) -> str:
     """Return the block that `quire bench serve` prints, followed by the engine's metrics."""
     facts, spent = results.engine, results.spent
     lines = [f"{'Engine':-^50}"]
@@ -162,7 +164,7 @@ def text_of(results: Results, wanted: Wanted, rate_per_s: float) -> str:
     add("Answer computed (ms):", f"{spent.decode:.2f}")
     if spent.away:
         add("Preempted (ms, waited above):", f"{spent.away:.2f}")
-    return block(results.serving, wanted.shown, None, rate_per_s, lines)
+    return block(results.serving, shown_metrics.shown, None, rate_per_s, lines)
 
 
 def as_data(results: Results) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from quire.tools.step_times import StepTimes
 
 ANY_VOCABULARY = 1 << 31
 NextArrival = Callable[[str, float], Arrival | None]
-Coming = Arrival | Message
+Incoming = Arrival | Message
 CoresOf = Callable[[str], Collection[int]]  # returns the cores that may get a request, by its id
 
 
@@ -83,7 +83,7 @@ class Run:
 
 def simulate(
     scheduler: Scheduler,
-    arrivals: Iterable[Coming],
+    arrivals: Iterable[Incoming],
     times: StepTimes,
     then: NextArrival = lambda request_id, now: None,
 ) -> Run:
@@ -96,7 +96,7 @@ def simulate(
 
 def run_all(
     cores: Sequence[SimulatedCore],
-    arrivals: Iterable[Coming],
+    arrivals: Iterable[Incoming],
     clock: FakeClock,
     run: Run,
     then: NextArrival = lambda request_id, now: None,
@@ -119,7 +119,7 @@ class _World:
     def __init__(
         self,
         cores: Sequence[SimulatedCore],
-        arrivals: Iterable[Coming],
+        arrivals: Iterable[Incoming],
         clock: FakeClock,
         run: Run,
         choice: CoreChoice,
@@ -163,7 +163,7 @@ class _World:
 
     def _take_arrivals(self, now: float) -> None:
         while True:
-            coming: Coming | None = self._next
+            coming: Incoming | None = self._next
             if self._more and (coming is None or self._more[0][0] < coming.at_s):
                 if self._more[0][0] > now:
                     return

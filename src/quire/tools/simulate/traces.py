@@ -50,15 +50,17 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace. `num_left_out` counts lines without output, which cannot be simulated."""
+    """A trace. `num_skipped` counts lines without output, which cannot be simulated."""
 
     requests: list[TraceRequest]
     format: str
-    num_left_out: int = 0
+    num_skipped: int = 0
 
 
-def read_trace(path: Path, piece_tokens: int = PIECE_TOKENS, most: int | None = None) -> Trace:
-    """Read a trace, or its first `most` requests, ordered by time.
+def read_trace(
+    path: Path, piece_tokens: int = PIECE_TOKENS, max_requests: int | None = None
+) -> Trace:
+    """Read a trace, or its first `max_requests` requests, ordered by time.
 
     Raises ConfigError with the known formats."""
     try:
@@ -66,9 +68,9 @@ def read_trace(path: Path, piece_tokens: int = PIECE_TOKENS, most: int | None = 
             first = next((line for line in file if line.strip()), "")
             lines = itertools.chain([first], file)
             if first.lstrip().startswith("{"):
-                trace = Trace(_mooncake(path, lines, piece_tokens, most), "Mooncake")
+                trace = Trace(_mooncake(path, lines, piece_tokens, max_requests), "Mooncake")
             else:
-                trace = _table(path, lines, most)
+                trace = _table(path, lines, max_requests)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the trace {path} cannot be read ({error}).") from error
     if not trace.requests:
@@ -87,7 +89,7 @@ def _from_zero(trace: Trace) -> Trace:
     moved = [
         each if each.follows is not None else _moved(each, each.at_s - begin_s) for each in order
     ]
-    return Trace(moved, trace.format, trace.num_left_out)
+    return Trace(moved, trace.format, trace.num_skipped)
 
 
 def _moved(each: TraceRequest, at_s: float) -> TraceRequest:
@@ -97,13 +99,13 @@ def _moved(each: TraceRequest, at_s: float) -> TraceRequest:
 # ---- tables ----------------------------------------------------------------------------------
 
 
-def _table(path: Path, lines: Iterable[str], most: int | None) -> Trace:
+def _table(path: Path, lines: Iterable[str], max_requests: int | None) -> Trace:
     rows = csv.DictReader(lines, skipinitialspace=True)
     names = {(name or "").strip().lower(): name for name in rows.fieldnames or ()}
     for columns, kind in ((AZURE, "Azure"), (BURST, "BurstGPT")):
         if all(column.lower() in names for column in columns):
             found = [names[column.lower()] for column in columns]
-            return _lengths(path, rows, (found[0], found[1], found[2]), kind, most)
+            return _lengths(path, rows, (found[0], found[1], found[2]), kind, max_requests)
     shown = ", ".join(name or "" for name in rows.fieldnames or ())[:120]
     raise ConfigError(
         f"{path} is not a known trace; its first line is {shown!r}. Known are {FORMATS}."
@@ -115,12 +117,12 @@ def _lengths(
     rows: Iterable[dict[str, str]],
     columns: tuple[str, str, str],
     kind: str,
-    most: int | None,
+    max_requests: int | None,
 ) -> Trace:
     found: list[TraceRequest] = []
-    num_left_out = 0
+    num_skipped = 0
     for number, row in enumerate(rows, 2):
-        if most is not None and len(found) == most:
+        if max_requests is not None and len(found) == max_requests:
             break
         time, num_prompt, num_output = (row.get(column) for column in columns)
         try:
@@ -132,10 +134,10 @@ def _lengths(
                 f" {columns[2]}={num_output!r} must be a time and two whole numbers."
             ) from error
         if min(lengths) < 1:
-            num_left_out += 1
+            num_skipped += 1
             continue
         found.append(TraceRequest(at_s, ((OWN + number, lengths[0]),), lengths[1]))
-    return Trace(found, kind, num_left_out)
+    return Trace(found, kind, num_skipped)
 
 
 def _seconds(text: str) -> float:
@@ -155,12 +157,12 @@ def _seconds(text: str) -> float:
 
 
 def _mooncake(
-    path: Path, lines: Iterable[str], piece_tokens: int, most: int | None
+    path: Path, lines: Iterable[str], piece_tokens: int, max_requests: int | None
 ) -> list[TraceRequest]:
     found: list[TraceRequest] = []
     last_of: dict[str, int] = {}  # session -> index of its last line
     for number, item in _objects(path, lines):
-        if most is not None and len(found) == most:
+        if max_requests is not None and len(found) == max_requests:
             break
         request = _of_object(path, number, item, piece_tokens)
         session = item.get("session_id")

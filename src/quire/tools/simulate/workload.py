@@ -16,7 +16,7 @@ from quire.tools.bench.datasets import BenchRequest, make_requests
 from quire.tools.bench.load import Load
 from quire.tools.bench.tokens import LocalTokens
 from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
-from quire.tools.simulate.run import Coming
+from quire.tools.simulate.run import Incoming
 from quire.tools.simulate.traces import Trace, TraceRequest
 
 
@@ -27,7 +27,7 @@ class Work(Protocol):
     num: int
     rate_per_s: float
 
-    def arrivals(self) -> Iterator[Coming]:
+    def arrivals(self) -> Iterator[Incoming]:
         """Yield the independent arrivals, ordered by time."""
         ...
 
@@ -49,7 +49,7 @@ class Synthetic:
         self.num = len(self.requests)
         self.rate_per_s = self.load.rate_per_s
 
-    def arrivals(self) -> Iterator[Coming]:
+    def arrivals(self) -> Iterator[Incoming]:
         rng = np.random.default_rng([self.load.seed, 3])
         tenants = rng.integers(0, self.num_tenants, self.num).tolist()
         times = self.load.arrivals_s(self.num)
@@ -85,7 +85,7 @@ class Traced:
             if each.follows is not None
         }
 
-    def arrivals(self) -> Iterator[Coming]:
+    def arrivals(self) -> Iterator[Incoming]:
         independent = [i for i, each in enumerate(self._requests) if each.follows is None]
         for i in sorted(independent, key=lambda i: self._requests[i].at_s):
             yield self._arrival(i, self._requests[i].at_s)

@@ -50,14 +50,14 @@ class TokensChosen:
         return self.position is not None and self.margin <= 2 * self.error
 
 
-def differences(got: Trace, wanted: Trace, dtype: torch.dtype, bound: float) -> list[Difference]:
+def differences(got: Trace, other: Trace, dtype: torch.dtype, bound: float) -> list[Difference]:
     """Compare the points that both traces have, in the order in which the model computes them.
 
     bound: the dtype's bound, or LOSSY. Raises ValueError for a point of different shapes, as the
     traces then belong to different models.
     """
     found = []
-    for point, values in wanted.items():
+    for point, values in other.items():
         if point in got:
             if got[point].shape != values.shape:
                 shapes = f"{list(got[point].shape)} and {list(values.shape)}"
@@ -82,10 +82,10 @@ def _difference(
     return Difference(point, relative, median, relative / eps, largest, position)
 
 
-def tokens_chosen(got: Trace, wanted: Trace, tokens: Sequence[int], prompt: int) -> TokensChosen:
+def tokens_chosen(got: Trace, other: Trace, tokens: Sequence[int], prompt: int) -> TokensChosen:
     """Compare both sides' greedy tokens at each place after the prompt, given the same tokens."""
     places = slice(prompt - 1, len(tokens) - 1)
-    ours_LV, theirs_LV = got[LOGITS][places].double(), wanted[LOGITS][places].double()
+    ours_LV, theirs_LV = got[LOGITS][places].double(), other[LOGITS][places].double()
     ours, theirs = ours_LV.argmax(-1), theirs_LV.argmax(-1)
     same = int((ours == theirs).sum())
     if same == len(ours):

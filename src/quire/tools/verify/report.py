@@ -29,7 +29,7 @@ class Run:
     attention: str
     kv: str
     computed: str  # division of the sequence into steps
-    beside: str  # the reference
+    reference: str  # the reference
     bound: float  # bound on the relative error
     differences: tuple[Difference, ...] = ()
     tokens: TokensChosen | None = None
@@ -124,8 +124,8 @@ def _verdict(report: Report) -> str:
     if failed is None:
         return f"{WITHIN}: {sum(run.refusal is None for run in report.runs)} ways to compute"
     if failed.first is None:
-        return f"{DIFFERS} from {failed.beside} in the tokens chosen ({failed.name})"
-    return f"{DIFFERS} from {failed.beside}, first at {place(failed.first)} ({failed.name})"
+        return f"{DIFFERS} from {failed.reference} in the tokens chosen ({failed.name})"
+    return f"{DIFFERS} from {failed.reference}, first at {place(failed.first)} ({failed.name})"
 
 
 def place(difference: Difference) -> str:
@@ -171,7 +171,7 @@ def _notes(report: Report) -> Iterator[str]:
             yield (
                 f"{run.weights}: the format of the weights alone changes the logits by"
                 f" {run.weights_rounding:.1%}; the table compares with the same numbers in"
-                f" {run.beside.rsplit(' ', 1)[-1]}"
+                f" {run.reference.rsplit(' ', 1)[-1]}"
             )
     for run in report.runs:
         if run.is_rerouted:
@@ -183,7 +183,7 @@ def _notes(report: Report) -> Iterator[str]:
     failed = report.failed
     if failed is None or not failed.differences:
         return
-    yield f"point by point: {failed.name}, with {failed.beside}"
+    yield f"point by point: {failed.name}, with {failed.reference}"
     head = ("point", "relative", "units", "largest", "from token")
     rows = [
         [d.point, f"{d.relative:.1e}", _units(d.units), f"{d.largest:.1e}", _position(d)]

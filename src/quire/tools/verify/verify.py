@@ -52,7 +52,7 @@ from quire.tools.verify.compare import (
     differences,
     tokens_chosen,
 )
-from quire.tools.verify.ours import AT_ONCE, BESIDE_OTHERS, WAYS, runs_in_one_call, trace, way
+from quire.tools.verify.ours import AT_ONCE, WAYS, WITH_OTHER_ROWS, runs_in_one_call, trace, way
 from quire.tools.verify.paged import CPU, Paging
 from quire.tools.verify.report import Report, Run
 from quire.tools.verify.theirs import Reference, Tensors, Theirs, check_transformers
@@ -113,7 +113,7 @@ Chosen = tuple[str, bool]  # attention backend, and whether the model runs in on
 
 
 @dataclass(frozen=True)
-class Asked:
+class Comparison:
     """The comparison to make."""
 
     config: EngineConfig  # selects the model; given settings limit the ways that are compared
@@ -127,7 +127,7 @@ class Asked:
 class Model:
     """The model under comparison."""
 
-    asked: Asked
+    comparison: Comparison
     source: ModelSource
     spec: ModelSpec  # of quire's model, for the length of the sequence
     device: torch.device
@@ -135,7 +135,7 @@ class Model:
 
     @property
     def config(self) -> EngineConfig:
-        return self.asked.config
+        return self.comparison.config
 
     def load(
         self, dtype: torch.dtype, formats: WeightFormats, device: torch.device | None = None
@@ -146,33 +146,34 @@ class Model:
         return load_model(self.source.directory, self.spec, dtype, device or self.device, options)
 
 
-def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
+def verify(comparison: Comparison, on_run: OnRun = lambda run: None) -> Report:
     """Compare in all ways. on_run: called with each result.
 
     Raises MissingDependency without transformers, ModelError if either side cannot load the model,
     OutOfMemory if it does not fit, and ConfigError for a wrong setting.
     """
     check_transformers()
-    config = asked.config
+    config = comparison.config
     source = resolve_source(config.model, progress=False)
-    spec = asked.spec or model_spec(source.directory, config.model.model_impl)
+    spec = comparison.spec or model_spec(source.directory, config.model.model_impl)
     if spec.is_encoder:
         raise ConfigError(
             f"models of type {spec.model_type} are encoders, which do not generate tokens to"
             " compare. docs/use/model-table.md describes them."
         )
-    prompt = _prompt(asked, source, spec)
-    length = len(prompt) + asked.num_tokens
+    prompt = _prompt(comparison, source, spec)
+    length = len(prompt) + comparison.num_tokens
     if length > spec.max_position:
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens, and {asked.num_tokens} more exceed the model's"
+            f"the prompt has {len(prompt)} tokens, and {comparison.num_tokens} more exceed the"
+            " model's"
             f" limit of {spec.max_position}; give a shorter one with --prompt."
         )
     spec = spec.served_up_to(length)
     if not is_gguf(source.directory) and load_format_of(config, source) != "dummy":
         check_files(weight_files(source.directory), spec)  # better errors than transformers'
-    given = _is_given(asked, source, spec)
-    model = Model(asked, source, spec, choose_device(config.device), _exact_dtype(spec, given))
+    given = _is_given(comparison, source, spec)
+    model = Model(comparison, source, spec, choose_device(config.device), _exact_dtype(spec, given))
     reference = _reference(model, prompt, given)
     runs = []
     for run in Runs(model, reference).all():
@@ -186,11 +187,11 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
 # ---- transformers' side ----------------------------------------------------------------------
 
 
-def _is_given(asked: Asked, source: ModelSource, spec: ModelSpec) -> bool:
+def _is_given(comparison: Comparison, source: ModelSource, spec: ModelSpec) -> bool:
     """Return whether transformers cannot read the files and must get quire's numbers."""
-    is_dummy = load_format_of(asked.config, source) == "dummy"
+    is_dummy = load_format_of(comparison.config, source) == "dummy"
     is_quantised = spec.raw.get("quantization_config") is not None
-    return asked.against is None and (is_gguf(source.directory) or is_dummy or is_quantised)
+    return comparison.against is None and (is_gguf(source.directory) or is_dummy or is_quantised)
 
 
 def _exact_dtype(spec: ModelSpec, given: bool) -> torch.dtype:
@@ -209,13 +210,13 @@ def _exact_dtype(spec: ModelSpec, given: bool) -> torch.dtype:
 
 def _reference(model: Model, prompt: list[int], given: bool) -> Reference:
     directory, tensors = model.source.directory, None
-    if model.asked.against is not None:
-        directory = resolve_model(model.asked.against, progress=False).directory
+    if model.comparison.against is not None:
+        directory = resolve_model(model.comparison.against, progress=False).directory
     elif given:
         tensors = _our_tensors(model)
     theirs = Theirs(directory, model.spec, model.exact, tensors)
     del tensors
-    reference = theirs.reference(prompt, model.asked.num_tokens)
+    reference = theirs.reference(prompt, model.comparison.num_tokens)
     del theirs
     gc.collect()
     if not reference.trace[LOGITS].isfinite().all():
@@ -245,15 +246,15 @@ class Runs:
     def all(self) -> Iterator[Run]:
         """Yield the runs, exact ones first."""
         config, exact = self._config, self._model.exact
-        asks_plain = config.model.quantization in (None, "none")
+        is_plain = config.model.quantization in (None, "none")
         yield from self._plain_runs(exact, [("reference", False)], WAYS)
-        if exact != torch.float32 and asks_plain:
+        if exact != torch.float32 and is_plain:
             yield from self._plain_runs(torch.float32, self._backends(), WAYS, self._kv_formats())
         served = torch_dtype(choose_dtype(config.model.dtype, self._spec, self._model.device.type))
-        if served.itemsize == 2 and asks_plain:
+        if served.itemsize == 2 and is_plain:
             model = self._model.load(served, IN_THE_DTYPE)
             paging = self._served(model, served)
-            yield self._compared(PLAIN, model, paging, BESIDE_OTHERS, BOUNDS[served])
+            yield self._compared(PLAIN, model, paging, WITH_OTHER_ROWS, BOUNDS[served])
         for name, formats in self._quantised():
             yield self._quantised_run(name, formats)
         yield self._served_run()
@@ -284,11 +285,11 @@ class Runs:
         model = self._model.load(dtype, IN_THE_DTYPE)
         for name, native in backends:
             paging = self._paging(name, dtype, native)
-            for how in ways:
-                yield self._compared(PLAIN, model, paging, how, BOUNDS[dtype])
+            for division in ways:
+                yield self._compared(PLAIN, model, paging, division, BOUNDS[dtype])
         for kv_format in kv_formats:
             paging = dataclasses.replace(self._served(model, dtype), kv_format=kv_format)
-            yield self._compared(PLAIN, model, paging, BESIDE_OTHERS, LOSSY)
+            yield self._compared(PLAIN, model, paging, WITH_OTHER_ROWS, LOSSY)
 
     def _paging(self, backend: str, dtype: torch.dtype, native: bool) -> Paging:
         size = self._config.cache.block_size
@@ -299,21 +300,23 @@ class Runs:
         name, native = self._backends()[-1]
         return self._paging(name, dtype, native and runs_in_one_call(model))
 
-    def _compared(self, weights: str, model: Any, paging: Paging, how: str, bound: float) -> Run:
+    def _compared(
+        self, weights: str, model: Any, paging: Paging, division: str, bound: float
+    ) -> Run:
         run = Run(
-            weights, _name(paging.dtype), _attention(paging), paging.kv_format, how, TRANSFORMERS,
-            bound, reroutes=self._reroutes(bound),
+            weights, _name(paging.dtype), _attention(paging), paging.kv_format, division,
+            TRANSFORMERS, bound, reroutes=self._reroutes(bound),
         )  # fmt: skip
         reference = self._reference
         try:
-            got = self._trace(model, paging, how)
+            got = self._trace(model, paging, division)
         except (ConfigError, Untraceable) as error:
             return dataclasses.replace(run, refusal=str(error))
         found = differences(got, reference.trace, paging.dtype, bound)
         return dataclasses.replace(run, differences=tuple(found), tokens=self._tokens(got))
 
-    def _trace(self, model: Any, paging: Paging, how: str) -> Trace:
-        chunked = way(how, self._reference.tokens, self._spec.vocab_size)
+    def _trace(self, model: Any, paging: Paging, division: str) -> Trace:
+        chunked = way(division, self._reference.tokens, self._spec.vocab_size)
         return trace(model, self._spec, chunked, paging)
 
     def _tokens(self, got: Trace) -> TokensChosen | None:
@@ -350,15 +353,17 @@ class Runs:
 
     def _quantised_run(self, name: str, formats: WeightFormats) -> Run:
         """Compare quantized weights with a float32 model of the same numbers."""
-        beside = f"{DEQUANTISED} in float32"
+        reference_name = f"{DEQUANTISED} in float32"
         reroutes = self._reroutes(LOSSY)
-        run = Run(name, "float32", "", "auto", BESIDE_OTHERS, beside, LOSSY, reroutes=reroutes)
+        run = Run(
+            name, "float32", "", "auto", WITH_OTHER_ROWS, reference_name, LOSSY, reroutes=reroutes
+        )
         try:
             formats.check("float32", self._model.device.type)
             packed = self._model.load(torch.float32, formats)
             paging = self._served(packed, torch.float32)
             run = dataclasses.replace(run, attention=_attention(paging))
-            got = self._trace(packed, paging, BESIDE_OTHERS)
+            got = self._trace(packed, paging, WITH_OTHER_ROWS)
             plain = self._model.load(torch.float32, IN_THE_DTYPE)
             take_dequantised(plain, packed)
         except QuireError as error:
@@ -379,10 +384,10 @@ class Runs:
         settings = flat_settings(self._config) | {"disable_log_stats": True}
         settings |= {"max_model_len": len(reference.tokens), "max_num_seqs": ENGINE_ROWS}
         run = Run("as given", "", "", "", "by the engine", TRANSFORMERS, LOSSY)
-        if self._model.asked.spec is not None or not self._model.asked.num_tokens:
+        if self._model.comparison.spec is not None or not self._model.comparison.num_tokens:
             return dataclasses.replace(run, refusal="it has no tokens to choose from")
         params = SamplingParams(
-            temperature=0, max_tokens=self._model.asked.num_tokens, ignore_eos=True
+            temperature=0, max_tokens=self._model.comparison.num_tokens, ignore_eos=True
         )
         try:
             with LLM(**settings) as llm:
@@ -430,18 +435,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _prompt(asked: Asked, source: ModelSource, spec: ModelSpec) -> list[int]:
+def _prompt(comparison: Comparison, source: ModelSource, spec: ModelSpec) -> list[int]:
     """Return the prompt's token ids.
 
     Without a tokenizer they are random. Random ones also precede the built-in text if no token
     would otherwise leave a window."""
-    tokenizer = build_text_side(asked.config.model, source).tokenizer
+    tokenizer = build_text_side(comparison.config.model, source).tokenizer
     numbers = random.Random(0)
-    if tokenizer is None and asked.prompt is not None:
+    if tokenizer is None and comparison.prompt is not None:
         raise ConfigError(f"{source.name} has no tokenizer; remove --prompt, or give one.")
-    if asked.prompt is not None:
+    if comparison.prompt is not None:
         assert tokenizer is not None
-        found = tokenizer.encode(asked.prompt)
+        found = tokenizer.encode(comparison.prompt)
         if not found:
             raise ConfigError("the prompt has no tokens; give a longer one with --prompt.")
         return found
@@ -450,6 +455,6 @@ def _prompt(asked: Asked, source: ModelSource, spec: ModelSpec) -> list[int]:
         found = [each for each in tokenizer.encode(PROMPT) if each < spec.vocab_size]
     windows = [w for w in spec.layer_windows if w is not None and w <= MAX_ADDED_TOKENS]
     length = max([RANDOM_TOKENS, *(2 * w for w in windows)])
-    length = max(1, min(length, spec.max_position - asked.num_tokens))
+    length = max(1, min(length, spec.max_position - comparison.num_tokens))
     more = [numbers.randrange(spec.vocab_size) for _ in range(length - len(found))]
     return [*more, *found][:length]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.messages import HeldRequest
+from quire.base.messages import RetainedRequest
 from quire.base.requests.hooks import HookRequest
 from quire.base.requests.media_items import MediaItem
 from quire.serve.app import create_app
@@ -116,9 +116,9 @@ def test_a_fork_never_computes_the_tokens_of_images_as_text(
 
     tokens = np.array([5, 0, 6], np.int32).tobytes()
     image = MediaItem(1, 1, bytes(32))
-    source = HeldRequest("chat", 0, 3, 3, 0, 9.0, "", "", 9.0, tokens, media=(image,))
+    source = RetainedRequest("chat", 0, 3, 3, 0, 9.0, "", "", 9.0, tokens, media=(image,))
 
-    async def held(*given: object) -> list[HeldRequest]:
+    async def held(*given: object) -> list[RetainedRequest]:
         return [source]
 
     context = images()

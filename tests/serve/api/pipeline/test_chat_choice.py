@@ -7,7 +7,7 @@ import pytest
 from quire.base.messages import Request
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.base.requests.sampling_params import SamplingParams
-from quire.render.answers.format import AnswerFormat, AskedAnswer
+from quire.render.answers.format import AnswerFormat, RequestedAnswer
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, THINK
 from quire.render.renderer import RenderedPrompt
@@ -21,7 +21,7 @@ from quire.serve.pipeline.requests import PromptJob
 from tests.support.serve.direct_engine import twin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-ASKED = AskedAnswer(AnswerFormat(HERMES, THINK), (Tool("f"),))
+ASKED = RequestedAnswer(AnswerFormat(HERMES, THINK), (Tool("f"),))
 
 
 class Answering:

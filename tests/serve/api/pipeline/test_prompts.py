@@ -13,7 +13,7 @@ from quire.engine.start.build import Engine
 from quire.render.renderer import Renderer
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.serve.app import create_app
-from quire.serve.async_renderer import MAX_CHARS_SHORT, Lanes
+from quire.serve.async_renderer import MAX_CHARS_SHORT, TextThreads
 from quire.serve.context import ApiContext
 from quire.serve.pipeline import prompts
 from tests.serve.api.conftest import MODEL, MakeContext
@@ -106,7 +106,7 @@ def test_more_than_it_takes_is_sent_away(
     """With 503 and Retry-After, at once; short prompts are still served."""
     context, gate = gated
     monkeypatch.setattr(prompts, "MAX_CUT", 10**6)
-    context.lanes = Lanes(max_open_chars=len(LONG))
+    context.text_threads = TextThreads(max_open_chars=len(LONG))
     with TestClient(create_app(context)) as api:
         slow = elsewhere.submit(api.post, "/tokenize", json={"prompt": LONG})
         assert gate.is_reached.wait(60)

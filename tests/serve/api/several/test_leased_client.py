@@ -15,7 +15,7 @@ from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.fleet import CoreClient
 from quire.serve.several.all_models import AllModels
 from quire.serve.several.leased_client import LeasedClient
-from quire.serve.several.messages import Ask, Deny, GiveBack, Grant, ModelState, States
+from quire.serve.several.messages import Deny, GiveBack, Grant, ModelState, RequestLease, States
 from tests.support.serve.fake_supervisor import FakeKeeper, linked
 
 READY = Ready(
@@ -87,13 +87,13 @@ def test_a_request_has_its_model_loaded_and_keeps_it(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY  # it was loaded before
         answering = asyncio.create_task(outputs(client, request()))
-        assert await keeper.hear(1) == [Ask("b", 1)]
+        assert await keeper.hear(1) == [RequestLease("b", 1)]
         assert not core.sent
         keeper.tell(Grant("b", 1))
         core.load()
         assert await answering == 2
         assert core.sent[0].received_s > 0  # waiting counts as time of the request
-        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+        assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
 
     run(tmp_path, check)
 
@@ -102,15 +102,15 @@ def test_what_the_model_takes_is_learnt_once(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         with pytest.raises(EngineDead):
             client.ready  # noqa: B018
-        learning = asyncio.create_task(client.be_known())
+        learning = asyncio.create_task(client.wait_until_known())
         await keeper.hear(1)
         keeper.tell(Grant("b", 1))
         core.load()
         await learning
         core.is_alive = False
-        await client.be_known()
+        await client.wait_until_known()
         assert client.ready is READY
-        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+        assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
 
     run(tmp_path, check)
 
@@ -154,7 +154,7 @@ def test_a_core_that_dies_before_it_answers_is_told(tmp_path: Path) -> None:
         keeper.tell_states(a="loaded", b="dead")
         with pytest.raises(EngineDead, match="model b does not answer"):
             await answering
-        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+        assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
         assert not client.is_alive
 
     run(tmp_path, check)
@@ -195,12 +195,12 @@ def test_who_waits_can_be_ended(tmp_path: Path) -> None:
         assert await client.cancel(None, "mine") == []
         assert await client.cancel(None) == ["cmpl-2"]
         await answers[2]
-        assert keeper.heard == [Ask("b", 1)]  # the pin waits for it
+        assert keeper.heard == [RequestLease("b", 1)]  # the pin waits for it
         keeper.tell(Grant("b", 1))
         core.load()
         await answers[3]
         assert [each.request_id for each in core.sent] == ["pin"]
-        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+        assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
 
     run(tmp_path, check)
 
@@ -210,12 +210,12 @@ def test_one_that_is_ended_as_its_model_comes_is_not_sent(tmp_path: Path) -> Non
         core.known = READY
         answering = asyncio.create_task(outputs(client, request()))
         await keeper.hear(1)
-        wanted = client._link._wanted.pop("b")
+        wanted = client._link._requested.pop("b")
         core.load()
         client._link._grant("b", wanted)  # the request has not heard of it yet
         assert await client.cancel(None) == ["r"]
         assert await answering == 1 and core.sent == []
-        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+        assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
 
     run(tmp_path, check)
 

@@ -10,7 +10,7 @@ import pytest
 from quire.base.errors import EngineBusy, EngineDead
 from quire.serve.several import link as link_module
 from quire.serve.several.link import ModelLink
-from quire.serve.several.messages import Ask, Deny, GiveBack, GiveWay, Grant
+from quire.serve.several.messages import Deny, GiveBack, Grant, RequestLease, UnloadModel
 from tests.support.serve.fake_supervisor import FakeKeeper, linked
 
 Check = Callable[[ModelLink, FakeKeeper], Awaitable[None]]
@@ -42,14 +42,14 @@ async def held(link: ModelLink, keeper: FakeKeeper, number: int = 1) -> AsyncExi
 def test_requests_share_a_lease_that_goes_back_with_the_last(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = [asyncio.create_task(hold(link)) for _ in range(3)]
-        assert await keeper.hear(1) == [Ask("a", 1)]
+        assert await keeper.hear(1) == [RequestLease("a", 1)]
         keeper.tell(Grant("a", 1))
         stacks = [await each for each in waiting]
         stacks.append(await hold(link))  # no question for those that come under it
         for stack in stacks:
-            assert keeper.heard == [Ask("a", 1)]
+            assert keeper.heard == [RequestLease("a", 1)]
             await stack.aclose()
-        assert await keeper.hear(2) == [Ask("a", 1), GiveBack("a", 1)]
+        assert await keeper.hear(2) == [RequestLease("a", 1), GiveBack("a", 1)]
 
     run(tmp_path, check)
 
@@ -57,11 +57,11 @@ def test_requests_share_a_lease_that_goes_back_with_the_last(tmp_path: Path) -> 
 def test_who_comes_after_give_way_waits_for_another_lease(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         first = await held(link, keeper)
-        keeper.tell(GiveWay("a"))
+        keeper.tell(UnloadModel("a"))
         keeper.tell_states(a="loaded", b="loading")
         await link.wait_for_state("b", ["loading"])
         second = asyncio.create_task(hold(link))
-        assert await keeper.hear(2) == [Ask("a", 1), Ask("a", 2)]
+        assert await keeper.hear(2) == [RequestLease("a", 1), RequestLease("a", 2)]
         await first.aclose()
         assert (await keeper.hear(3))[2] == GiveBack("a", 1)
         assert not second.done()
@@ -75,7 +75,7 @@ def test_who_comes_after_give_way_waits_for_another_lease(tmp_path: Path) -> Non
 def test_a_new_lease_may_come_before_the_old_one_is_back(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         first = await held(link, keeper)
-        keeper.tell(GiveWay("a"))
+        keeper.tell(UnloadModel("a"))
         keeper.tell_states(a="loaded", b="failed")
         await link.wait_for_state("b", ["failed"])
         second = asyncio.create_task(hold(link))
@@ -98,12 +98,12 @@ def test_a_lease_that_nobody_waits_for_any_more_is_not_wanted(tmp_path: Path) ->
         await keeper.hear(1)
         waiting[0].cancel()
         await asyncio.gather(waiting[0], return_exceptions=True)
-        assert keeper.heard == [Ask("a", 1)]
+        assert keeper.heard == [RequestLease("a", 1)]
         waiting[1].cancel()
-        assert await keeper.hear(2) == [Ask("a", 1), GiveBack("a", 1)]
+        assert await keeper.hear(2) == [RequestLease("a", 1), GiveBack("a", 1)]
         keeper.tell(Grant("a", 1))  # they crossed: it was given back
         await (await held(link, keeper, number=2)).aclose()
-        assert (await keeper.hear(4))[2:] == [Ask("a", 2), GiveBack("a", 2)]
+        assert (await keeper.hear(4))[2:] == [RequestLease("a", 2), GiveBack("a", 2)]
 
     run(tmp_path, check)
 
@@ -115,7 +115,7 @@ def test_one_cancelled_when_it_was_granted_gives_it_back(tmp_path: Path) -> None
         link._take(Grant("a", 1))  # before the task runs again, it is cancelled
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert await keeper.hear(2) == [Ask("a", 1), GiveBack("a", 1)]
+        assert await keeper.hear(2) == [RequestLease("a", 1), GiveBack("a", 1)]
 
     run(tmp_path, check)
 
@@ -136,7 +136,7 @@ def test_waiting_has_a_bound_and_says_what_takes_the_place(tmp_path: Path) -> No
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         with pytest.raises(EngineBusy, match="model b was not loaded within 0.05 s .*used by a"):
             await hold(link, "b")
-        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+        assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
 
     run(tmp_path, check, wait_s=0.05)
 

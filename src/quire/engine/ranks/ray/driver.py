@@ -1,8 +1,8 @@
 """Driver process, which talks to Ray: python -m quire.engine.ranks.ray.driver, started by a core.
 
 It holds a placement group with one bundle per rank. Each bundle has an actor that runs a node agent
-(engine/ranks/keeper.py); the rank is the actor's child process. When this process ends for whatever
-reason, Ray ends the actors and the group. This process ends with the core.
+(engine/ranks/node_agent.py); the rank is the actor's child process. When this process ends for
+whatever reason, Ray ends the actors and the group. This process ends with the core.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from quire.engine.wire.wire import Stream
 logger = logging.getLogger("quire")
 
 LOOK_S = 0.2  # between two checks of the core's connection and of Ray
-TELL_S = 10.0  # between two log lines while waiting for resources
-DIAL_S = 5.0  # timeout of the connection test to a Ray cluster
+LOG_S = 10.0  # between two log lines while waiting for resources
+CONNECT_S = 5.0  # timeout of the connection test to a Ray cluster
 NO_CLUSTER = "start one with `ray start --head`, or name one by ray_address or RAY_ADDRESS"
 
 
-class CoreGone(Exception):
+class CoreDisconnected(Exception):
     """The core has closed its connection, so the driver ends."""
 
 
@@ -51,7 +51,7 @@ class Driver:
     def run(self) -> None:
         """Run the ranks in actors until CoreGone. Raises QuireError if an actor ends or fails."""
         connect(self._order.address)
-        self.tell(Host(get_node_ip_address()))
+        self.post(Host(get_node_ip_address()))
         go = self._go()
         group = self._find_room()
         try:
@@ -60,7 +60,7 @@ class Driver:
             with contextlib.suppress(RayError):
                 remove_placement_group(group)  # ends its actors, too
 
-    def tell(self, message: Host | Trouble) -> None:
+    def post(self, message: Host | Trouble) -> None:
         with contextlib.suppress(OSError):  # the next read detects a closed connection
             self._core.send(message)
 
@@ -68,7 +68,7 @@ class Driver:
         while (messages := self._core.receive()) is not None:
             if messages:
                 return messages[0]
-        raise CoreGone
+        raise CoreDisconnected
 
     def _find_room(self) -> Any:
         """Wait until Ray has reserved a bundle for each rank; return the placement group. Raises
@@ -78,7 +78,7 @@ class Driver:
             _all_of_nodes(), order.num_ranks, order.num_cores, order.device, order.num_threads
         )
         logger.info("ray: %s for the ranks", room)
-        group, told_s = placement_group(room.bundles, strategy="PACK"), began_s
+        group, logged_s = placement_group(room.bundles, strategy="PACK"), began_s
         while not group.wait(LOOK_S):
             self._check_core()
             now_s = time.monotonic()
@@ -89,8 +89,8 @@ class Driver:
                     f"Ray found no free resources within node_wait_s={order.wait_s:g} s: {has}."
                     f" {advice(room)}"
                 )
-            if now_s - told_s > TELL_S:
-                told_s = now_s
+            if now_s - logged_s > LOG_S:
+                logged_s = now_s
                 logger.warning(
                     "ray: waiting for resources, for %.0f s so far: %s.",
                     now_s - began_s,
@@ -125,18 +125,18 @@ class Driver:
                 continue
             where = f"the Ray actor of rank {ends[done[0]]} of {len(ends)}"
             try:
-                how = ray.get(done[0])
+                end_text = ray.get(done[0])
             except RayTaskError as error:
                 raise EngineError(f"{where} failed: {error.cause}") from None
             except RayActorError as error:
                 why = str(error).strip().splitlines()[-1]
                 raise EngineError(f"{where} has ended: {why}") from None
-            raise EngineError(f"{where} has ended: {how}")
+            raise EngineError(f"{where} has ended: {end_text}")
 
     def _check_core(self) -> None:
         """Raise CoreGone if the core has closed its connection."""
         if select.select([self._core.socket], [], [], 0.0)[0] and self._core.receive() is None:
-            raise CoreGone
+            raise CoreDisconnected
 
 
 def connect(address: str | None) -> None:
@@ -163,7 +163,7 @@ def _check_reachable(address: str) -> None:
     if not host or not port.isdigit():
         raise ConfigError(f"a Ray address is HOST:PORT, such as 10.0.0.1:6379; got {address!r}.")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as error:
         raise ConfigError(f"no Ray cluster answers at {address} ({error}); {NO_CLUSTER}.") from None
 
@@ -191,13 +191,13 @@ def main() -> int:
         _silence_ray()
     try:
         driver.run()
-    except CoreGone:
+    except CoreDisconnected:
         return 0
     except QuireError as error:
-        driver.tell(Trouble(type(error).__name__, str(error)))
+        driver.post(Trouble(type(error).__name__, str(error)))
     except Exception as error:
         logger.debug("Ray failed", exc_info=error)
-        driver.tell(Trouble("EngineError", f"Ray failed: {type(error).__name__}: {error}"))
+        driver.post(Trouble("EngineError", f"Ray failed: {type(error).__name__}: {error}"))
     finally:
         ray.shutdown()
     return NO_START

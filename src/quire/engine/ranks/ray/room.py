@@ -45,14 +45,14 @@ def room_for(
 def lack(room: Room, nodes: Sequence[Resources], free: Sequence[Resources]) -> str:
     """Describe the requested resources, the cluster's total resources and the free ones."""
 
-    def told(all_of: Sequence[Resources]) -> str:
+    def amounts(all_of: Sequence[Resources]) -> str:
         numbers = [f"{node.get(room.kind, 0):g}" for node in all_of]
         return " + ".join(numbers) or "0"
 
     return (
         f"{room} {'is' if room.num_ranks == 1 else 'are'} requested, and the cluster's"
-        f" {len(nodes)} node{'s have' if len(nodes) != 1 else ' has'} {told(nodes)}, of which"
-        f" {told(free)} are free"
+        f" {len(nodes)} node{'s have' if len(nodes) != 1 else ' has'} {amounts(nodes)}, of which"
+        f" {amounts(free)} are free"
     )
 
 

@@ -19,13 +19,13 @@ import msgspec
 from quire.base import errors
 from quire.base.errors import EngineError, MissingDependency, QuireError
 from quire.base.settings.config import EngineConfig
-from quire.engine.ranks.dial_in import Address
+from quire.engine.ranks.connections import Address
 from quire.engine.ranks.rank_set import END_S
 from quire.engine.wire.spawn import end_child, start_child
 from quire.engine.wire.wire import Codec, Stream
-from quire.ops.host.threads import wanted_threads
+from quire.ops.host.threads import configured_threads
 
-MOST_BYTES = 1 << 20  # maximum size of a message
+MAX_BYTES = 1 << 20  # maximum size of a message
 START_S = 60.0  # time for actors to start and connect once resources are reserved
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
@@ -70,17 +70,17 @@ FromDriver = Host | Trouble
 
 def driver_side() -> Codec[Go]:
     """Return the driver's codec for messages of the core."""
-    return Codec(Go, most_bytes=MOST_BYTES)
+    return Codec(Go, max_bytes=MAX_BYTES)
 
 
 def _core_side() -> Codec[FromDriver]:
-    return Codec(FromDriver, most_bytes=MOST_BYTES)
+    return Codec(FromDriver, max_bytes=MAX_BYTES)
 
 
 class RayStarter:
     """Starter of ranks in Ray actors. Raises MissingDependency if Ray is not installed."""
 
-    keeper = "Ray actor"
+    agent_name = "Ray actor"
     secret: bytes | None = None  # the core generates one for each start
     port = 0
 
@@ -97,7 +97,7 @@ class RayStarter:
             parallel.tensor_parallel_size,
             parallel.data_parallel_size,
             config.device,
-            wanted_threads(),
+            configured_threads(),
             parallel.node_wait_s,
         )
         self.wait_s = parallel.node_wait_s + START_S

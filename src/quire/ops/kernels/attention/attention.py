@@ -46,7 +46,7 @@ TILE_BYTES = 16 << 10  # bytes of a loop step's keys, and as many of its values
 NUM_WARPS, SHORT_WARPS = 8, 4  # of launches with long tiles, and without
 FIXED_WARPS = 4  # of a fixed cut's tiles with up to FIXED_SUMS sums
 FIXED_SUMS = 64 * 128
-MOST_FIXED_TILE = 64
+MAX_FIXED_TILE = 64
 NUM_STAGES = 3
 STAGES_BYTES = 160 << 10  # shared memory for NUM_STAGES; with less, one stage fewer
 
@@ -77,7 +77,7 @@ def attention(
     scores: Scores,
     machine: Machine,
     out_TNH: torch.Tensor | None = None,
-    kept_TN2: torch.Tensor | None = None,
+    sums_TN2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of the step that `work` was cut from, [T, N, H] in q's dtype. Tokens
     that belong to no row have undefined results.
@@ -92,14 +92,14 @@ def attention(
     if out_TNH is None:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     assert out_TNH.is_contiguous() and out_TNH.shape == q_TNH.shape
-    if num_tokens == 0 or work.most.items == 0:
+    if num_tokens == 0 or work.bounds.items == 0:
         return out_TNH
-    shape_DN = (work.most.slots, num_heads)
+    shape_DN = (work.bounds.slots, num_heads)
     parts_DNH = torch.empty((*shape_DN, size), dtype=torch.float32, device=q_TNH.device)
     sums_DN2 = torch.empty((*shape_DN, 2), dtype=torch.float32, device=q_TNH.device)
-    soft_cap, sinks_N = scores.soft_cap, None if kept_TN2 is not None else scores.sinks_N
+    soft_cap, sinks_N = scores.soft_cap, None if sums_TN2 is not None else scores.sinks_N
     factor = scores.scale * kv.k_scale
-    _attention_kernel[(min(work.most.items * kv.num_heads, machine.num_programs),)](
+    _attention_kernel[(min(work.bounds.items * kv.num_heads, machine.num_programs),)](
         q_TNH,
         kv.k,
         kv.v,
@@ -113,7 +113,7 @@ def attention(
         work.items if work.ends_T is None else work.ends_T,
         work.table_SL,
         out_TNH if sinks_N is None else sinks_N,
-        out_TNH if kept_TN2 is None else kept_TN2,
+        out_TNH if sums_TN2 is None else sums_TN2,
         q_TNH.stride(0),
         work.table_SL.stride(0),
         kv.head_stride,
@@ -123,16 +123,16 @@ def attention(
         **_constants(work.cut, q_TNH.dtype, kv.num_heads, size, kv.block_size, kv.kv_format),
         HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks_N is not None,
-        KEEPS=kept_TN2 is not None,
+        KEEPS=sums_TN2 is not None,
         HAS_LONG=work.has_long,
         HAS_ENDS=work.ends_T is not None,
         num_warps=_num_warps(work.cut, size, kv.kv_format, work.has_long),
         num_stages=machine.num_stages if q_TNH.dtype.itemsize < 4 else 2,
         enable_fp_fusion=not work.cut.is_fixed,
     )
-    if work.most.merges:
+    if work.bounds.merges:
         sinks, given = sinks_N if work.cut.is_fixed else None, (out_TNH, parts_DNH, sums_DN2)
-        merge(*given, work, kv.v_scale, machine.num_programs, sinks, kept_TN2)
+        merge(*given, work, kv.v_scale, machine.num_programs, sinks, sums_TN2)
     return out_TNH
 
 
@@ -149,7 +149,7 @@ def _fixed_tile(cut: Cut, width: int, tile: int, kv_format: str) -> int:
     """Return the keys per loop step of a fixed cut: fewer than usual, since its sums take more
     registers."""
     is_large = width > 128 or kv_format == "int8"
-    tile = min(tile, MOST_FIXED_TILE)
+    tile = min(tile, MAX_FIXED_TILE)
     return min(max(16, tile // 2) if is_large else tile, cut.align)
 
 
@@ -532,7 +532,7 @@ def _config(
     window: int = 0,
     has_cap: bool = False,
     has_sinks: bool = False,
-    keeps: bool = False,
+    stores_softmax: bool = False,
     is_fixed: bool = False,
     has_ends: bool = False,
 ) -> Config:
@@ -550,7 +550,7 @@ def _config(
     constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
     # Compiled ahead of time, even if this process interprets kernels.
     constants |= {"DOT": DTYPES[torch.bfloat16]}
-    constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": keeps}
+    constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": stores_softmax}
     constants |= {"HAS_LONG": has_long and not is_fixed, "HAS_ENDS": has_ends}
     return Config(
         _attention_kernel,
@@ -566,7 +566,7 @@ def _config(
 CONFIGS = [
     _config(128),
     _config(128, has_long=False),
-    _config(128, has_long=False, keeps=True),
+    _config(128, has_long=False, stores_softmax=True),
     _config(64, window=128, has_cap=True, has_sinks=True),
     _config(80, 1),
     _config(256, 2),

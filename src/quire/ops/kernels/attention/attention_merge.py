@@ -90,9 +90,9 @@ def store_item(
             out = values * (v_scale / tl.where(used, total, 1.0))[:, None]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=columns)
         if KEEPS:
-            kept_at = kept_ptr + (token * NUM_HEADS + query_head) * 2
-            tl.store(kept_at, maximum, mask=used)
-            tl.store(kept_at + 1, total, mask=used)
+            softmax_at = kept_ptr + (token * NUM_HEADS + query_head) * 2
+            tl.store(softmax_at, maximum, mask=used)
+            tl.store(softmax_at + 1, total, mask=used)
     elif tl.load(item_ptr + 4) < tl.load(item_ptr + 5):
         slot = first_slot.to(tl.int64) + offset * tl.load(item_ptr + 7)
         part = slot * NUM_HEADS + query_head
@@ -109,31 +109,31 @@ def merge(
     v_scale: float,
     num_programs: int,
     sinks_N: torch.Tensor | None = None,
-    kept_TN2: torch.Tensor | None = None,
+    sums_TN2: torch.Tensor | None = None,
 ) -> None:
     """Merge the parts of the tokens that `work` lists, and write their results into out [T, N, H].
 
-    sinks_N: only for a fixed cut; otherwise a part contains them. kept_TN2: as in `attention`.
+    sinks_N: only for a fixed cut; otherwise a part contains them. sums_TN2: as in `attention`.
     """
     _, num_heads, size = out_TNH.shape
     tensors = (out_TNH, parts_DNH, sums_DN2, work.counts, work.merges)
     shared = {"NUM_HEADS": num_heads, "HEAD_DIM": size, "WIDTH": next_power_of_2(size)}
-    shared["KEEPS"] = kept_TN2 is not None
-    kept = out_TNH if kept_TN2 is None else kept_TN2
+    shared["KEEPS"] = sums_TN2 is not None
+    softmax = out_TNH if sums_TN2 is None else sums_TN2
     if not work.cut.is_fixed:
-        _merge_kernel[(min(work.most.merges * num_heads, 8 * num_programs),)](
+        _merge_kernel[(min(work.bounds.merges * num_heads, 8 * num_programs),)](
             *tensors,
-            kept,
+            softmax,
             v_scale,
             **shared,
             SPLITS=next_power_of_2(work.cut.max_splits),
             num_warps=MERGE_WARPS,
         )
         return
-    units = work.most.merges * triton.cdiv(num_heads, ORDERED_HEADS)
+    units = work.bounds.merges * triton.cdiv(num_heads, ORDERED_HEADS)
     _ordered_kernel[(min(units, 8 * num_programs),)](
         *tensors,
-        kept,
+        softmax,
         out_TNH if sinks_N is None else sinks_N,
         v_scale,
         **shared,
@@ -181,9 +181,9 @@ def _merge_kernel(
         total = tl.sum(total * weights, 0)
         value = tl.sum(values * weights[:, None], 0) / total * v_scale
         if KEEPS:
-            kept_at = kept_ptr + (token * NUM_HEADS + head) * 2
-            tl.store(kept_at, largest)
-            tl.store(kept_at + 1, total)
+            softmax_at = kept_ptr + (token * NUM_HEADS + head) * 2
+            tl.store(softmax_at, largest)
+            tl.store(softmax_at + 1, total)
         out_at = (token * NUM_HEADS + head) * HEAD_DIM + h
         tl.store(out_ptr + out_at, value.to(out_ptr.dtype.element_ty), mask=h < HEAD_DIM)
 
@@ -233,9 +233,9 @@ def _ordered_kernel(
                     maximum, total, values, part_maximum, part_total, part_values
                 )
         if KEEPS:
-            kept_at = kept_ptr + (token * NUM_HEADS + head) * 2
-            tl.store(kept_at, maximum, mask=used)
-            tl.store(kept_at + 1, total, mask=used)
+            softmax_at = kept_ptr + (token * NUM_HEADS + head) * 2
+            tl.store(softmax_at, maximum, mask=used)
+            tl.store(softmax_at + 1, total, mask=used)
         values *= finished(total, v_scale, used)[:, None]
         out_at = ((token * NUM_HEADS + head) * HEAD_DIM)[:, None] + h[None, :]
         mask = used[:, None] & (h < HEAD_DIM)[None, :]

@@ -46,9 +46,9 @@ from quire.ops.kernels.launch import Config, next_power_of_2
 ITEM = 8  # int32 numbers of an item
 MERGE = 4  # int32 numbers of a merge
 HEADER = 8  # numbers before the items; two are used
-LEAST_ROWS = 16  # minimum rows of a matrix product
-MOST_GROUP = 128  # rows of the largest matrix product
-MOST_LONG_BYTES = 512  # of a head with long tiles: 256 float32 numbers would spill registers
+MIN_ROWS = 16  # minimum rows of a matrix product
+MAX_GROUP = 128  # rows of the largest matrix product
+MAX_LONG_BYTES = 512  # of a head with long tiles: 256 float32 numbers would spill registers
 FIXED_ROWS = 64  # of a fixed cut's products: the minimum of Hopper's matrix instruction
 
 
@@ -82,12 +82,12 @@ class Cut:
         self, group_size: int, window: int | None, head_dim: int, itemsize: int = 2
     ) -> "Cut":
         """Return this cut for a cache group. itemsize: bytes of a number in matrix products."""
-        assert group_size <= MOST_GROUP, f"{group_size} query heads of one KV head are too many"
+        assert group_size <= MAX_GROUP, f"{group_size} query heads of one KV head are too many"
         short = replace(self, group_size=group_size, window=window or 0)
         if self.is_fixed:
             assert self.fixed_chunk % self.align == 0, "chunks must begin where tiles do"
             return replace(short, long_rows=short.short_rows)
-        if head_dim * itemsize > MOST_LONG_BYTES:
+        if head_dim * itemsize > MAX_LONG_BYTES:
             return replace(short, long_rows=short.short_rows)
         # The sums of 128 rows of 256 numbers would not fit into a multiprocessor's registers.
         rows = min(self.long_rows, 64) if head_dim > 128 else self.long_rows
@@ -103,22 +103,22 @@ class Cut:
 
     @property
     def short_rows(self) -> int:
-        least = FIXED_ROWS if self.is_fixed else LEAST_ROWS
-        return max(least, next_power_of_2(self.group_size))
+        min_rows = FIXED_ROWS if self.is_fixed else MIN_ROWS
+        return max(min_rows, next_power_of_2(self.group_size))
 
     def has_long(self, query_lens: np.ndarray) -> bool:
         """Return whether a row needs long tiles. query_lens: [S]."""
         return not self.is_fixed and int(query_lens.max()) * self.group_size > self.short_rows
 
-    def most(
+    def bounds(
         self, query_lens: np.ndarray, context_lens: np.ndarray, has_ends: bool = False
-    ) -> "Most":
+    ) -> "WorkBounds":
         """Return bounds for a step whose lengths, [S] each, are at most these. They grow with each
         length. Unless the cut is fixed, they hold for any distribution of the tokens over the rows.
         has_ends: whether tokens have ends."""
         if self.is_fixed:
             fixed = replace(self, window=0) if has_ends else self
-            return fixed._most_fixed(query_lens.astype(np.int64), context_lens.astype(np.int64))
+            return fixed._fixed_bounds(query_lens.astype(np.int64), context_lens.astype(np.int64))
         num_rows, num_tokens = len(query_lens), int(query_lens.sum())
         short, long = self.short_rows // self.group_size, self.long_rows // self.group_size
         if not self.has_long(query_lens):
@@ -129,13 +129,13 @@ class Cut:
         long_items = items if long and longest > self.long_chunk else 0
         cut_tokens = short * short_items + long * long_items
         tiles = num_rows + (num_tokens // long if long else 0)
-        return Most(
+        return WorkBounds(
             items=tiles + short_items + long_items,
             merges=min(num_tokens, cut_tokens),
             slots=2 * cut_tokens,
         )
 
-    def _most_fixed(self, queries: np.ndarray, contexts: np.ndarray) -> "Most":
+    def _fixed_bounds(self, queries: np.ndarray, contexts: np.ndarray) -> "WorkBounds":
         tile = self.short_rows // self.group_size
         tiles = -(-queries // tile)
         chunks = -(-contexts // self.fixed_chunk)
@@ -143,7 +143,7 @@ class Cut:
             chunks = np.minimum(chunks, self._window_chunks)
         items = np.maximum(tiles, np.minimum(tiles, self.split_tiles) * chunks)
         merges = np.where(chunks > 1, np.minimum(queries, self.split_tiles * tile), 0)
-        return Most(int(items.sum()), int(merges.sum()), int((merges * chunks).sum()))
+        return WorkBounds(int(items.sum()), int(merges.sum()), int((merges * chunks).sum()))
 
     @property
     def _window_chunks(self) -> int:
@@ -153,7 +153,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Most:
+class WorkBounds:
     """Upper bounds of a step: items, tokens to merge, and slots for their parts."""
 
     items: int
@@ -167,7 +167,7 @@ class Work:
     ends_T: AttentionStep.ends_T, or None."""
 
     cut: Cut
-    most: Most
+    bounds: WorkBounds
     has_long: bool
     counts: torch.Tensor
     items: torch.Tensor
@@ -187,14 +187,14 @@ def plan_work(
     query_lens, context_lens = step.query_lens_host, step.context_lens_host
     assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
     assert step.query_starts_S1.dtype == step.context_lens_S.dtype == torch.int32
-    most = cut.most(query_lens, context_lens, ends_T is not None)
+    bounds = cut.bounds(query_lens, context_lens, ends_T is not None)
     num_rows = len(query_lens)
-    merges_at = HEADER + most.items * ITEM
-    size = merges_at + most.merges * MERGE
+    merges_at = HEADER + bounds.items * ITEM
+    size = merges_at + bounds.merges * MERGE
     lists = torch.empty(size, dtype=torch.int32, device=table_SL.device)
     work = Work(
         cut,
-        most,
+        bounds,
         cut.has_long(query_lens),
         lists[:HEADER],
         lists[HEADER:merges_at].view(-1, ITEM),
@@ -268,8 +268,8 @@ def _even_chunks(
     short = tl.cdiv(tl.sum(tl.where(is_long, 0, keys), 0), ITEMS)
     long = tl.cdiv(tl.sum(tl.where(is_long, keys, 0), 0), ITEMS)
     # No row has more keys than this, so a larger chunk cuts no tile.
-    most = 1 << 30
-    return tl.minimum(short, most).to(tl.int32), tl.minimum(long, most).to(tl.int32)
+    bounds = 1 << 30
+    return tl.minimum(short, bounds).to(tl.int32), tl.minimum(long, bounds).to(tl.int32)
 
 
 @triton.jit
@@ -325,8 +325,8 @@ def _cut_fixed_row(
     is_long = tiles > SPLIT_TILES
     chunks = (context_len + FIXED_CHUNK - 1) // FIXED_CHUNK
     if WINDOW > 0:
-        most = (WINDOW + ROWS // GROUP + ALIGN + 2 * FIXED_CHUNK - 2) // FIXED_CHUNK
-        chunks = tl.minimum(chunks, most)
+        bounds = (WINDOW + ROWS // GROUP + ALIGN + 2 * FIXED_CHUNK - 2) // FIXED_CHUNK
+        chunks = tl.minimum(chunks, bounds)
     chunks = tl.where(query_len > 0, tl.where(is_long, 1, chunks), 0)
     return is_long, tile, tiles, query_len * 0 + FIXED_CHUNK, chunks
 

@@ -108,8 +108,8 @@ def scatter_blocks(
     values: [N, ...], contiguous, on kv's device.
     """
     units, lines, num_blocks, size = _as_units(kv, dim)
-    wanted = (len(blocks_N), *kv.shape[:dim], *kv.shape[dim + 1 :])
-    assert values.shape == wanted, f"needs blocks of the shape {wanted}, got {values.shape}"
+    expected = (len(blocks_N), *kv.shape[:dim], *kv.shape[dim + 1 :])
+    assert values.shape == expected, f"needs blocks of the shape {expected}, got {values.shape}"
     assert values.dtype == kv.dtype and values.is_contiguous(), "blocks must be as gathered"
     from_ = values.view(-1).view(units.dtype)
     strides = (size, lines * size), (num_blocks * size, size)

@@ -103,7 +103,7 @@ def _parts(x, PART: tl.constexpr):
     return high, (x - high.to(tl.float32)).to(PART)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "most"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_tokens"])
 def _solve_kernel(
     qkv_ptr,
     gates_ptr,
@@ -116,7 +116,7 @@ def _solve_kernel(
     num_tokens,
     qkv_stride,
     gates_stride,
-    most,
+    max_tokens,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     D: tl.constexpr,
@@ -132,7 +132,7 @@ def _solve_kernel(
     row, first = find_row(starts_ptr, num_rows, tl.program_id(1), C, ROWS)
     start = tl.load(starts_ptr + row).to(tl.int64)
     count = tl.load(starts_ptr + row + 1) - start.to(tl.int32)
-    if (first >= count) | (count <= most):
+    if (first >= count) | (count <= max_tokens):
         return
     # Offsets within a tile are counted from its first token.
     token, i, d = start + first, tl.arange(0, C), tl.arange(0, DEPTH)
@@ -194,10 +194,10 @@ def _add_square_times(total, square, b, inside, C: tl.constexpr):
 
 
 @triton.jit
-def _advance(memory, k, taken, sums, k_scale, i, behind):
-    """Return the memory after `behind` tokens of a chunk, from the memory before the chunk."""
-    total = tl.sum(tl.where(i == behind - 1, sums, 0.0), axis=0)
-    weight = tl.exp(tl.where(i < behind, total - sums, float("-inf"))) * k_scale
+def _advance(memory, k, taken, sums, k_scale, i, num_taken):
+    """Return the memory after `num_taken` tokens of a chunk, from the memory before the chunk."""
+    total = tl.sum(tl.where(i == num_taken - 1, sums, 0.0), axis=0)
+    weight = tl.exp(tl.where(i < num_taken, total - sums, float("-inf"))) * k_scale
     return _add_product(memory * tl.exp(total), tl.trans(k), taken * weight[:, None])
 
 
@@ -221,15 +221,15 @@ def _leave(
         inside = (d < D)[:, None] & (e < E)[None, :]
         k = tl.load(keys_at, mask=mask, other=0.0)
         for n in range(ENTRIES):
-            behind = tl.minimum((index + n + 1) * BLOCK_SIZE - before, count) - first
+            num_taken = tl.minimum((index + n + 1) * BLOCK_SIZE - before, count) - first
             block = tl.max(tl.where(entry == index + n, blocks, -1), axis=0).to(tl.int64)
-            if (behind <= last - first) & (block >= 0):
-                left = _advance(memory, k, taken, sums, k_scale, i, behind)
+            if (num_taken <= last - first) & (block >= 0):
+                left = _advance(memory, k, taken, sums, k_scale, i, num_taken)
                 to = memory_at(states_ptr, block, state_size, memory_offset, head, d, e, D, E)
                 tl.store(to, left, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "table_stride", "most"])
+@triton.jit(do_not_specialize=["num_tokens", "table_stride", "max_tokens"])
 def _scan_kernel(
     qkv_ptr,
     states_ptr,
@@ -245,7 +245,7 @@ def _scan_kernel(
     state_size,
     memory_offset,
     table_stride,
-    most,
+    max_tokens,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     D: tl.constexpr,
@@ -261,7 +261,7 @@ def _scan_kernel(
     head, row = tl.program_id(0) // tiles, tl.program_id(1)
     start = tl.load(starts_ptr + row).to(tl.int64)
     count = tl.load(starts_ptr + row + 1) - start.to(tl.int32)
-    if count <= most:
+    if count <= max_tokens:
         return
     before = tl.load(contexts_ptr + row) - count
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -357,7 +357,7 @@ def delta_chunks(
         step.starts,
         step.contexts,
         step.tables,
-        step.left,
+        step.stored,
         squares,
         vectors,
         num_tokens,

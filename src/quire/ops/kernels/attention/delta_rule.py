@@ -4,8 +4,8 @@
 A program holds TILE columns of a value head's memory in the registers of one warp. It takes a row's
 tokens in order, and writes the memory after each block that needs it. A token's result depends only
 on the token and the memory before it, computed in one order. So its bits are the same in any batch
-and however a sequence was cut. `delta_chunks.py` handles rows with more than `most` tokens. Nothing
-depends on lengths known to the host, so the launch can be captured.
+and however a sequence was cut. `delta_chunks.py` handles rows with more than `max_tokens` tokens.
+Nothing depends on lengths known to the host, so the launch can be captured.
 
 Decoding is bound by memory: each row's memory is read and written, 8 D E bytes per head. Expected
 on an H200, at 4.3 TB/s: 62 us for 64 rows of 32 heads of 128 x 128. One row takes 8 us (256
@@ -84,7 +84,7 @@ def _load_token(
     return q, k, v, strength, time
 
 
-@triton.jit(do_not_specialize=["table_stride", "most"])
+@triton.jit(do_not_specialize=["table_stride", "max_tokens"])
 def _recurrent_kernel(
     qkv_ptr,
     gates_ptr,
@@ -101,7 +101,7 @@ def _recurrent_kernel(
     state_size,
     memory_offset,
     table_stride,
-    most,
+    max_tokens,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     D: tl.constexpr,
@@ -115,7 +115,7 @@ def _recurrent_kernel(
     head, row = tl.program_id(0) // tiles, tl.program_id(1)
     start = tl.load(starts_ptr + row).to(tl.int64)
     end = tl.load(starts_ptr + row + 1).to(tl.int64)
-    if (start >= end) | (end - start > most):
+    if (start >= end) | (end - start > max_tokens):
         return
     to_position = tl.load(contexts_ptr + row) - end  # add this to a token's index in the step
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -146,9 +146,9 @@ def _recurrent_kernel(
         read = tl.sum(memory * q[:, None], axis=0)
         out_at = out_ptr + (token * VALUES + head) * E + e
         tl.store(out_at, read.to(out_ptr.dtype.element_ty), mask=e < E)
-        behind = token + to_position + 1
-        if (behind % BLOCK_SIZE == 0) | (token + 1 == end):
-            block = tl.load(left_ptr + (behind - 1) // BLOCK_SIZE).to(tl.int64)
+        num_computed = token + to_position + 1
+        if (num_computed % BLOCK_SIZE == 0) | (token + 1 == end):
+            block = tl.load(left_ptr + (num_computed - 1) // BLOCK_SIZE).to(tl.int64)
             to = memory_at(states_ptr, block, state_size, memory_offset, head, d, e, D, E)
             tl.store(to, memory, mask=inside & (block >= 0))
 
@@ -162,10 +162,11 @@ def delta_rule(
     states_BZ: torch.Tensor,
     step: StateStep,
     out_TNE: torch.Tensor,
-    most: int = EVERY_LENGTH,
+    max_tokens: int = EVERY_LENGTH,
     is_fixed: bool = False,
 ) -> None:
-    """Compute `AttentionBackend.delta_rule` into out [T, N, E], for rows with up to `most` tokens.
+    """Compute `AttentionBackend.delta_rule` into out [T, N, E], for rows with up to `max_tokens`
+    tokens.
 
     qkv_TC, gates_TG: the stride between rows may exceed their width. rate_N, shift_N: float32.
     states_BZ: float32, of all blocks, each ending with the memory. out_TNE: contiguous. is_fixed:
@@ -183,13 +184,13 @@ def delta_rule(
         step.starts,
         step.contexts,
         step.tables,
-        step.left,
+        step.stored,
         qkv_TC.stride(0),
         gates_TG.stride(0),
         states_BZ.stride(0),
         states_BZ.shape[1] - heads.memory_size,
         step.tables.stride(0),
-        most,
+        max_tokens,
         **constants(heads, step.block_size),
         TILE=TILE,
         num_warps=1,
@@ -239,7 +240,7 @@ def signature(dtype: str) -> dict[str, str]:
     pointers = dict.fromkeys(("qkv_ptr", "gates_ptr", "out_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("rate_ptr", "shift_ptr", "states_ptr"), "*fp32")
     pointers |= dict.fromkeys(("starts_ptr", "contexts_ptr", "tables_ptr", "left_ptr"), "*i32")
-    return pointers | dict.fromkeys((*DIVISIBLE, "table_stride", "most"), "i32")
+    return pointers | dict.fromkeys((*DIVISIBLE, "table_stride", "max_tokens"), "i32")
 
 
 def _config(dtype: str, heads: DeltaHeads = NEXT_80B) -> Config:

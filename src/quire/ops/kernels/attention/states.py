@@ -24,18 +24,18 @@ from quire.ops.kernels.launch import Config, next_power_of_2
 
 TOKENS, CHANNELS = 32, 128  # of a tile
 FEW_TOKENS, MORE_CHANNELS = 4, 256  # of a tile if each row has one token
-LEAST_ROWS = 32  # minimum number of rows that kernels are compiled for
+MIN_ROWS = 32  # minimum number of rows that kernels are compiled for
 
 
 class StateStep(NamedTuple):
     """Device tensors of a step over a group of states. starts: [S + 1], first token of each row.
     contexts: [S], tokens of each row, new ones included. tables: [S, L], blocks whose states are
-    read. left: [S, L], blocks whose states are written, -1 for none."""
+    read. stored: [S, L], blocks whose states are written, -1 for none."""
 
     starts: torch.Tensor
     contexts: torch.Tensor
     tables: torch.Tensor
-    left: torch.Tensor
+    stored: torch.Tensor
     block_size: int
 
     @property
@@ -45,7 +45,7 @@ class StateStep(NamedTuple):
     @property
     def width(self) -> int:
         """Number of rows that kernels are compiled for, a power of 2."""
-        return max(LEAST_ROWS, next_power_of_2(self.num_rows))
+        return max(MIN_ROWS, next_power_of_2(self.num_rows))
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def _inputs(
     at = token[:, None].to(tl.int64) * x_stride + channel[None, :]
     x = tl.load(x_ptr + at, mask=inside & (token >= 0)[:, None], other=0.0).to(tl.float32)
     if has_past:
-        kept = channel[None, :] * (WIDTH - 1) + (token + (WIDTH - 1))[:, None]
-        x += tl.load(state_ptr + kept, mask=inside & (token < 0)[:, None], other=0.0)
+        past_at = channel[None, :] * (WIDTH - 1) + (token + (WIDTH - 1))[:, None]
+        x += tl.load(state_ptr + past_at, mask=inside & (token < 0)[:, None], other=0.0)
     return x
 
 
@@ -90,12 +90,12 @@ def _leave(
 ):  # fmt: skip
     """Write the state after token end - 1 of the row. It may overwrite the state that the row
     started from."""
-    kept = tl.arange(0, KEPT)
-    inside = (kept < WIDTH - 1)[:, None] & (channel < num_channels)[None, :]
-    token = end - (WIDTH - 1) + kept
+    past_at = tl.arange(0, KEPT)
+    inside = (past_at < WIDTH - 1)[:, None] & (channel < num_channels)[None, :]
+    token = end - (WIDTH - 1) + past_at
     x = _inputs(x_ptr, state_ptr, token, channel, inside, has_past, x_stride, WIDTH)
     tl.debug_barrier()
-    tl.store(to_ptr + channel[None, :] * (WIDTH - 1) + kept[:, None], x, mask=inside)
+    tl.store(to_ptr + channel[None, :] * (WIDTH - 1) + past_at[:, None], x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
@@ -195,7 +195,7 @@ def convolve(
         step.starts,
         step.contexts,
         step.tables,
-        step.left,
+        step.stored,
         step.num_rows,
         num_channels,
         x_TC.stride(0),

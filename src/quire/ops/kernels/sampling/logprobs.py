@@ -19,7 +19,7 @@ from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.sampling import logprobs as reference
 from quire.ops.sampling.logprobs import TokenLogprobs
 
-MOST_CANDIDATES = 32
+MAX_CANDIDATES = 32
 _GROUP = 128
 _GROUPS = 16  # groups of a chunk
 _CHUNK = _GROUP * _GROUPS
@@ -72,13 +72,13 @@ def _take_largest(
 ):  # fmt: skip
     """Write a row's largest tokens to ids_ptr, in descending order."""
     keys = tl.where(maxima == maxima, _key(maxima, group), _NO_KEY)
-    place = tl.arange(0, PLACES)
+    slot = tl.arange(0, PLACES)
     no_group = 0x7FFFFFFF // GROUP  # beyond every vocabulary
-    found = place * 0 + no_group
+    found = slot * 0 + no_group
     for i in range(num_candidates):
         largest = tl.max(keys, axis=0)
         here = tl.minimum(_id_of(largest), no_group).to(tl.int32)
-        found = tl.where(place == i, here, found)
+        found = tl.where(slot == i, here, found)
         keys = tl.where(keys == largest, _NO_KEY, keys)
     tokens = found[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = tokens < vocab_size
@@ -92,7 +92,7 @@ def _take_largest(
 
 
 @triton.jit
-def _tell(
+def _gather_logprobs(
     ids_ptr, logprobs_ptr, ranks_ptr, logits_ptr, chosen_ptr, maxima_ptr, masses_ptr, before_ptr,
     vocab_size, logits_stride, num_chunks, num_groups, num_candidates,
     CHUNKS: tl.constexpr, NUM_GROUPS: tl.constexpr, PLACES: tl.constexpr, GROUP: tl.constexpr,
@@ -118,12 +118,12 @@ def _tell(
             logits_ptr, maxima, group, vocab_size, ids_ptr + 1, num_candidates, PLACES, GROUP
         )
     tl.debug_barrier()  # other threads' writes are read next
-    place = tl.arange(0, 2 * PLACES)
-    is_asked = place <= num_candidates
-    ids = tl.load(ids_ptr + place, mask=is_asked, other=0)
-    x = tl.load(logits_ptr + ids, mask=is_asked, other=0.0).to(tl.float64)
-    out = logprobs_ptr + row * (num_candidates + 1) + place
-    tl.store(out, (x - log_total).to(tl.float32), mask=is_asked)
+    slot = tl.arange(0, 2 * PLACES)
+    is_requested = slot <= num_candidates
+    ids = tl.load(ids_ptr + slot, mask=is_requested, other=0)
+    x = tl.load(logits_ptr + ids, mask=is_requested, other=0.0).to(tl.float64)
+    out = logprobs_ptr + row * (num_candidates + 1) + slot
+    tl.store(out, (x - log_total).to(tl.float32), mask=is_requested)
 
 
 def token_logprobs(
@@ -137,7 +137,7 @@ def token_logprobs(
     """
     num_rows, vocab_size = logits_RV.shape
     num_candidates = min(num_candidates, vocab_size)
-    if num_candidates > MOST_CANDIDATES:
+    if num_candidates > MAX_CANDIDATES:
         return reference.token_logprobs_reference(logits_RV.float(), chosen_R, num_candidates)
     device = logits_RV.device
     ids_RK = torch.empty(num_rows, 1 + num_candidates, dtype=torch.int64, device=device)
@@ -162,7 +162,7 @@ def token_logprobs(
         "GROUP": _GROUP,
     }
     _measure[(num_rows, num_chunks)](**arguments, GROUPS=_GROUPS, num_warps=4)
-    _tell[(num_rows,)](
+    _gather_logprobs[(num_rows,)](
         **arguments,
         ids_ptr=ids_RK,
         logprobs_ptr=logprobs_RK,
@@ -207,7 +207,7 @@ CONFIGS = [
         ),
         *(
             Config(
-                _tell,
+                _gather_logprobs,
                 {"logits_ptr": kind} | _INPUTS | _OUTPUTS,
                 {"CHUNKS": 128, "NUM_GROUPS": 2048, "PLACES": places, "GROUP": _GROUP},
                 divisible=("vocab_size", "logits_stride"),

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
-from quire.ops.kernels.sampling.sampling_filtered import MOST_HELD, NUM_WARPS, settle_filtered
+from quire.ops.kernels.sampling.sampling_filtered import MAX_HELD, NUM_WARPS, settle_filtered
 from quire.ops.kernels.sampling.sampling_scan import (
     ALL,
     CHUNK,
@@ -134,14 +134,14 @@ def sample(
     rows_N: torch.Tensor | None = None,
     *,
     has_filters: bool,
-    most_held: int = MOST_HELD,
+    max_groups: int = MAX_HELD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a token per row, int64 [N], and whether the row had one to choose, bool [N].
 
     logits_NV: float32, float16 or bfloat16. positions_N: int64. rows_N: integers, each row's index
     in the columns (row n if absent). Both are contiguous. has_filters: whether any row may have
     top_k, top_p or min_p; otherwise they are ignored. A row with NaN, or with an infinite largest
-    logit, is not valid and gets token 0. most_held: groups of 128 tokens that a filtered row holds
+    logit, is not valid and gets token 0. max_groups: groups of 128 tokens that a filtered row holds
     in registers, a power of 2.
     """
     num_rows, vocab_size = logits_NV.shape
@@ -190,10 +190,10 @@ def sample(
     settle_filtered[(num_rows,)](
         **arguments,
         **filtered,
-        held_ptr=torch.empty(num_rows, most_held, dtype=torch.int32, device=device),
+        held_ptr=torch.empty(num_rows, max_groups, dtype=torch.int32, device=device),
         num_groups=num_chunks * GROUPS,
         NUM_GROUPS=next_power_of_2(num_chunks) * GROUPS,
-        MOST_HELD=most_held,
+        MAX_HELD=max_groups,
         UNUSED_BITS=_UNUSED_BITS[logits_NV.dtype],
         num_warps=NUM_WARPS,
     )

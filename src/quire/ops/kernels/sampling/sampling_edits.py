@@ -67,8 +67,8 @@ def _mask_bad_words(
         for i in range(num_places):
             at = length - num_places + i
             token = tl.load(tokens_ptr + at, mask=at >= prompt_len, other=-1).to(tl.int32)
-            wanted = tl.load(prefix_ptr + i, mask=inside, other=0)
-            matches = matches & ((i < num_places - prefix_len) | (wanted == token))
+            expected = tl.load(prefix_ptr + i, mask=inside, other=0)
+            matches = matches & ((i < num_places - prefix_len) | (expected == token))
         tl.store(out_ptr + last, _MINUS_INFINITY, mask=matches)
 
 

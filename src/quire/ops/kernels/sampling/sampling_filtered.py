@@ -9,7 +9,7 @@ of tokens that pass.
 
 The groups' largest logits show which groups of 128 tokens can have tokens that pass. These are at
 most k groups for top-k, and the groups above the floor for min-p. For top-p they are as many groups
-as hold the goal by their largest tokens alone. If at most MOST_HELD groups are left, they are
+as hold the goal by their largest tokens alone. If at most MAX_HELD groups are left, they are
 loaded into registers once, and all else happens there. Otherwise each halving reads the row again,
 from the L2 cache.
 
@@ -36,7 +36,7 @@ from quire.ops.kernels.sampling.sampling_scan import (
     score_margin,
 )
 
-MOST_HELD = 64
+MAX_HELD = 64
 NUM_WARPS = 16
 _PASS_GROUPS = tl.constexpr(16)  # groups that a pass over the row reads at once
 
@@ -81,7 +81,7 @@ def _floor_key(peak, temperature, min_p, UNUSED_BITS: tl.constexpr):
 
 
 @triton.jit
-def _count_held(keys, weights, key):
+def _count_loaded(keys, weights, key):
     """Count the tokens in registers with at least this key, and sum their mass."""
     passes = keys >= key.to(tl.int32)
     mass = tl.sum(tl.where(passes, weights, 0.0))
@@ -89,11 +89,11 @@ def _count_held(keys, weights, key):
 
 
 @triton.jit
-def _count(keys, weights, key, logits_ptr, vocab_size, is_held, peak, temperature,
+def _count(keys, weights, key, logits_ptr, vocab_size, fits, peak, temperature,
            GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr):  # fmt: skip
     """Count the row's tokens with at least this key, and sum their mass."""
-    count, mass = _count_held(keys, weights, key)
-    if is_held == 0:
+    count, mass = _count_loaded(keys, weights, key)
+    if fits == 0:
         tile: tl.constexpr = _PASS_GROUPS * GROUP
         # Summed up at the end, so that no load waits for other threads.
         counts = tl.zeros((tile,), tl.int32)
@@ -112,15 +112,15 @@ def _count(keys, weights, key, logits_ptr, vocab_size, is_held, peak, temperatur
 
 
 @triton.jit
-def _halve_groups(keys, weights, low, high, wanted_count, wanted_mass):
+def _halve_groups(keys, weights, low, high, goal_count, goal_mass):
     """Return a key that enough groups reach, by count or by mass; `low` if too few do."""
-    low_count, low_mass = _count_held(keys, weights, low)
+    low_count, low_mass = _count_loaded(keys, weights, low)
     high_count = low_count * 0
-    is_open = (low_count >= wanted_count) | (low_mass >= wanted_mass)
+    is_open = (low_count >= goal_count) | (low_mass >= goal_mass)
     while is_open & (high - low > 1) & (low_count - high_count > 1):
         middle = (low + high) >> 1
-        count, mass = _count_held(keys, weights, middle)
-        is_enough = (count >= wanted_count) | (mass >= wanted_mass)
+        count, mass = _count_loaded(keys, weights, middle)
+        is_enough = (count >= goal_count) | (mass >= goal_mass)
         low = tl.where(is_enough, middle, low)
         low_count = tl.where(is_enough, count, low_count)
         high = tl.where(is_enough, high, middle)
@@ -130,8 +130,8 @@ def _halve_groups(keys, weights, low, high, wanted_count, wanted_mass):
 
 @triton.jit
 def _halve(
-    keys, weights, low, low_count, low_mass, wanted_count, wanted_mass,
-    logits_ptr, vocab_size, is_held, peak, temperature,
+    keys, weights, low, low_count, low_mass, goal_count, goal_mass,
+    logits_ptr, vocab_size, fits, peak, temperature,
     GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
     """Find the largest key that enough tokens reach, by count or mass; else `low`, which all reach.
@@ -143,14 +143,14 @@ def _halve(
     high = _key_of(peak, UNUSED_BITS).to(tl.int64) + 1
     high_count = low_count * 0
     high_mass = low_mass * 0
-    is_open = (low_count >= wanted_count) | (low_mass >= wanted_mass)
+    is_open = (low_count >= goal_count) | (low_mass >= goal_mass)
     while is_open & (high - low > 1) & (low_count - high_count > 1):
         middle = (low + high) >> 1
         count, mass = _count(
-            keys, weights, middle, logits_ptr, vocab_size, is_held, peak, temperature,
+            keys, weights, middle, logits_ptr, vocab_size, fits, peak, temperature,
             GROUP, UNUSED_BITS,
         )  # fmt: skip
-        is_enough = (count >= wanted_count) | (mass >= wanted_mass)
+        is_enough = (count >= goal_count) | (mass >= goal_mass)
         low = tl.where(is_enough, middle, low)
         low_count = tl.where(is_enough, count, low_count)
         low_mass = tl.where(is_enough, mass, low_mass)
@@ -163,8 +163,8 @@ def _halve(
 
 @triton.jit
 def _find_groups(
-    held_ptr, maxima_ptr, masses_ptr, num_groups, peak, temperature, floor, wanted_count, top_p,
-    is_whole, NUM_GROUPS: tl.constexpr, MOST_HELD: tl.constexpr, UNUSED_BITS: tl.constexpr,
+    held_ptr, maxima_ptr, masses_ptr, num_groups, peak, temperature, floor, goal_count, top_p,
+    is_whole, NUM_GROUPS: tl.constexpr, MAX_HELD: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
     """Return a key that all passing tokens reach, the row's mass, and whether all groups that reach
     the key fit. The groups are written to held_ptr in the order of their ids."""
@@ -177,48 +177,48 @@ def _find_groups(
     total = tl.sum((masses * weights).to(tl.float64), axis=0)
     # The groups' largest tokens alone must hold a little more than the nucleus' goal.
     goal = top_p.to(tl.float64) * total * (1 + 1e-5)
-    wanted_mass = tl.where(is_whole, goal, _INFINITY)
+    goal_mass = tl.where(is_whole, goal, _INFINITY)
     top = _key_of(peak, UNUSED_BITS).to(tl.int64) + 1
-    least = _halve_groups(keys, weights, floor, top, wanted_count, wanted_mass)
-    reaches = keys >= least.to(tl.int32)
+    lowest_key = _halve_groups(keys, weights, floor, top, goal_count, goal_mass)
+    reaches = keys >= lowest_key.to(tl.int32)
     place = tl.cumsum(reaches.to(tl.int32), axis=0) - 1
-    slot = tl.arange(0, MOST_HELD)
+    slot = tl.arange(0, MAX_HELD)
     tl.store(held_ptr + slot, slot * 0 + num_groups)
     tl.debug_barrier()
-    tl.store(held_ptr + place, group, mask=reaches & (place < MOST_HELD))
+    tl.store(held_ptr + place, group, mask=reaches & (place < MAX_HELD))
     tl.debug_barrier()
-    is_held = tl.sum(reaches.to(tl.int32), axis=0) <= MOST_HELD
-    return least, total, is_held
+    fits = tl.sum(reaches.to(tl.int32), axis=0) <= MAX_HELD
+    return lowest_key, total, fits
 
 
 @triton.jit
 def _find_cutoff(
-    keys, weights, least, total, wanted_count, top_p, is_whole,
-    logits_ptr, vocab_size, is_held, peak, temperature,
+    keys, weights, lowest_key, total, goal_count, top_p, is_whole,
+    logits_ptr, vocab_size, fits, peak, temperature,
     GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
     """Return the smallest key that passes, and how many of the tokens with this key pass."""
     count, mass = _count(
-        keys, weights, least, logits_ptr, vocab_size, is_held, peak, temperature,
+        keys, weights, lowest_key, logits_ptr, vocab_size, fits, peak, temperature,
         GROUP, UNUSED_BITS,
     )  # fmt: skip
     none = tl.full((), _INFINITY, tl.float64)
     key, count, mass, above, mass_above, is_cut = _halve(
-        keys, weights, least, count, mass, wanted_count, none,
-        logits_ptr, vocab_size, is_held, peak, temperature, GROUP, UNUSED_BITS,
+        keys, weights, lowest_key, count, mass, goal_count, none,
+        logits_ptr, vocab_size, fits, peak, temperature, GROUP, UNUSED_BITS,
     )  # fmt: skip
-    kept = tl.minimum(count, wanted_count)
+    passing = tl.minimum(count, goal_count)
     at_key = tl.exp((_value_of(key, UNUSED_BITS) - peak) * (1.0 / temperature)).to(tl.float64)
-    is_tied = is_cut & (kept < count)
-    mass = tl.where(is_tied, mass_above + (kept - above) * at_key, mass)
-    num_ties = tl.where(is_cut, kept - above, _NO_COUNT)
+    is_tied = is_cut & (passing < count)
+    mass = tl.where(is_tied, mass_above + (passing - above) * at_key, mass)
+    num_ties = tl.where(is_cut, passing - above, _NO_COUNT)
     if top_p < 1:
         goal = top_p.to(tl.float64) * tl.where(is_whole, total, mass)
         before = num_ties
         lowest = key
         key, count, mass, above, mass_above, is_cut = _halve(
-            keys, weights, key, kept, mass, _NO_COUNT, goal,
-            logits_ptr, vocab_size, is_held, peak, temperature, GROUP, UNUSED_BITS,
+            keys, weights, key, passing, mass, _NO_COUNT, goal,
+            logits_ptr, vocab_size, fits, peak, temperature, GROUP, UNUSED_BITS,
         )  # fmt: skip
         # A tie is kept while the mass before it has not reached the goal.
         at_key = tl.exp((_value_of(key, UNUSED_BITS) - peak) * (1.0 / temperature)).to(tl.float64)
@@ -229,19 +229,19 @@ def _find_cutoff(
 
 
 @triton.jit
-def _is_kept(keys, key, num_ties, seen):
+def _passes_cutoff(keys, key, num_ties, seen):
     """Return which tokens of a tile [groups, tokens] pass, in the order of ids, and the new `seen`.
     It counts the tokens with this key so far."""
     is_tie = keys == key
     ties = is_tie.to(tl.int32)
     here = tl.sum(ties)
-    kept = keys >= key
+    passing = keys >= key
     if seen + here > num_ties:
         of_group = tl.sum(ties, axis=1)
         before = tl.cumsum(of_group, axis=0) - of_group
         place = seen + before[:, None] + tl.cumsum(ties, axis=1) - ties
-        kept = kept & ((is_tie == 0) | (place < num_ties))
-    return kept, seen + here
+        passing = passing & ((is_tie == 0) | (place < num_ties))
+    return passing, seen + here
 
 
 @triton.jit
@@ -251,15 +251,15 @@ def _draw(
 ):  # fmt: skip
     """Return the best of a tile's passing tokens and of `best` before them, its score, and the new
     `seen`."""
-    kept, seen = _is_kept(_key_of(x, UNUSED_BITS), key.to(tl.int32), num_ties, seen)
-    if tl.max(kept.to(tl.int32)) > 0:
+    passing, seen = _passes_cutoff(_key_of(x, UNUSED_BITS), key.to(tl.int32), num_ties, seen)
+    if tl.max(passing.to(tl.int32)) > 0:
         ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         counters = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
         noise = uniform_of_counters(counters, seed, sample, position)
         score = x * (1.0 / temperature) + rough_gumbel(noise)
-        score = tl.where(kept, score, _MINUS_INFINITY)
+        score = tl.where(passing, score, _MINUS_INFINITY)
         top = tl.maximum(tl.max(score), best_score.to(tl.float32))
-        in_doubt = kept & (score >= top - score_margin(top))
+        in_doubt = passing & (score >= top - score_margin(top))
         best, best_score = best_of_tile(
             in_doubt, x, ids, temperature, seed, sample, position, best, best_score
         )
@@ -267,8 +267,8 @@ def _draw(
 
 
 @triton.jit
-def _best_of_kept(
-    x, group, key, num_ties, logits_ptr, vocab_size, is_held, temperature, seed, sample, position,
+def _best_of_passing(
+    x, group, key, num_ties, logits_ptr, vocab_size, fits, temperature, seed, sample, position,
     GROUP: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
     """Return the row's token. The tile in registers is empty if the row's groups do not fit."""
@@ -279,7 +279,7 @@ def _best_of_kept(
         x, group, key, num_ties, seen, best, best_score, temperature, seed, sample, position,
         GROUP, UNUSED_BITS,
     )  # fmt: skip
-    if is_held == 0:
+    if fits == 0:
         for first in range(0, tl.cdiv(vocab_size, GROUP), _PASS_GROUPS):
             group_here = first + tl.arange(0, _PASS_GROUPS)
             ids = group_here[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -295,45 +295,45 @@ def _best_of_kept(
 def cutoff_of_row(
     logits_ptr, held_ptr, maxima_ptr, masses_ptr, vocab_size, num_groups, peak,
     temperature, top_k, top_p, min_p,
-    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, MOST_HELD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, MAX_HELD: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
     """Return the row's cutoff, as `_find_cutoff`, the logits and groups in registers, and whether
     all groups fit there."""
     has_top_k = (top_k > 0) & (top_k < vocab_size)
-    wanted_count = tl.where(has_top_k, top_k, _NO_COUNT).to(tl.int32)
+    goal_count = tl.where(has_top_k, top_k, _NO_COUNT).to(tl.int32)
     is_whole = (has_top_k == 0) & (min_p <= 0)
     floor = _floor_key(peak, temperature, min_p, UNUSED_BITS)
-    least, total, is_held = _find_groups(
-        held_ptr, maxima_ptr, masses_ptr, num_groups, peak, temperature, floor, wanted_count,
-        top_p, is_whole, NUM_GROUPS, MOST_HELD, UNUSED_BITS,
+    lowest_key, total, fits = _find_groups(
+        held_ptr, maxima_ptr, masses_ptr, num_groups, peak, temperature, floor, goal_count,
+        top_p, is_whole, NUM_GROUPS, MAX_HELD, UNUSED_BITS,
     )  # fmt: skip
-    group = tl.load(held_ptr + tl.arange(0, MOST_HELD))
+    group = tl.load(held_ptr + tl.arange(0, MAX_HELD))
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(logits_ptr + ids, mask=(ids < vocab_size) & is_held, other=_MINUS_INFINITY)
+    x = tl.load(logits_ptr + ids, mask=(ids < vocab_size) & fits, other=_MINUS_INFINITY)
     x = x.to(tl.float32)
     keys = _key_of(x, UNUSED_BITS)
     weights = tl.exp((x - peak) * (1.0 / temperature))
     key, num_ties = _find_cutoff(
-        keys, weights, least, total, wanted_count, top_p, is_whole,
-        logits_ptr, vocab_size, is_held, peak, temperature, GROUP, UNUSED_BITS,
+        keys, weights, lowest_key, total, goal_count, top_p, is_whole,
+        logits_ptr, vocab_size, fits, peak, temperature, GROUP, UNUSED_BITS,
     )  # fmt: skip
-    return key, num_ties, x, group, is_held
+    return key, num_ties, x, group, fits
 
 
 @triton.jit
 def _best_of_filtered(
     logits_ptr, held_ptr, maxima_ptr, masses_ptr, vocab_size, num_groups, peak,
     temperature, top_k, top_p, min_p, seed, sample, position,
-    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, MOST_HELD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, MAX_HELD: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
-    key, num_ties, x, group, is_held = cutoff_of_row(
+    key, num_ties, x, group, fits = cutoff_of_row(
         logits_ptr, held_ptr, maxima_ptr, masses_ptr, vocab_size, num_groups, peak,
-        temperature, top_k, top_p, min_p, NUM_GROUPS, GROUP, MOST_HELD, UNUSED_BITS,
+        temperature, top_k, top_p, min_p, NUM_GROUPS, GROUP, MAX_HELD, UNUSED_BITS,
     )  # fmt: skip
-    return _best_of_kept(
-        x, group, key, num_ties, logits_ptr, vocab_size, is_held, temperature,
+    return _best_of_passing(
+        x, group, key, num_ties, logits_ptr, vocab_size, fits, temperature,
         seed, sample, position, GROUP, UNUSED_BITS,
     )  # fmt: skip
 
@@ -345,7 +345,7 @@ def settle_filtered(
     seed_ptr, sample_ptr, position_ptr, best_ptr, peak_ptr, maxima_ptr, masses_ptr, held_ptr,
     vocab_size, logits_stride, num_chunks, num_groups,
     HAS_ROWS: tl.constexpr, CHUNKS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    MOST_HELD: tl.constexpr, UNUSED_BITS: tl.constexpr,
+    MAX_HELD: tl.constexpr, UNUSED_BITS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row = n
@@ -362,11 +362,11 @@ def settle_filtered(
         position = tl.load(position_ptr + n)
         if (temperature > 0) & has_filter(row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr):
             best = _best_of_filtered(
-                logits_ptr, held_ptr + n * MOST_HELD,
+                logits_ptr, held_ptr + n * MAX_HELD,
                 maxima_ptr + n * num_groups, masses_ptr + n * num_groups, vocab_size, num_groups,
                 peak, temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row),
                 tl.load(min_p_ptr + row), seed, sample, position,
-                NUM_GROUPS, GROUP, MOST_HELD, UNUSED_BITS,
+                NUM_GROUPS, GROUP, MAX_HELD, UNUSED_BITS,
             )  # fmt: skip
         else:
             best = best_of_chunks(
@@ -394,7 +394,7 @@ CONFIGS = [
             "CHUNKS": next_power_of_2(-(-vocab_size // CHUNK)),
             "NUM_GROUPS": next_power_of_2(-(-vocab_size // CHUNK)) * GROUPS,
             "GROUP": GROUP,
-            "MOST_HELD": MOST_HELD,
+            "MAX_HELD": MAX_HELD,
             "UNUSED_BITS": unused_bits,
         },
         num_warps=NUM_WARPS,

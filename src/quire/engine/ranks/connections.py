@@ -33,8 +33,8 @@ MAGIC = b"quire-2\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ROLE = struct.Struct("<BI")
-LIMIT_S = 5.0  # timeout of each read and write of the handshake
-MOST_STRANGERS = 32  # peers that authenticate at the same time
+HANDSHAKE_TIMEOUT_S = 5.0  # timeout of each read and write of the handshake
+MAX_HANDSHAKES = 32  # peers that authenticate at the same time
 SILENT_MS = 5_000  # data that an agent does not receive for this time ends the connection
 
 
@@ -45,9 +45,9 @@ class Unreachable(EngineError):
 class Role(enum.IntEnum):
     """Purpose of a connection."""
 
-    KEEPER = 1  # control of a rank's node agent (engine/ranks/keeper.py)
+    NODE_AGENT = 1  # control of a rank's node agent (engine/ranks/node_agent.py)
     RANK = 2  # plans and results
-    STORE = 3  # calls to the rendezvous store (engine/ranks/meeting.py)
+    STORE = 3  # calls to the rendezvous store (engine/ranks/rendezvous.py)
     STAGE = 4  # rows, from a rank to the rank of the same index in the next stage
 
 
@@ -71,7 +71,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Door:
+class AuthenticatingListener:
     """Listener that authenticates peers. welcome: takes over the socket of each authenticated
     connection, on various threads. Raises EngineError if it cannot listen at the address."""
 
@@ -89,7 +89,7 @@ class Door:
         found = self._listener.getsockname()
         self.address = Address(found[0], found[1])
         self._secret, self._welcome = secret, welcome
-        self._strangers = threading.Semaphore(MOST_STRANGERS)
+        self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
         self._has_warned = self._is_closed = False
         self._thread = threading.Thread(target=self._accept, name="quire-door", daemon=True)
         self._thread.start()
@@ -100,7 +100,7 @@ class Door:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         if self._thread is not threading.current_thread():
-            self._thread.join(LIMIT_S)  # before the descriptor's number can be reused
+            self._thread.join(HANDSHAKE_TIMEOUT_S)  # before the descriptor's number can be reused
         self._listener.close()
 
     def _accept(self) -> None:
@@ -111,19 +111,19 @@ class Door:
                 if self._is_closed:
                     return
                 continue
-            if not self._strangers.acquire(blocking=False):
+            if not self._handshakes.acquire(blocking=False):
                 self._refuse(sock, peer[0], "too many ranks connect at the same time")
                 continue
             threading.Thread(target=self._prove, args=(sock, peer[0]), daemon=True).start()
 
     def _prove(self, sock: socket.socket, peer: str) -> None:
         try:
-            arrival = let_in(sock, self._secret)
+            arrival = authenticate(sock, self._secret)
         except (OSError, ValueError, EngineError) as error:
             self._refuse(sock, peer, str(error))
             return
         finally:
-            self._strangers.release()
+            self._handshakes.release()
         self._welcome(arrival)
 
     def _refuse(self, sock: socket.socket, peer: str, why: str) -> None:
@@ -136,10 +136,10 @@ class Door:
             )  # fmt: skip
 
 
-def let_in(sock: socket.socket, secret: bytes) -> Arrival:
+def authenticate(sock: socket.socket, secret: bytes) -> Arrival:
     """Authenticate a connecting peer, and prove to it that this side has the secret too. Raises
     OSError, ValueError or EngineError if the handshake fails."""
-    sock.settimeout(LIMIT_S)
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
     own = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(MAGIC + own)
     data = _read(sock, len(MAGIC) + NONCE_BYTES + ROLE.size + PROOF_BYTES)
@@ -156,15 +156,15 @@ def let_in(sock: socket.socket, secret: bytes) -> Arrival:
     return arrival
 
 
-def dial(address: Address, secret: bytes, role: Role, rank: int) -> socket.socket:
+def connect(address: Address, secret: bytes, role: Role, rank: int) -> socket.socket:
     """Connect to a core, and authenticate both sides. Raises Unreachable if no process answers,
     EngineError if it is not a core with this secret."""
     try:
-        sock = socket.create_connection((address.host, address.port), LIMIT_S)
+        sock = socket.create_connection((address.host, address.port), HANDSHAKE_TIMEOUT_S)
     except OSError as error:
         raise Unreachable(f"no core answers at {address}: {error}") from None
     try:
-        sock.settimeout(LIMIT_S)
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
         greeting = _read(sock, len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             raise EngineError(f"{address} is not a quire core, or it has another version.")
@@ -186,8 +186,8 @@ def dial(address: Address, secret: bytes, role: Role, rank: int) -> socket.socke
     return sock
 
 
-def _proof(secret: bytes, whose: bytes, nonce: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, b"quire " + whose + b"\n" + nonce + said, hashlib.sha256)
+def _proof(secret: bytes, side: bytes, nonce: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, b"quire " + side + b"\n" + nonce + transcript, hashlib.sha256)
 
 
 def _read(sock: socket.socket, size: int) -> bytes:
@@ -212,5 +212,5 @@ def _tune(sock: socket.socket, role: Role) -> None:
         (socket.TCP_KEEPCNT, 3),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    if role is Role.KEEPER:
+    if role is Role.NODE_AGENT:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)

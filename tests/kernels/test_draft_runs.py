@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from quire.engine.drafting.drafting import repeated
-from quire.ops.kernels.sampling import guess_runs as kernels
+from quire.ops.kernels.sampling import draft_runs as kernels
 from quire.ops.rows.row_state import RowTensors
-from quire.ops.sampling import device_guesses
-from quire.ops.sampling.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses
+from quire.ops.sampling import device_drafts
+from quire.ops.sampling.device_drafts import NO_TOKEN, DraftPositions, Runs, accept_drafts
 from quire.ops.sampling.find_runs import find_runs_reference
 
 ROWS, LENGTH = 6, 2600
@@ -38,9 +38,9 @@ def expected(tokens_RM: np.ndarray, lengths: np.ndarray, rows, nums, runs: Runs)
 def guess(state: RowTensors, rows, nums, longest: int, runs: Runs, by_kernel: bool) -> None:
     if by_kernel:
         on_device = (torch.from_numpy(each).to(state.device) for each in (rows, nums))
-        kernels.guess_runs(state, *on_device, int(nums.max()), runs)
+        kernels.draft_runs(state, *on_device, int(nums.max()), runs)
     else:
-        device_guesses.guess_runs_reference(state, rows, nums, longest, runs)
+        device_drafts.draft_runs_reference(state, rows, nums, longest, runs)
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -71,7 +71,7 @@ def test_a_row_holds_its_guesses_to_the_last_place(device: torch.device) -> None
     tokens_RM[:, 6:] = 9
     state = state_of(tokens_RM, np.array([6, 6]), device)
     nums, rows = np.array([2, 1], np.int32), np.arange(2, dtype=np.int32)
-    device_guesses.guess_runs_reference(state, rows, nums, 6, Runs(2, 2, 100))
+    device_drafts.draft_runs_reference(state, rows, nums, 6, Runs(2, 2, 100))
     assert state.tokens_RM[:, 6:].tolist() == [[5, 6], [5, 9]]
 
 
@@ -80,9 +80,9 @@ def test_what_counts_ends_with_the_first_wrong_guess(device: torch.device) -> No
     tokens_RM = np.zeros((4, 9), np.int32)
     tokens_RM[3, 4:7], tokens_RM[0, 2:4] = [11, 12, 13], [21, 22]
     state = state_of(tokens_RM, np.array([2, 1, 1, 4]), device)
-    tries = Tries(np.array([0, 1, 2, 0, 0, 0, 2, 2]), np.array([0, 0, 0, 1, 2, 3, 1, 2]))
+    tries = DraftPositions(np.array([0, 1, 2, 0, 0, 0, 2, 2]), np.array([0, 0, 0, 1, 2, 3, 1, 2]))
     chosen = torch.tensor([11, NO_TOKEN, 21, 12, 7, 8, 22, NO_TOKEN], device=device)
     rows, lengths = torch.tensor([3, 1, 0], device=device), torch.tensor([4, 1, 2], device=device)
-    tokens, counts = accept_guesses(state, rows, lengths, chosen, tries)
+    tokens, counts = accept_drafts(state, rows, lengths, chosen, tries)
     assert counts.tolist() == [3, 1, 2]
     assert tokens.tolist() == [[11, 12, 7, 8], [-1, -1, -1, -1], [21, 22, -1, -1]]

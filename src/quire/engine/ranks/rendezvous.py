@@ -1,7 +1,7 @@
 """Rendezvous of ranks on several machines: a key-value store in the core for their addresses.
 
 torch's own network store listens at all addresses without a password. Ranks reach this store over
-an authenticated connection (engine/ranks/dial_in.py):
+an authenticated connection (engine/ranks/connections.py):
 
     rank    StoreCall(op, keys, value)  ->      <-  StoreAnswer(values, number)
 """
@@ -10,8 +10,8 @@ import msgspec
 
 from quire.engine.wire.wire import Codec
 
-MOST_BYTES = 1 << 20  # maximum size of a message; an address has some hundred bytes
-MOST_ENTRIES = 100_000
+MAX_BYTES = 1 << 20  # maximum size of a message; an address has some hundred bytes
+MAX_ENTRIES = 100_000
 
 
 class StoreCall(msgspec.Struct, frozen=True):
@@ -32,17 +32,17 @@ class StoreAnswer(msgspec.Struct, frozen=True):
     number: int = 0
 
 
-def table_codec() -> Codec[StoreCall]:
+def core_store_codec() -> Codec[StoreCall]:
     """Return the core's codec for store calls."""
-    return Codec(StoreCall, most_bytes=MOST_BYTES)
+    return Codec(StoreCall, max_bytes=MAX_BYTES)
 
 
-def asker_codec() -> Codec[StoreAnswer]:
+def rank_store_codec() -> Codec[StoreAnswer]:
     """Return a rank's codec for answers of the store."""
-    return Codec(StoreAnswer, most_bytes=MOST_BYTES)
+    return Codec(StoreAnswer, max_bytes=MAX_BYTES)
 
 
-class MeetingTable:
+class RendezvousTable:
     """Key-value table that the core holds for all ranks."""
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class MeetingTable:
             return StoreAnswer(entries.get(key))
         if call.op == "delete":
             return StoreAnswer(number=int(entries.pop(key, None) is not None))
-        if key not in entries and len(entries) >= MOST_ENTRIES:
-            raise ValueError(f"more than {MOST_ENTRIES} entries")
+        if key not in entries and len(entries) >= MAX_ENTRIES:
+            raise ValueError(f"more than {MAX_ENTRIES} entries")
         if call.op == "set":
             entries[key] = call.value
             return StoreAnswer()

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from quire.base.clock import Clock
-from quire.base.messages import HeldRequest, PutBack
+from quire.base.messages import PutBack, RetainedRequest
 from quire.base.tenants import is_key
 from quire.engine.attachments.order import Order
 from quire.engine.executors.threaded import DeviceThread
@@ -36,23 +36,25 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.observability.log_throttle import ThrottledLog
 from quire.scheduler.core.sequence import Int32
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.reuse.held import MOST_HELD, MOST_HELD_TOKENS, HeldChanges
+from quire.scheduler.reuse.held import MAX_RETAINED, MAX_RETAINED_TOKENS, RetainedChanges
 from quire.scheduler.scheduler import Topic
 
 logger = logging.getLogger("quire")
 
 LAYOUT, VERSION = "quire-held-1", 1
 SUFFIX, UNFINISHED = ".held", ".tmp"
-MOST_ENGINES = 64  # engines with one cache identity, at the same time
-MOST_BYTES = 4 * MOST_HELD_TOKENS + 65536  # of a file
+MAX_ENGINES = 64  # engines with one cache identity, at the same time
+MAX_FILE_BYTES = 4 * MAX_RETAINED_TOKENS + 65536  # of a file
 CHECK_BYTES = 16
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 Name = tuple[str, int]  # request id, index of the sequence
-Change = tuple[HeldRequest, Int32] | None  # new state, with its tokens; None: no longer retained
+Change = (
+    tuple[RetainedRequest, Int32] | None
+)  # new state, with its tokens; None: no longer retained
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class RetainedContent(msgspec.Struct, frozen=True, array_like=True):
     """Content of a file. ends_unix_s: in wall-clock time, which continues across a restart."""
 
     version: int
@@ -68,11 +70,11 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     adapter_id: str = ""
 
 
-class HeldFiles(Attachment):
+class RetainedFiles(Attachment):
     """Files of one engine's retained requests. folder: locked for this engine. server: id of the
     server, because an index means another key on another server."""
 
-    order = Order.HELD_FILES
+    order = Order.RETAINED_FILES
     is_vital = False
 
     def __init__(self, folder: Path, lock: int, server: str, clock: Clock) -> None:
@@ -81,18 +83,18 @@ class HeldFiles(Attachment):
         self._thread = DeviceThread("held")
         self._guard = threading.Lock()  # of the two fields below
         self._changes: dict[Name, tuple[Change, float]] = {}  # with the wall-clock time of each
-        self._is_asked = False  # the thread is about to write them
+        self._is_scheduled = False  # the thread is about to write them
         self._is_closed = False
 
     @classmethod
     def open(
         cls, directory: Path, fingerprint: bytes, server: str, clock: Clock
-    ) -> "HeldFiles | None":
+    ) -> "RetainedFiles | None":
         """Lock the first free folder. None, with a warning, if there is none or it cannot be
         written."""
         top = directory.expanduser() / LAYOUT / fingerprint.hex()
-        why = f"{MOST_ENGINES} engines have one already"
-        for number in range(MOST_ENGINES):
+        why = f"{MAX_ENGINES} engines have one already"
+        for number in range(MAX_ENGINES):
             try:
                 folder = top / str(number)
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,22 +117,26 @@ class HeldFiles(Attachment):
         """Return the requests that the previous engine retained, oldest first. Files that are
         expired, of another server's key or above the limits are deleted, and with a warning damaged
         ones."""
-        found: list[tuple[Kept, float]] = []
+        found: list[tuple[RetainedContent, float]] = []
         num_damaged = num_tokens = 0
         for path in self._listed():
             try:
-                kept = _read(path)
+                content = _read(path)
             except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
                 num_damaged += 1
-                kept = None
-            left_s = 0.0 if kept is None else min(kept.ends_unix_s - time.time(), kept.keep_s)
-            is_others = kept is not None and is_key(kept.tenant) and kept.server != self._server
-            num_tokens += 0 if kept is None else len(kept.tokens) // 4
-            is_too_much = len(found) == MOST_HELD or num_tokens > MOST_HELD_TOKENS
-            if kept is None or left_s <= 0 or is_others or is_too_much:
+                content = None
+            left_s = (
+                0.0 if content is None else min(content.ends_unix_s - time.time(), content.keep_s)
+            )
+            is_others = (
+                content is not None and is_key(content.tenant) and content.server != self._server
+            )
+            num_tokens += 0 if content is None else len(content.tokens) // 4
+            is_too_much = len(found) == MAX_RETAINED or num_tokens > MAX_RETAINED_TOKENS
+            if content is None or left_s <= 0 or is_others or is_too_much:
                 _unlink(path)
             else:
-                found.append((kept, left_s))
+                found.append((content, left_s))
         if num_damaged:
             logger.warning(
                 "%d files of retained requests in %s are damaged and were skipped",
@@ -138,11 +144,11 @@ class HeldFiles(Attachment):
                 self._folder,
             )
         found.sort(key=lambda pair: pair[0].ends_unix_s - pair[0].keep_s)
-        return (_message(kept, left_s) for kept, left_s in found)
+        return (_message(content, left_s) for content, left_s in found)
 
     def hear(self, given: Given, decisions: Decisions) -> None:
         for note in decisions.notes:
-            if type(note) is HeldChanges and not self._is_closed:
+            if type(note) is RetainedChanges and not self._is_closed:
                 self.submit(note.found)
 
     def submit(self, changes: Mapping[Name, Change]) -> None:
@@ -153,8 +159,8 @@ class HeldFiles(Attachment):
             return
         with self._guard:
             self._changes |= {name: (change, now) for name, change in named.items()}
-            is_asked, self._is_asked = self._is_asked, True
-        if not is_asked:
+            is_scheduled, self._is_scheduled = self._is_scheduled, True
+        if not is_scheduled:
             self._thread.do(self._write_changes)
 
     def close(self, loop: Loop | None = None) -> None:
@@ -168,14 +174,14 @@ class HeldFiles(Attachment):
 
     def _write_changes(self) -> None:
         with self._guard:
-            changes, self._changes, self._is_asked = self._changes, {}, False
+            changes, self._changes, self._is_scheduled = self._changes, {}, False
         for name, (change, at_unix_s) in changes.items():
             path = self._folder / f"{_digest(name)}{SUFFIX}"
             try:
                 if change is None or change[0].media:  # pixels are not written
                     path.unlink(missing_ok=True)
                 else:
-                    self._write(path, self._kept(*change, at_unix_s))
+                    self._write(path, self._content(*change, at_unix_s))
             except OSError as error:
                 _unlink(path)  # no file is better than an old one
                 why = error.strerror or error
@@ -183,15 +189,15 @@ class HeldFiles(Attachment):
                     "held", f"a retained request will not survive a restart: {path}: {why}"
                 )
 
-    def _kept(self, held: HeldRequest, tokens: Int32, at_unix_s: float) -> Kept:
-        return Kept(
+    def _content(self, held: RetainedRequest, tokens: Int32, at_unix_s: float) -> RetainedContent:
+        return RetainedContent(
             VERSION, self._server, held.id, held.index, held.tenant, held.cache_salt,
             held.num_prompt_tokens, held.keep_s, at_unix_s + (held.expires_in_s or 0.0),
             tokens.tobytes(), held.adapter_id,
         )  # fmt: skip
 
-    def _write(self, path: Path, kept: Kept) -> None:
-        data, temporary = msgspec.msgpack.encode(kept), path.with_suffix(UNFINISHED)
+    def _write(self, path: Path, content: RetainedContent) -> None:
+        data, temporary = msgspec.msgpack.encode(content), path.with_suffix(UNFINISHED)
         try:
             with os.fdopen(os.open(temporary, CREATE, 0o600), "wb") as file:
                 file.write(_checksum(data))
@@ -215,7 +221,7 @@ class HeldFiles(Attachment):
         return [path for path in paths if path.suffix == SUFFIX]
 
 
-def keep_held(core: EngineCore, files: HeldFiles) -> None:
+def save_retained(core: EngineCore, files: RetainedFiles) -> None:
     """Restore the retained requests of these files, and write later changes to the files."""
     for message in files.load():
         core.control(message)
@@ -223,30 +229,30 @@ def keep_held(core: EngineCore, files: HeldFiles) -> None:
     core.attach(files)
 
 
-def _read(path: Path) -> Kept:
+def _read(path: Path) -> RetainedContent:
     """Return a file's content. Raises OSError, ValueError or MsgspecError if it is damaged."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-        data = file.read(MOST_BYTES)
+        data = file.read(MAX_FILE_BYTES)
     check, data = data[:CHECK_BYTES], data[CHECK_BYTES:]
     if check != _checksum(data):
         raise ValueError("its checksum is wrong")
-    kept = msgspec.msgpack.decode(data, type=Kept)
-    if kept.version != VERSION or not kept.tokens or len(kept.tokens) % 4:
+    content = msgspec.msgpack.decode(data, type=RetainedContent)
+    if content.version != VERSION or not content.tokens or len(content.tokens) % 4:
         raise ValueError("it has another version")
-    return kept
+    return content
 
 
-def _message(kept: Kept, left_s: float) -> PutBack:
+def _message(content: RetainedContent, left_s: float) -> PutBack:
     return PutBack(
-        request_id=kept.request_id,
-        index=kept.index,
-        token_ids=np.frombuffer(kept.tokens, np.int32).tolist(),
-        num_prompt_tokens=kept.num_prompt_tokens,
-        keep_s=kept.keep_s,
+        request_id=content.request_id,
+        index=content.index,
+        token_ids=np.frombuffer(content.tokens, np.int32).tolist(),
+        num_prompt_tokens=content.num_prompt_tokens,
+        keep_s=content.keep_s,
         left_s=left_s,
-        tenant=kept.tenant,
-        cache_salt=kept.cache_salt,
-        adapter_id=kept.adapter_id,
+        tenant=content.tenant,
+        cache_salt=content.cache_salt,
+        adapter_id=content.adapter_id,
     )
 
 

@@ -10,11 +10,20 @@ from queue import SimpleQueue
 import pytest
 
 from quire.base.errors import EngineError
-from quire.engine.ranks import dial_in
-from quire.engine.ranks.dial_in import MAGIC, ROLE, Address, Arrival, Door, Role, dial, let_in
+from quire.engine.ranks import connections
+from quire.engine.ranks.connections import (
+    MAGIC,
+    ROLE,
+    Address,
+    Arrival,
+    AuthenticatingListener,
+    Role,
+    authenticate,
+    connect,
+)
 
 SECRET, OTHER = hashlib.sha256(b"one").digest(), hashlib.sha256(b"two").digest()
-GREETING = len(MAGIC) + dial_in.NONCE_BYTES
+GREETING = len(MAGIC) + connections.NONCE_BYTES
 
 
 @pytest.fixture
@@ -23,14 +32,16 @@ def arrivals() -> "SimpleQueue[Arrival]":
 
 
 @pytest.fixture
-def door(arrivals: "SimpleQueue[Arrival]") -> Iterator[Door]:
-    door = Door("127.0.0.1", SECRET, arrivals.put)
+def door(arrivals: "SimpleQueue[Arrival]") -> Iterator[AuthenticatingListener]:
+    door = AuthenticatingListener("127.0.0.1", SECRET, arrivals.put)
     yield door
     door.close()
 
 
-def test_who_knows_the_secret_is_let_in(door: Door, arrivals: "SimpleQueue[Arrival]") -> None:
-    with dial(door.address, SECRET, Role.STORE, 70_000) as sock:
+def test_who_knows_the_secret_is_let_in(
+    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]"
+) -> None:
+    with connect(door.address, SECRET, Role.STORE, 70_000) as sock:
         arrival = arrivals.get(timeout=5)
         assert (arrival.role, arrival.rank) == (Role.STORE, 70_000)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -41,13 +52,13 @@ def test_who_knows_the_secret_is_let_in(door: Door, arrivals: "SimpleQueue[Arriv
 
 
 def test_who_does_not_is_refused_and_told_of_once(
-    door: Door, arrivals: "SimpleQueue[Arrival]", caplog: pytest.LogCaptureFixture
+    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]", caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "quire"):
         for _ in range(3):
             with pytest.raises(EngineError, match="is the secret of this start the same"):
-                dial(door.address, OTHER, Role.RANK, 0)
-        with dial(door.address, SECRET, Role.RANK, 0):
+                connect(door.address, OTHER, Role.RANK, 0)
+        with connect(door.address, SECRET, Role.RANK, 0):
             assert arrivals.get(timeout=5).role is Role.RANK
     assert arrivals.empty()
     [line] = [record.getMessage() for record in caplog.records]
@@ -55,10 +66,10 @@ def test_who_does_not_is_refused_and_told_of_once(
 
 
 def test_strangers_are_hung_up_on_and_others_come_in(
-    door: Door, arrivals: "SimpleQueue[Arrival]", monkeypatch: pytest.MonkeyPatch
+    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dial_in, "LIMIT_S", 0.3)
-    whole = MAGIC + bytes(dial_in.NONCE_BYTES) + ROLE.pack(Role.RANK, 0) + bytes(32)
+    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT_S", 0.3)
+    whole = MAGIC + bytes(connections.NONCE_BYTES) + ROLE.pack(Role.RANK, 0) + bytes(32)
     for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 40, whole, whole[:50]):
         with socket.create_connection((door.address.host, door.address.port), 5) as stranger:
             stranger.sendall(sent)
@@ -70,15 +81,15 @@ def test_strangers_are_hung_up_on_and_others_come_in(
                 pass
             assert len(received) <= GREETING  # no proof for nothing
     assert arrivals.empty()
-    with dial(door.address, SECRET, Role.RANK, 1):
+    with connect(door.address, SECRET, Role.RANK, 1):
         assert arrivals.get(timeout=5).rank == 1
 
 
 def test_more_strangers_than_it_talks_to_are_hung_up_on_at_once(
-    door: Door, arrivals: "SimpleQueue[Arrival]"
+    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]"
 ) -> None:
     where = door.address.host, door.address.port
-    strangers = [socket.create_connection(where, 5) for _ in range(dial_in.MOST_STRANGERS)]
+    strangers = [socket.create_connection(where, 5) for _ in range(connections.MAX_HANDSHAKES)]
     try:
         for stranger in strangers:
             assert stranger.recv(GREETING)  # it is talked to
@@ -98,7 +109,7 @@ def test_a_core_must_prove_itself_too() -> None:
         def serve(listener: socket.socket = listener, echoes: bool = echoes) -> None:
             sock, _ = listener.accept()
             with sock:
-                sock.sendall(MAGIC + bytes(dial_in.NONCE_BYTES))
+                sock.sendall(MAGIC + bytes(connections.NONCE_BYTES))
                 said = sock.recv(200)
                 sock.sendall(said[-32:] if echoes else bytes(32))
                 sock.recv(1)
@@ -106,7 +117,7 @@ def test_a_core_must_prove_itself_too() -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(EngineError, match="does not have the secret"):
-            dial(address, SECRET, Role.RANK, 0)
+            connect(address, SECRET, Role.RANK, 0)
         thread.join(5)
         listener.close()
 
@@ -119,13 +130,13 @@ def test_what_a_connection_is_for_is_part_of_the_proof() -> None:
 
         def let() -> None:
             try:
-                let_in(core, SECRET)
+                authenticate(core, SECRET)
             except EngineError as error:
                 errors.put(error)
 
         def dial_there() -> None:
             with pytest.raises(EngineError):
-                dial(Address(*listener.getsockname()), SECRET, Role.RANK, 0)
+                connect(Address(*listener.getsockname()), SECRET, Role.RANK, 0)
 
         threads = [threading.Thread(target=each) for each in (let, dial_there)]
         for thread in threads:
@@ -141,11 +152,11 @@ def test_what_a_connection_is_for_is_part_of_the_proof() -> None:
             thread.join(5)
 
 
-def test_it_listens_where_it_is_told_and_nowhere_else(door: Door) -> None:
+def test_it_listens_where_it_is_told_and_nowhere_else(door: AuthenticatingListener) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", door.address.port), 5)
     with pytest.raises(EngineError, match=r"192\.0\.2\.254:0.*must be an address of this machine"):
-        Door("192.0.2.254", SECRET, lambda arrival: None)
+        AuthenticatingListener("192.0.2.254", SECRET, lambda arrival: None)
     door.close()
     with pytest.raises(EngineError, match="no core answers at 127.0.0.1"):
-        dial(door.address, SECRET, Role.RANK, 0)
+        connect(door.address, SECRET, Role.RANK, 0)

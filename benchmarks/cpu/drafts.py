@@ -1,6 +1,6 @@
 """Compare quire's draft tokens with other engines' on this CPU: the same requests, one at a time.
 
-    python -m benchmarks.cpu.guesses [--tasks copying] [--engines quire] [--categories 16-bit]
+    python -m benchmarks.cpu.drafts [--tasks copying] [--engines quire] [--categories 16-bit]
 
 The tasks copying, tools and json use the demo model, its chat template, and items that its training
 held out. The task repeated uses Qwen3-0.6B's shape, with text that is certain to repeat itself.
@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.drivers.guessing import turns
+from benchmarks.cpu.draft_report import CATEGORIES, LEGEND, Answered, rows_of, summary, table
+from benchmarks.cpu.drivers.drafting import turns
 from benchmarks.cpu.engines import FLOAT16, INT8, LLAMA, OPENVINO, Engine
-from benchmarks.cpu.guess_report import CATEGORIES, LEGEND, Answered, rows_of, summary, table
 from benchmarks.cpu.preparation import Scratch, Unavailable
 from benchmarks.cpu.processes import ROOT, Output, run_driver
 from benchmarks.cpu.repeating import write_repeating
@@ -200,7 +200,7 @@ def main() -> None:
     run_rounds(race, engines, tasks)
     results = finish(race, engines, tasks)
     print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
-    write(options.output_json, "cpu.guesses", *results, plain_facts)
+    write(options.output_json, "cpu.drafts", *results, plain_facts)
 
 
 if __name__ == "__main__":

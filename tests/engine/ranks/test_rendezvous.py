@@ -1,6 +1,6 @@
 """The core's store for ranks that meet over a network, and torch's use of it.
 
-Covers `engine/ranks/meeting.py`, `engine/ranks/core_store.py`.
+Covers `engine/ranks/rendezvous.py`, `engine/ranks/core_store.py`.
 """
 
 import socket
@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from quire.engine.ranks import meeting
+from quire.engine.ranks import rendezvous
 from quire.engine.ranks.core_store import CoreStore
-from quire.engine.ranks.meeting import MeetingTable, StoreCall, table_codec
+from quire.engine.ranks.rendezvous import RendezvousTable, StoreCall, core_store_codec
 from quire.engine.wire.wire import Stream
 from quire.ops.collectives.torch_group import gloo_group
 
@@ -23,7 +23,7 @@ class Core:
     """Answers the stores of several ranks."""
 
     def __init__(self) -> None:
-        self.table = MeetingTable()
+        self.table = RendezvousTable()
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
 
@@ -34,7 +34,7 @@ class Core:
         return theirs
 
     def _serve(self, sock: socket.socket) -> None:
-        stream = Stream(sock, table_codec())
+        stream = Stream(sock, core_store_codec())
         while (calls := stream.receive()) is not None:
             for call in calls:
                 with self._lock:
@@ -74,11 +74,11 @@ def test_a_core_that_is_gone_is_an_error(core: Core) -> None:
 
 
 def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = MeetingTable()
+    table = RendezvousTable()
     for call in (StoreCall("run", ["x"]), StoreCall("get"), StoreCall("set", ["x", "y"])):
         with pytest.raises(ValueError):
             table.answer(call)
-    monkeypatch.setattr(meeting, "MOST_ENTRIES", 1)
+    monkeypatch.setattr(rendezvous, "MAX_ENTRIES", 1)
     table.answer(StoreCall("set", ["x"], b"1"))
     table.answer(StoreCall("set", ["x"], b"2"))
     with pytest.raises(ValueError, match="more than 1 entries"):

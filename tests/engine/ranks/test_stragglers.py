@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.observability.heartbeat import LEAST_S, StepLimit
-from quire.engine.ranks.lateness import CONFIRM_S, SHARE, Lateness
+from quire.engine.observability.heartbeat import MIN_LIMIT_S, StepLimit
 from quire.engine.ranks.messages import Beat
 from quire.engine.ranks.rank_main import Beats
+from quire.engine.ranks.stragglers import CONFIRM_S, SHARE, StragglerWatch
 
 
-def lateness(*beats: Beat, in_stage: int = 2, expected_s: float = 0.0) -> Lateness:
-    made = Lateness(len(beats), in_stage, StepLimit(expected_s), 0.0)
+def lateness(*beats: Beat, in_stage: int = 2, expected_s: float = 0.0) -> StragglerWatch:
+    made = StragglerWatch(len(beats), in_stage, StepLimit(expected_s), 0.0)
     for rank, beat in enumerate(beats):
         made.hear(rank, beat, 1.0)
     return made
@@ -32,17 +32,17 @@ def test_who_has_come_least_far_keeps_the_others(
     beats: list[Beat], absent: set[int], guilty: int
 ) -> None:
     """Exchanges are of a stage; who waits for the stage before is not to blame."""
-    assert lateness(*beats).who(absent) == guilty
+    assert lateness(*beats).straggler(absent) == guilty
 
 
 def test_of_two_that_are_as_far_it_is_the_silent_one() -> None:
     made = lateness(Beat(7, 5, ""), Beat(7, 5, ""))
     made.hear(0, Beat(7, 5, ""), 9.0)
-    assert made.who({0, 1}) == 1
+    assert made.straggler({0, 1}) == 1
 
 
 def test_one_late_look_is_not_enough_and_what_ends_is_counted_anew() -> None:
-    made, limit = lateness(Beat(0, 0, "")), SHARE * LEAST_S
+    made, limit = lateness(Beat(0, 0, "")), SHARE * MIN_LIMIT_S
     made.begin(100.0)
     assert not made.is_late(100.0 + limit, {0})
     assert not made.is_late(101.0 + limit, {0})
@@ -63,7 +63,7 @@ def test_slow_steps_are_given_more() -> None:
 
 def test_what_is_known_is_told() -> None:
     made = lateness(Beat(-1, 0, "MainThread at a.py:3 (f)"))
-    text = made.tell(0, "step 0", 9.0)
+    text = made.describe(0, "step 0", 9.0)
     assert (
         "step 0 did not finish within 9.0 s" in text
         and "8.0 s ago: it had not begun a step" in text
@@ -94,7 +94,9 @@ def test_a_rank_tells_where_its_threads_are() -> None:
     assert "MainThread at " in beat.where and "(wait)" in beat.where
 
 
-def first_late_s(made: Lateness, beat_at: Callable[[int], Beat | None], most_s: int = 200) -> int:
+def first_late_s(
+    made: StragglerWatch, beat_at: Callable[[int], Beat | None], most_s: int = 200
+) -> int:
     """Begin a step at 100 s, hear rank 1 each second, and return after how many it is late."""
     made.begin(100.0)
     for second in range(most_s):

@@ -11,7 +11,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ShownMetrics:
     """The metrics and percentiles to show, and the limits of goodput in milliseconds."""
 
     shown: tuple[str, ...]
@@ -19,7 +19,7 @@ class Wanted:
     limits_ms: dict[str, float]
 
     @classmethod
-    def from_options(cls, options: argparse.Namespace) -> "Wanted":
+    def from_options(cls, options: argparse.Namespace) -> "ShownMetrics":
         """Read the options. Raises ConfigError."""
         shown = tuple(name for name in options.percentile_metrics.split(",") if name)
         for name in shown:

@@ -34,7 +34,7 @@ def find_config(model: ModelConfig) -> "ModelSource":
     return resolve_source(model, progress=False, files=CONFIG_ONLY)
 
 
-def check_asked(arguments: argparse.Namespace, *, is_chat: bool) -> None:
+def check_input(arguments: argparse.Namespace, *, is_chat: bool) -> None:
     """Check a command's input as far as possible before its model is loaded in this process.
 
     The checks cover settings, sampling options and the model's config; for conversations also the

@@ -16,7 +16,7 @@ NAME = ":spec_decode_num_"  # follows the server's own prefix
 
 
 @dataclass(frozen=True)
-class Guesses:
+class DraftCounts:
     """Counts of draft tokens, since the server's start or for one run."""
 
     num_drafts: float = 0  # drafts: one for each row and step with draft tokens
@@ -25,10 +25,10 @@ class Guesses:
     # by index in the draft: how often that draft token was accepted
     accepted_at: Mapping[int, float] = field(default_factory=dict)
 
-    def since(self, before: "Guesses") -> "Guesses":
+    def since(self, before: "DraftCounts") -> "DraftCounts":
         """Return the counts since an earlier count."""
         places = {i: n - before.accepted_at.get(i, 0) for i, n in self.accepted_at.items()}
-        return Guesses(
+        return DraftCounts(
             self.num_drafts - before.num_drafts,
             self.num_tokens - before.num_tokens,
             self.num_accepted - before.num_accepted,
@@ -52,15 +52,15 @@ class Guesses:
         return [self.accepted_at.get(i, 0) / self.num_drafts for i in range(last + 1)]
 
 
-async def read_guesses(client: HttpClient) -> Guesses:
+async def read_draft_counts(client: HttpClient) -> DraftCounts:
     """Read a server's counts; all zero if it has no such counters."""
     try:
-        return parse_guesses((await client.request("/metrics", timeout_s=TIMEOUT_S)).text)
+        return parse_draft_counts((await client.request("/metrics", timeout_s=TIMEOUT_S)).text)
     except (HttpError, ValueError):
-        return Guesses()
+        return DraftCounts()
 
 
-def parse_guesses(text: str) -> Guesses:
+def parse_draft_counts(text: str) -> DraftCounts:
     """Return the counts, summed over all engines. Raises ValueError for another format."""
     counts: dict[str, float] = {}
     accepted_at: dict[int, float] = {}
@@ -74,7 +74,7 @@ def parse_guesses(text: str) -> Guesses:
                 accepted_at[place] = accepted_at.get(place, 0) + sample.value
             else:
                 counts[name] = counts.get(name, 0) + sample.value
-    return Guesses(
+    return DraftCounts(
         counts.get("drafts_total", 0),
         counts.get("draft_tokens_total", 0),
         counts.get("accepted_tokens_total", 0),
@@ -82,35 +82,35 @@ def parse_guesses(text: str) -> Guesses:
     )
 
 
-def block_lines(guesses: Guesses) -> list[str]:
+def block_lines(drafts: DraftCounts) -> list[str]:
     """Return vLLM's lines on speculative decoding; none if there were no draft tokens."""
-    if not guesses.num_drafts:
+    if not drafts.num_drafts:
         return []
     lines = [f"{'Speculative Decoding':-^50}"]
     for name, value in (
-        ("Acceptance rate (%):", f"{guesses.acceptance_rate:.2f}"),
-        ("Acceptance length:", f"{guesses.acceptance_length:.2f}"),
-        ("Drafts:", f"{guesses.num_drafts:.0f}"),
-        ("Draft tokens:", f"{guesses.num_tokens:.0f}"),
-        ("Accepted tokens:", f"{guesses.num_accepted:.0f}"),
+        ("Acceptance rate (%):", f"{drafts.acceptance_rate:.2f}"),
+        ("Acceptance length:", f"{drafts.acceptance_length:.2f}"),
+        ("Drafts:", f"{drafts.num_drafts:.0f}"),
+        ("Draft tokens:", f"{drafts.num_tokens:.0f}"),
+        ("Accepted tokens:", f"{drafts.num_accepted:.0f}"),
     ):
         lines.append(f"{name:<40} {value:<10}")
-    if rates := guesses.rates_at:
+    if rates := drafts.rates_at:
         lines.append("Per-position acceptance (%):")
         for place, rate in enumerate(rates):
             lines.append(f"{f'  Position {place}:':<40} {f'{100 * rate:.2f}':<10}")
     return lines
 
 
-def json_keys(guesses: Guesses) -> dict[str, Any]:
+def json_keys(drafts: DraftCounts) -> dict[str, Any]:
     """Return the counts under the keys of vLLM's result files; none without draft tokens."""
-    if not guesses.num_drafts:
+    if not drafts.num_drafts:
         return {}
     return {
-        "spec_decode_acceptance_rate": guesses.acceptance_rate,
-        "spec_decode_acceptance_length": guesses.acceptance_length,
-        "spec_decode_num_drafts": int(guesses.num_drafts),
-        "spec_decode_draft_tokens": int(guesses.num_tokens),
-        "spec_decode_accepted_tokens": int(guesses.num_accepted),
-        "spec_decode_per_position_acceptance_rates": guesses.rates_at,
+        "spec_decode_acceptance_rate": drafts.acceptance_rate,
+        "spec_decode_acceptance_length": drafts.acceptance_length,
+        "spec_decode_num_drafts": int(drafts.num_drafts),
+        "spec_decode_draft_tokens": int(drafts.num_tokens),
+        "spec_decode_accepted_tokens": int(drafts.num_accepted),
+        "spec_decode_per_position_acceptance_rates": drafts.rates_at,
     }

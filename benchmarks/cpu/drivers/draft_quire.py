@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.cpu.drivers.guessing import PLAIN, Answer, Answerer, Job, Request, drive
+from benchmarks.cpu.drivers.drafting import PLAIN, Answer, Answerer, Job, Request, drive
 
 KV_BYTES = 128 << 20
 SUFFIX = 24  # draft tokens, the default
@@ -33,17 +33,17 @@ def answerer(llm: Any) -> Answerer:
         for output in llm.stream({"prompt_token_ids": request.prompt}, params):
             times.append(time.perf_counter())
             token_ids += output.outputs[0].token_ids
-        drafted, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
+        drafted, right = sum(s.num_draft_tokens for s in steps), sum(s.num_accepted for s in steps)
         return Answer.of(request, token_ids, times[-1] - times[0], drafted, right)
 
     return answer
 
 
-def configs(guesses: list[int], drafters: dict[str, str]) -> dict[str, dict[str, Any] | None]:
+def configs(draft_lengths: list[int], drafters: dict[str, str]) -> dict[str, dict[str, Any] | None]:
     """Return the speculative settings by the variant's name. drafters: directories of draft models,
     by their method."""
     found: dict[str, dict[str, Any] | None] = {PLAIN: None}
-    for num in guesses:
+    for num in draft_lengths:
         count = {"num_speculative_tokens": num}
         found[f"ngram {num}"] = {"method": "ngram"} | count
         short = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}

@@ -1,4 +1,4 @@
-"""`AskingClient`: the questions of a client to a core in another process.
+"""`QuestionClient`: the questions of a client to a core in another process.
 
 A question has a number, and the core's answer repeats it. Orders to the core have no answer.
 """
@@ -11,21 +11,21 @@ from typing import Any, cast
 from quire.base.errors import EngineDead
 from quire.base.live import LiveFrame
 from quire.base.messages import (
-    AskCancel,
-    AskHeld,
-    AskLive,
-    AskMetrics,
-    AskPrefixes,
-    AskTimeline,
     Cancelled,
+    CancelRequests,
+    GetLive,
+    GetMetrics,
+    GetPrefixes,
+    GetRetained,
+    GetTimeline,
     HeldList,
-    HeldRequest,
     Hold,
     Live,
     Metrics,
     PinnedPrefix,
     Prefixes,
     ResetPrefixCache,
+    RetainedRequest,
     Rewind,
     TimelineText,
     ToCore,
@@ -39,7 +39,7 @@ ANSWER_S = 60.0  # time limit for the core's answer
 Answer = Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live
 
 
-class AskingClient(AsyncClient):
+class QuestionClient(AsyncClient):
     """Implements every method of `AsyncClient` that is a question or an order to the core.
 
     A subclass has the connection: it sends messages and passes each answer to `_take_answer`.
@@ -54,17 +54,17 @@ class AskingClient(AsyncClient):
         """Send a message to the core. Raise EngineDead without a connection."""
 
     async def metrics(self) -> str:
-        return cast(str, await self._ask(AskMetrics))
+        return cast(str, await self._query(GetMetrics))
 
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        return cast(str, await self._ask(lambda number: AskTimeline(number, request_id, tenant)))
+        return cast(str, await self._query(lambda number: GetTimeline(number, request_id, tenant)))
 
     async def live(self, core: int = 0) -> LiveFrame:
         check_core(core, 1)
-        return cast(LiveFrame, await self._ask(AskLive))
+        return cast(LiveFrame, await self._query(GetLive))
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        found = await self._ask(lambda number: AskPrefixes(number, tenant))
+        found = await self._query(lambda number: GetPrefixes(number, tenant))
         return cast(list[PinnedPrefix], found)
 
     async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
@@ -74,9 +74,9 @@ class AskingClient(AsyncClient):
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
-        found = await self._ask(lambda number: AskHeld(number, request_id, index, tenant))
-        return cast(list[HeldRequest], found)
+    ) -> list[RetainedRequest]:
+        found = await self._query(lambda number: GetRetained(number, request_id, index, tenant))
+        return cast(list[RetainedRequest], found)
 
     async def keep(
         self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
@@ -94,10 +94,10 @@ class AskingClient(AsyncClient):
         self._send(Rewind(request_id, index, num_tokens, tenant))
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        found = await self._ask(lambda number: AskCancel(number, request_ids, tenant))
+        found = await self._query(lambda number: CancelRequests(number, request_ids, tenant))
         return cast(list[str], found)
 
-    async def _ask(self, question: Callable[[int], ToCore]) -> Any:
+    async def _query(self, question: Callable[[int], ToCore]) -> Any:
         number, self._num_questions = self._num_questions, self._num_questions + 1
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
@@ -114,7 +114,7 @@ class AskingClient(AsyncClient):
 
     def _take_answer(self, message: Answer) -> None:
         """Pass the core's answer to the caller that waits for it."""
-        answer = self._questions.get(message.ask_id)
+        answer = self._questions.get(message.question_id)
         if answer is not None and not answer.done():
             answer.set_result(_content_of(message))
 

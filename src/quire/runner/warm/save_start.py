@@ -18,16 +18,16 @@ from quire.ops.attention.cpu import CpuBackend
 from quire.ops.host.pages import aligned
 from quire.ops.trace.program import ProgramDraft, Untraceable
 from quire.runner.native_model import NativeModel
-from quire.runner.native_program import TRACED_TOKENS, layer_places, traced
-from quire.runner.warm.blocks import LayerPlace
-from quire.runner.warm.conditions import can_be_kept, path_for
+from quire.runner.native_program import TRACED_TOKENS, layer_indices, traced
+from quire.runner.warm.blocks import LayerPosition
+from quire.runner.warm.conditions import can_save_start, path_for
 from quire.runner.warm.start_file import IN_START, IN_WEIGHTS, Start, write_start
 from quire.spec.model_spec import ModelSpec
 
 logger = logging.getLogger("quire")
 
 
-def keep_start(
+def save_start(
     config: EngineConfig,
     source: ModelSource,
     spec: ModelSpec,
@@ -39,42 +39,42 @@ def keep_start(
     native: the runner's model."""
     if not isinstance(native, NativeModel) or not isinstance(native.model, Model):
         return
-    if not can_be_kept(spec) or spec.model_type not in OWN:
+    if not can_save_start(spec) or spec.model_type not in OWN:
         return
     path = path_for(config, source)
     if path is not None:
         try:
-            _keep(path, native, native.model, weights_bytes, copy_bytes_per_s)
+            _save(path, native, native.model, weights_bytes, copy_bytes_per_s)
         except Untraceable as reason:
             logger.debug("the warm start file cannot be saved: %s", reason)
 
 
-def _keep(
+def _save(
     path: Path, native: NativeModel, model: Model, weights_bytes: int, copy_bytes_per_s: float
 ) -> None:
     backend, draft = native.backend, native.compiled.draft
     heads = [(group, heads) for group, heads in native.compiled.heads.items() if heads is not None]
-    places, hidden_size = _Places(model), draft.widths[0]
+    tensor_index, hidden_size = _TensorIndex(model), draft.widths[0]
     start = Start(
-        model.kept_as,
+        model.weights_key,
         weights_bytes,
         copy_bytes_per_s,
         backend.variant,
         hidden_size,
         tuple(heads),
-        tuple(_layer_places(backend, [group for group, _ in heads])),
-        draft.parts(layer_places(backend), places),
-        _head(model, hidden_size).parts({}, places),
+        tuple(_layer_positions(backend, [group for group, _ in heads])),
+        draft.parts(layer_indices(backend), tensor_index),
+        _head(model, hidden_size).parts({}, tensor_index),
         (np.empty(0, np.uint8), np.empty(0, np.uint8)),
     )
-    write_start(path, start, places.own)
+    write_start(path, start, tensor_index.own)
 
 
-def _layer_places(backend: CpuBackend, groups: list[int]) -> list[LayerPlace]:
-    places = [backend.place(layer) for layer in backend.layers]
+def _layer_positions(backend: CpuBackend, groups: list[int]) -> list[LayerPosition]:
+    tensor_index = [backend.location(layer) for layer in backend.layers]
     return [
-        LayerPlace(groups.index(group) if group in groups else 0, group, index)
-        for group, index in places
+        LayerPosition(groups.index(group) if group in groups else 0, group, index)
+        for group, index in tensor_index
     ]
 
 
@@ -88,14 +88,14 @@ def _head(model: Model, hidden_size: int) -> ProgramDraft:
     return traced(run)
 
 
-class _Places:
+class _TensorIndex:
     """Index of tensors by address: in the file of weights, or else in `own`, which this fills with
     pairs of an offset and bytes."""
 
     def __init__(self, model: Model) -> None:
         self._model = model  # keeps the memory at these addresses alive
         self._weights = list[tuple[int, int, int]]()  # address, end, offset; in order
-        if model.kept_as is not None:
+        if model.weights_key is not None:
             for entry, piece in zip(*indexed(model), strict=True):
                 begin = piece.ctypes.data
                 self._weights.append((begin, begin + len(piece), entry["offset"]))
@@ -106,9 +106,9 @@ class _Places:
 
     def __call__(self, tensor: torch.Tensor) -> tuple[int, int]:
         address, size = tensor.data_ptr(), tensor.nbytes
-        place = bisect_right(self._weights, address, key=itemgetter(0)) - 1
-        if place >= 0:
-            begin, end, offset = self._weights[place]
+        at = bisect_right(self._weights, address, key=itemgetter(0)) - 1
+        if at >= 0:
+            begin, end, offset = self._weights[at]
             if address + size <= end:
                 return IN_WEIGHTS, offset + address - begin
         if (address, size) not in self._offsets:

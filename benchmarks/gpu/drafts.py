@@ -32,31 +32,31 @@ MIN_RATIOS = {"copying": 2.0, "nothing": 0.98}  # times the speed without drafts
 
 
 class DraftCounts:
-    """Counts of an engine's draft tokens. num_behind: plans with drafts that follow others in
+    """Counts of an engine's draft tokens. num_after: plans with drafts that follow others in
     flight."""
 
     def __init__(self, llm: LLM) -> None:
-        self.num_plans = self.num_behind = self.num_guessed = self.num_right = 0
+        self.num_plans = self.num_after = self.num_drafted = self.num_right = 0
         self._flown: set[int] = set()  # plans with drafts that are in flight
         llm.engine.client.core.subscribe(self.note)
 
     def note(self, event: Event) -> None:
         if isinstance(event, Stepped):
-            self.num_guessed += event.num_guessed
+            self.num_drafted += event.num_draft_tokens
             self.num_right += event.num_accepted
             self._flown.discard(event.step_id)
         elif isinstance(event, Planned) and event.plan is not None and event.plan.is_guessing:
             self.num_plans += 1
-            self.num_behind += len(self._flown) > 0
+            self.num_after += len(self._flown) > 0
             self._flown.add(event.step_id)
 
     @property
     def detail(self) -> dict[str, Any]:
         return {
-            "guessed": self.num_guessed,
+            "guessed": self.num_drafted,
             "right": self.num_right,
             "plans": self.num_plans,
-            "behind another": self.num_behind,
+            "behind another": self.num_after,
         }
 
 

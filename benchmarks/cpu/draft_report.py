@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cpu.drivers.guessing import PLAIN
+from benchmarks.cpu.drivers.drafting import PLAIN
 from benchmarks.cpu.engines import Engine
-from benchmarks.cpu.noise import MOST_OTHERS
+from benchmarks.cpu.noise import MAX_OTHERS
 from benchmarks.cpu.requests import Task
 
 CATEGORIES = ("16-bit", "8-bit")
@@ -29,10 +29,10 @@ class Answered:
 
     @property
     def is_quiet(self) -> bool:
-        return self.others <= MOST_OTHERS
+        return self.others <= MAX_OTHERS
 
 
-def num_guesses(variant: str) -> int:
+def draft_length(variant: str) -> int:
     """Return the maximum number of draft tokens in a step, from the end of the variant's name."""
     return 0 if variant == PLAIN else int(variant.split()[-1])
 
@@ -74,7 +74,7 @@ def _summarised(own: list[Answered], plain: list[Answered]) -> dict[str, Any]:
     return {
         "rate": statistics.median(rates.values()),
         "ratio": statistics.median(rates[i] / plain_rates[i] for i in rates),
-        "limit": 1 + num_guesses(own[0].variant),
+        "limit": 1 + draft_length(own[0].variant),
         "num_tried": drafted,
         "num_right": right,
         "num_answers": len(own),
@@ -176,11 +176,11 @@ def rows_of(
     for task, engines in summaries.items():
         for engine, variants in engines.items():
             for variant, found in variants.items():
-                place = {"task": task, "engine": engine, "variant": variant}
-                own = [each for each in answered if place.items() <= each.items()]
+                labels = {"task": task, "engine": engine, "variant": variant}
+                own = [each for each in answered if labels.items() <= each.items()]
                 seconds = [each["metrics"]["seconds"] for each in own]
                 others = [each["others"] for each in own]
                 rows.append(
-                    {**place, **found, "answers.seconds": seconds, "answers.others_cores": others}
+                    {**labels, **found, "answers.seconds": seconds, "answers.others_cores": others}
                 )
     return rows

@@ -23,7 +23,7 @@ CONFIRM_S = 0.6  # time for which all looks must find a step late
 
 
 @dataclass
-class _Heard:
+class _LastBeat:
     """A rank's last heartbeat."""
 
     beat: Beat
@@ -32,12 +32,12 @@ class _Heard:
     starved_s: float  # the rank's starved time then, or when the current work began
 
 
-class Lateness:
+class StragglerWatch:
     """Progress of ranks on the current work, a step or a drafting order. num_in_stage: ranks that
     share each layer. limit: time limit of a step."""
 
     def __init__(self, num_ranks: int, num_in_stage: int, limit: StepLimit, now_s: float) -> None:
-        self._heard = [_Heard(Beat(-1, 0, ""), now_s, now_s, 0.0) for _ in range(num_ranks)]
+        self._last_beats = [_LastBeat(Beat(-1, 0, ""), now_s, now_s, 0.0) for _ in range(num_ranks)]
         self._num_in_stage, self._limit = num_in_stage, limit
         self._since_s = now_s
         self._late_since_s: float | None = None
@@ -45,8 +45,8 @@ class Lateness:
     def begin(self, now_s: float) -> None:
         """Start the time limit of the current work now."""
         self._since_s, self._late_since_s = now_s, None
-        for heard in self._heard:
-            heard.starved_s = heard.beat.starved_s
+        for last_beat in self._last_beats:
+            last_beat.starved_s = last_beat.beat.starved_s
 
     def end(self, now_s: float) -> None:
         """Measure the work that ended, and start the time limit of the next work."""
@@ -55,12 +55,12 @@ class Lateness:
 
     def hear(self, rank: int, beat: Beat, now_s: float) -> bool:
         """Record a heartbeat. Return whether it shows progress or starvation of the rank."""
-        last = self._heard[rank]
+        last = self._last_beats[rank]
         has_moved = _progress(beat) != _progress(last.beat)
         moved_s, starved_s = last.moved_s, last.starved_s
         if has_moved:
             moved_s, starved_s = now_s, beat.starved_s
-        self._heard[rank] = _Heard(beat, now_s, moved_s, starved_s)
+        self._last_beats[rank] = _LastBeat(beat, now_s, moved_s, starved_s)
         return has_moved or beat.starved_s > last.beat.starved_s
 
     def is_late(self, now_s: float, absent: Collection[int]) -> bool:
@@ -76,27 +76,27 @@ class Lateness:
     def idle_s(self, now_s: float, since_s: float, absent: Collection[int]) -> float:
         """Return the seconds since `since_s` in which the straggler made no progress, without the
         time in which it was starved."""
-        heard = self._heard[self.who(absent)]
-        starved_s = heard.beat.starved_s - heard.starved_s
-        return now_s - max(since_s, heard.moved_s) - starved_s
+        last_beat = self._last_beats[self.straggler(absent)]
+        starved_s = last_beat.beat.starved_s - last_beat.starved_s
+        return now_s - max(since_s, last_beat.moved_s) - starved_s
 
-    def who(self, absent: Collection[int]) -> int:
+    def straggler(self, absent: Collection[int]) -> int:
         """Return the straggler: the rank with the least progress among the ranks in `absent`."""
 
         def progress(rank: int) -> tuple[int, int, int, float]:
-            heard = self._heard[rank]
-            stage, beat = rank // self._num_in_stage, heard.beat
-            return stage, beat.number, beat.num_exchanges, heard.at_s
+            last_beat = self._last_beats[rank]
+            stage, beat = rank // self._num_in_stage, last_beat.beat
+            return stage, beat.number, beat.num_exchanges, last_beat.at_s
 
         return min(absent, key=progress)
 
-    def tell(self, rank: int, what: str, now_s: float) -> str:
-        """Describe a straggler's state, as text that follows its name. what: the overdue work."""
-        heard = self._heard[rank]
-        beat, silent_s = heard.beat, now_s - heard.at_s
+    def describe(self, rank: int, work: str, now_s: float) -> str:
+        """Describe a straggler's state, as text that follows its name. work: the overdue work."""
+        last_beat = self._last_beats[rank]
+        beat, silent_s = last_beat.beat, now_s - last_beat.at_s
         begun = f"was in step {beat.number}" if beat.number >= 0 else "had not begun a step"
         return (
-            f"is stuck: {what} did not finish within {now_s - self._since_s:.1f} s. Its last"
+            f"is stuck: {work} did not finish within {now_s - self._since_s:.1f} s. Its last"
             f" heartbeat was {silent_s:.1f} s ago: it {begun}, after {beat.num_exchanges}"
             f" exchanges with other ranks{', ' if beat.where else ''}{beat.where}"
         )

@@ -44,7 +44,7 @@ class Asker:
             own = {"prompt": request.prompt, "max_tokens": request.output_len}
         return own | self.common
 
-    async def ask(self, request: BenchRequest) -> RequestResult:
+    async def send(self, request: BenchRequest) -> RequestResult:
         """Send a request and time its chunks. Never raises: the result holds the server's error."""
         body = json.dumps(self.body(request), separators=(",", ":")).encode()
         reading = _Reading(RequestResult(time.perf_counter(), request.prompt_len), self.is_chat)

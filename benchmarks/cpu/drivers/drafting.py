@@ -50,8 +50,8 @@ class Answer:
         cls, request: Request, token_ids: list[int], seconds: float, num_tried: int, num_right: int
     ) -> "Answer":
         """Return the answer from token ids that include the stop token."""
-        kept = token_ids[:-1] if token_ids[-1] == request.stop else token_ids
-        return cls(kept, len(token_ids) - 1, seconds, num_tried, num_right)
+        answer_ids = token_ids[:-1] if token_ids[-1] == request.stop else token_ids
+        return cls(answer_ids, len(token_ids) - 1, seconds, num_tried, num_right)
 
 
 Answerer = Callable[[Request], Answer]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.cpu.drivers.guessing import PLAIN, Answer, Answerer, Job, Request, drive
+from benchmarks.cpu.drivers.drafting import PLAIN, Answer, Answerer, Job, Request, drive
 
 
 class Counted:

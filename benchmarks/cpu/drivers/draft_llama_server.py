@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.cpu.drivers.guessing import PLAIN, Answer, Answerer, Job, Request, drive
+from benchmarks.cpu.drivers.drafting import PLAIN, Answer, Answerer, Job, Request, drive
 
 MAX_START_S = 120.0
 RUN = 3  # tokens that are looked for; by default 12, which are seldom found in short answers
@@ -34,10 +34,10 @@ def command(job: Job, port: int, own: list[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def variants(guesses: list[int]) -> dict[str, list[str]]:
+def variants(draft_lengths: list[int]) -> dict[str, list[str]]:
     """Return the server's flags by variant. Its authors recommend 48 to 64 draft tokens."""
     found: dict[str, list[str]] = {PLAIN: []}
-    for num in guesses:
+    for num in draft_lengths:
         sizes = ["--spec-ngram-simple-size-n", str(RUN), "--spec-ngram-simple-size-m", str(num)]
         found[f"ngram-simple {num}"] = ["--spec-type", "ngram-simple", *sizes]
     return found | {"spec-default 64": ["--spec-default"]}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.cpu.drivers.guessing import PLAIN, Answer, Answerer, Job, Request, drive
+from benchmarks.cpu.drivers.drafting import PLAIN, Answer, Answerer, Job, Request, drive
 
 CACHE_GB = 1
 NGRAM = 3  # the longest run of tokens that is looked for, as in its samples

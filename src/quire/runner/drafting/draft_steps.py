@@ -25,12 +25,18 @@ import torch
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
-from quire.ops.attention.states import KeptInputs
+from quire.ops.attention.states import RecordedInputs
 from quire.ops.embedding import select_rows
 from quire.ops.host.host_memory import to_device
 from quire.ops.rows.row_state import advance, write_tokens
 from quire.ops.rows.step_inputs import SampleInputs, gather_step
-from quire.ops.sampling.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses, guess_runs
+from quire.ops.sampling.device_drafts import (
+    NO_TOKEN,
+    DraftPositions,
+    Runs,
+    accept_drafts,
+    draft_runs,
+)
 from quire.runner.device import Tensors
 from quire.runner.sampling.candidates import CandidatesPart
 from quire.runner.step_ops import Sampling, StepShape
@@ -40,7 +46,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 
-class Places(NamedTuple):
+class SamplingPositions(NamedTuple):
     """Positions where rows sample, arrays [P]. sampling: index of the sampling row. depths: 0, or
     the number of its draft token, from 1. last: index of the step's token. lengths: number of
     tokens known there."""
@@ -52,27 +58,27 @@ class Places(NamedTuple):
     lengths: Int64
 
 
-def places_of(plan: Plan) -> Places:
+def sampling_positions(plan: Plan) -> SamplingPositions:
     """Return the places of a plan with draft tokens."""
     rows_N, num_samples = plan.sample_rows, len(plan.sample_rows)
     counts = np.array([len(draft.token_ids) for draft in plan.drafts])
     order = np.argsort(rows_N, kind="stable")
     drafted = np.array([draft.row for draft in plan.drafts], np.int32)
-    guessing = order[np.searchsorted(rows_N, drafted, sorter=order)].repeat(counts)
-    depths = np.arange(1, 1 + len(guessing)) - (np.cumsum(counts) - counts).repeat(counts)
-    sampling = np.concatenate([np.arange(num_samples), guessing])
+    drafting_rows = order[np.searchsorted(rows_N, drafted, sorter=order)].repeat(counts)
+    depths = np.arange(1, 1 + len(drafting_rows)) - (np.cumsum(counts) - counts).repeat(counts)
+    sampling = np.concatenate([np.arange(num_samples), drafting_rows])
     depths = np.concatenate([np.zeros(num_samples, np.int64), depths])
-    scheduled, num_guessed = plan.sample_places[sampling], plan.num_drafts
-    return Places(
+    scheduled, num_drafted = plan.sample_indices[sampling], plan.num_drafts
+    return SamplingPositions(
         rows_N[sampling],
         sampling,
         depths,
-        (np.cumsum(plan.num_tokens) - num_guessed - 1)[scheduled] + depths,
-        (plan.computed_bound + plan.num_tokens - num_guessed)[scheduled] + depths,
+        (np.cumsum(plan.num_tokens) - num_drafted - 1)[scheduled] + depths,
+        (plan.computed_bound + plan.num_tokens - num_drafted)[scheduled] + depths,
     )
 
 
-class GuessedStep(PlainStep):
+class VerifyStep(PlainStep):
     """Plan with draft tokens on its way through a runner. runs: drafter on the device, for the
     draft tokens that the plan leaves to it."""
 
@@ -84,8 +90,8 @@ class GuessedStep(PlainStep):
         runs: Runs | None = None,
     ) -> None:
         super().__init__(runner, plan, masks)
-        self._places, self._runs = places_of(plan), runs
-        self._kept: KeptInputs | None = None  # until the rows' states are settled
+        self._positions, self._runs = sampling_positions(plan), runs
+        self._retained: RecordedInputs | None = None  # until the rows' states are settled
         self._logits: torch.Tensor | None = None  # of the first half, for the second
         self._scored: list[torch.Tensor] = []
 
@@ -94,8 +100,8 @@ class GuessedStep(PlainStep):
         self._launch()
         if not self._plan.is_guessing:
             _, counts_N, *_ = self._chosen.wait()
-            if self._kept is not None and self._kept.has_any:
-                self._settle_states(self._kept, counts_N.numpy())
+            if self._retained is not None and self._retained.has_any:
+                self._settle_states(self._retained, counts_N.numpy())
 
     def end(self) -> StepResult:
         """See Step."""
@@ -104,30 +110,32 @@ class GuessedStep(PlainStep):
 
     def _launch(self) -> None:
         """Submit the step to the device."""
-        plan, rows, places = self._plan, self._runner.rows, self._places
-        self._follow(places.rows)
+        plan, rows, positions = self._plan, self._runner.rows, self._positions
+        self._follow(positions.rows)
         updates = rows.changes(plan, self._runner.sampler.flags.has_edits)
-        self._served = Sampling(self._asked, places.lengths, rows.prompt_lens[places.rows])
+        self._served = Sampling(
+            self._requested, positions.lengths, rows.prompt_lens[positions.rows]
+        )
         change, shape = rows.ops.prepare(updates, None), shape_of(plan)
         first = partial(self.first, shape)
-        self._give(change, first, self.second, self._served, places.depths)
+        self._give(change, first, self.second, self._served, positions.depths)
         self._chosen = self._arrivals[-1]
 
     def first(self, shape: StepShape) -> Tensors:
         """Compute logits and the inputs of the sampling parts. Return the tensors that the host
         inspects before the second half."""
-        runner, plan, places = self._runner, self._plan, self._places
+        runner, plan, positions = self._runner, self._plan, self._positions
         runner.moves.carry_out(plan)
         for part in self._forward:
             part.before()
         hidden_TD = self._hidden(shape)
         if any(part.num_tensors for part in self._forward):
             is_known = np.ones(plan.num_scheduled_tokens, bool)
-            is_known[places.last[places.depths > 0]] = False
+            is_known[positions.last[positions.depths > 0]] = False
             known_TD = select_rows(hidden_TD, self._index(np.flatnonzero(is_known)))
             self._scored = [each for part in self._forward for each in part.after(known_TD)]
-        self._logits = runner.logits(hidden_TD, self._index(places.last), self._needs)
-        return self._seen(self._logits, int(places.lengths.max()))
+        self._logits = runner.logits(hidden_TD, self._index(positions.last), self._needs)
+        return self._seen(self._logits, int(positions.lengths.max()))
 
     def _hidden(self, shape: StepShape) -> torch.Tensor:
         """Write the draft tokens after the rows' tokens, or let the device draft them there.
@@ -138,13 +146,13 @@ class GuessedStep(PlainStep):
             assert self._runs is not None, "the device's drafter is not set"
             rows = np.array([draft.row for draft in plan.drafts], np.int32)
             nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
-            guess_runs(state, rows, nums, longest, self._runs)
+            draft_runs(state, rows, nums, longest, self._runs)
         else:
             end_of = dict(zip(plan.rows.tolist(), shape.context_lens.tolist(), strict=True))
             for draft in plan.drafts:
                 begin = end_of[draft.row] - len(draft.token_ids)
                 write_tokens(state, draft.row, begin, draft.token_ids)
-            self._kept = backend = KeptInputs(backend, plan.num_drafts > 0)
+            self._retained = backend = RecordedInputs(backend, plan.num_drafts > 0)
         num_blocks = -(-longest // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
         return self._runner.hidden(inputs, shape, backend, self._forward)
@@ -152,32 +160,34 @@ class GuessedStep(PlainStep):
     def second(self) -> Tensors:
         """Sample at all places, and move the counters unless states must be settled first. Return
         the accepted tokens, their counts, log-probabilities and scores."""
-        plan, places, state = self._plan, self._places, self._runner.rows.state
+        plan, positions, state = self._plan, self._positions, self._runner.rows.state
         rows_S, known_S = self._index(plan.rows), self._index(plan.num_tokens - plan.num_drafts)
-        at_N = self._index(plan.sample_places)
+        at_N = self._index(plan.sample_indices)
         contexts_S = state.computed_R[rows_S] + known_S
         lengths_N = contexts_S[at_N]
-        which_P, depths_P = self._index(places.sampling), self._index(places.depths)
+        which_P, depths_P = self._index(positions.sampling), self._index(positions.depths)
         chosen_P, *found = self._choose(lengths_N[which_P] + depths_P)
         sampling_N = self._index(plan.sample_rows)
-        tries = Tries(places.sampling, places.depths)
-        tokens_NK1, counts_N = accept_guesses(state, sampling_N, lengths_N, chosen_P, tries)
+        positions_of_drafts = DraftPositions(positions.sampling, positions.depths)
+        tokens_NK1, counts_N = accept_drafts(
+            state, sampling_N, lengths_N, chosen_P, positions_of_drafts
+        )
         more_N = counts_N.long() - 1
         last_N = tokens_NK1.gather(1, more_N[:, None])[:, 0].clamp(min=0)
         # A row that samples from another row's logits has no draft tokens, nor has the other.
         contexts_S = contexts_S.index_add(0, at_N, more_N)
         moved = rows_S, contexts_S, sampling_N, lengths_N + more_N, last_N
         self._advance = partial(advance, state, *moved)
-        if self._kept is None or not self._kept.has_any:
+        if self._retained is None or not self._retained.has_any:
             self._advance()
         return [tokens_NK1, counts_N, *found]
 
     def _choose(self, lengths_P: torch.Tensor) -> list[torch.Tensor]:
-        rows, places, logits_PV = self._runner.rows, self._places, self._logits
+        rows, positions, logits_PV = self._runner.rows, self._positions, self._logits
         assert logits_PV is not None, "the first half comes first"
         samples = SampleInputs(
-            self._index(places.rows),
-            self._index(places.last),
+            self._index(positions.rows),
+            self._index(positions.last),
             lengths_P,
             self._index(self._served.prompt_lens),
         )
@@ -187,15 +197,15 @@ class GuessedStep(PlainStep):
         found = [tensor for part in self._sampling for tensor in part.found()]
         return [torch.where(is_valid_P, ids_P, NO_TOKEN), *found, *self._scored]
 
-    def _settle_states(self, kept: KeptInputs, counts_N: Int32) -> None:
+    def _settle_states(self, retained: RecordedInputs, counts_N: Int32) -> None:
         """Advance drafting rows' states past their accepted draft tokens; move the counters."""
         plan = self._plan
         num_tokens = plan.num_tokens - plan.num_drafts
         is_own = np.isin(plan.sample_rows, plan.rows)
-        num_tokens[plan.sample_places[is_own]] += counts_N[is_own] - 1
+        num_tokens[plan.sample_indices[is_own]] += counts_N[is_own] - 1
 
         def work() -> list[torch.Tensor]:
-            kept.settle(num_tokens[plan.num_drafts > 0])
+            retained.settle(num_tokens[plan.num_drafts > 0])
             self._advance()
             return []
 
@@ -206,20 +216,20 @@ class GuessedStep(PlainStep):
         """Add candidates to the result."""
         for part in self._sampling:
             if isinstance(part, CandidatesPart):
-                result = self._with_candidates(result, part.by_place(arrived))
+                result = self._with_candidates(result, part.by_position(arrived))
         return result
 
     def _with_candidates(self, result: StepResult, found: dict[int, Candidates]) -> StepResult:
         """Add the candidates of the places whose tokens count."""
-        places, rows, num = self._places, self._plan.sample_rows, len(self._plan.sample_rows)
+        positions, rows, num = self._positions, self._plan.sample_rows, len(self._plan.sample_rows)
         first: dict[int, Candidates] = {}
         more: dict[int, list[Candidates]] = {}
-        for place, each in sorted(found.items()):
-            n = places.sampling[place]
+        for position, each in sorted(found.items()):
+            n = positions.sampling[position]
             row = int(rows[n])
-            if place < num and row not in result.row_errors:
+            if position < num and row not in result.row_errors:
                 first[row] = each
-            elif place >= num and places.depths[place] < result.num_accepted[n]:
+            elif position >= num and positions.depths[position] < result.num_accepted[n]:
                 more.setdefault(row, []).append(each)
         return replace(result, candidates=first, more_candidates=more)
 

@@ -21,19 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.base.errors import ConfigError, EngineError
-from quire.engine.ranks.dial_in import Address, Arrival, Door, Role, dial
+from quire.engine.ranks.connections import Address, Arrival, AuthenticatingListener, Role, connect
 from quire.engine.ranks.messages import (
     Alive,
+    Endpoint,
     Farewell,
-    FromKeeper,
-    Here,
+    FromAgent,
     Line,
     RankEnded,
     Refused,
     Started,
     StartRank,
-    ToKeeper,
-    keeper_side,
+    ToAgent,
+    agent_codec,
 )
 from quire.engine.ranks.processes import STOPPED, RankChild, ended_with
 from quire.engine.ranks.rank_set import LOOK_S
@@ -46,13 +46,13 @@ logger = logging.getLogger("quire")
 CORE_ENDED = "the core has ended"
 CORE_LOST = "the connection to the core ended without a message"
 LEFT = "this machine was shut down"
-WORDS_S = 0.5  # wait for the core's farewell or disconnection after a rank ended by itself
+FAREWELL_S = 0.5  # wait for the core's farewell or disconnection after a rank ended by itself
 ALIVE_S = 0.5  # between two heartbeats
 STAGE_S = 300.0  # timeout for the previous stage's connection, which it opens when it starts
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """Assignment of a rank to an agent. has_before: whether there is a previous stage. environment:
     variables added to the environments of this process and the core. settings: settings given on
     this machine, which the core's must equal. leaving: set when this machine shuts down."""
@@ -66,23 +66,25 @@ class Place:
 
 @dataclass(frozen=True)
 class Ending:
-    """Description of an end. of_rank: whether `how` concerns one rank and follows its name."""
+    """Description of an end. of_rank: whether `end_text` concerns one rank and follows its name."""
 
-    how: str
+    end_text: str
     of_rank: bool = False
 
 
-def keep(core: Address, secret: bytes, place: Place) -> Ending:
+def run_rank(core: Address, secret: bytes, assignment: RankAssignment) -> Ending:
     """Run a rank until it or the core ends, on a dedicated thread; return how it ended. Raises
     EngineError if the core cannot be reached, ConfigError if the core refuses the rank."""
-    with dial(core, secret, Role.KEEPER, place.rank) as sock:
-        return _Keeper(core, secret, place, sock).run()
+    with connect(core, secret, Role.NODE_AGENT, assignment.rank) as sock:
+        return _NodeAgent(core, secret, assignment, sock).run()
 
 
-class _Keeper:
-    def __init__(self, core: Address, secret: bytes, place: Place, sock: socket.socket) -> None:
-        self._core, self._secret, self._place = core, secret, place
-        self._stream = Stream(sock, keeper_side())
+class _NodeAgent:
+    def __init__(
+        self, core: Address, secret: bytes, assignment: RankAssignment, sock: socket.socket
+    ) -> None:
+        self._core, self._secret, self._assignment = core, secret, assignment
+        self._stream = Stream(sock, agent_codec())
         self._farewell: Farewell | None = None
         self._over = threading.Event()
         self._host = sock.getsockname()[0]
@@ -92,12 +94,12 @@ class _Keeper:
     def run(self) -> Ending:
         """Wait for the core's order, start the rank and watch it."""
         door = None
-        if self._place.has_before:
-            door = Door(self._host, self._secret, self._connect_before)
+        if self._assignment.has_before:
+            door = AuthenticatingListener(self._host, self._secret, self._connect_before)
         try:
             port = 0 if door is None else door.address.port
-            settings = dict(self._place.settings)
-            self._send(Here(self._host, machine_name(), available_cpu_bytes(), port, settings))
+            settings = dict(self._assignment.settings)
+            self._send(Endpoint(self._host, machine_name(), available_cpu_bytes(), port, settings))
             threading.Thread(target=self._live, name="quire-alive", daemon=True).start()
             order = self._order()
             if order is None:
@@ -120,7 +122,7 @@ class _Keeper:
         ends: on another machine the parent represents the node."""
         parent = os.getppid()
         while not self._over.wait(ALIVE_S):
-            if self._place.leaving.is_set():
+            if self._assignment.leaving.is_set():
                 why = "was stopped, because its machine was shut down"
             elif os.getppid() != parent:
                 why = "has lost its node: the process that started its node process has ended"
@@ -132,7 +134,7 @@ class _Keeper:
                 self._stream.socket.shutdown(socket.SHUT_RDWR)
             return
 
-    def _send(self, message: FromKeeper) -> None:
+    def _send(self, message: FromAgent) -> None:
         """Send a message; ignore a closed connection, which `_hear` detects."""
         with contextlib.suppress(OSError):
             self._stream.send(message)
@@ -146,12 +148,12 @@ class _Keeper:
                     return message
                 if isinstance(message, Refused):
                     raise ConfigError(
-                        f"the core at {self._core} has refused rank {self._place.rank} of this"
+                        f"the core at {self._core} has refused rank {self._assignment.rank} of this"
                         f" machine: {message.why}"
                     )
         return None
 
-    def _hear(self) -> list[ToKeeper] | None:
+    def _hear(self) -> list[ToAgent] | None:
         """Wait for messages of the core, and note its farewell; None when the connection ended."""
         messages = self._stream.receive()
         for message in messages or ():
@@ -161,7 +163,7 @@ class _Keeper:
 
     def _end_of_core(self) -> Ending:
         """Return how the core ended, after its farewell or the end of its connection."""
-        if self._place.leaving.is_set():
+        if self._assignment.leaving.is_set():
             return Ending(LEFT)
         if self._farewell is None:
             return Ending(CORE_LOST)
@@ -176,7 +178,9 @@ class _Keeper:
 
     def _is_core_over(self) -> bool:
         """Return whether the core sent a farewell or disconnected; wait for it up to WORDS_S."""
-        while self._farewell is None and select.select([self._stream.socket], [], [], WORDS_S)[0]:
+        while (
+            self._farewell is None and select.select([self._stream.socket], [], [], FAREWELL_S)[0]
+        ):
             if self._hear() is None:
                 return True
         return self._farewell is not None
@@ -194,31 +198,31 @@ class _Keeper:
             finally:
                 end_child(child.process, 0.0)  # kill at once: no request needs the rank
                 child.close()
-            self._send(RankEnded(ending.how))
+            self._send(RankEnded(ending.end_text))
             return ending
 
     def _start(self, order: StartRank, stack: contextlib.ExitStack) -> RankChild:
         """Open the rank's connections and start it. Afterwards only the rank has these sockets."""
         with contextlib.suppress(OSError):
             os.chdir(order.directory)
-        rank, core = self._place.rank, self._core
-        plans = stack.enter_context(dial(core, self._secret, Role.RANK, rank))
-        store = stack.enter_context(dial(core, self._secret, Role.STORE, rank))
+        rank, core = self._assignment.rank, self._core
+        plans = stack.enter_context(connect(core, self._secret, Role.RANK, rank))
+        store = stack.enter_context(connect(core, self._secret, Role.STORE, rank))
         arguments = ["--socket", str(plans.fileno()), "--store", str(store.fileno())]
         arguments += ["--host", self._host]
         fds = [plans.fileno(), store.fileno()]
         if order.next_port:
             there = Address(order.next_host, order.next_port)
-            behind = stack.enter_context(dial(there, self._secret, Role.STAGE, rank))
-            arguments += ["--behind", str(behind.fileno())]
-            fds.append(behind.fileno())
-        if self._place.has_before:
+            next_stage = stack.enter_context(connect(there, self._secret, Role.STAGE, rank))
+            arguments += ["--next-stage", str(next_stage.fileno())]
+            fds.append(next_stage.fileno())
+        if self._assignment.has_before:
             if not self._has_before.wait(STAGE_S):
                 raise EngineError("the stage before did not connect")
             before = stack.enter_context(self._before[0])
             arguments += ["--before", str(before.fileno())]
             fds.append(before.fileno())
-        environment = {**os.environ, **order.environment, **self._place.environment}
+        environment = {**os.environ, **order.environment, **self._assignment.environment}
         child = RankChild(arguments, order.config, tuple(fds), order.log_level, environment)
         stack.close()
         return child

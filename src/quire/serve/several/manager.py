@@ -23,19 +23,19 @@ from quire.serve.several.messages import (
     FAILED,
     LOADING,
     UNLOADING,
-    Ask,
     Deny,
-    GiveWay,
     Grant,
     ModelState,
+    RequestLease,
     States,
-    ToKeeper,
-    keeper_codec,
+    ToManager,
+    UnloadModel,
+    manager_codec,
 )
 from quire.serve.several.residency import (
     Denied,
     Granted,
-    MakeWay,
+    NotifyHolder,
     Order,
     Residency,
     Start,
@@ -47,7 +47,7 @@ logger = logging.getLogger("quire")
 READY_BYTES = 1  # bytes to read of `Ready`; any byte means that the model is loaded
 
 
-class Keeper:
+class ModelManager:
     """Loader of models for API processes. cores: by the names of their models. listener: socket to
     which API processes connect. end_s: seconds in which a core must end after SIGTERM."""
 
@@ -63,12 +63,12 @@ class Keeper:
         self._listener = listener
         listener.setblocking(False)
         self._end_s = end_s
-        self._codec = keeper_codec()
+        self._codec = manager_codec()
         self._links: dict[int, _Link] = {}
         self._num_links = 0
         self._probes: dict[str, socket.socket] = {}  # connections to models that are loading
         self._kill_s: dict[str, float] = {}  # deadlines of models that are being stopped
-        self._told: list[ModelState] = []
+        self._sent_states: list[ModelState] = []
         self.is_open = True
 
     def begin(self) -> None:
@@ -93,7 +93,7 @@ class Keeper:
         models = self._residency.models.values()
         if all(each.state == DEAD for each in models):
             return 1
-        never = all(each.num_loads == 0 and not each.has_place for each in models)
+        never = all(each.num_loads == 0 and not each.occupies_slot for each in models)
         return NO_START if never and any(each.state == FAILED for each in models) else None
 
     # ---- for the supervisor's loop -----------------------------------------------------------
@@ -115,17 +115,17 @@ class Keeper:
             self._accept()
         for number, link in list(self._links.items()):
             if link.sock.fileno() in readable:
-                self._hear(number, link, now)
+                self._receive(number, link, now)
         for name, probe in list(self._probes.items()):
             if probe.fileno() in readable:
-                self._see(name, probe, now)
+                self._read_probe(name, probe, now)
         for name in [name for name, at_s in self._kill_s.items() if now > at_s]:
             self._kill_s[name] = now + END_S
             logger.error("model %s does not stop; killing it", name)
             self._cores[name].child.kill()
         for order in self._residency.decide(now):
             self._carry_out(order)
-        self._tell_states()
+        self._send_states()
 
     def bury(self, child: Child, status: int) -> bool:
         """Handle the end of a child process. Return False if it is not one of the cores."""
@@ -171,7 +171,7 @@ class Keeper:
             self._close_probe(name)
             raise
 
-    def _see(self, name: str, probe: socket.socket, now: float) -> None:
+    def _read_probe(self, name: str, probe: socket.socket, now: float) -> None:
         """Read the first byte from a loading core. `bury` handles a core that has ended."""
         data = _read(probe)
         if data is None:  # the descriptor's number belonged to a socket that was closed meanwhile
@@ -197,29 +197,29 @@ class Keeper:
     def _bury(self, name: str, child: Child, status: int, now: float) -> None:
         self._kill_s.pop(name, None)
         resident = self._residency.models[name]
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        status_text = f"signal {-status}" if status < 0 else f"exit status {status}"
         if resident.state == UNLOADING:
             if status != 0:
-                logger.error("model %s stopped with an error (%s)", name, how)
+                logger.error("model %s stopped with an error (%s)", name, status_text)
             self._residency.unloaded(name, now)
         elif resident.state == LOADING:
             why = _last_words(self._cores[name].path.parent)
-            why = why or f"its process ended ({how}) while it loaded the model."
+            why = why or f"its process ended ({status_text}) while it loaded the model."
             logger.error("model %s cannot be loaded: %s", name, why)
             self._residency.failed(name, why, now)
         else:
-            logger.error("model %s: its process ended unexpectedly (%s)", name, how)
-            self._follow_death(name, child, how, now)
+            logger.error("model %s: its process ended unexpectedly (%s)", name, status_text)
+            self._follow_death(name, child, status_text, now)
 
-    def _follow_death(self, name: str, child: Child, how: str, now: float) -> None:
+    def _follow_death(self, name: str, child: Child, status_text: str, now: float) -> None:
         pause_s = child.plan_restart(now)
         if pause_s is None:
-            why = f"its process ended unexpectedly ({how}) and is not restarted."
+            why = f"its process ended unexpectedly ({status_text}) and is not restarted."
             logger.error("model %s is not restarted; the server continues without it", name)
             self._residency.died(name, why, now)
             return
         due_s = child.due_s
-        why = f"its process ended unexpectedly ({how}); it is being loaded again."
+        why = f"its process ended unexpectedly ({status_text}); it is being loaded again."
         self._residency.begin(name, now, why)
         self._start(name)
         child.due_s = due_s
@@ -239,7 +239,7 @@ class Keeper:
             link = self._links[self._num_links] = _Link(sock, self._codec)
             link.send(States(self.states))
 
-    def _hear(self, number: int, link: "_Link", now: float) -> None:
+    def _receive(self, number: int, link: "_Link", now: float) -> None:
         messages = link.receive()
         if messages is None:
             self._residency.forget(number, now)
@@ -249,8 +249,8 @@ class Keeper:
             lease = (number, message.lease)
             if message.model not in self._residency.models:
                 continue
-            if isinstance(message, Ask):
-                self._residency.ask(message.model, lease, now)
+            if isinstance(message, RequestLease):
+                self._residency.request(message.model, lease, now)
             else:
                 self._residency.give_back(message.model, lease, now)
 
@@ -259,8 +259,8 @@ class Keeper:
             self._start(order.model)
         elif isinstance(order, Stop):
             self._stop(order.model)
-        elif isinstance(order, MakeWay):
-            self._send(order.holder, GiveWay(order.model))
+        elif isinstance(order, NotifyHolder):
+            self._send(order.holder, UnloadModel(order.model))
         elif isinstance(order, Granted):
             self._send(order.lease[0], Grant(order.model, order.lease[1]))
         elif isinstance(order, Denied):
@@ -270,11 +270,13 @@ class Keeper:
         if number in self._links:
             self._links[number].send(message)
 
-    def _tell_states(self) -> None:
-        told = [(each.name, each.state, each.why, each.num_loads) for each in self._told]
+    def _send_states(self) -> None:
+        last_sent = [
+            (each.name, each.state, each.why, each.num_loads) for each in self._sent_states
+        ]
         states = self.states
-        if told != [(each.name, each.state, each.why, each.num_loads) for each in states]:
-            self._told = states
+        if last_sent != [(each.name, each.state, each.why, each.num_loads) for each in states]:
+            self._sent_states = states
             for link in self._links.values():
                 link.send(States(states))
 
@@ -283,13 +285,13 @@ class _Link:
     """Connection of one API process. Messages are small and few, so a process that does not read
     them is faulty and is disconnected."""
 
-    def __init__(self, sock: socket.socket, codec: Codec[ToKeeper]) -> None:
+    def __init__(self, sock: socket.socket, codec: Codec[ToManager]) -> None:
         sock.setblocking(False)
         self.sock = sock
         self._codec = codec
         self._frames = Frames()
 
-    def receive(self) -> list[ToKeeper] | None:
+    def receive(self) -> list[ToManager] | None:
         """Return the received messages; None if the connection has ended."""
         try:
             data = self.sock.recv(READ_BYTES)
