@@ -228,7 +228,8 @@ class StepResult:
 class DraftOrder:
     """Order to the drafter: compute tokens of the last step's rows, and draft for some rows.
 
-    If a row's num_draft_tokens is not 0, its tokens reach the last one that the drafter can compute.
+    If a row's num_draft_tokens is not 0, its tokens reach the last token that the drafter can
+    compute.
     """
 
     rows: Int32  # [S]

@@ -122,9 +122,8 @@ def build_runner(
     """Load the model, or a rank's part of it, and allocate its KV pool. links: channels of its
     stage to other stages. warm_memory: memory of a CPU runner without torch. Raises ModelError,
     ConfigError, OutOfMemory."""
-    spec = model_spec(
-        source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
-    )
+    impl, is_compiled = config.model.model_impl, config.model.torch_compile
+    spec = model_spec(source.directory, impl, is_compiled=is_compiled)
     spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
     if shard.num_stages > 1:
@@ -135,8 +134,7 @@ def build_runner(
     spec = whole.of_stage(shard.stage, shard.num_stages).of_ranks(
         shard.tensor.size, has_whole_experts=shard.has_whole_experts
     )
-    dtype = torch_dtype(config.model.dtype)
-    free = _free_bytes(share, device)
+    dtype, free = torch_dtype(config.model.dtype), _free_bytes(share, device)
     max_bytes = free if device.type == "cpu" and warm_memory is None else None
     model = _load(config, source, whole, device, shard, progress, max_bytes)
     weights, drafter = model_bytes(model), None
@@ -153,11 +151,8 @@ def build_runner(
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
-        memory = (
-            plan_cpu_memory(config, spec, weights, free)
-            if warm_memory is None
-            else warm_memory.plan
-        )
+        warm = warm_memory
+        memory = plan_cpu_memory(config, spec, weights, free) if warm is None else warm.plan
     else:
 
         def make(

@@ -1,5 +1,8 @@
 """Responses that continue retained tokens: the same answers, without rendering or computing the
-earlier turns again. If the tokens are not retained, or do not fit, all turns are rendered."""
+earlier turns again. If the tokens are not retained, or do not fit, all turns are rendered.
+
+Covers `serve/responses/earlier.py`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
