@@ -62,7 +62,7 @@ def _given(rng: random.Random) -> Item:
     noun = rng.choice(sorted(CATEGORIES))
     items = _drawn(rng, noun, rng.randint(2, 7))
     shown = joined(items) if rng.random() < 0.7 else ", ".join(items)
-    content, answer = _answer(rng, rng.choice(GIVEN).format(noun=noun, items=shown), noun, items)
+    content, answer = _answer(rng, rng.choice(GIVEN).format(what=noun, items=shown), noun, items)
     return Item("json", [user(content), assistant(answer)], noun + answer, part="items given")
 
 
@@ -75,7 +75,7 @@ def _found(rng: random.Random) -> Item:
     rows = list(zip(names, colours, things, strict=True))
     text = " ".join(f"{n} {verb} {article(c)} {t}." for n, c, t in rows)
     noun, items = rng.choice((("names", names), ("colours", colours), ("objects", things)))
-    content, answer = _answer(rng, rng.choice(FOUND).format(noun=noun, text=text), noun, items)
+    content, answer = _answer(rng, rng.choice(FOUND).format(what=noun, text=text), noun, items)
     return Item("json", [user(content), assistant(answer)], text, part="items in a text")
 
 
@@ -98,7 +98,7 @@ def _known(rng: random.Random) -> Item:
     count = rng.randint(2, 6)
     items = CATEGORIES[noun][:count]
     word = rng.choice((NUMBER_WORDS[count - 2], str(count)))
-    content, answer = _answer(rng, rng.choice(KNOWN).format(noun=noun, count=word), noun, items)
+    content, answer = _answer(rng, rng.choice(KNOWN).format(what=noun, count=word), noun, items)
     return Item(
         "json",
         [user(content), assistant(answer)],
