@@ -74,7 +74,7 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
     parallel_stretches(units, threads, [&](int64_t begin, int64_t end) {
         const bool is_last = stretch_ending_at(end, units, stretches) >= 0;
         for (int64_t i = begin; i < end; ++i) {
-            const bool has_next = i + 1 < end || !is_last;  // with what stands behind it, mostly
+            const bool has_next = i + 1 < end || !is_last;  // usually the next unit of this stretch
             kernels.run_item(call, unit_at(i), has_next ? unit_at(i + 1) : AttentionUnit{nullptr, 0});
         }
     });

@@ -120,7 +120,7 @@ class Head(nn.Module):
 
         states: [B, T, 3 D], of the target at tokens [B, > T + steps]. Depth s of column t gives
         token t + 2 + s. It attends to the first depth of all columns up to its own, and in its own
-        column to all depths before. It is given the tokens of the text, or own_guesses.
+        column to all depths before. It is given the tokens of the text, or own_drafts.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         time = states.shape[1]

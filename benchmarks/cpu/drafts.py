@@ -34,16 +34,16 @@ from benchmarks.result_files import Row, options_of, write
 from quire.tools.report import benchmark_parser, plain_facts
 
 DEMO_HIDDEN = 256
-SERVER = "guess_llama_server"
+SERVER = "draft_llama_server"
 RACERS = [
-    Engine("quire bf16", "16-bit", "guess_quire", FLOAT16, options={"dtype": "bfloat16"}),
-    Engine("llama.cpp bf16", "16-bit", "guess_llama", FLOAT16, LLAMA, "gguf-bf16"),
+    Engine("quire bf16", "16-bit", "draft_quire", FLOAT16, options={"dtype": "bfloat16"}),
+    Engine("llama.cpp bf16", "16-bit", "draft_llama", FLOAT16, LLAMA, "gguf-bf16"),
     Engine("llama-server bf16", "16-bit", SERVER, FLOAT16, LLAMA, "gguf-bf16"),
-    Engine("openvino fp16", "16-bit", "guess_openvino", FLOAT16, OPENVINO, "openvino-fp16"),
-    Engine("quire int8", "8-bit", "guess_quire", INT8, options={"quantization": "int8"}),
-    Engine("llama.cpp q8_0", "8-bit", "guess_llama", INT8, LLAMA, "gguf-q8_0"),
+    Engine("openvino fp16", "16-bit", "draft_openvino", FLOAT16, OPENVINO, "openvino-fp16"),
+    Engine("quire int8", "8-bit", "draft_quire", INT8, options={"quantization": "int8"}),
+    Engine("llama.cpp q8_0", "8-bit", "draft_llama", INT8, LLAMA, "gguf-q8_0"),
     Engine("llama-server q8_0", "8-bit", SERVER, INT8, LLAMA, "gguf-q8_0"),
-    Engine("openvino int8", "8-bit", "guess_openvino", INT8, OPENVINO, "openvino-int8"),
+    Engine("openvino int8", "8-bit", "draft_openvino", INT8, OPENVINO, "openvino-int8"),
 ]
 
 

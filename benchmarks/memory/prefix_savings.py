@@ -43,8 +43,7 @@ FAR = 0.1  # from this distance on text H's figure is reported as wrong; its row
 @dataclass(frozen=True)
 class Scenario:
     """A row of text H's table. shared, own: tokens of a request. The field `reported` holds the
-    savings
-    in the table."""
+    savings in the table."""
 
     name: str
     shared: int

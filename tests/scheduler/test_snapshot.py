@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from quire.base.errors import EngineError
-from quire.base.messages import Request
+from quire.base.messages import Request, RetainedRequest
+from quire.base.plan import DraftOrder
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
@@ -155,6 +156,24 @@ def test_vocabulary_by_itself() -> None:
     assert decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encode(group)))) == group
     with pytest.raises(EngineError, match="cannot be saved"):
         encode(object())
+
+
+def test_items_of_earlier_recordings_get_the_names_of_today() -> None:
+    def earlier(data: Any, kind: str, fields: dict[str, str]) -> Any:
+        [tag, _, content] = data
+        return [
+            tag,
+            f"quire.base.messages:{kind}",
+            {fields.get(k, k): v for k, v in content.items()},
+        ]
+
+    order = DraftOrder(*(np.arange(2, dtype=np.int32) + n for n in range(7)))
+    retained = RetainedRequest("a", 1, 2, 3, 4, 5.0, tenant="t")
+    old = earlier(encode(order), "DraftOrder", {"num_draft_tokens": "num_guesses"})
+    found = decode(snapshot.with_current_names([snapshot.LIST, old])[1])
+    np.testing.assert_array_equal(found.num_draft_tokens, order.num_draft_tokens)
+    old = {"put": earlier(encode(retained), "HeldRequest", {})}
+    assert decode(snapshot.with_current_names(old)["put"]) == retained
 
 
 class Restored:

@@ -7,7 +7,7 @@ costs as much memory as hundreds of tokens, so the number of states is
     two for each row     the state being written, and one that the row read or left
     and one for each     SNAPSHOT_TOKENS of those slots, for conversations to continue from
 
-States get at most the share STATE_SHARE of the memory, and at least LEAST_STATES states. They
+States get at most the share STATE_SHARE of the memory, and at least MIN_STATES states. They
 always leave slots for one sequence of max_model_len tokens. If there are fewer than two states for
 each row, fewer rows run at once.
 """
@@ -159,7 +159,7 @@ def _caps(
 
 
 def _states_in(groups: Sequence[CacheGroup], block_bytes: Sequence[int], num_bytes: int) -> int:
-    """Return the number of states per state group that fit num_bytes, but at least LEAST_STATES."""
+    """Return the number of states per state group that fit num_bytes, but at least MIN_STATES."""
     each = sum(size for group, size in zip(groups, block_bytes, strict=True) if group.kind == STATE)
     return max(MIN_STATES, num_bytes // max(1, each))
 

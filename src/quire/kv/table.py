@@ -120,9 +120,8 @@ class BlockTable:
         return child
 
     def moved_to(self, pool: BlockPool, moved_blocks: dict[int, int]) -> Self:
-        """Return the same table over blocks of another pool. moved_blocks: maps blocks of this pool
-        to
-        blocks of the other. All tables that move together share and extend it."""
+        """Return the same table over blocks of another pool. moved_blocks: maps blocks of this
+        pool to blocks of the other. All tables that move together share and extend it."""
         table = type(self)(pool, self.block_size)
         table.blocks = [NULL] * self.num_dropped
         for block_id in self.blocks[self.num_dropped :]:

@@ -130,7 +130,7 @@ class Model(nn.Module):
     def recorded_inputs(self, num_tokens: int) -> torch.Tensor:
         """Return the layer inputs that the last forward pass copied, [T, F], in token order. The
         next pass overwrites them."""
-        assert self.reads is not None, "let_read comes first"
+        assert self.reads is not None, "record_layer_inputs comes first"
         return self.reads.last(num_tokens)
 
     def leave_head(self, tensors: Sequence[str]) -> None:

@@ -367,8 +367,7 @@ def reasons_of(
     processed: Sequence[int] = (),
 ) -> dict[int, str]:
     """Return the reasons why rows have no token (-1 in tokens [N]), by row. requested: requests,
-    whose
-    first entries are of these rows. `known_errors`: known errors by row. processed: see
+    whose first entries are of these rows. `known_errors`: known errors by row. processed: see
     SamplingPart."""
     failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in known_errors]
     if not failed:

@@ -42,7 +42,7 @@ class Topic(enum.Enum):
     """Topics of changes that a subscriber can request, in addition to the decisions of each
     call."""
 
-    HELD = "held"  # HeldChanges
+    HELD = "held"  # RetainedChanges
     INDEX = "index"  # IndexDelta
 
 

@@ -56,7 +56,7 @@ from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 from quire.spec import cache_group
 
-STATE_VERSION = 16  # of the state's format
+STATE_VERSION = 17  # of the state's format
 OMITTED = types.MappingProxyType(  # the continuing run supplies these
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
@@ -90,6 +90,9 @@ def _classes(modules: Iterable[types.ModuleType]) -> dict[str, type]:
 
 LEAVES = _classes(VOCABULARY)  # frozen vocabulary
 KINDS = LEAVES | _classes(OWNERS)
+# Names in the items of earlier recordings, with the names of today.
+RENAMED_CLASSES = types.MappingProxyType({"HeldRequest": "RetainedRequest"})
+RENAMED_FIELDS = types.MappingProxyType({"DraftOrder": {"num_guesses": "num_draft_tokens"}})
 
 # Recordings contain these numbers, so the number of a removed kind (_) stays unused.
 (
@@ -177,15 +180,20 @@ def decode(data: Any) -> Any:
     return restore({"root": data, "heap": []})
 
 
-def without_modules(data: Any) -> Any:
-    """Remove module names from encoded values. Earlier recordings stored them with class names."""
+def with_current_names(data: Any) -> Any:
+    """Return the encoded values of an earlier recording with the class and field names of today.
+    Still earlier recordings also stored the module of each class."""
     if isinstance(data, dict):
-        return {key: without_modules(value) for key, value in data.items()}
+        return {key: with_current_names(value) for key, value in data.items()}
     if not isinstance(data, list):
         return data
     if len(data) == 3 and data[0] in (LEAF, ENUM) and isinstance(data[1], str):
-        return [data[0], data[1].rpartition(":")[2], without_modules(data[2])]
-    return [without_modules(value) for value in data]
+        name = data[1].rpartition(":")[2]
+        content = with_current_names(data[2])
+        if fields := RENAMED_FIELDS.get(name):
+            content = {fields.get(key, key): value for key, value in content.items()}
+        return [data[0], RENAMED_CLASSES.get(name, name), content]
+    return [with_current_names(value) for value in data]
 
 
 class _Dump:

@@ -47,7 +47,7 @@ from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
+from quire.scheduler.snapshot import STATE_VERSION, decode, restore, with_current_names
 
 MAX_CHARS = 160  # maximum length of a printed value
 IN_WORDS = {
@@ -212,7 +212,7 @@ def _replay_one(run: "_Replay", outcome: Outcome, show: Show | None) -> None:
 class _Replay:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self.is_old = "state" not in segment.header
+        self.is_old = segment.header.get("state") != STATE_VERSION
         self.has_tokens = bool(segment.header["has_tokens"])
         self.redaction = None if self.has_tokens else Redaction(b"")
         self.digests = RecordedDigests()
@@ -221,7 +221,7 @@ class _Replay:
 
     def steps(self) -> Iterator[Step]:
         items = self.segment.items
-        for call in calls_of(without_modules(items) if self.is_old else items):
+        for call in calls_of(with_current_names(items) if self.is_old else items):
             self.digests.begin(call)
             decisions, raised = Decisions(), None
             try:

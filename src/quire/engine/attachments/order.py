@@ -1,7 +1,7 @@
 """The order of the attachments: the lowest is called first, also on close.
 
 QUEUE_LIMIT     refuses a request before any work is done for it
-HELD_FILES      closes before requests end, so that no file is deleted then
+RETAINED_FILES  closes before requests end, so that no file is deleted then
 STORES          ends open requests and saves the cache, while all others still answer
 GRAMMARS        follow the last decisions before drafts are made from them
 LOADING

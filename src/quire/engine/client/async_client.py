@@ -105,7 +105,7 @@ class AsyncClient(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Use nothing any more that was cached before."""
+        """Stop using all blocks that were cached before."""
         ...
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:

@@ -28,7 +28,7 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
-OWN_SETTINGS = ("record", "max_model_len")  # which cores may differ in; of lengths the least counts
+OWN_SETTINGS = ("record", "max_model_len")  # may differ between cores; the shortest length counts
 T = TypeVar("T")
 
 
@@ -97,7 +97,7 @@ class FleetClient(AsyncClient):
         core = self._cores[number]
         self._where[name] = number
         core.own.add(request)
-        # The core is one of several, which none of them knows.
+        # A core does not know that there are several.
         own = msgspec.structs.replace(request, core_id=None)
         outputs = cast(AsyncGenerator[RequestOutput, None], core.client.generate(own, prompt_text))
         try:
@@ -109,9 +109,8 @@ class FleetClient(AsyncClient):
             core.own.remove(name)
 
     def _choose(self, request: Request) -> int:
-        """Choose a core: the requested core, if the request names one. Raise EngineDead if it is
-        away, or if
-        all are."""
+        """Choose a core: the requested core, if the request names one. Raise EngineDead
+        if that core is away, or if all are."""
         usable = self._usable()
         if request.core_id is not None:
             if request.core_id not in usable:
@@ -132,7 +131,7 @@ class FleetClient(AsyncClient):
             self._clients[self._where[request_id]].fail(request_id, error)
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        # Any of them says what is to be said of a request that is not open.
+        # Any core raises the right error for a request that is not open.
         self._clients[self._where.get(request_id, 0)].append(request_id, token_ids, is_last)
 
     def steer(
@@ -211,9 +210,8 @@ class FleetClient(AsyncClient):
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def _pin(self, request: Request) -> RequestOutput:
-        """Pin a prefix on every core, since a request that begins with it may run on any core.
-        If one cannot, none
-        keeps it, and its output is returned."""
+        """Pin a prefix on every core, since a request that begins with it may run
+        on any core. If one core cannot, no core keeps it. Return that core's output."""
         cores = self._usable()
         assert self._choice is not None
         self._choice.sent(request, cores)
@@ -231,8 +229,7 @@ class FleetClient(AsyncClient):
 
     async def _query(self, question: Callable[[RemoteClient], Awaitable[T]]) -> dict[int, T]:
         """Ask all cores, and return the answers that arrived, by core number. Raise EngineDead
-        if none
-        did."""
+        without an answer."""
         cores = self._usable()
         queried = (question(self._clients[core]) for core in cores)
         answers = await asyncio.gather(*queried, return_exceptions=True)
@@ -246,7 +243,7 @@ class FleetClient(AsyncClient):
             raise EngineDead("no core of the engine answers; try again in a moment.")
         return found
 
-    # ---- who is there ------------------------------------------------------------------------
+    # ---- connected cores ----------------------------------------------------------------------
 
     def _usable(self) -> list[int]:
         """Return the cores that take requests. Raise EngineDead if there is none."""
@@ -280,7 +277,7 @@ class FleetClient(AsyncClient):
 
 
 class _Core:
-    """One core as this process sees it. own: what is open there of this process. difference: how
+    """One core as this process sees it. own: load that this process has open there. difference: how
     it differs from the other cores, in which case it gets no requests."""
 
     def __init__(self, client: RemoteClient, path: Path) -> None:

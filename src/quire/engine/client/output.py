@@ -87,7 +87,7 @@ class OutputProcessor:
     def append(
         self, request_id: str, token_ids: list[int], is_last: bool, limits: RequestLimits
     ) -> None:
-        """Add a piece of a prompt that comes in pieces. Raise RequestError if the prompt cannot
+        """Extend an open prompt. Raise RequestError if the prompt cannot
         take it in, which stays as it was, or if the request has ended."""
         request = self._requests.get(request_id)
         if request is None:
@@ -111,9 +111,9 @@ class OutputProcessor:
 
 
 class OpenRequest:
-    """One request: its samples, and what they have in common.
+    """One request: its samples, and the state that they share.
 
-    only: the sample of a request that has one; most have, and their way is kept short. num_open:
+    only: the sample of a request with a single one, which takes the fast path. num_open:
     samples that continue.
     """
 
@@ -133,7 +133,9 @@ class OpenRequest:
         self._request = request
         self._prompt = prompt
         own = request.prompt_token_ids
-        self._prompt_token_ids = own.copy() if request.is_open else own  # the request's stay
+        self._prompt_token_ids = (
+            own.copy() if request.is_open else own
+        )  # the request's own list must not change
         self._params = params = request.params
         self._kind = RequestOutputKind.FINAL_ONLY if params.is_ranked else params.output_kind
         self._metrics = RequestMetrics(arrival_s)
@@ -178,9 +180,9 @@ class OpenRequest:
         return () if sample.finish is None else self._end(sample, now_s)
 
     def take(self, update: SequenceUpdate, now_s: float) -> Sequence[Ending]:
-        """Take in what one step gave one sequence; the abort of one that a stop string ended."""
+        """Take one step's output of one sequence. Return its abort if a stop string ended it."""
         sample = self.only or self._samples[update.index]
-        if sample.finish is not None:  # by a stop string, which the core hears of later
+        if sample.finish is not None:  # ended by a stop string; the core has not been notified yet
             return ()
         if update.prompt_candidates and self._prompt_logprobs is not None:
             self._prompt_logprobs.extend(update.prompt_candidates)
@@ -218,7 +220,7 @@ class OpenRequest:
             metrics.first_token_s = now_s
 
     def _end(self, sample: Sample, now_s: float) -> Sequence[Ending]:
-        """Count a sample that has ended; return the abort of one that goes on in the core."""
+        """Count a sample that has ended. Return its abort if the core still computes it."""
         self.num_open -= 1
         if self.num_open == 0:
             self._metrics.finished_s = now_s

@@ -41,12 +41,12 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
-# The core says itself when a request is late, and knows more of it. This long after that this side
-# says so: the core may be in a long step, or stuck.
+# The core ends a late request itself, with a better reason. This side ends it that much later: the
+# core may be in a long step, or stuck.
 LATE_S = 1.0
-AGAIN_S = 1.0  # until the next try to connect
+AGAIN_S = 1.0  # pause before connecting again
 NO_SOCKET = (errno.ENOENT, errno.ECONNREFUSED)  # the socket's process has ended for good
-MAX_UNSENT_BYTES = 256 << 20  # that the core has not taken in
+MAX_UNSENT_BYTES = 256 << 20  # messages that the core has not read yet
 MAX_OPEN_MEDIA_BYTES = 2 << 30  # of the pixels of all open requests, here and in the core
 MAX_MEDIA_BYTES = 960 << 20  # of the pixels of one request: a message may have 1 GiB
 
@@ -93,12 +93,12 @@ class Mailbox:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Let the reader have what is there, then the error."""
+        """Pass the output so far to the reader, then raise the error there."""
         self._error = error
         self._wake()
 
     async def take(self) -> RequestOutput:
-        """Return what is to be shown since the last time; wait if that is nothing."""
+        """Return the output since the last call; wait until there is some."""
         while not self._is_due:
             if self._error is not None:
                 raise self._error
@@ -235,8 +235,8 @@ class RemoteClient(QuestionClient):
 
     def _check_room(self, num_media_bytes: int) -> None:
         """Raise EngineBusy if the core is far behind in reading, or if open requests hold too
-        many pixels. Raise RequestError for a request that alone has
-        too many."""
+        many pixels. Raise RequestError for a request that alone
+        has too many."""
         if num_media_bytes > MAX_MEDIA_BYTES:
             raise RequestError(
                 f"the images of the request have {num_media_bytes:,} bytes after preprocessing,"

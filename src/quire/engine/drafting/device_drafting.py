@@ -39,7 +39,7 @@ class DeviceDrafting(Drafting):
         self._follows = True
 
     def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """See `Guesses`. Drafts of the device hold -1 for each token that it is to propose."""
+        """See `Drafter`. Drafts of the device hold -1 for each token that it is to propose."""
         follows, self._follows = self._follows, False
         found = [sequence for sequence in sequences if _is_plain(sequence)]
         self._has_others = len(found) < len(sequences)
@@ -79,7 +79,7 @@ class DeviceDrafting(Drafting):
         return drafts
 
     def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
-        """See `Guesses`. Only sequences that the host drafts for count."""
+        """See `Drafter`. Only sequences that the host drafts for count."""
         others = [sequence for sequence in sequences if not _is_plain(sequence)]
         if others:
             super().decide_wait(others, num_pending, num_running)
@@ -97,7 +97,7 @@ class DeviceDrafting(Drafting):
         self._of_plan[plan.step_id] = {r: self._in_row[r] for r in rows if r in self._in_row}
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """See `Guesses`. Only the result shows how many drafts of the device were accepted."""
+        """See `Drafter`. Only the result shows how many drafts of the device were accepted."""
         if plan.is_guessing:
             of_plan = self._of_plan.pop(plan.step_id, {})
             counts = dict(zip(plan.sample_rows.tolist(), result.num_accepted.tolist(), strict=True))

@@ -119,7 +119,7 @@ class RunIndex:
         self, last: Ints, keys: Keys, mix: int = 0, may_use: Callable[[int], bool] | None = None
     ) -> Match:
         """Return the longest earlier match of the last tokens, with its places, newest first. Only
-        the MOST_PLACES newest of a chain are compared. last: tokens to compare, LONG or more;
+        the MAX_PLACES newest of a chain are compared. last: tokens to compare, LONG or more;
         keys: hashes of their end; mix: as in `write`; may_use: filter of places."""
         for chains, key, best in (
             (self._long, keys.long, LONG),

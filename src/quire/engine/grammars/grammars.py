@@ -169,8 +169,7 @@ class Grammars:
         draft_ids: Iterable[int] = (),
     ) -> list[int]:
         """Return the result of `compute`. An error only costs draft tokens here; the row's mask
-        reports
-        it."""
+        reports it."""
         try:
             return compute(self._mask_request(sequence.row, sequence, tuple(draft_ids)))
         except (KeyboardInterrupt, SystemExit):

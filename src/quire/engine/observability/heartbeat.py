@@ -37,8 +37,8 @@ class LoadReport(NamedTuple):
 
 
 class StepLimit:
-    """Time limit of a step: ten times the expected time, at least LEAST_S. expected_s: estimated
-    time of a large step, used until one is measured."""
+    """Time limit of a step: ten times the expected time, at least MIN_LIMIT_S. expected_s:
+    estimated time of a large step, used until one is measured."""
 
     def __init__(self, expected_s: float) -> None:
         self._expected_s = expected_s
@@ -90,7 +90,8 @@ class Heartbeat:
         self._write(now_s, self._limit.seconds)
 
     def wait(self, now_s: float, wait_s: float) -> None:
-        """Set the deadline of an idle core: it polls for messages within wait_s, plus LEAST_S."""
+        """Set the deadline of an idle core: it polls for messages within wait_s, plus
+        MIN_LIMIT_S."""
         self._write(now_s + wait_s, MIN_LIMIT_S)
 
     def _write(self, now_s: float, limit_s: float) -> None:

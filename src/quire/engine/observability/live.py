@@ -2,8 +2,8 @@
 
 Without a watching client, the core makes no frames and subscribes to no events. With one, it makes
 at most one frame per FRAME_S, or fewer, so that frames take at most one part in ONE_IN of the time.
-The pause is at most MOST_S, because a chance delay can make a frame look expensive. A client that
-asks earlier gets the last frame again. Steps never wait for a reader.
+The pause is at most MAX_PAUSE_S, because a chance delay can make a frame look expensive. A
+client that asks earlier gets the last frame again. Steps never wait for a reader.
 """
 
 from collections import Counter, deque

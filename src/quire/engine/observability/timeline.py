@@ -1,8 +1,8 @@
 """Timelines of requests, built from the core's events, as JSON data and as sentences.
 
 `Timelines` subscribes to the core's event stream, live or from a replay. During steady decoding it
-only checks whether a prompt is being computed. It keeps the last MOST_REQUESTS ended requests, and
-at most MOST_ITEMS chunks and preemptions of each request.
+only checks whether a prompt is being computed. It keeps the last MAX_ENDED_REQUESTS ended
+requests, and at most MAX_ITEMS chunks and preemptions of each request.
 """
 
 import math

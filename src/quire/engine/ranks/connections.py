@@ -29,7 +29,7 @@ from quire.base.errors import EngineError
 
 logger = logging.getLogger("quire")
 
-MAGIC = b"quire-2\n"
+MAGIC = b"quire-3\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ROLE = struct.Struct("<BI")

@@ -177,7 +177,7 @@ class _NodeAgent:
         return Ending(ended_with(status), of_rank=True)
 
     def _is_core_over(self) -> bool:
-        """Return whether the core sent a farewell or disconnected; wait for it up to WORDS_S."""
+        """Return whether the core sent a farewell or disconnected; wait for it up to FAREWELL_S."""
         while (
             self._farewell is None and select.select([self._stream.socket], [], [], FAREWELL_S)[0]
         ):

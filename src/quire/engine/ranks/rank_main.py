@@ -75,9 +75,8 @@ MAX_PATH_PARTS = 3  # path components in such a description
 
 class Beats:
     """Heartbeats of a rank, sent on a thread of their own until `send` raises `closed_error`.
-    number: last
-    step that the rank began, set by the owner; -1 before the first. counts: returns the numbers of
-    exchanges and token-expert pairs; called on that thread."""
+    number: last step that the rank began, set by the owner; -1 before the first. counts: returns
+    the numbers of exchanges and token-expert pairs; called on that thread."""
 
     def __init__(
         self,
@@ -150,21 +149,22 @@ class Link:
         self._stream = Stream(sock, rank_codec())
 
     def send(self, message: FromRank) -> None:
-        """Send a message, from any thread. Raises CoreGone."""
+        """Send a message, from any thread. Raises CoreDisconnected."""
         try:
             self._stream.send(message)
         except OSError:
             raise CoreDisconnected from None
 
     def take_in(self) -> None:
-        """Wait for bytes, and append the complete messages to `pending`. Raises CoreGone."""
+        """Wait for bytes, and append the complete messages to `pending`. Raises
+        CoreDisconnected."""
         messages = self._stream.receive()
         if messages is None:
             raise CoreDisconnected
         self.pending.extend(messages)
 
     def receive(self) -> ToRank:
-        """Wait for the next message and return it. Raises CoreGone."""
+        """Wait for the next message and return it. Raises CoreDisconnected."""
         while not self.pending:
             self.take_in()
         return self.pending.popleft()
@@ -198,7 +198,7 @@ class RankLoop:
         local.executor.start(self._ring)
 
     def run(self) -> None:
-        """Handle messages and send results, until CoreGone is raised."""
+        """Handle messages and send results, until CoreDisconnected is raised."""
         link = self._link
         while True:
             if self._numbers:  # an asynchronous device is computing

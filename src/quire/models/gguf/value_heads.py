@@ -16,7 +16,7 @@ from quire.spec.model_spec import ModelSpec
 Order = npt.NDArray[np.int64]
 
 REORDERED = ("qwen3_5_text", "qwen3_5_moe_text")
-# Tensors with a number or a vector per value head. BEHIND_KEYS: after the rows of queries and keys.
+# Tensors with a number or a vector per value head. AFTER_KEYS: after the rows of queries and keys.
 NUMBERS = re.compile(r"blk\.\d+\.(ssm_a|ssm_dt\.bias|ssm_(alpha|beta)\.weight)")
 VECTORS = re.compile(r"blk\.\d+\.attn_gate\.weight")
 AFTER_KEYS = re.compile(r"blk\.\d+\.(attn_qkv|ssm_conv1d)\.weight")

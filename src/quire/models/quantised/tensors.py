@@ -36,9 +36,8 @@ class TensorLayout:
 
 
 def groups_of(scheme: StoredWeight) -> tuple[int, int]:
-    """Return the entry of `TensorLayout.axes` for a dimension that counts groups of inputs. Sorted
-    inputs
-    have no fixed group, so their dimension has no axis."""
+    """Return the entry of `TensorLayout.axes` for a dimension that counts groups of inputs.
+    Sorted inputs have no fixed group, so their dimension has no axis."""
     return (NEITHER, 1) if scheme.sorts_inputs else (INPUTS, scheme.group_size)
 
 

@@ -27,9 +27,8 @@ class StepAddresses(NamedTuple):
 def kv_layer(
     group: CacheGroup, num_blocks: int, block_size: int, kv_format: str, addresses: tuple[int, int]
 ) -> CoreKV:
-    """Return a layer's keys and values as the core's type. addresses: addresses of the keys and of
-    the
-    values. kv_format: one of KV_FORMATS."""
+    """Return a layer's keys and values as the core's type. addresses: addresses of the keys and
+    of the values. kv_format: one of KV_FORMATS."""
     return needed_core().KvLayer(
         format=KV_FORMATS.index(kv_format),
         heads=group.num_kv_heads,

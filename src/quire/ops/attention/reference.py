@@ -48,11 +48,11 @@ class ReferenceBackend(StateLayers):
         self._step = step
 
     def states(self, layer: int) -> torch.Tensor:
-        """See KeepsStates."""
+        """See StateLayers."""
         return self._kv[layer][0, :, 0, 0]
 
     def state_rows(self, layer: int) -> list[StateRow]:
-        """See KeepsStates."""
+        """See StateLayers."""
         assert self._step is not None, "prepare() comes first"
         table_SL = self._step.block_tables_SL[self._group_of_layer[layer]]
         return list(state_rows(self._step, table_SL, self._layout.block_size))

@@ -343,12 +343,12 @@ class StatesInBlocks(MovesBlocks, StateLayers):
         return out_TNE.to(qkv_TC.dtype)
 
     def states(self, layer: int) -> torch.Tensor:
-        """See KeepsStates."""
+        """See StateLayers."""
         group, index = self._memory.location[layer]
         return self._memory.kv[group][0, index, 0, :, 0]
 
     def state_rows(self, layer: int) -> list[StateRow]:
-        """See KeepsStates; computed once for all layers of a group."""
+        """See StateLayers; computed once for all layers of a group."""
         step, group = self._step, self._memory.location[layer][0]
         assert step is not None, "prepare comes first"
         if self._rows is None or self._rows[0] is not step:

@@ -35,8 +35,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class Blocks:
     """Blocks of a device tensor and of its mirror. tensor_index: index of the tensor. dim:
-    dimension of kv
-    that counts blocks; the mirror's is 0. on_device, on_host: equally many block ids."""
+    dimension of kv that counts blocks; the mirror's is 0. on_device, on_host: equally many block
+    ids."""
 
     tensor_index: int
     kv: torch.Tensor

@@ -259,7 +259,7 @@ def integer_format(rows: IntegerRows) -> str:
 
 def stored_group(group_size: int, num_inputs: int) -> int:
     """Return the group size in which a checkpoint's groups are packed. It divides them, and is at
-    most MOST_OF_A_STORED_GROUP, since activations are rounded in the same groups. Raises
+    most MAX_STORED_GROUP, since activations are rounded in the same groups. Raises
     ConfigError for a size that is not a multiple of ROUND_INPUTS."""
     if group_size >= num_inputs:
         return min(aligned(num_inputs, ROUND_INPUTS), MAX_STORED_GROUP)

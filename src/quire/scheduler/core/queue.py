@@ -150,7 +150,7 @@ class ByServedTokens:
 class Tenants:
     """Served tokens of all tenants with requests, and of the tenants that ended last.
 
-    At most MOST_ABSENT tenants without requests are retained.
+    At most MAX_ABSENT tenants without requests are retained.
     """
 
     def __init__(self) -> None:

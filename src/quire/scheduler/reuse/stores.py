@@ -411,9 +411,8 @@ class Stores(Extension, StepExtension):
     # ---- keeping -----------------------------------------------------------------------------
 
     def keep(self, names: list[Name], max_blocks: int | None = None) -> None:
-        """Order the stores to keep blocks of the host tier. max_blocks: maximum blocks in flight,
-        by
-        default MOST_KEPT_AT_ONCE."""
+        """Order the stores to keep blocks of the host tier. max_blocks: limit of blocks in flight;
+        None: MAX_KEEP_BLOCKS."""
         for store in range(self.num_stores if names and self.keeps else 0):
             room = max(0, (max_blocks or MAX_KEEP_BLOCKS) - self._num_keeping[store])
             items = []

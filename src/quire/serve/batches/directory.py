@@ -120,8 +120,7 @@ class FilesDirectory:
 
     def reserve(self, fd: int, min_bytes: int, max_bytes: int) -> int:
         """Extend a file to as many bytes as there is room for, from `min_bytes` to `max_bytes`.
-        Return its
-        size. Raise RequestError without room for `min_bytes`."""
+        Return its size. Raise RequestError without room for `min_bytes`."""
         with self._counting():
             free = self.limit_bytes - self.used_bytes() + os.fstat(fd).st_size
             if free < min_bytes:

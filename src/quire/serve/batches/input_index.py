@@ -165,9 +165,8 @@ class InputIndex:
 
 
 def _lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and bytes of each line that is not blank. A line longer than `max_bytes`
-    is
-    cut to `max_bytes` + 1 bytes."""
+    """Yield number, offset and bytes of each line that is not blank. A line longer than
+    `max_bytes` is cut to `max_bytes` + 1 bytes."""
     number = offset = 0
     while data := file.readline(max_bytes + 1):
         number += 1

@@ -64,9 +64,9 @@ def structured_outputs_of(body: GenerationRequest) -> RequestedConstraint:
 
 
 def form_size(body: GenerationRequest, tools: object = None) -> int:
-    """Return the approximate number of characters that constrain the answer, for `TextThreads.run`.
-    The
-    time to read them and to write a grammar from them grows with this number."""
+    """Return the approximate number of characters that constrain the answer, for
+    `TextThreads.run`. The time to read them and to write a grammar from them grows with this
+    number."""
     requested = [body.response_format, body.structured_outputs, tools]
     requested += [getattr(body, name) for name in GUIDED]
     return size_of(requested, MAX_CHARS_ON_LOOP)

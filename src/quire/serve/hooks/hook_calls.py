@@ -156,8 +156,7 @@ class OwnLoop:
         self, work: Coroutine[Any, Any, Any], on_outcome: OutcomeCallback
     ) -> Callable[[], object]:
         """Run work on this loop, and call `on_outcome` there with its outcome. Return a function
-        that
-        cancels the work; call it on this loop."""
+        that cancels the work; call it on this loop."""
         tasks: list[asyncio.Task[Outcome]] = []
 
         def ended(task: asyncio.Task[Outcome]) -> None:

@@ -38,8 +38,7 @@ class Decoder:
 
     def take(self, data: bytes, max_bytes: int, is_last: bool) -> bytes:
         """Return the decoded bytes of a piece, cut off just above `max_bytes` bytes. Raises
-        ApiError if
-        the data is invalid."""
+        ApiError if the data is invalid."""
         try:
             found = self._zlib.decompress(data, max_bytes + 1)
         except zlib.error:

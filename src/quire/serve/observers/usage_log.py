@@ -28,8 +28,7 @@ def check_usage_log(path: str | None) -> None:
 
 class UsageLog:
     """Writer that appends lines to a file in order of arrival. max_lines: lines that may wait.
-    Lines
-    beyond that are lost, and the log reports their number."""
+    Lines beyond that are lost, and the log reports their number."""
 
     def __init__(self, path: Path, max_lines: int = MAX_LINES) -> None:
         """Open or create the file, and start the writer's thread. Raise ConfigError if the file

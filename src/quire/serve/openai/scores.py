@@ -81,8 +81,7 @@ async def _scores(
     max_tokens: int = 0,
 ) -> tuple[list[float], Json]:
     """Return the score of each pair, and the usage. max_tokens: number of tokens to keep of each
-    second
-    text; 0 keeps all."""
+    second text; 0 keeps all."""
     try:
         pairs = paired(first, second, names)
     except RequestError as error:

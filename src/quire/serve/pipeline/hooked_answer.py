@@ -119,8 +119,8 @@ class HookedAnswer:
         return self._reason is not None
 
     async def chunks(self, chunks: list[Json]) -> list[Json]:
-        """Return what is sent in place of chunks; when a hook ends the request, behind them the
-        ends of all choices that were open. Raises HookFailed."""
+        """Return the chunks to send instead. When a hook ends the request, the ends of all open
+        choices follow. Raises HookFailed."""
         passed: list[Json] = []
         for chunk in chunks:
             [choice] = chunk["choices"]
@@ -137,8 +137,8 @@ class HookedAnswer:
         return passed
 
     async def whole(self, choice: Json) -> Json:
-        """Return what is sent in place of a choice in one piece; nothing of it if a hook ends the
-        request, now or before. Raises HookFailed."""
+        """Return the whole choice to send instead; without text if a hook has ended the request.
+        Raises HookFailed."""
         mine = self._choices[choice["index"]]
         if self._reason is None:
             message = choice.get("message", choice)

@@ -59,7 +59,7 @@ async def admitted_prompts(
 async def admitted_ids(
     api: ApiContext, body: ServedBody, hooks: RequestHooks, token_ids: Any
 ) -> list[int]:
-    """Return token ids as hooks leave them: if they changed their text, its own."""
+    """Return token ids as hooks leave them; the ids of the new text if a hook changed it."""
     text = await _text_of(api, token_ids)
     requested = HookRequest(NO_CONTEXT, None, text, token_ids, params=requested_params(body))
     changed = (await hooks.before_admission(requested)).prompt

@@ -76,7 +76,7 @@ class Constraint:
 class ChatPlan(Plan[ChatCompletionRequest]):
     """The plan of a chat: one prompt, n choices."""
 
-    options: ChatOptions = ChatOptions()  # what the template gets besides the messages
+    options: ChatOptions = ChatOptions()  # inputs of the template besides the messages
     template: str | None = None  # the request's own template, which is allowed
     constraint: Constraint = Constraint(*UNCONSTRAINED)
     is_lenient: bool = False  # too large a max_tokens or reasoning budget is reduced

@@ -39,8 +39,8 @@ class _Waiting:
 
 class LeasedClient(ForwardingClient):
     """Client that holds a lease on its model during each request. Only `generate` and
-    `wait_until_known`
-    load the model. Queries about an unloaded model get empty results. model: its first name."""
+    `wait_until_known` load the model. Queries about an unloaded model get empty results. model:
+    its first name."""
 
     def __init__(
         self, client: CoreClient, link: ModelLink, model: str, clock: Clock | None = None

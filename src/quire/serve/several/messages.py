@@ -4,12 +4,12 @@ An API process requests a lease on a model before it sends a request to the mode
 the lease when the last of these requests ends, so no model is unloaded under a request. The API
 process numbers its leases. All requests that wait for the same lease share it.
 
-    Ask      -->            request a lease; the model is loaded if necessary
-    GiveBack -->            return a lease, or withdraw the request
-             <--  Grant     the model is loaded
-             <--  GiveWay   begin no more requests under this lease: another model needs its memory
-             <--  Deny      the model cannot be loaded; why
-             <--  States    of all models, after each change
+    RequestLease -->               request a lease; the model is loaded if necessary
+    GiveBack     -->               return a lease, or withdraw the request
+                 <--  Grant        the model is loaded
+                 <--  UnloadModel  begin no more requests under this lease: its memory is needed
+                 <--  Deny         the model cannot be loaded; why
+                 <--  States       of all models, after each change
 """
 
 import msgspec

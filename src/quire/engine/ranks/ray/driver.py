@@ -49,7 +49,8 @@ class Driver:
         self._actors: list[Any] = []  # references; without one, Ray ends an actor
 
     def run(self) -> None:
-        """Run the ranks in actors until CoreGone. Raises QuireError if an actor ends or fails."""
+        """Run the ranks in actors until CoreDisconnected. Raises QuireError if an actor ends or
+        fails."""
         connect(self._order.address)
         self.post(Host(get_node_ip_address()))
         go = self._go()
@@ -134,7 +135,7 @@ class Driver:
             raise EngineError(f"{where} has ended: {end_text}")
 
     def _check_core(self) -> None:
-        """Raise CoreGone if the core has closed its connection."""
+        """Raise CoreDisconnected if the core has closed its connection."""
         if select.select([self._core.socket], [], [], 0.0)[0] and self._core.receive() is None:
             raise CoreDisconnected
 

@@ -82,7 +82,7 @@ def attention(
     """Return the attention of the step that `work` was cut from, [T, N, H] in q's dtype. Tokens
     that belong to no row have undefined results.
 
-    A token's heads must be contiguous in q. out_TNH: contiguous tensor for the result. kept_TN2:
+    A token's heads must be contiguous in q. out_TNH: contiguous tensor for the result. sums_TN2:
     float32 [T, N, 2] to fill: each query's largest score times log2(e), and the sum of its weights
     relative to that score. Sinks are then ignored.
     """

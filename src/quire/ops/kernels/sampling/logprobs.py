@@ -132,7 +132,7 @@ def token_logprobs(
     """Compute `quire.ops.sampling.logprobs.token_logprobs` of float32, float16 or bfloat16 logits
     [R, V].
 
-    The reference computes more than MOST_CANDIDATES candidates. Results of rows with NaN are
+    The reference computes more than MAX_CANDIDATES candidates. Results of rows with NaN are
     meaningless.
     """
     num_rows, vocab_size = logits_RV.shape
