@@ -76,7 +76,7 @@ BUDGETS = {
     "runner/sampling": 1030,
     "runner/setup": 640,
     "runner/warm": 870,
-    "scheduler": 1670,
+    "scheduler": 1680,
     "scheduler/branching": 400,
     "scheduler/core": 3740,
     "scheduler/media": 390,
