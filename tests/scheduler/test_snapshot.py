@@ -168,7 +168,7 @@ def test_items_of_earlier_recordings_get_the_names_of_today() -> None:
         ]
 
     order = DraftOrder(*(np.arange(2, dtype=np.int32) + n for n in range(7)))
-    retained = RetainedRequest("a", 1, 2, 3, 4, 5.0, tenant="t")
+    retained = RetainedRequest("a", 1, 2, 3, 4, 5.0, tenant="t", cache_salt="")
     old = earlier(encode(order), "DraftOrder", {"num_draft_tokens": "num_guesses"})
     found = decode(snapshot.with_current_names([snapshot.LIST, old])[1])
     np.testing.assert_array_equal(found.num_draft_tokens, order.num_draft_tokens)
