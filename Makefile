@@ -23,7 +23,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses bench-images paper migrating settings fields gpu-check gpu-site clean
+.PHONY: help install wheel ship serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses bench-images paper migrating settings fields gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ wheel: $(VENV)/bin/python ## build dist/quire-*.whl for this machine's kind, and
 	rm -rf dist build/wheel
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps -C build-dir=build/wheel -w dist .
 	.ci/check-wheel dist/*.whl
+
+ship: $(VENV)/bin/python ## build an sdist and a wheel for others' machines, and try the wheel in an empty environment
+	.ci/ship $(BIN)/python dist
 
 serve: $(VENV)/.installed ## serve MODEL through OpenAI's HTTP API on 127.0.0.1:8000
 	@exec $(BIN)/quire serve $(GIVEN_MODEL) $(ARGS)
@@ -67,12 +70,12 @@ test-long: $(VENV)/.installed-test ## the tests, with those that take minutes ea
 LEVELS ?= portable:default avx2:avx2 avx512:avx512
 LEVEL_TESTS ?= tests/ops tests/kernels tests/runner tests/models tests/pairs tests/engine tests/cli
 
-test-levels: $(VENV)/.installed-test ## tests with the CPU held to lower instruction sets, and emulated AMX; an hour
+test-levels: $(VENV)/.installed-test ## tests with the CPU held to lower instruction sets, and emulated AMX and AVX-VNNI; an hour
 	@for level in $(LEVELS); do \
 		echo "QUIRE_CPU_VARIANT=$${level%:*} ATEN_CPU_CAPABILITY=$${level#*:}"; \
 		QUIRE_CPU_VARIANT=$${level%:*} ATEN_CPU_CAPABILITY=$${level#*:} $(TEST) $(LEVEL_TESTS) $(ARGS) || exit 1; \
 	done
-	$(TEST) -m "not gpu" tests/ops/test_amx.py
+	$(TEST) -m "not gpu" tests/ops/test_amx.py tests/ops/test_avx_vnni.py
 
 test-clients: $(VENV)/.installed ## openai, langchain and others against `quire serve`; first makes an environment for each
 	$(BIN)/python -m tests.clients $(ARGS)
@@ -123,18 +126,20 @@ bench-images: $(VENV)/.installed-test ## images, compared with transformers and 
 paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation*.md; a quarter of an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
-migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests into the docs
+migrating: $(VENV)/.installed ## write vLLM's flags, and the cases of its tests and examples, into the docs
 	$(BIN)/python -m quire.cli.migrating docs/use
 	$(BIN)/python -m tests.serve.vllm_cases.table
+	$(BIN)/python -m tests.vllm.table
 
 settings: $(VENV)/.installed ## write docs/use/settings.md and other-flags.md from the configuration
 	$(BIN)/python -m quire.cli.options.reference docs/use
 
-fields: $(VENV)/.installed-test ## write docs/use/fields.md from the bodies that the server accepts
+fields: $(VENV)/.installed-test ## write docs/use/fields.md and endpoint-table.md from what the server accepts
 	$(BIN)/python -m tests.serve.fields_page
+	$(BIN)/python -m tests.serve.endpoints_page
 
-gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|ranks|bench|peers
-	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)
+gpu-check: ## on a GPU: right? how fast? 8 minutes; or PART=kernels|models|..., or PLAN=30min [CALL=1] [DRY=1]
+	@PYTHON="$(PYTHON)" PART="$(PART)" PLAN="$(PLAN)" CALL="$(CALL)" DRY="$(DRY)" .ci/gpu-check $(ARGS)
 
 gpu-site: $(VENV)/.installed ## packages to carry to a GPU on which nothing can be installed
 	.ci/gpu-site $(ARGS)
@@ -148,12 +153,13 @@ $(VENV)/bin/python:
 		|| { echo "quire needs Python 3.11 or newer; set PYTHON=..., see make help"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Packages first, with pip's own progress; then quire, which shows that of its compiler.
+# Packages first, with pip's own progress; then quire, which shows that of its compiler. Where the
+# test tools are installed, the core keeps the code of all instruction sets.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
 	@.ci/requirements $(BIN)/python > $(VENV)/requirements.txt
 	$(PIP_INSTALL) -r $(VENV)/requirements.txt
-	@.ci/build $(BIN)/python native
+	@.ci/build $(BIN)/python $(if $(wildcard $(VENV)/.installed-test),all,native)
 	@.ci/announce core $(BIN)/python
 	@touch $@
 

@@ -13,24 +13,24 @@ namespace {
 constexpr int64_t kAloneTokens = 8;  // that one thread stores before another wakes
 
 const AttentionKernels& attention_kernels(int variant) {
-    if (variant < 0) variant = num_attention_variants() - 1;
+    if (variant < 0) variant = last_of(attention_variants());
 #if defined(QUIRE_X86_VARIANTS)
-#if QUIRE_LAST_VARIANT >= 4
+#if QUIRE_HAS_VARIANT(5)
     if (variant == static_cast<int>(Variant::kAmx)) return kAttentionAmx;
 #endif
-#if QUIRE_LAST_VARIANT >= 3
+#if QUIRE_HAS_VARIANT(4)
     if (variant == static_cast<int>(Variant::kAvx512Bf16)) return kAttentionAvx512Bf16;
 #endif
-#if QUIRE_LAST_VARIANT >= 2
+#if QUIRE_HAS_VARIANT(3)
     if (variant == static_cast<int>(Variant::kAvx512)) return kAttentionAvx512;
 #endif
-#if QUIRE_LAST_VARIANT >= 1
+#if QUIRE_HAS_VARIANT(1)
     if (variant == static_cast<int>(Variant::kAvx2)) return kAttentionAvx2;
 #endif
 #elif defined(QUIRE_ARM_VARIANTS)
     if (variant == static_cast<int>(Variant::kNeon)) return kAttentionNeon;
 #endif
-#if QUIRE_FIRST_VARIANT == 0
+#if QUIRE_HAS_VARIANT(0)
     return kAttentionPortable;
 #else
     return kAttentionAvx2;
@@ -44,13 +44,14 @@ float* attention_scratch(int64_t floats) {
     return arena.get(floats);
 }
 
-int num_attention_variants() {
+// The others differ in products of integers, which attention does not have.
+VariantSet attention_variants() {
 #ifdef QUIRE_ARM_VARIANTS
-    constexpr Variant kBest = Variant::kNeon;
+    constexpr VariantSet kOwn = set_of(Variant::kPortable) | set_of(Variant::kNeon);
 #else
-    constexpr Variant kBest = Variant::kAmx;
+    constexpr VariantSet kOwn = ~set_of(Variant::kAvxVnni);
 #endif
-    return std::min(static_cast<int>(best_variant()), static_cast<int>(kBest)) + 1;
+    return running_variants() & kOwn;
 }
 
 const char* attention_variant_name(int variant) { return attention_kernels(variant).name; }
@@ -62,10 +63,11 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
     const AttentionKernels& kernels = attention_kernels(variant);
     AttentionCall call{plan.step(),   plan.pieces().data(), plan.items().data(),
                        plan.sources().data(), plan.states(), kv, q, out, weighing, nullptr, sums};
-    call.states = state_memory.get(kv.heads * plan.states() * call.state_size());
+    const int64_t heads = plan.step().kv_heads;
+    call.states = state_memory.get(heads * plan.states() * call.state_size());
     const int threads = std::min(num_threads, plan.threads());
     const auto items = static_cast<int64_t>(plan.items().size());
-    const int64_t units = items * kv.heads;
+    const int64_t units = items * heads;
     const auto unit_at = [&](int64_t i) -> AttentionUnit {
         const int32_t item = plan.order()[static_cast<size_t>(i % items)];
         return {&plan.items()[static_cast<size_t>(item)], i / items};
@@ -80,7 +82,7 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
     });
     const auto merges = static_cast<int64_t>(plan.merges().size());
     if (merges == 0) return;
-    parallel_parts(merges * kv.heads, threads, [&](int64_t part) {
+    parallel_parts(merges * heads, threads, [&](int64_t part) {
         kernels.run_merge(call, plan.merges()[static_cast<size_t>(part % merges)], part / merges);
     });
 }

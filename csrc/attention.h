@@ -25,25 +25,31 @@
 #include <cstdint>
 #include <vector>
 
+#include "elements.h"
 #include "linear.h"  // Element
+#include "variants.h"
 
 namespace quire {
 
 constexpr int64_t kSpan = 256;  // positions that are reduced together
 
 // int8: H numbers and their float32 scale, which is the largest magnitude / 127. It stands behind a
-// value's numbers and before a key's.
-enum class KvFormat : int { kFloat32, kBfloat16, kFloat16, kInt8 };
+// value's numbers and before a key's. float8: e4m3, divided by the layer's scales when it is stored.
+enum class KvFormat : int { kFloat32, kBfloat16, kFloat16, kInt8, kFloat8 };
 
 // Bytes of one token's key or value of one head.
 inline int64_t kv_row_bytes(KvFormat format, int64_t head_dim) {
     if (format == KvFormat::kInt8) return head_dim + 4;
+    if (format == KvFormat::kFloat8) return head_dim;
     return head_dim * (format == KvFormat::kFloat32 ? 4 : 2);
 }
 
 // Keys and values of one layer: [K, B] blocks of P rows of kv_row_bytes each, contiguous. Values of a
 // block stand row by row. Its keys are turned, so that the same elements of neighbouring tokens are a
 // vector: the rows' words of 4 bytes as [W, P], then the bytes of each row that make no word, [P, rest].
+//
+// num_values > 0: latent vectors. All heads share one key per token, whole words that stand row by
+// row, and its first num_values elements are the token's value. `keys` points to them; `values` is unused.
 struct KvLayer {
     KvFormat format;
     int64_t heads;
@@ -52,6 +58,16 @@ struct KvLayer {
     int64_t head_dim;
     uint8_t* keys;
     uint8_t* values;
+    int64_t num_values = 0;
+    float key_scale = 1, value_scale = 1;  // of float8
+
+    // Return the factors of products with stored keys, and of sums of stored values.
+    float key_factor() const { return format == KvFormat::kFloat8 ? kFloat8Factor * key_scale : 1; }
+    float value_factor() const {
+        return format == KvFormat::kFloat8 ? kFloat8Factor * value_scale : 1;
+    }
+    bool is_latent() const { return num_values > 0; }
+    int64_t value_dim() const { return is_latent() ? num_values : head_dim; }
 };
 
 // Queries, keys, values or results: [T, heads, H], the heads of a token contiguous.
@@ -61,11 +77,12 @@ struct HeadRows {
     void* data;
 };
 
-// One step as one cache group sees it. The pointers stay valid until the step's last layer, except
+// One step as one cache group sees it. For latent vectors, kv_heads is the number of parts of the query
+// heads, and group the heads of a part. A thread computes a part at once. The pointers stay valid until the step's last layer, except
 // query_starts and context_lens, which `prepare` alone reads.
 // tables: [S, L] block ids (row stride table_stride); entries that no query sees are undefined.
 // query_starts, context_lens: [S + 1] and [S].
-// window: number of visible positions, or 0 for all.
+// window: number of visible positions, or 0 for all; -c if the query's chunk of c is visible.
 // num_later_seen: number of later positions in the row that a query also sees.
 // ends: [T] or null; a token also sees the keys before this position. It never falls along a row.
 struct AttentionStep {
@@ -81,6 +98,12 @@ struct AttentionStep {
     int64_t group;
     int64_t head_dim;
     const int32_t* ends;
+
+    // Returns the first position that a query at a position sees.
+    int64_t first_seen(int64_t position) const {
+        if (window < 0) return position - position % -window;
+        return window == 0 || position < window ? 0 : position - window + 1;
+    }
 };
 
 // `count` new tokens of a row, which has `context`: step tokens [token, token + count) at
@@ -152,10 +175,6 @@ class AttentionPlan {
         int32_t first_block, row;
     };
 
-    int64_t first_seen(int64_t position) const {
-        if (step_.window == 0 || position < step_.window) return 0;
-        return position - step_.window + 1;
-    }
     int64_t end_seen(const QueryPiece& piece) const;
     void read_rows();
     void find_groups();
@@ -180,8 +199,8 @@ class AttentionPlan {
     std::vector<int32_t> order_;
 };
 
-// Variants by number, best last; only those below num_attention_variants() run here.
-int num_attention_variants();
+// Returns the variants with code for attention that run here.
+VariantSet attention_variants();
 const char* attention_variant_name(int variant);
 
 // Weights from products of queries and keys. With a soft cap (0 is none) a score is cap *
@@ -194,7 +213,7 @@ struct Weighing {
 };
 
 // Computes out = softmax(scores) v for all tokens of the plan's step. q and out may have any
-// element type, whatever the format of keys and values.
+// element type, whatever the format of keys and values. Heads of out have kv.value_dim() elements.
 // variant: index of the kernels, or -1 for the best.
 // sums: [T, N, 2] or null; receives each query's largest score and the sum of its weights relative
 // to it. A caller can use them to merge other keys.
@@ -202,7 +221,8 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
                      const HeadRows& out, const Weighing& weighing, int num_threads,
                      int variant = -1, float* sums = nullptr);
 
-// Tokens [begin, end) of k and v go to their slots (block * P + offset), by the calling thread.
+// Tokens [begin, end) of k and v go to their slots (block * P + offset), by the calling thread. Of
+// latent vectors k has all elements, and v is unused.
 void store_tokens(const KvLayer& kv, const HeadRows& k, const HeadRows& v, const int64_t* slots,
                   int64_t begin, int64_t end);
 

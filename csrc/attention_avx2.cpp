@@ -8,6 +8,7 @@
 #include <cstring>
 #include <immintrin.h>
 #include <type_traits>
+#include <utility>
 
 #pragma GCC target("avx2,fma,f16c")
 
@@ -53,9 +54,9 @@ struct Isa {
     static inline F load_float16(const void* at) {
         return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(at)));
     }
-    static inline F load_int8(const void* at) {
+    static inline I load_bytes(const void* at) {
         const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(at));
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+        return words_of(_mm256_cvtepi8_epi32(bytes));
     }
 
    private:

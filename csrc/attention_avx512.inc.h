@@ -49,9 +49,9 @@ struct Isa {
     static inline F load_float16(const void* at) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
     }
-    static inline F load_int8(const void* at) {
+    static inline I load_bytes(const void* at) {
         const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+        return words_of(_mm512_cvtepi8_epi32(bytes));
     }
 
 #ifdef QUIRE_BFLOAT16_DOTS

@@ -57,6 +57,19 @@ void gather_words(float* tile, const KeyBlocks& keys, const int64_t* columns, in
     }
 }
 
+// The same for keys that stand row by row.
+inline void gather_rows(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens,
+                        int64_t words) {
+    for (int64_t t = 0; t < tokens; t += kLanes) {
+        turn_rows(keys, columns + t, 0, [&](int64_t word, I all) QUIRE_ALWAYS {
+            Isa::store_words(tile + t + word * kTile, all);
+        });
+        for (int64_t word = keys.words(); word < words; ++word) {
+            Isa::store_words(tile + t + word * kTile, I{});
+        }
+    }
+}
+
 // scores[r][vectors of tokens] = q[r] . keys, of words of queries and keys.
 template <class Words>
 struct DotScores {

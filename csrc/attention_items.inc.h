@@ -42,25 +42,28 @@ inline void fetch_heads(const HeadRows& rows, int64_t token, int64_t first, int6
 }
 
 template <class Element>
-void write_result(Element* to, State state, int64_t dim) {
-    const float scale = 1.0f / *state.sum;
+void write_result(Element* to, State state, int64_t dim, float factor) {
+    const float scale = factor / *state.sum;
     // Adding 0 makes -0, which depends on how zeros were added, 0.
     for (int64_t h = 0; h < dim; ++h) narrow(to[h], state.acc[h] * scale + 0.0f);
 }
 
-void write_result(const HeadRows& out, int64_t token, int64_t head, State state, int64_t dim) {
-    const int64_t at = token * out.stride + head * dim;
+void write_result(const AttentionCall& call, int64_t token, int64_t head, State state) {
+    const HeadRows& out = call.out;
+    const int64_t dim = call.kv.value_dim(), at = token * out.stride + head * dim;
+    const float factor = call.kv.value_factor();
     switch (out.element) {
-        case Element::kFloat32: return write_result(static_cast<float*>(out.data) + at, state, dim);
+        case Element::kFloat32:
+            return write_result(static_cast<float*>(out.data) + at, state, dim, factor);
         case Element::kBfloat16:
-            return write_result(static_cast<Bfloat16*>(out.data) + at, state, dim);
-        default: return write_result(static_cast<Float16*>(out.data) + at, state, dim);
+            return write_result(static_cast<Bfloat16*>(out.data) + at, state, dim, factor);
+        default: return write_result(static_cast<Float16*>(out.data) + at, state, dim, factor);
     }
 }
 
 QUIRE_INLINE void keep_sums(const AttentionCall& call, int64_t token, int64_t head, State state) {
     if (call.sums == nullptr) return;
-    float* to = call.sums + (token * call.kv.heads * call.step.group + head) * 2;
+    float* to = call.sums + (token * call.step.kv_heads * call.step.group + head) * 2;
     to[0] = static_cast<float>(*state.peak * kLn2);
     to[1] = *state.sum;
 }
@@ -78,16 +81,26 @@ class ItemRun {
           pieces_(call.pieces + item_.first_piece),
           head_(unit.head),
           dim_(call.kv.head_dim),
+          value_dim_(call.kv.value_dim()),
           padded_(call.padded_dim()),
-          q_stride_(Kv::kDots ? (dim_ + 31) / 32 * 16 : padded_),
+          q_stride_(Kv::kDots ? (dim_ + 31) / 32 * 16 : (dim_ + 15) / 16 * 16),
           queries_(item_.tokens * step_.group),
           row_bytes_(kv_row_bytes(call.kv.format, dim_)),
-          head_bytes_(call.kv.num_blocks * call.kv.block_size * row_bytes_) {
-        keys_ = {call.kv.keys + head_ * head_bytes_, 4 * step_.block_size,
-                 step_.block_size * row_bytes_, row_bytes_, step_.block_size % kLanes == 0};
-        values_ = call.kv.values + head_ * head_bytes_;
+          head_bytes_(call.kv.is_latent() ? 0 : call.kv.num_blocks * call.kv.block_size * row_bytes_),
+          column_bytes_(call.kv.is_latent() ? row_bytes_ : 4) {
+        const bool is_latent = call.kv.is_latent();
+        keys_ = {call.kv.keys + head_ * head_bytes_,
+                 is_latent ? 4 : 4 * step_.block_size,
+                 step_.block_size * row_bytes_,
+                 row_bytes_,
+                 !is_latent && step_.block_size % kLanes == 0,
+                 is_latent};
+        values_ = is_latent ? keys_.data + (Kv::kScaled ? sizeof(float) : 0)
+                            : call.kv.values + head_ * head_bytes_;
+        value_scales_ = is_latent ? keys_.data : values_ + dim_;
         const int64_t tokens_size = (queries_ * static_cast<int64_t>(sizeof(Query)) + 63) / 64 * 16;
-        const int64_t tile_size = (Kv::kDots ? kSpan / 2 : kTile) * padded_;
+        const int64_t tile_size =
+            maximum((Kv::kDots ? kSpan / 2 : kTile) * padded_, is_latent ? kTile * q_stride_ : 0);
         const int64_t rows = queries_ + Kv::kRowsAfter;
         float* memory = attention_scratch(rows * (q_stride_ + kSpan + call.state_size()) +
                                           queries_ * call.state_size() + tile_size + tokens_size + kSpan);
@@ -122,26 +135,26 @@ class ItemRun {
     State part(int64_t m) const { return state_at(parts_ + m * call_.state_size()); }
 
     void read_queries() {
-        const float cap = call_.weighing.soft_cap, scale = call_.weighing.scale;
+        const float cap = call_.weighing.soft_cap, scale = call_.weighing.scale * call_.kv.key_factor();
         const float factor = cap == 0 ? static_cast<float>(scale * kLog2E) : scale / cap;
         int64_t m = 0;
         for (int32_t p = 0; p < item_.num_pieces; ++p) {
             const QueryPiece& piece = pieces_[p];
             for (int64_t i = 0; i < piece.count; ++i) {
                 const int64_t position = piece.position + i;
-                const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
+                const int64_t first = step_.first_seen(position);
                 int64_t last = position + step_.num_later_seen;
                 if (step_.ends != nullptr) last = maximum(last, step_.ends[piece.token + i] - 1);
                 last = minimum(last, piece.context - 1);
                 const int64_t num_later_seen = minimum(i + kTokensAhead, piece.count - 1);
                 fetch_heads(call_.q, piece.token + num_later_seen, head_ * step_.group, step_.group, dim_);
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {
-                    all_[m] = {piece.token + i, last, maximum(hidden, 0), 0, 0};
+                    all_[m] = {piece.token + i, last, first, 0, 0};
                     seen_ = maximum(seen_, last + 1);
                     float* row = q_ + m * q_stride_;
                     read_query(Kv::kDots ? tile_ : row, call_.q, piece.token + i,
                                head_ * step_.group + g, factor, dim_,
-                               Kv::kDots ? 2 * q_stride_ : padded_);
+                               Kv::kDots ? 2 * q_stride_ : q_stride_);
 #ifdef QUIRE_BFLOAT16_DOTS
                     if constexpr (Kv::kDots) narrow_row(row, tile_, q_stride_);
 #endif
@@ -201,8 +214,8 @@ class ItemRun {
         }
         if (next_.item == nullptr) return;
         const QueryPiece& piece = call_.pieces[next_.item->first_piece];
-        const int64_t hidden = step_.window == 0 ? 0 : piece.position - step_.window + 1;
-        look_at(maximum(next_.item->first_span * kSpan, hidden), piece.context, piece.row,
+        const int64_t seen = step_.first_seen(piece.position);
+        look_at(maximum(next_.item->first_span * kSpan, seen), piece.context, piece.row,
                 call_.kv.keys + next_.head * head_bytes_);
     }
 
@@ -231,7 +244,7 @@ class ItemRun {
             int64_t in_block = start + t - block * step_.block_size;
             for (const int64_t at = table[block] * keys_.block_bytes; t < next; ++t, ++in_block) {
                 offsets_[t] = at + in_block * row_bytes_;
-                columns_[t] = at + in_block * 4;
+                columns_[t] = at + in_block * column_bytes_;
             }
         }
     }
@@ -307,7 +320,9 @@ class ItemRun {
             run(std::true_type{}, first, others);
             return run(std::false_type{}, others, last);
         }
-        if (keys_.together) {
+        if (keys_.are_rows) {
+            gather_rows(tile_, keys_, columns_ + tile, tokens, words());
+        } else if (keys_.together) {
             gather_words<true>(tile_, keys_, columns_ + tile, tokens, words());
         } else {
             gather_words<false>(tile_, keys_, columns_ + tile, tokens, words());
@@ -326,10 +341,10 @@ class ItemRun {
         if (!pairs) {
             const auto stored = Kv::stored_pairs(values_, offsets_ + from, tile_);
             using Stored = std::remove_const_t<decltype(stored)>;
-            const typename Kv::template Values<Stored> products{acc, stride, weights, stored, dim_};
+            const typename Kv::template Values<Stored> products{acc, stride, weights, stored, value_dim_};
             return Kv::over_rows(products, first, last, seen);
         }
-        pair_values(tile_, padded_, values_, offsets_ + from, tokens, dim_);
+        pair_values(tile_, padded_, values_, offsets_ + from, tokens, value_dim_);
         using Pairs = typename Kv::MadePairs;
         const Pairs made{tile_, padded_};
         const typename Kv::template Values<Pairs> products{acc, stride, weights, made, padded_};
@@ -370,7 +385,7 @@ class ItemRun {
             Kv::clear_weights(row, query.high, end);
         }
         if constexpr (Kv::kScaled) {
-            read_scales(values_ + dim_, offsets_);
+            read_scales(value_scales_, offsets_);
             for (int64_t m = 0; m < queries_; ++m) {
                 if (all_[m].low < all_[m].high) {
                     scale_row(weights_ + m * kSpan, all_[m].low, all_[m].high);
@@ -380,7 +395,7 @@ class ItemRun {
     }
 
     void add_values() {
-        const bool widens = queries_ > Kv::kFewRows || dim_ % kLanes != 0;
+        const bool widens = queries_ > Kv::kFewRows || value_dim_ % kLanes != 0;
         int64_t first, last;
 #ifdef QUIRE_BFLOAT16_DOTS
         if constexpr (Kv::kDots) {
@@ -407,13 +422,13 @@ class ItemRun {
         float* acc = parts_ + kStateHead;
         const auto seen = reach(from, tokens);
         if (widens) {
-            widen_values<Kv>(tile_, padded_, values_, offsets_ + from, tokens, dim_);
+            widen_values<Kv>(tile_, padded_, values_, offsets_ + from, tokens, value_dim_);
             const WidenedValues widened{tile_, padded_};
             const ValueTile<WidenedValues> products{acc, stride, weights_ + from, widened, padded_};
             run_rows(products, first, last, seen);
         } else {
             const StoredValues<Kv> stored{values_, offsets_ + from};
-            const ValueTile<StoredValues<Kv>> products{acc, stride, weights_ + from, stored, dim_};
+            const ValueTile<StoredValues<Kv>> products{acc, stride, weights_ + from, stored, value_dim_};
             run_rows(products, first, last, seen);
         }
     }
@@ -487,8 +502,8 @@ class ItemRun {
                 if (sinks != nullptr) add_sink(state(m), sinks[head]);
                 keep_sums(call_, all_[m].token, head, state(m));
                 const int64_t num_later_seen = minimum(m + kTokensAhead * step_.group, queries_ - 1);
-                fetch_heads(call_.out, all_[num_later_seen].token, head, 1, dim_);
-                write_result(call_.out, all_[m].token, head, state(m), dim_);
+                fetch_heads(call_.out, all_[num_later_seen].token, head, 1, value_dim_);
+                write_result(call_, all_[m].token, head, state(m));
             }
         }
     }
@@ -498,9 +513,10 @@ class ItemRun {
     const AttentionUnit& next_;
     const AttentionStep& step_;
     const QueryPiece* pieces_;
-    const int64_t head_, dim_, padded_, q_stride_, queries_, row_bytes_, head_bytes_;
+    const int64_t head_, dim_, value_dim_, padded_, q_stride_, queries_, row_bytes_, head_bytes_;
+    const int64_t column_bytes_;  // between the columns of neighbouring tokens
     KeyBlocks keys_;
-    const uint8_t* values_;
+    const uint8_t *values_, *value_scales_;
     float *tile_, *q_, *weights_, *states_, *parts_, *scales_;
     Query* all_;
     int64_t seen_ = 0;             // tokens of the row that stand in the item's blocks
@@ -530,6 +546,7 @@ void run_item(const AttentionCall& call, const AttentionUnit& unit, const Attent
         case KvFormat::kFloat32: return ItemRun<Float32Kv>(call, unit, next).run();
         case KvFormat::kBfloat16: return ItemRun<Bfloat16Kv>(call, unit, next).run();
         case KvFormat::kFloat16: return ItemRun<Float16Kv>(call, unit, next).run();
+        case KvFormat::kFloat8: return ItemRun<Float8Kv>(call, unit, next).run();
         default: return ItemRun<Int8Kv>(call, unit, next).run();
     }
 #endif
@@ -552,7 +569,7 @@ void run_merge(const AttentionCall& call, const MergeJob& job, int64_t head) {
         const int64_t query_head = head * group + m % group;
         if (call.weighing.sinks != nullptr) add_sink(state, call.weighing.sinks[query_head]);
         keep_sums(call, token, query_head, state);
-        write_result(call.out, token, query_head, state, call.kv.head_dim);
+        write_result(call, token, query_head, state);
     }
 }
 

@@ -22,7 +22,7 @@ struct AttentionCall {
     float* states;
     float* sums;  // of results, see paged_attention
 
-    int64_t padded_dim() const { return (kv.head_dim + 15) / 16 * 16; }
+    int64_t padded_dim() const { return (kv.value_dim() + 15) / 16 * 16; }  // of a value
     int64_t state_size() const { return kStateHead + padded_dim(); }
     // Returns the state of the first query of an item's token, for span `span` of the item (0 if it
     // folds).

@@ -8,6 +8,7 @@
 #include <arm_neon.h>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 namespace quire {
 namespace {
@@ -43,11 +44,11 @@ struct Isa {
     static inline F load_float16(const void* at) {
         return vcvt_f32_f16(vreinterpret_f16_u16(halves(at)));
     }
-    static inline F load_int8(const void* at) {
+    static inline I load_bytes(const void* at) {
         uint32_t bytes;
         std::memcpy(&bytes, at, sizeof bytes);
         const int16x8_t widened = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(bytes)));
-        return vcvtq_f32_s32(vmovl_s16(vget_low_s16(widened)));
+        return vmovl_s16(vget_low_s16(widened));
     }
 
    private:

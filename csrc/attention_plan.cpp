@@ -56,7 +56,7 @@ void AttentionPlan::read_rows() {
         const int64_t count = step_.query_starts[r + 1] - step_.query_starts[r];
         const int64_t context = step_.context_lens[r];
         rows_[static_cast<size_t>(r)] = {count, context, 0, 0, 0};
-        const auto keys = static_cast<double>(context - first_seen(context - count));
+        const auto keys = static_cast<double>(context - step_.first_seen(context - count));
         cost += keys * static_cast<double>(kFixedQueries + count * step_.group);
     }
     const double products = cost * static_cast<double>(step_.kv_heads * step_.head_dim);
@@ -142,7 +142,7 @@ void AttentionPlan::add_block(int32_t r, int64_t first, int64_t count) {
     item.first_piece = static_cast<int32_t>(pieces_.size());
     item.num_pieces = 1;
     item.tokens = count;
-    item.first_span = std::max(first_seen(position) / kSpan, row.shared_spans);
+    item.first_span = std::max(step_.first_seen(position) / kSpan, row.shared_spans);
     item.end_span = up(end_seen(piece), kSpan);
     item.partial = -1;
     pieces_.push_back(piece);

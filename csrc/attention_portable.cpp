@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 namespace quire {
 namespace {
@@ -44,9 +45,9 @@ struct Isa {
     }
     static inline F load_bfloat16(const void* at) { return load_as<Bfloat16>(at); }
     static inline F load_float16(const void* at) { return load_as<Float16>(at); }
-    static inline F load_int8(const void* at) {
+    static inline I load_bytes(const void* at) {
         const auto* from = static_cast<const int8_t*>(at);
-        return F{float(from[0]), float(from[1]), float(from[2]), float(from[3])};
+        return I{from[0], from[1], from[2], from[3]};
     }
 
    private:

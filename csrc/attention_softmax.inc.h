@@ -5,7 +5,8 @@ namespace quire {
 namespace {
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
-#define QUIRE_EACH(index) [&](auto index) __attribute__((always_inline))
+#define QUIRE_ALWAYS __attribute__((always_inline))
+#define QUIRE_EACH(index) [&](auto index) QUIRE_ALWAYS
 
 using F = typename Isa::F;
 using I = typename Isa::I;

@@ -8,7 +8,8 @@
 //   all, load, store, load_words, fma(a, b, c) = a * b + c, max
 //   largest, total                    of a vector's lanes i and i + half, then of half as many, ...
 //   where_at_least(x, limit, value)   value where x >= limit, else 0
-//   load_bfloat16, load_float16, load_int8   kLanes of them, widened
+//   load_bfloat16, load_float16       kLanes of them, widened
+//   load_bytes                        kLanes signed bytes as words
 //   float16_of(words)                 the lower halves of words, widened
 //
 // and with QUIRE_BFLOAT16_DOTS: all_word, store_words, store_bfloat16, pairs, store_pairs,
@@ -82,10 +83,31 @@ struct Int8Kv : FloatWeights {
     static constexpr bool kDots = false;
     static constexpr int kBytes = 1, kPerWord = 4;
     static constexpr bool kScaled = true;
-    static QUIRE_INLINE F load(const void* at) { return Isa::load_int8(at); }
+    static QUIRE_INLINE F load(const void* at) {
+        return __builtin_convertvector(Isa::load_bytes(at), F);
+    }
     template <int kElement>
     static QUIRE_INLINE F element(I words) {
         return __builtin_convertvector(words << (24 - 8 * kElement) >> 24, F);
+    }
+};
+
+// e4m3 numbers as float16 of the same exponent bits: kFloat8Factor too small.
+struct Float8Kv : FloatWeights {
+    static constexpr bool kDots = false;
+    static constexpr int kBytes = 1, kPerWord = 4;
+    static constexpr bool kScaled = false;
+    static QUIRE_INLINE F load(const void* at) { return widened(Isa::load_bytes(at)); }
+    template <int kElement>
+    static QUIRE_INLINE F element(I words) {
+        return widened(words << (24 - 8 * kElement) >> 24);
+    }
+
+   private:
+    // bytes: with their sign in all higher bits. The largest magnitude is NaN.
+    static QUIRE_INLINE F widened(I bytes) {
+        const I magnitude = bytes & 0x7F, is_nan = magnitude == 0x7F;
+        return Isa::float16_of((bytes & 0x8000) | magnitude << 7 | (is_nan & 0x7E00));
     }
 };
 
@@ -93,12 +115,14 @@ struct Int8Kv : FloatWeights {
 
 // The blocks of one head's keys. Word w of a token stands at data + columns[token] + w * stride. If
 // vectors of tokens stand together, in one block each, columns of their first ones are enough.
+// are_rows: the words of a token follow each other.
 struct KeyBlocks {
     const uint8_t* data;
     int64_t stride;       // bytes between the words of a token
     int64_t block_bytes;
     int64_t row_bytes;
     bool together;
+    bool are_rows;
 
     int64_t words() const { return row_bytes / 4; }
     int64_t rest() const { return row_bytes % 4; }
@@ -127,6 +151,63 @@ inline I load_key_rest(const KeyBlocks& keys, const int64_t* columns) {
     return Isa::load_words(words);
 }
 
+// Lane l of the result is a's lane l, or with kSecond its lane l + kStep, where l has no bit kStep.
+// Elsewhere it is b's lane l - kStep, or with kSecond its lane l.
+template <int kStep, bool kSecond, int... kLane>
+QUIRE_INLINE I exchanged(I a, I b, std::integer_sequence<int, kLane...>) {
+    constexpr int kFrom = kSecond ? kStep : 0;
+#ifdef __clang__
+    return __builtin_shufflevector(
+        a, b, (kLane & kStep ? int(kLanes) + kLane - kStep + kFrom : kLane + kFrom)...);
+#else
+    return __builtin_shuffle(
+        a, b, I{(kLane & kStep ? int(kLanes) + kLane - kStep + kFrom : kLane + kFrom)...});
+#endif
+}
+
+// Lane l of rows[i] becomes lane i of rows[l].
+template <int kStep = 1>
+QUIRE_INLINE void transpose(I (&rows)[kLanes]) {
+    constexpr std::make_integer_sequence<int, kLanes> kAll{};
+    unrolled<kLanes>(QUIRE_EACH(i) {
+        if constexpr ((i & kStep) == 0) {
+            const I a = rows[i], b = rows[i + kStep];
+            rows[i] = exchanged<kStep, false>(a, b, kAll);
+            rows[i + kStep] = exchanged<kStep, true>(a, b, kAll);
+        }
+    });
+    if constexpr (2 * kStep < kLanes) transpose<2 * kStep>(rows);
+}
+
+// Calls take(word, words of kLanes tokens) for the words of keys that stand row by row, from `first` on.
+template <class Take>
+QUIRE_INLINE void turn_rows(const KeyBlocks& keys, const int64_t* columns, int64_t first,
+                            const Take& take) {
+    int64_t word = first;
+    for (; word + kLanes <= keys.words(); word += kLanes) {
+        I rows[kLanes];
+        unrolled<kLanes>(QUIRE_EACH(t) {
+            fetch_line(keys.data + columns[t + kAhead] + 4 * word);
+            rows[t] = Isa::load_words(keys.data + columns[t] + 4 * word);
+        });
+        transpose(rows);
+        unrolled<kLanes>(QUIRE_EACH(i) { take(word + i, rows[i]); });
+    }
+    for (; word < keys.words(); ++word) take(word, load_key_words<false>(keys, columns, word));
+}
+
+// tile[h][t] = the keys of `tokens` tokens that stand row by row.
+template <class Kv>
+void load_key_rows(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens) {
+    for (int64_t t = 0; t < tokens; t += kLanes) {
+        turn_rows(keys, columns + t, Kv::kScaled, [&](int64_t word, I words) QUIRE_ALWAYS {
+            float* to = tile + t + (word - Kv::kScaled) * Kv::kPerWord * kTile;
+            unrolled<Kv::kPerWord>(
+                QUIRE_EACH(e) { Isa::store(to + e * kTile, Kv::template element<e>(words)); });
+        });
+    }
+}
+
 template <class Kv, bool kTogether>
 void load_keys(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens) {
     for (int64_t t = 0; t < tokens; t += kLanes) {
@@ -152,6 +233,7 @@ void load_keys(float* tile, const KeyBlocks& keys, const int64_t* columns, int64
 // tile[h][t] = the keys of `tokens` tokens, a multiple of 16.
 template <class Kv>
 void load_keys(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens) {
+    if (keys.are_rows) return load_key_rows<Kv>(tile, keys, columns, tokens);
     if (keys.together) return load_keys<Kv, true>(tile, keys, columns, tokens);
     load_keys<Kv, false>(tile, keys, columns, tokens);
 }

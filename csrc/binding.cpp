@@ -1,6 +1,7 @@
 // The thin binding: addresses and sizes in, results written where they point. The caller
 // (src/quire/ops/host/native.py) checks shapes, dtypes and contiguity. The interpreter runs on meanwhile.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -16,8 +17,10 @@
 #include <variant>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "find_runs.h"
+#include "head_products.h"
 #include "linear.h"
 #include "parallel.h"
 #include "philox.h"
@@ -26,13 +29,14 @@
 #include "shared_group.h"
 #include "states.h"
 #include "step_inputs.h"
+#include "step_launcher.h"
 
 namespace nb = nanobind;
 
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 25;
+constexpr int kInterfaceVersion = 29;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -121,9 +125,11 @@ void plan_prepare(quire::AttentionPlan& plan, Address tables, int64_t table_stri
 }
 
 void make_kv_layer(quire::KvLayer* at, int format, int64_t heads, int64_t num_blocks,
-                   int64_t block_size, int64_t head_dim, Address keys, Address values) {
+                   int64_t block_size, int64_t head_dim, Address keys, Address values,
+                   int64_t num_values, float key_scale, float value_scale) {
     new (at) quire::KvLayer{static_cast<quire::KvFormat>(format), heads, num_blocks, block_size,
-                            head_dim, as<uint8_t*>(keys), as<uint8_t*>(values)};
+                            head_dim, as<uint8_t*>(keys), as<uint8_t*>(values), num_values,
+                            key_scale, value_scale};
 }
 
 void make_head_rows(quire::HeadRows* at, Address data, int element, int64_t stride) {
@@ -192,20 +198,21 @@ quire::MutableMatrix matrix(Address data, int element, int64_t rows, int64_t col
 // Variants by name, the best last, with their numbers.
 using Variants = std::vector<std::pair<std::string, int>>;
 
-Variants linear_variants() {
+template <class Name>
+Variants named(quire::VariantSet variants, const Name& name) {
     Variants found;
-    for (int v = QUIRE_FIRST_VARIANT; v < quire::num_linear_variants(); ++v) {
-        found.emplace_back(quire::linear_kernels(v).name, v);
+    for (int v = 0; v <= quire::last_of(variants); ++v) {
+        if ((variants >> v & 1) != 0) found.emplace_back(name(v), v);
     }
     return found;
 }
 
+Variants linear_variants() {
+    return named(quire::running_variants(), [](int v) { return quire::linear_kernels(v).name; });
+}
+
 Variants attention_variants() {
-    Variants found;
-    for (int v = QUIRE_FIRST_VARIANT; v < quire::num_attention_variants(); ++v) {
-        found.emplace_back(quire::attention_variant_name(v), v);
-    }
-    return found;
+    return named(quire::attention_variants(), quire::attention_variant_name);
 }
 
 int linear_pack(Address data, const quire::PackedWeight& packed, Address weight, int element,
@@ -252,6 +259,24 @@ void linear(Address out, Address x, Address bias, int element, int64_t rows, int
                   num_threads);
 }
 
+// x: rows of heads, contiguous within a head; strides: elements between rows and between heads. out
+// is contiguous. weights: of each head.
+void head_products(Address out, Address x, int element, int64_t rows,
+                   std::pair<int64_t, int64_t> strides,
+                   const std::vector<quire::PackedWeight>& weights, int num_threads) {
+    const int64_t size = static_cast<quire::Element>(element) == quire::Element::kFloat32 ? 4 : 2;
+    const auto count = static_cast<int64_t>(weights.size());
+    std::vector<quire::HeadProduct> heads;
+    for (int64_t n = 0; n < count; ++n) {
+        const quire::PackedWeight& weight = weights[static_cast<size_t>(n)];
+        const auto to = out + static_cast<Address>(n * weight.outputs * size);
+        const auto from = x + static_cast<Address>(n * strides.second * size);
+        heads.push_back({matrix(to, element, rows, weight.outputs, count * weight.outputs), weight,
+                         matrix(from, element, rows, weight.inputs, strides.first)});
+    }
+    if (count > 0) quire::head_products(heads.data(), count, num_threads);
+}
+
 // Bytes that a row of float32 takes once it is prepared for products with this weight; 0 if it is
 // read as it is.
 int64_t linear_operand_bytes(const quire::PackedWeight& packed) {
@@ -285,13 +310,19 @@ void all_to_all(quire::SharedGroup& group, Address out, Address x, int64_t bytes
     group.all_to_all(as<void*>(out), as<const void*>(x), bytes, num_threads);
 }
 
-// The error of the engine's tree (base/errors.py).
-void translate_lost_rank(const std::exception_ptr& raised, void*) {
+// The errors of the engine's tree (base/errors.py).
+void set_error(const char* kind, const std::exception& error) {
+    const nb::object type = nb::module_::import_("quire.base.errors").attr(kind);
+    PyErr_SetString(type.ptr(), error.what());
+}
+
+void translate_lost(const std::exception_ptr& raised, void*) {
     try {
         std::rethrow_exception(raised);
     } catch (const quire::RankLost& error) {
-        const nb::object kind = nb::module_::import_("quire.base.errors").attr("RankLost");
-        PyErr_SetString(kind.ptr(), error.what());
+        set_error("RankLost", error);
+    } catch (const quire::StepLost& error) {
+        set_error("EngineError", error);
     }
 }
 
@@ -321,9 +352,12 @@ void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>
                  const std::vector<quire::PackedWeight>& down,
                  const std::vector<Address>& gate_up_biases, const std::vector<Address>& down_biases,
                  int64_t first, int64_t all, int64_t num_chosen, bool normalises, double alpha,
-                 double limit) {
+                 double limit, std::pair<int64_t, int64_t> groups, bool is_sigmoid, double scale,
+                 Address route_bias) {
+    const quire::Routing routing{groups.first, groups.second, is_sigmoid, static_cast<float>(scale),
+                                 as<ConstFloats>(route_bias)};
     quire::Experts experts{{}, first, all, num_chosen, normalises, static_cast<float>(alpha),
-                           static_cast<float>(limit)};
+                           static_cast<float>(limit), routing};
     const auto bias = [](const std::vector<Address>& of, size_t expert) {
         return of.empty() ? nullptr : as<ConstFloats>(of.at(expert));
     };
@@ -332,6 +366,26 @@ void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>
             {gate_up[e], down.at(e), bias(gate_up_biases, e), bias(down_biases, e)});
     }
     program.add_experts(std::move(experts));
+}
+
+// parts: address of down, address of up, rank, first output, number of outputs and scale of each.
+using AdapterNumbers = std::tuple<Address, Address, int64_t, int64_t, int64_t, double>;
+
+void set_adapter(quire::Adapters& adapters, int64_t slot, int64_t layer, int element,
+                 int64_t inputs, const std::vector<AdapterNumbers>& parts) {
+    quire::AdapterLayer made{static_cast<quire::Element>(element), inputs, {}};
+    for (const auto& [down, up, rank, first, outputs, scale] : parts) {
+        made.parts.push_back({as<const void*>(down), as<const void*>(up), rank, first, outputs,
+                              static_cast<float>(scale)});
+    }
+    adapters.set(slot, layer, std::move(made));
+}
+
+void begin_adapters(quire::Adapters& adapters,
+                    const std::vector<std::pair<int64_t, std::vector<int64_t>>>& groups) {
+    std::vector<quire::AdapterRows> made;
+    for (const auto& [slot, rows] : groups) made.push_back({slot, rows});
+    adapters.begin_step(std::move(made));
 }
 
 // outside: addresses of the first buffers. groups: each cache group's plan, and the address of its
@@ -379,6 +433,43 @@ void gather_step(Address wide, Address narrow, Address tokens, int64_t token_str
                        as<const int32_t*>(rows), as<const int32_t*>(num_tokens), num_rows);
 }
 
+// --- launching (step_launcher.h) ---
+
+template <class T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+
+// varying: indices of the arguments for the slot and for the numbers of words, deltas and runs.
+// plan: words before the lists, rows, where the deltas begin, and the largest number of them.
+// mail_layout: number of slots, their words, and where their flags begin.
+void make_step_launcher(quire::StepLauncher* at, const std::string& driver, Address stream,
+                        Address function, int64_t num_threads, int64_t shared_bytes,
+                        int64_t max_programs, int64_t block, std::vector<uint64_t> arguments,
+                        std::array<int64_t, 4> varying, std::array<int64_t, 4> plan,
+                        Address mail, std::array<int64_t, 3> mail_layout) {
+    new (at) quire::StepLauncher(
+        driver, as<void*>(stream),
+        {as<void*>(function), num_threads, shared_bytes, max_programs, block, std::move(arguments),
+         varying[0], varying[1], varying[2], varying[3]},
+        {plan[0], plan[1], plan[2], plan[3]},
+        {as<int32_t*>(mail), mail_layout[0], mail_layout[1], mail_layout[2]});
+}
+
+int32_t launch_step(quire::StepLauncher& launcher, Address slot, int64_t mail_slot,
+                    const Array<int32_t>& rows, const Array<int32_t>& num_tokens,
+                    const Array<int32_t>& sample_rows, const Array<int64_t>& sample_indices,
+                    const Array<int32_t>& deltas, int64_t num_runs, Address graph) {
+    const quire::PackedPlan plan{rows.data(), num_tokens.data(), static_cast<int64_t>(rows.size()),
+                                 sample_rows.data(), sample_indices.data(),
+                                 static_cast<int64_t>(sample_rows.size()), deltas.data(),
+                                 static_cast<int64_t>(deltas.size() / 4), num_runs};
+    if (num_tokens.size() != rows.size() || sample_indices.size() != sample_rows.size() ||
+        deltas.size() % 4 != 0) {
+        throw std::runtime_error("the lists of the plan differ in length");
+    }
+    const nb::gil_scoped_release unlocked;
+    return launcher.launch(plan, as<int32_t*>(slot), mail_slot, as<void*>(graph));
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -397,7 +488,8 @@ NB_MODULE(_core, m) {
     m.def("attention_variants", &attention_variants);
     nb::class_<quire::KvLayer>(m, "KvLayer")
         .def("__init__", &make_kv_layer, nb::kw_only(), "format"_a, "heads"_a, "num_blocks"_a,
-             "block_size"_a, "head_dim"_a, "keys"_a, "values"_a)
+             "block_size"_a, "head_dim"_a, "keys"_a, "values"_a, "num_values"_a,
+             "key_scale"_a = 1.0f, "value_scale"_a = 1.0f)
         .def_ro("heads", &quire::KvLayer::heads);
     nb::class_<quire::HeadRows>(m, "HeadRows")
         .def("__init__", &make_head_rows, nb::kw_only(), "data"_a, "element"_a, "stride"_a);
@@ -435,10 +527,11 @@ NB_MODULE(_core, m) {
     m.def("linear_pack_stored", &linear_pack_stored, Unlocked());
     m.def("linear_unpack_rows", &linear_unpack_rows, Unlocked());
     m.def("linear", &linear, Unlocked());
+    m.def("head_products", &head_products, Unlocked());
     m.def("linear_operand_bytes", &linear_operand_bytes);
     m.def("linear_peak", &linear_peak, Unlocked());
     m.def("seconds_between_threads", &quire::seconds_between_threads, Unlocked());
-    nb::register_exception_translator(translate_lost_rank);
+    nb::register_exception_translator(translate_lost);
     using Group = quire::SharedGroup;
     nb::class_<Group>(m, "SharedGroup")
         .def(nb::init<const std::string&, int, int, int64_t, double>())
@@ -449,13 +542,31 @@ NB_MODULE(_core, m) {
         .def("abort", &Group::abort, Unlocked())
         .def_prop_ro("seconds", &Group::seconds)
         .def_prop_ro("num_exchanges", &Group::num_exchanges);
+    using Launcher = quire::StepLauncher;
+    nb::class_<Launcher>(m, "StepLauncher")
+        .def("__init__", &make_step_launcher, nb::kw_only(), "driver"_a, "stream"_a, "function"_a,
+             "num_threads"_a, "shared_bytes"_a, "max_programs"_a, "block"_a, "arguments"_a,
+             "varying"_a, "plan"_a, "mail"_a, "mail_layout"_a)
+        .def("launch", &launch_step,  // without nanobind's text for arrays, which is no Python
+             nb::sig("def launch(self, slot: int, mail_slot: int, rows: object, num_tokens: object,"
+                     " sample_rows: object, sample_indices: object, deltas: object, num_runs: int,"
+                     " graph: int, /) -> int"))
+        .def("is_done", &Launcher::is_done)
+        .def("wait", &Launcher::wait, Unlocked());
+    nb::class_<quire::Adapters>(m, "Adapters")
+        .def(nb::init<int64_t, int64_t>())
+        .def("set", &set_adapter)
+        .def("clear", &quire::Adapters::clear)
+        .def("begin_step", &begin_adapters);
     nb::class_<quire::Program>(m, "Program")
         .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, int64_t, int>())
         .def("add_layer", &quire::Program::add_layer)
         .def("add_state_layer", &quire::Program::add_state_layer)
+        .def("use_adapters", &quire::Program::use_adapters)
         .def("add_experts", &add_experts, nb::kw_only(), "gate_up"_a, "down"_a,
              "gate_up_biases"_a, "down_biases"_a, "first"_a, "all"_a, "num_chosen"_a,
-             "normalises"_a, "alpha"_a, "limit"_a)
+             "normalises"_a, "alpha"_a, "limit"_a, "groups"_a, "is_sigmoid"_a, "scale"_a,
+             "route_bias"_a)
         .def_prop_ro("expert_pairs", &quire::Program::expert_pairs)
         .def("time_phases", &quire::Program::time_phases)
         .def_prop_ro("phase_seconds", &quire::Program::phase_seconds)

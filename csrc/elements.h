@@ -29,9 +29,23 @@ inline float widen(Float16 value) {
     return float_of((magnitude >= 0x0F800000 ? special : scaled) | sign);
 }
 
+// The factor of e4m3 numbers that were read as float16 of the same exponent bits.
+constexpr float kFloat8Factor = 256.0f;
+
 // An e4m3 that is no NaN, 2^8 too small, subnormal ones too.
 inline Float16 float8_as_half(uint8_t value) {
     return {static_cast<uint16_t>((value & 0x80) << 8 | (value & 0x7F) << 7)};
+}
+
+// The nearest e4m3, ties to even; beyond 448 it is 448.
+inline uint8_t float8_of(float value) {
+    const int32_t sign = bits_of(value) >> 24 & 0x80, magnitude = bits_of(value) & 0x7FFFFFFF;
+    const int32_t bounded = magnitude > 0x43E00000 ? 0x43E00000 : magnitude;
+    const int32_t normal = ((bounded + 0x7FFFF + (bounded >> 20 & 1)) >> 20) - (120 << 3);
+    // Subnormal numbers are multiples of 2^-9. Adding 1.5 * 2^23 leaves them in the lowest bits.
+    const int32_t tiny = bits_of(float_of(bounded) * 512.0f + 12582912.0f) & 0xF;
+    const int32_t number = bounded < 0x3C800000 ? tiny : normal;
+    return static_cast<uint8_t>(sign | (magnitude > 0x7F800000 ? 0x7F : number));
 }
 
 // To the nearest, ties to even.

@@ -38,10 +38,17 @@ Order order_of(const Experts& experts, const Matrix& logits, int num_threads) {
                 std::vector<int64_t>(size, -1), std::vector<int32_t>(size)};
     const int threads = logits.rows * all < kAloneElements ? 1 : num_threads;
     parallel_for(logits.rows, threads, [&](int64_t begin, int64_t end) {
+        std::vector<float> scratch;
         for (int64_t r = begin; r < end; ++r) {
             const auto* own = static_cast<const float*>(logits.data) + r * logits.stride;
-            choose_experts(&order.ids[r * chosen], &order.weights[r * chosen], own, all, chosen,
-                           experts.normalises);
+            int32_t* ids = &order.ids[r * chosen];
+            float* weights = &order.weights[r * chosen];
+            if (experts.routing.num_groups == 0) {
+                choose_experts(ids, weights, own, all, chosen, experts.normalises);
+            } else {
+                choose_in_groups(ids, weights, own, all, chosen, experts.normalises,
+                                 experts.routing, scratch);
+            }
         }
     });
     const auto place_of = [&](int32_t id) { return id - experts.first; };
@@ -165,6 +172,57 @@ void multiply_places(float* out, int64_t stride, const Experts& experts,
     });
 }
 
+// Writes the indices of the largest numbers, in falling order. NaN loses to every number; it is
+// chosen only when no number is left.
+void choose_largest(int32_t* chosen, int64_t num_chosen, const float* numbers, int64_t count) {
+    const auto is_taken = [&](int64_t index, int64_t end) {
+        return std::find(chosen, chosen + end, static_cast<int32_t>(index)) != chosen + end;
+    };
+    for (int64_t i = 0; i < num_chosen; ++i) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < count; ++e) {
+            const bool is_better = best < 0 || numbers[e] > numbers[best] ||
+                                   (std::isnan(numbers[best]) && !std::isnan(numbers[e]));
+            if (is_better && !is_taken(e, i)) best = e;
+        }
+        chosen[i] = static_cast<int32_t>(best);
+    }
+}
+
+// Writes the scores of all experts. Returns 0, or NaN if one of them is NaN.
+float score_experts(float* scores, const float* logits, int64_t num_experts, bool is_sigmoid) {
+    float largest = logits[0], total = 0, sum = 0;
+    for (int64_t e = 0; e < num_experts; ++e) largest = std::max(largest, logits[e]);
+    for (int64_t e = 0; e < num_experts; ++e) total += std::exp(logits[e] - largest);
+    for (int64_t e = 0; e < num_experts; ++e) {
+        scores[e] = is_sigmoid ? 1.0f / (1.0f + std::exp(-logits[e]))
+                               : std::exp(logits[e] - largest) / total;
+        sum += scores[e];
+    }
+    return sum * 0.0f;
+}
+
+// Sets the ranks of the experts outside of the best groups to -inf.
+void leave_groups(float* ranks, int64_t num_experts, const Routing& routing) {
+    const float lowest = -std::numeric_limits<float>::infinity();
+    const int64_t groups = routing.num_groups, size = num_experts / groups;
+    std::vector<float> scores(static_cast<size_t>(groups));
+    std::vector<int32_t> chosen(static_cast<size_t>(routing.num_chosen_groups));
+    for (int64_t g = 0; g < groups; ++g) {
+        float first = lowest, second = lowest;
+        for (const float* each = ranks + g * size; each < ranks + (g + 1) * size; ++each) {
+            second = std::max(second, std::min(first, *each));
+            first = std::max(first, *each);
+        }
+        scores[g] = routing.is_sigmoid ? first + second : first;
+    }
+    choose_largest(chosen.data(), routing.num_chosen_groups, scores.data(), groups);
+    for (int64_t g = 0; g < groups; ++g) {
+        const bool is_left = std::find(chosen.begin(), chosen.end(), g) == chosen.end();
+        if (is_left) std::fill(ranks + g * size, ranks + (g + 1) * size, lowest);
+    }
+}
+
 }  // namespace
 
 uint8_t* ExpertMemory::reserve(int64_t num_bytes) {
@@ -175,24 +233,32 @@ uint8_t* ExpertMemory::reserve(int64_t num_bytes) {
     return memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64;
 }
 
+void choose_in_groups(int32_t* ids, float* weights, const float* logits, int64_t num_experts,
+                      int64_t num_chosen, bool normalises, const Routing& routing,
+                      std::vector<float>& scratch) {
+    scratch.resize(static_cast<size_t>(2 * num_experts));
+    float *scores = scratch.data(), *ranks = scores + num_experts, sum = 0;
+    const float shown = score_experts(scores, logits, num_experts, routing.is_sigmoid);
+    for (int64_t e = 0; e < num_experts; ++e) {
+        ranks[e] = routing.bias == nullptr ? scores[e] : scores[e] + routing.bias[e];
+    }
+    if (routing.num_groups > 1) leave_groups(ranks, num_experts, routing);
+    choose_largest(ids, num_chosen, ranks, num_experts);
+    for (int64_t i = 0; i < num_chosen; ++i) sum += scores[ids[i]];
+    const float divisor = (normalises ? sum + 1e-20f : 1.0f) + shown;  // NaN shows in all weights
+    for (int64_t i = 0; i < num_chosen; ++i) {
+        weights[i] = scores[ids[i]] / divisor * routing.scale;
+    }
+}
+
 void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t num_experts,
                     int64_t num_chosen, bool normalises) {
     float largest = -std::numeric_limits<float>::infinity(), total = 0, sum = 0;
     for (int64_t e = 0; e < num_experts; ++e) largest = std::max(largest, logits[e]);
     for (int64_t e = 0; e < num_experts; ++e) total += std::exp(logits[e] - largest);
-    const auto is_taken = [&](int64_t expert, int64_t count) {
-        return std::find(ids, ids + count, static_cast<int32_t>(expert)) != ids + count;
-    };
+    choose_largest(ids, num_chosen, logits, num_experts);
     for (int64_t i = 0; i < num_chosen; ++i) {
-        int64_t best = -1;
-        for (int64_t e = 0; e < num_experts; ++e) {
-            // NaN loses to every number; it is chosen only when no number is left.
-            const bool is_better = best < 0 || logits[e] > logits[best] ||
-                                   (std::isnan(logits[best]) && !std::isnan(logits[e]));
-            if (is_better && !is_taken(e, i)) best = e;
-        }
-        ids[i] = static_cast<int32_t>(best);
-        weights[i] = std::exp(logits[best] - largest);
+        weights[i] = std::exp(logits[ids[i]] - largest);
         sum += weights[i];
     }
     const float divisor = (normalises ? sum : total) + total * 0.0f;  // NaN shows in all weights

@@ -19,6 +19,16 @@ struct Expert {
     const float* down_bias;
 };
 
+// How DeepSeek's mixtures choose (src/quire/spec/deepseek/routing.py). num_groups: 0 for the largest logits
+// instead, without groups. bias: by expert, added to scores for the choice only; may be null.
+struct Routing {
+    int64_t num_groups;
+    int64_t num_chosen_groups;
+    bool is_sigmoid;  // whether scores are sigmoids of the logits, or their softmax
+    float scale;      // of the weights
+    const float* bias;
+};
+
 // experts: those from `first` on, of all that rows are sent to; what others make of a row is zero here.
 // limit: of a clamped gate, gate sigmoid(alpha gate) (up + 1), in the place of silu; 0 if there is none.
 struct Experts {
@@ -29,6 +39,7 @@ struct Experts {
     bool normalises;  // whether the weights of the chosen add up to 1
     float alpha;
     float limit;
+    Routing routing;
 };
 
 // Memory that products pass to each other, kept from one step to the next.
@@ -46,6 +57,12 @@ class ExpertMemory {
 // chosen ones.
 void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t num_experts,
                     int64_t num_chosen, bool normalises);
+
+// Chooses the best groups of a row's experts, and then the C best experts in them, in falling order;
+// ties go to the lower one. scratch: memory that calls share.
+void choose_in_groups(int32_t* ids, float* weights, const float* logits, int64_t num_experts,
+                      int64_t num_chosen, bool normalises, const Routing& routing,
+                      std::vector<float>& scratch);
 
 // out[T, D] of x[T, D] and the router's logits[T, E]; all float32. A row's sum is made in the order of
 // its ids, so it has the same bits alone and in any batch. Returns how many pairs there were here.

@@ -13,16 +13,19 @@ namespace quire {
 const LinearKernels& linear_kernels(int variant) {
 #ifdef QUIRE_X86_VARIANTS
     switch (static_cast<Variant>(variant)) {
-#if QUIRE_LAST_VARIANT >= 4
+#if QUIRE_HAS_VARIANT(5)
         case Variant::kAmx: return kLinearAmx;
 #endif
-#if QUIRE_LAST_VARIANT >= 3
+#if QUIRE_HAS_VARIANT(4)
         case Variant::kAvx512Bf16: return kLinearAvx512Bf16;
 #endif
-#if QUIRE_LAST_VARIANT >= 2
+#if QUIRE_HAS_VARIANT(3)
         case Variant::kAvx512: return kLinearAvx512;
 #endif
-#if QUIRE_LAST_VARIANT >= 1
+#if QUIRE_HAS_VARIANT(2)
+        case Variant::kAvxVnni: return kLinearAvxVnni;
+#endif
+#if QUIRE_HAS_VARIANT(1)
         case Variant::kAvx2: return kLinearAvx2;
 #endif
         default: break;
@@ -36,14 +39,12 @@ const LinearKernels& linear_kernels(int variant) {
     }
 #endif
     (void)variant;
-#if QUIRE_FIRST_VARIANT == 0
+#if QUIRE_HAS_VARIANT(0)
     return kLinearPortable;
 #else
     return kLinearAvx2;
 #endif
 }
-
-int num_linear_variants() { return static_cast<int>(best_variant()) + 1; }
 
 namespace {
 

@@ -52,8 +52,7 @@ struct PackedWeight {
     const FormatParts& parts() const { return parts_of(format); }
     int64_t groups() const { return (inputs + group - 1) / group; }
     bool has_groups() const { return parts().scales != Scales::kNone; }
-    // Returns whether activations become int8, with a scale per group.
-    bool rounds_activations() const { return has_groups() && parts().values != Values::kFloat8; }
+    bool rounds_activations() const { return quire::rounds_activations(format); }
     bool rounds_scales() const { return quire::rounds_scales(format); }
     const int32_t* order() const;  // null where inputs come as they are
 };
@@ -143,12 +142,11 @@ struct LinearKernels {
     int64_t (*repeat)(WeightFormat format, int64_t steps);
 };
 
-// The variants that were compiled, best last. Only those below num_linear_variants() run here.
-extern const LinearKernels kLinearPortable, kLinearAvx2, kLinearAvx512, kLinearAvx512Bf16,
-    kLinearAmx;
+// By variant. Only running_variants() (variants.h) run here.
+extern const LinearKernels kLinearPortable, kLinearAvx2, kLinearAvxVnni, kLinearAvx512,
+    kLinearAvx512Bf16, kLinearAmx;
 extern const LinearKernels kLinearNeon, kLinearNeonDotprod, kLinearNeonI8mm;
 const LinearKernels& linear_kernels(int variant);
-int num_linear_variants();
 
 int32_t stored_bias(const PackedWeight& weight);  // what is added to integers that are stored
 int64_t packed_panel_bytes(const PackedWeight& weight);

@@ -102,6 +102,12 @@ constexpr bool rounds_scales(WeightFormat format) {
     return format == WeightFormat::kInt4 || format == WeightFormat::kInt4Multiples;
 }
 
+// Returns whether activations become int8, with a scale per group.
+constexpr bool rounds_activations(WeightFormat format) {
+    const FormatParts& parts = parts_of(format);
+    return parts.scales != Scales::kNone && parts.values != Values::kFloat8;
+}
+
 constexpr int64_t bits_of(Values values) {
     switch (values) {
         case Values::kFloat32: return 32;

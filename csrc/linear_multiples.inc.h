@@ -101,7 +101,8 @@ void multiplied_tile(const Sums& acc, const Operand& x, int64_t row, const Multi
 
 template <class, bool kFetches>
 struct MultipliedTile {
-    static constexpr int kMinRows = kFetches ? 1 : Isa::kTileRows / 2;
+    static constexpr int kMaxRows = Isa::kTileRows;
+    static constexpr int kMinRows = kFetches ? 1 : kMaxRows / 2;
     static constexpr int kWideRows = Isa::kTileRows / 2;
     Sums acc;
     const Operand* x;
@@ -118,7 +119,7 @@ struct MultipliedTile {
 };
 
 // A panel for `rows` rows from `row` on.
-[[maybe_unused]] void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand& x,
+void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand& x,
                                        int64_t row, int64_t rows, const uint8_t* w) {
     // If one tile has all rows, memory is read in one stream.
     const int64_t fitting = kChunkBytes / layout.block_bytes;
@@ -129,7 +130,7 @@ struct MultipliedTile {
         run_tile_of<MultipliedTile, void>(count, ahead, acc.from(first, 0), &x, row + first, groups);
     };
     for (int64_t g = 0; g < layout.groups; g += chunk) {
-        for_tiles(rows, layout.bytes, kAheadBytes, tile, g);
+        for_tiles<Isa::kTileRows>(rows, layout.bytes, kAheadBytes, tile, g);
     }
 }
 

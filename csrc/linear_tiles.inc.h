@@ -6,8 +6,9 @@
 // chunk of K follow one another while that chunk of the panel is in the L2 cache. Between chunks
 // the sums are stored in memory, which changes no bit of them.
 //
-// QUIRE_OTHER_FORMATS: the kernels of a lesser variant, for a variant that differs from it in
-// bfloat16 alone. They multiply all other formats, so that the same code is not compiled twice.
+// QUIRE_OTHER_FORMATS: the kernels of a lesser variant, for a variant that differs from it in bfloat16
+// alone (QUIRE_BFLOAT16_DOTS) or in integers alone. They multiply all other formats, so that the
+// same code is not compiled twice.
 #pragma once
 
 #include <cstring>
@@ -26,7 +27,7 @@ namespace {
 
 static_assert(Isa::kVectors == kPanelVectors);
 constexpr int64_t kAheadBytes = 8192;  // measured: 4096 and 16384 are slower
-constexpr int64_t kBlockRows = 120;          // rows whose sums wait together
+constexpr int64_t kBlockRows = 120;          // most rows that go through all panels together
 constexpr int64_t kFetchRows = 10;  // rows from which on the next panel is fetched ahead
 constexpr int64_t kCachedBytes = 8 * 1024 * 1024;  // of results
 constexpr int64_t kChunkBytes = 256 * 1024;  // of a panel: half of a small L2 cache
@@ -51,7 +52,7 @@ struct Ahead {
 template <class Weight, int kRows, int kVectors, class Sum, class X>
 QUIRE_INLINE void add_step(Sum (&sums)[kRows][kVectors], const uint8_t* w, const X* const (&x)[kRows],
                            int64_t at) {
-    if constexpr (kTakesTurns<Weight>) {
+    if constexpr (kTakesTurns<Weight> || (kArePairs<Weight> && kVectors == Isa::kVectors)) {
         unrolled<kVectors>(QUIRE_EACH(v) {
             const typename Weight::Loaded loaded = Weight::load(w + v * Weight::kVectorBytes);
             unrolled<kRows>(QUIRE_EACH(r) { Weight::add(sums[r][v], loaded, x[r] + at); });
@@ -260,7 +261,7 @@ QUIRE_INLINE void tile_of(const Tile& tile) {
 // Tiles are of nearly equal size: where there are several, none has fewer rows than half of the most.
 static_assert(kFetchRows > Isa::kTileRows);
 
-template <class Tile, int kRows = Isa::kTileRows>
+template <class Tile, int kRows = Tile::kMaxRows>
 void run_tile(const Tile& tile, int64_t rows) {
     if constexpr (kRows > Tile::kMinRows) {
         if (rows < kRows) return run_tile<Tile, kRows - 1>(tile, rows);
@@ -270,8 +271,9 @@ void run_tile(const Tile& tile, int64_t rows) {
 
 template <class Weight, bool kFetches>
 struct DenseTile {
-    static constexpr int kMinRows = kFetches ? Isa::kTileRows / 2 : 1;
-    static constexpr int kWideRows = Isa::kWideRows;
+    static constexpr int kMaxRows = kMaxTileRows<Weight>;
+    static constexpr int kMinRows = kFetches ? kMaxRows / 2 : 1;
+    static constexpr int kWideRows = kArePairs<Weight> ? 2 : Isa::kWideRows;
     Sums acc;
     const uint8_t* x;
     int64_t stride;
@@ -292,7 +294,8 @@ template <class Weight, bool kOffsets>
 struct Grouped {
     template <class, bool kFetches>
     struct Tile {
-        static constexpr int kMinRows = kFetches ? 2 : Isa::kTileRows / 2;
+        static constexpr int kMaxRows = kMaxTileRows<Weight>;
+        static constexpr int kMinRows = kFetches ? 2 : kMaxRows / 2;
         static constexpr int kWideRows = kTakesTurns<Weight> ? 3 : Isa::kWideRows;
         Sums acc;
         const Operand* x;
@@ -313,12 +316,12 @@ struct Grouped {
     };
 };
 
-// Calls tile(first row, rows, what to fetch, begin of the chunk) for tiles of nearly equal size. near:
-// how far ahead the first one of few rows asks; 0 if it does not.
-template <class Call>
+// Calls tile(first row, rows, what to fetch, begin of the chunk) for tiles of nearly equal size, of at
+// most kMaxRows. near: how far ahead the first one of few rows asks; 0 if it does not.
+template <int kMaxRows, class Call>
 void for_tiles(int64_t rows, int64_t panel_bytes, int64_t near, const Call& call, int64_t chunk) {
     constexpr int64_t kLines = kPanel * 4 / 64;  // of a step
-    const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows;
+    const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t first = t * rows / tiles;
         Ahead ahead{panel_bytes, t * kLines / tiles, (t + 1) * kLines / tiles};
@@ -349,7 +352,9 @@ void dense_panel(const Sums& acc, const Sums&, const PackedWeight& weight, const
         run_tile_of<DenseTile, Weight>(count, ahead, acc.from(first, 0), values, x.stride,
                                        w + s * kPanel * 4, some, s == 0);
     };
-    for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, layout.bytes, 0, tile, s);
+    for (int64_t s = 0; s < steps; s += kChunk) {
+        for_tiles<kMaxTileRows<Weight>>(rows, layout.bytes, 0, tile, s);
+    }
 }
 
 // Groups whose factors are decoded together: whole blocks, and few where rows are few, so that memory
@@ -407,7 +412,7 @@ void grouped_panel(const Sums& acc, [[maybe_unused]] const Sums& last, const Pac
                 some, ahead, acc.from(first, 0), &x, row + first, part, &layout, &factors, block);
         };
         for (int64_t step = 0; step < steps; step += max_bytes) {
-            for_tiles(rows, layout.bytes, kAheadBytes, tile, step);
+            for_tiles<kMaxTileRows<Weight>>(rows, layout.bytes, kAheadBytes, tile, step);
         }
     }
 }
@@ -432,37 +437,43 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
 using PanelFunction = void (*)(const Sums&, const Sums&, const PackedWeight&, const PanelLayout&,
                                const Operand&, int64_t, int64_t, const uint8_t*);
 
-#ifdef QUIRE_OTHER_FORMATS
-
-PanelFunction panel_function(const PackedWeight&) { return dense_panel<Bfloat16Weight>; }
-
-#else
-
+template <WeightFormat kFormat>
 void multiples_panel(const Sums& acc, [[maybe_unused]] const Sums& last,
                      [[maybe_unused]] const PackedWeight& weight, const PanelLayout& layout,
                      const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
 #ifdef QUIRE_HALF_TILES
     if (takes_half_tiles(rows)) {
-        return half_panel<WeightFormat::kInt4Multiples>(acc, last, weight, layout, x, row, rows, w);
+        return half_panel<kFormat>(acc, last, weight, layout, x, row, rows, w);
     }
 #endif
     multiplied_panel(acc, layout, x, row, rows, w);
 }
 
-template <int kFormat>
-constexpr PanelFunction kPanelFunction = grouped_panel<static_cast<WeightFormat>(kFormat)>;
-template <>
-constexpr PanelFunction kPanelFunction<0> = dense_panel<Float32Weight>;
-template <>
-constexpr PanelFunction kPanelFunction<1> = dense_panel<Bfloat16Weight>;
-template <>
-constexpr PanelFunction kPanelFunction<2> = dense_panel<Float16Weight>;
-template <>
-constexpr PanelFunction kPanelFunction<static_cast<int>(WeightFormat::kInt4Multiples)> = multiples_panel;
+// Returns whether the code for a format is this variant's own.
+constexpr bool is_own([[maybe_unused]] WeightFormat format) {
+#if !defined(QUIRE_OTHER_FORMATS)
+    return true;
+#elif defined(QUIRE_BFLOAT16_DOTS)
+    return format == WeightFormat::kBfloat16;
+#else
+    return rounds_activations(format);
+#endif
+}
+
+// Null if the format is not the variant's own.
+template <WeightFormat kFormat>
+constexpr PanelFunction panel_function_of() {
+    if constexpr (!is_own(kFormat)) return nullptr;
+    else if constexpr (kFormat == WeightFormat::kFloat32) return dense_panel<Float32Weight>;
+    else if constexpr (kFormat == WeightFormat::kBfloat16) return dense_panel<Bfloat16Weight>;
+    else if constexpr (kFormat == WeightFormat::kFloat16) return dense_panel<Float16Weight>;
+    else if constexpr (kFormat == WeightFormat::kInt4Multiples) return multiples_panel<kFormat>;
+    else return grouped_panel<kFormat>;
+}
 
 template <int... kFormats>
 PanelFunction panel_function(WeightFormat format, std::integer_sequence<int, kFormats...>) {
-    constexpr PanelFunction kAll[] = {kPanelFunction<kFormats>...};
+    constexpr PanelFunction kAll[] = {panel_function_of<static_cast<WeightFormat>(kFormats)>()...};
     return kAll[static_cast<int>(format)];
 }
 
@@ -470,8 +481,6 @@ PanelFunction panel_function(const PackedWeight& weight) {
     constexpr int kCount = static_cast<int>(WeightFormat::kCount);
     return panel_function(weight.format, std::make_integer_sequence<int, kCount>{});
 }
-
-#endif
 
 bool ends_in_results([[maybe_unused]] const PackedWeight& weight, [[maybe_unused]] int64_t rows) {
 #ifdef QUIRE_HALF_TILES
@@ -484,7 +493,7 @@ bool ends_in_results([[maybe_unused]] const PackedWeight& weight, [[maybe_unused
 void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
               const Operand& x, int64_t begin, int64_t end) {
 #ifdef QUIRE_OTHER_FORMATS
-    if (weight.format != WeightFormat::kBfloat16) {
+    if (!is_own(weight.format)) {
         return QUIRE_OTHER_FORMATS.multiply(out, bias, weight, x, begin, end);
     }
 #endif
@@ -494,12 +503,16 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
     const int64_t panel_bytes = layout.bytes;
     auto* results = static_cast<float*>(out.data);  // if they are float32
     const bool are_few = x.rows * out.stride * 4 <= kCachedBytes;
-    for (int64_t p = begin; p < end; ++p) {
-        const uint8_t* w = weight.data + p * panel_bytes;
-        // Tiles compute the prefetch distance from layout.bytes.
-        if (p + 1 == end && weight.next != nullptr) layout.bytes = weight.next - w;
-        for (int64_t row = 0; row < x.rows; row += kBlockRows) {
-            const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
+    // The activations of a block stay in the second cache while panels pass. A panel is read again for
+    // each block, which is less than to read all activations for each panel.
+    const int64_t blocks = (x.rows + kBlockRows - 1) / kBlockRows;
+    for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t row = b * x.rows / blocks, rows = (b + 1) * x.rows / blocks - row;
+        for (int64_t p = begin; p < end; ++p) {
+            const uint8_t* w = weight.data + p * panel_bytes;
+            // Tiles compute the prefetch distance from layout.bytes.
+            const bool is_last = p + 1 == end && b + 1 == blocks && weight.next != nullptr;
+            layout.bytes = is_last ? weight.next - w : panel_bytes;
             // Sums are kept in the results themselves if these are float32 and as wide as a panel.
             // Then one tile's stores wait for memory while the next one computes. Grouped formats
             // only store their final sums there, and only if the caches can hold all results. Half
@@ -526,10 +539,11 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
 
 // --- the limit of the arithmetic, for benchmarks ---
 
-// Steps of the widest tile on the same few cache lines. Returns the operations of a step.
+// Steps of the largest tile on the same few cache lines. Returns the operations of a step.
 template <class Weight, class X, class Sum>
 int64_t repeat_step(int64_t steps, const Sum& zero) {
-    constexpr int kRows = Isa::kWideRows, kVectors = Isa::kVectors;
+    constexpr int kRows = kMaxTileRows<Weight>;
+    constexpr int kVectors = kRows <= Isa::kWideRows ? Isa::kVectors : Isa::kVectors / 2;
     alignas(64) static const uint8_t zeros[kPanel * 4] = {};
     const uint8_t* w = zeros;
     asm volatile("" : "+r"(w));  // or the compiler sees that all weights are the same
@@ -549,20 +563,25 @@ int64_t repeat_step(int64_t steps, const Sum& zero) {
     return 2 * kRows * kVectors * Isa::kLanes * Weight::kDepth;
 }
 
+// The same of a format's weights, if the format is the variant's own.
+template <WeightFormat kFormat, class Weight, class Sum>
+int64_t repeat_own(int64_t steps, const Sum& zero) {
+    if constexpr (!is_own(kFormat)) return 0;
+    else return repeat_step<Weight, typename Weight::X>(steps, zero);
+}
+
 int64_t repeat(WeightFormat format, int64_t steps) {
 #ifdef QUIRE_OTHER_FORMATS
-    if (format != WeightFormat::kBfloat16) return QUIRE_OTHER_FORMATS.repeat(format, steps);
-    return repeat_step<Bfloat16Weight, typename Bfloat16Weight::X>(steps, Isa::zero());
-#else
-    switch (parts_of(format).values) {
-        case Values::kFloat32: return repeat_step<Float32Weight, float>(steps, Isa::zero());
-        case Values::kBfloat16:
-            return repeat_step<Bfloat16Weight, typename Bfloat16Weight::X>(steps, Isa::zero());
-        case Values::kFloat16: return repeat_step<Float16Weight, float>(steps, Isa::zero());
-        case Values::kInt8: return repeat_step<Int8Weight, int8_t>(steps, Isa::all(0));
-        default: return repeat_step<Int4Weight, int8_t>(steps, Isa::all(0));
-    }
+    if (!is_own(format)) return QUIRE_OTHER_FORMATS.repeat(format, steps);
 #endif
+    using Format = WeightFormat;
+    switch (parts_of(format).values) {
+        case Values::kFloat32: return repeat_own<Format::kFloat32, Float32Weight>(steps, Isa::zero());
+        case Values::kBfloat16: return repeat_own<Format::kBfloat16, Bfloat16Weight>(steps, Isa::zero());
+        case Values::kFloat16: return repeat_own<Format::kFloat16, Float16Weight>(steps, Isa::zero());
+        case Values::kInt8: return repeat_own<Format::kInt8, Int8Weight>(steps, Isa::all(0));
+        default: return repeat_own<Format::kInt4, Int4Weight>(steps, Isa::all(0));
+    }
 }
 
 constexpr LinearKernels kKernels{Isa::kName,    kPanel,  Isa::kInt8Offset,

@@ -89,7 +89,6 @@ using Bfloat16Weight = WidenedBfloat16Weight;
 
 // Pairs of e4m3 inputs as float16 with the same exponent bits. Every number, also a subnormal one,
 // is 2^8 too small; the scales make up for it (kFloat8Factor).
-constexpr float kFloat8Factor = 256.0f;
 
 struct Float8Weight {
     using X = float;
@@ -239,6 +238,19 @@ struct WeightOf<Values::kInt8> { using Type = Int8Weight; };
 // Whether a vector's part of a step fills so many registers that vectors take turns.
 template <class Weight>
 constexpr bool kTakesTurns = Weight::kDepth >= 16;
+
+// Whether weights become pairs of vectors that leave too few registers for the sums of kTileRows rows.
+// A sum that does not fit is stored and loaded in each step, which takes a third of the speed.
+template <class Weight>
+constexpr bool kArePairs = false;
+template <>
+constexpr bool kArePairs<Float16Weight> = Isa::kPairRows < Isa::kTileRows;
+template <>
+constexpr bool kArePairs<WidenedBfloat16Weight> = Isa::kPairRows < Isa::kTileRows;
+
+// Most rows of a tile.
+template <class Weight>
+constexpr int kMaxTileRows = kArePairs<Weight> ? Isa::kPairRows : Isa::kTileRows;
 
 }  // namespace
 }  // namespace quire

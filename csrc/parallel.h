@@ -9,7 +9,11 @@
 // The function is compiled for each of these and the best one is chosen when the object is loaded.
 // x86-64 with an ELF loader only; elsewhere the baseline is what there is.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#ifdef QUIRE_UP_TO_AVX2
+#define QUIRE_VECTOR __attribute__((target_clones("avx2", "default")))
+#else
 #define QUIRE_VECTOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 #else
 #define QUIRE_VECTOR
 #endif

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
+#include "head_products.h"
 #include "parallel.h"
 #include "row_ops.h"
 
@@ -25,6 +27,8 @@ bool has_own_phase(Kind kind) {
         case Kind::kAttend:
         case Kind::kConvolve:
         case Kind::kDeltaRule:
+        case Kind::kHeadProduct:
+        case Kind::kAdapt:
         case Kind::kAllReduce: return true;
         default: return false;
     }
@@ -138,8 +142,16 @@ void Program::run_phase(const Phase& phase, int num_threads) {
     if (first.kind == Kind::kAttend) {
         const LayerCache& cache = layers_[static_cast<size_t>(first.layer)];
         const Weighing weighing{static_cast<float>(first.scale), first.soft_cap, first.weight};
-        return paged_attention(*step_.groups[cache.group].plan, cache.kv, heads(first.views[1]),
+        KvLayer kv = cache.kv;
+        if (kv.is_latent()) kv.num_values = first.size;
+        return paged_attention(*step_.groups[cache.group].plan, kv, heads(first.views[1]),
                                heads(first.views[0]), weighing, num_threads, attention_variant_);
+    }
+    if (first.kind == Kind::kHeadProduct) return run_heads(phase, num_threads);
+    if (first.kind == Kind::kAdapt) {
+        if (adapters_ == nullptr || adapters_->is_idle()) return;
+        return adapters_->add(matrix(first.views[0], 0), matrix(first.views[1], 0), first.layer,
+                              num_threads);
     }
     if (first.kind == Kind::kConvolve || first.kind == Kind::kDeltaRule) {
         return run_states(first, num_threads);
@@ -179,6 +191,16 @@ void Program::run_states(const Instruction& i, int num_threads) {
     keep(i.views[2], 2 * i.delta.values);
     delta_rule(plan, cache.states, {i.delta, out, x, heads(i.views[2]), i.weight, i.bias},
                num_threads, attention_variant_);
+}
+
+void Program::run_heads(const Phase& phase, int num_threads) {
+    std::vector<HeadProduct> heads;
+    for (size_t i = phase.begin; i < phase.end; ++i) {
+        const PackedWeight& weight = instructions_[i].packed;
+        const auto& views = instructions_[i].views;
+        heads.push_back({matrix(views[0], weight.outputs), weight, matrix(views[1], weight.inputs)});
+    }
+    head_products(heads.data(), static_cast<int64_t>(heads.size()), num_threads);
 }
 
 void Program::keep(const View& view, int64_t width) {
@@ -258,6 +280,16 @@ void Program::run_row(const Instruction& i, int64_t r) {
         case Kind::kGatedNorm:
             return gated_norm_row(out, x, row(i.views[2], r), i.weight, i.heads, i.size, i.eps);
         case Kind::kSigmoidMul: return sigmoid_mul_row(out, x, row(i.views[2], r), i.size);
+        case Kind::kScaleByPosition: {
+            const auto periods = static_cast<double>((step_.positions[r] + 1) / i.count);
+            return scale_row(out, x, static_cast<float>(1 + i.scale * std::log1p(periods)), i.size);
+        }
+        case Kind::kScaleByTop: return scale_by_top_row(out, x, row(i.views[2], r), i.count, i.size);
+        case Kind::kCopyHeads:
+            for (int64_t head = 0; head < i.heads; ++head) {
+                copy_row(out + head * i.count, x + head * i.size, i.size);
+            }
+            return;
         case Kind::kPlace: {
             const float* from = encoded(i, r);
             return copy_row(out, from == nullptr ? x : from, i.size);

@@ -3,7 +3,8 @@
 //
 // Instructions are grouped in phases. There are two kinds. In the first, all instructions work row
 // by row (a row is a token), so each thread takes its rows through all of them. The second is a
-// single matrix product or attention (or similar), which divides its work among threads itself.
+// single matrix product or attention (or similar), or the products of all heads. It divides its
+// work among threads itself.
 #pragma once
 
 #include <array>
@@ -13,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "huge_floats.h"
@@ -39,12 +41,13 @@ enum class Kind : int {
     kGeluTanh,
     kRelu,
     kAdd,           // out, x, y; size
-    kStore,         // k, v; layer: into its blocks
+    kStore,         // k, v; layer: into its blocks; of latent vectors both are the vectors
     kPrepare,       // operand, x; packed, stride: activations as the product reads them
     kMultiply,      // out, operand; packed, stride, bias (or null)
     kGatedAdd,      // out, x, y, gate; size
     kExperts,       // out, x, logits; layer: the number of its experts
-    kAttend,        // out, q; layer, scale, soft_cap (or 0), weight: the heads' sinks (or null)
+    kAttend,        // out, q; layer, scale, soft_cap (or 0), weight: the heads' sinks (or null),
+                    // size: the elements of a latent vector that are its value
     kConvolve,      // out, x; layer, weight: [W, C], heads: W, size: C
     kDeltaRule,     // out, qkv, gates; layer, delta, weight: rates, bias: shifts
     kGatedNorm,     // out, x, gate; weight: of all heads, heads, size, eps
@@ -55,6 +58,13 @@ enum class Kind : int {
     // The next two: tokens with an id below 0 use row -1 - id of a float32 table; others keep x.
     kPlace,         // out, x; table, size, first: the first column, count: columns of the table
     kAddFeatures,   // the same, where the row is added to x
+    // out = x (1 + scale log(1 + periods)), of the whole periods up to the token's end; count: tokens
+    // of a period.
+    kScaleByPosition,  // out, x; size, count, scale
+    kScaleByTop,       // out, x, logits; size, count: x sigmoid(the largest of `count` logits)
+    kHeadProduct,   // out, x: columns of one head; packed. The heads of a product are one phase.
+    kCopyHeads,     // out, x; heads, size: numbers of a head, which begin `count` apart in out
+    kAdapt,         // out, x; layer: the adapters' number of the linear layer that made out of x
 };
 
 // kSegments: which of two texts a token is of, as its id says it (ops/elementwise.py): the id itself
@@ -138,6 +148,8 @@ class Program {
     void add_state_layer(size_t group, const StateLayer& states) {
         layers_.push_back({group, {}, states});
     }
+    // Adapters outlive the program.
+    void use_adapters(Adapters* adapters) { adapters_ = adapters; }
     void add_experts(Experts experts) { experts_.push_back(std::move(experts)); }
     void add(const Instruction& instruction, bool begins_phase);
     void run(ProgramStep step, int num_threads);
@@ -165,6 +177,7 @@ class Program {
     HeadRows heads(const View& view) const;
     void run_phase(const Phase& phase, int num_threads);
     void run_states(const Instruction& instruction, int num_threads);
+    void run_heads(const Phase& phase, int num_threads);
     void keep(const View& view, int64_t width);
     void run_row_phase(const Phase& phase, int num_threads);
     void take_over(int64_t buffer, int64_t begin, int64_t end);
@@ -177,6 +190,7 @@ class Program {
     int attention_variant_;
     std::vector<LayerCache> layers_;
     std::vector<Experts> experts_;
+    Adapters* adapters_ = nullptr;
     ExpertMemory expert_memory_;
     std::atomic<int64_t> expert_pairs_ = 0;
     std::vector<Instruction> instructions_;

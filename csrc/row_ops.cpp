@@ -1,5 +1,6 @@
 #include "row_ops.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -303,6 +304,10 @@ void gated_add_row(float* out, const float* x, const float* y, float gate, int64
 QUIRE_VECTOR
 void sigmoid_mul_row(float* out, const float* x, const float* gate, int64_t size) {
     for (int64_t i = 0; i < size; ++i) out[i] = x[i] * sigmoid_of(gate[i]);
+}
+
+void scale_by_top_row(float* out, const float* x, const float* logits, int64_t count, int64_t size) {
+    scale_row(out, x, sigmoid_of(*std::max_element(logits, logits + count)), size);
 }
 
 QUIRE_VECTOR

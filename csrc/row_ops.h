@@ -66,6 +66,9 @@ void join_lines(float* out, const float* const* lines, int64_t count, int64_t si
 // out = x * sigmoid(gate), with a gate for each number.
 void sigmoid_mul_row(float* out, const float* x, const float* gate, int64_t size);
 
+// out = x * sigmoid(the largest of `count` logits).
+void scale_by_top_row(float* out, const float* x, const float* logits, int64_t count, int64_t size);
+
 // out = x + sigmoid(gate) * y, and out += factor * x.
 void gated_add_row(float* out, const float* x, const float* y, float gate, int64_t size);
 void add_scaled_row(float* out, const float* x, float factor, int64_t size);

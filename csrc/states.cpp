@@ -20,7 +20,7 @@ constexpr int64_t kFewTokens = 4;       // of a row whose heads are not cut: rea
 constexpr int64_t kAloneFloats = 16 * 1024;  // that one thread works on before another wakes
 
 const DeltaKernels& delta_kernels(int variant) {
-    if (variant < 0) variant = num_attention_variants() - 1;
+    if (variant < 0) variant = last_of(attention_variants());
 #if defined(QUIRE_X86_VARIANTS)
     if (variant >= static_cast<int>(Variant::kAvx512)) return kDeltaAvx512;
     if (variant == static_cast<int>(Variant::kAvx2)) return kDeltaAvx2;

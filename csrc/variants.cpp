@@ -51,18 +51,24 @@ bool may_use_amx() {
 
 #endif
 
-Variant best_of_cpu() {
+VariantSet variants_of_cpu() {
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) {
-        return may_use_amx() ? Variant::kAmx : Variant::kAvx512Bf16;
-    }
-    if (avx512) return Variant::kAvx512;
-    return avx2 ? Variant::kAvx2 : Variant::kPortable;
+    X86Features features{};
+    features.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+    features.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    features.avx512_vnni = __builtin_cpu_supports("avx512vnni");
+    features.avx512_bf16 = __builtin_cpu_supports("avx512bf16");
+#if defined(QUIRE_EMULATED_AVX_VNNI)
+    features.avx_vnni = true;
+#elif defined(QUIRE_EVEX_AVX_VNNI)
+    features.avx_vnni = features.avx512 && features.avx512_vnni;
+#else
+    features.avx_vnni = __builtin_cpu_supports("avxvnni");
+#endif
+    features.amx = may_use_amx();
+    return variants_with(features);
 }
 
 #elif defined(QUIRE_ARM_VARIANTS)
@@ -87,22 +93,36 @@ bool has_bf16() { return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; }
 
 #endif
 
-Variant best_of_cpu() {
-    if (!has_dotprod()) return Variant::kNeon;
-    return has_i8mm() && has_bf16() ? Variant::kNeonI8mm : Variant::kNeonDotprod;
+VariantSet variants_of_cpu() {
+    VariantSet found = set_of(Variant::kPortable) | set_of(Variant::kNeon);
+    if (!has_dotprod()) return found;
+    found |= set_of(Variant::kNeonDotprod);
+    return has_i8mm() && has_bf16() ? found | set_of(Variant::kNeonI8mm) : found;
 }
 
 #else
 
-Variant best_of_cpu() { return Variant::kPortable; }
+VariantSet variants_of_cpu() { return set_of(Variant::kPortable); }
 
 #endif
 
 }  // namespace
 
-Variant best_variant() {
-    static const Variant best = std::min(best_of_cpu(), static_cast<Variant>(QUIRE_LAST_VARIANT));
-    return best;
+VariantSet variants_with(const X86Features& features) {
+    VariantSet found = set_of(Variant::kPortable);
+    if (!features.avx2) return found;
+    found |= set_of(Variant::kAvx2);
+    if (features.avx_vnni) found |= set_of(Variant::kAvxVnni);
+    if (!features.avx512 || !features.avx512_vnni) return found;
+    found |= set_of(Variant::kAvx512);
+    if (!features.avx512_bf16) return found;
+    found |= set_of(Variant::kAvx512Bf16);
+    return features.amx ? found | set_of(Variant::kAmx) : found;
+}
+
+VariantSet running_variants() {
+    static const VariantSet running = variants_of_cpu() & QUIRE_COMPILED_VARIANTS;
+    return running;
 }
 
 }  // namespace quire

@@ -49,9 +49,9 @@ class Session(Comparison[Workload]):
         """See Comparison."""
         prepare(self.scratch, engine, {workload.shape for workload in workloads})
 
-    def run(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
-        """Run one process. Raises Unavailable."""
-        job = {
+    def job(self, engine: Engine, workload: Workload, round_: int) -> dict[str, Any]:
+        """Return the work of one process."""
+        return {
             "model": str(self.scratch.model(engine.source, workload.shape)),
             "workload": workload.name,
             "is_small": self.options.small,
@@ -59,6 +59,10 @@ class Session(Comparison[Workload]):
             "seed": round_ + 1,
             "options": engine.options | (self.settings if engine.is_ours else {}),
         }
+
+    def run(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
+        """Run one process. Raises Unavailable."""
+        job = self.job(engine, workload, round_)
         name = f"run-{engine.name}-{workload.name}".replace(" ", "-")
         log = self.scratch.directory / "logs" / f"{name}.log"
         python = self.scratch.python(engine.environment)

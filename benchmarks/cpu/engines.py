@@ -20,6 +20,7 @@ class Environment:
     """A virtual environment: what pip installs, and what of that has to go again.
 
     alone: a package that comes without its requirements; these follow, but for those left_out.
+    variables: environment variables of pip.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Environment:
     unwanted: tuple[str, ...] = ()
     alone: str = ""
     omitted: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 LLAMA = Environment("llama", ("llama-cpp-python", "numpy"))

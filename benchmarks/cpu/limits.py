@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.cpu.workloads import Shape, Workload
 from quire.ops.host.native import core
-from quire.ops.weights.formats import FORMATS, chosen_variant, variants
+from quire.ops.weights.formats import FORMATS, chosen_variant, variant_numbers
 from quire.tools.limits import read_bytes_per_s
 
 HUGE_BYTES, QUICK_BYTES = 1 << 30, 1 << 28
@@ -62,7 +62,7 @@ def measure_ceilings(threads: int) -> dict[str, float]:
         "read_huge": huge_read_bytes_per_s(),
     }
     for index, name in enumerate(PEAKS):
-        variant = variants().index(chosen_variant(FORMATS[index]))
+        variant = variant_numbers()[chosen_variant(FORMATS[index])]
         rates = [module.linear_peak(index, variant, threads) for _ in range(PEAK_ROUNDS)]
         found[name] = max(rates)
     return found

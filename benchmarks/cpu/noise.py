@@ -1,10 +1,13 @@
-"""Load of other processes and CPU steal of the host during a run. Standard library only."""
+"""Load of other processes, CPU steal of the host and use of AVX-512 during a run. Standard library
+only."""
 
 import os
 import time
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TASKS = Path("/proc/self/task")
+AVX512_THREADS = "avx512_threads"  # among the memory figures of a process
 MAX_OTHERS = 0.15  # cores; runs in which others took more do not count
 
 
@@ -43,6 +46,20 @@ def tree_s(root: int) -> float:
         found += parents.get(process, [])
         ticks += sum(int(field) for field in _stat_fields(process)[11:15])
     return ticks / TICKS_PER_S
+
+
+def avx512_threads(seconds: float, tasks: Path = TASKS) -> int:
+    """Return how many threads of this process held AVX-512 registers in the last `seconds`. Linux
+    notes the time whenever such a thread loses its core; without these notes, 0."""
+    found = 0
+    for task in tasks.iterdir():
+        try:
+            text = (task / "arch_status").read_text()
+        except OSError:  # the thread has ended, or this is another architecture
+            continue
+        passed_ms = int(text.split()[1]) if text.startswith("AVX512_elapsed_ms") else -1
+        found += 0 <= passed_ms < 1e3 * seconds
+    return found
 
 
 class Noise:

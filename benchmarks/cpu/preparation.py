@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
@@ -116,7 +117,7 @@ class Scratch:
         if environment.alone:
             self.run_tool(name, [*pip, "install", "--no-deps", environment.alone])
             packages += requirements_of(environment, directory)
-        self.run_tool(name, [*pip, "install", *packages])
+        self.run_tool(name, [*pip, "install", *packages], dict(environment.variables))
         if environment.unwanted:
             self.run_tool(name, [*pip, "uninstall", "-y", *environment.unwanted])
 
@@ -126,17 +127,19 @@ class Scratch:
         listed = json.loads(done.stdout) if done.returncode == 0 else []
         return {package["name"]: package["version"] for package in listed}
 
-    def run_tool(self, name: str, command: list[str]) -> None:
+    def run_tool(
+        self, name: str, command: list[str], variables: Mapping[str, str] | None = None
+    ) -> None:
         """Run a command with low priority, and append its output to a log. Raises Unavailable."""
         log = self.directory / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         print(f"{name} (log: {log})", file=sys.stderr, flush=True)
-        variables = {"CMAKE_BUILD_PARALLEL_LEVEL": BUILD_JOBS, "OMP_NUM_THREADS": BUILD_JOBS}
+        jobs = {"CMAKE_BUILD_PARALLEL_LEVEL": BUILD_JOBS, "OMP_NUM_THREADS": BUILD_JOBS}
         with log.open("a") as out:
             try:
                 subprocess.run(
                     ["nice", "-n", "10", *command], check=True, timeout=MAX_S, stdout=out,
-                    stderr=subprocess.STDOUT, env=os.environ | variables,
+                    stderr=subprocess.STDOUT, env=os.environ | jobs | dict(variables or {}),
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
                 raise Unavailable(f"{name} failed: {type(error).__name__}, see {log}") from error

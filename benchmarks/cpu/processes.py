@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.engines import Engine
-from benchmarks.cpu.noise import MAX_OTHERS
+from benchmarks.cpu.noise import AVX512_THREADS, MAX_OTHERS
 from benchmarks.cpu.preparation import Unavailable
 from benchmarks.cpu.workloads import Workload
 
@@ -118,6 +118,8 @@ def runs_of(output: Output, engine: Engine, workload: Workload, round_: int) -> 
             weights = engine.format.weight_bytes(workload.shape)
             metrics["above_mib"] = (output.memory["peak_bytes"] - weights - kv_bytes) / 2**20
             metrics["peak_mib"] = output.memory["peak_bytes"] / 2**20
+        if output.memory is not None:
+            metrics[AVX512_THREADS] = output.memory.get(AVX512_THREADS, 0)
         found.append(Run(engine.name, workload.name, round_, metrics, run["others"]))
     return found
 

@@ -116,10 +116,10 @@ class Comparison(ABC, Generic[Workload]):
         }
 
 
-def arguments(
+def options_parser(
     doc: str | None, workloads: Sequence[str], timeout_s: float, small: str
-) -> argparse.Namespace:
-    """Read the options of a comparison. doc: its help; small: the help of --small."""
+) -> argparse.ArgumentParser:
+    """Return a parser of a comparison's options. doc: its help; small: the help of --small."""
     parser = benchmark_parser(doc)
     parser.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="how they begin")
     parser.add_argument("--rounds", type=int, default=3)
@@ -135,7 +135,14 @@ def arguments(
     help_ = "of one process; slower ones are left out"
     parser.add_argument("--timeout-s", type=float, default=timeout_s, help=help_)
     parser.add_argument("--small", action="store_true", help=small)
-    return parser.parse_args()
+    return parser
+
+
+def arguments(
+    doc: str | None, workloads: Sequence[str], timeout_s: float, small: str
+) -> argparse.Namespace:
+    """Read the options of a comparison."""
+    return options_parser(doc, workloads, timeout_s, small).parse_args()
 
 
 def scratch_of(options: argparse.Namespace) -> Scratch:

@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tiny", action="store_true", help="small sizes, to see that it works")
     made.add_argument("--budget-s", type=float, default=480.0, help="for all pieces together")
     made.add_argument("--out", type=Path, help="directory for the results")
+    made.add_argument("--once", action="store_true", help="call each kernel once, untimed")
     made.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in this process
     made.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     return made
@@ -188,6 +189,7 @@ def _run_in_context(
         report.skip(piece.name, "torch sees no CUDA device")
         return
     bench = Bench(torch.device(options.device), report, until, options.tiny)
+    bench.runs_once = options.once
     bench.measured = measured_limits(out)
     with torch.inference_mode():
         piece.load()(bench)

@@ -1,11 +1,10 @@
-"""Pieces `attention`, `paged` and `split`: one layer's attention of Llama-3.1-8B's shape, alone.
+"""Pieces `attention` and `paged`: one layer's attention of Llama-3.1-8B's shape, alone.
 
 Shape legend: B rows, K KV heads, G query heads of each, C context, H head dim.
 
     attention  decoding by batch and context, in all KV formats; prompts; both in one launch
     paged      the same rows as torch's attention over dense tensors (P fig. 18a: paged was 20 to
                26 % slower), and with blocks in order against shuffled
-    split      one row's keys cut for the whole device, against one pass
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.context import Bench, Timing
 from benchmarks.gpu.floors import Cost, attention_flops, seen_pairs
-from benchmarks.gpu.report import Row, timed_row
+from benchmarks.gpu.report import timed_row
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.attention_inputs import AttentionStep, Scores
-from quire.ops.kernels.attention.attention_plan import Cut
 from quire.spec.cache_group import CacheGroup
 
 BLOCK_SIZE = 16
@@ -93,13 +91,15 @@ def paged_step(
     return step, total
 
 
-def filled_backend(bench: Bench, shape: Shape, num_blocks: int, cut: Cut | None) -> TritonBackend:
+def filled_backend(
+    bench: Bench, shape: Shape, num_blocks: int, merges_last: bool = False
+) -> TritonBackend:
     """Return a backend of one layer, with all blocks filled with normal numbers."""
     group = CacheGroup("full", (0,), shape.num_kv_heads, shape.head_dim)
     layout = KVLayout(
         (group,), (num_blocks,), BLOCK_SIZE, bench.dtype, bench.device, shape.kv_format, (1,)
     )
-    backend = TritonBackend(layout, cut=cut)
+    backend = TritonBackend(layout, merges_last=merges_last)
     part = 1 << 16  # tokens written at a time
     num_tokens = num_blocks * BLOCK_SIZE
     numbers = bench.randn(min(part, num_tokens), shape.num_kv_heads, shape.head_dim)
@@ -116,11 +116,12 @@ def time_paged(
     shape: Shape,
     rows: Sequence[tuple[int, int]],
     shuffled: bool = True,
-    cut: Cut | None = None,
+    merges_last: bool = False,
 ) -> Timing:
-    """Time one layer's attention after its work was divided."""
+    """Time one layer's attention after its work was divided. merges_last: merge parts without a
+    launch of its own."""
     step, num_blocks = paged_step(rows, bench.device, shuffled)
-    backend = filled_backend(bench, shape, num_blocks, cut)
+    backend = filled_backend(bench, shape, num_blocks, merges_last)
     q = bench.randn(sum(new for _, new in rows), shape.num_heads, shape.head_dim)
     backend.prepare(step)
     return bench.time(lambda: backend.run(0, q, Scores(shape.head_dim**-0.5)))
@@ -132,11 +133,12 @@ def add_case(
     rows: Sequence[tuple[int, int]],
     shape: Shape,
     min_share: float | None = None,
+    merges_last: bool = False,
 ) -> None:
     """Add one row to a table."""
 
     def measure() -> None:
-        took = time_paged(bench, shape, rows)
+        took = time_paged(bench, shape, rows, merges_last=merges_last)
         cost = shape.cost(rows, bench.dtype.itemsize)
         bench.report.add(
             timed_row(
@@ -155,8 +157,14 @@ def run(bench: Bench) -> None:
     """Run piece `attention`; the aim first."""
     shape, pick = shape_of(bench), bench.pick
     add_case(bench, "decode 64 x 4096", [(pick(4096, 40), 1)] * pick(64, 3), shape, DECODE_SHARE)
+    for context in (512, 2048):
+        for name, merges_last in (("two launches", False), ("merged in one", True)):
+            rows = [(pick(context, 70), 1)]
+            add_case(bench, f"decode 1 x {context}, {name}", rows, shape, merges_last=merges_last)
     prompt = pick(2048, 40)
-    add_case(bench, "prompt of 2048", [(prompt, prompt)], shape)
+    for length in (2048, 1040, 8192):
+        rows = [(pick(length, 40), pick(length, 40))]
+        add_case(bench, f"prompt of {length}", rows, shape)
     add_case(bench, "4 prompts of 2048", [(prompt, prompt)] * pick(4, 2), shape)
     add_case(bench, "chunk, 2048 after 6144", [(4 * prompt, prompt)], shape)
     mixed = [(pick(4096, 40), 1)] * pick(63, 2) + [(pick(1985, 24), pick(1985, 24))]
@@ -241,28 +249,4 @@ def run_paged(bench: Bench) -> None:
         for context in contexts:
             bench.attempt(
                 f"{batch} x {context}", lambda b=batch, c=context: compare_paged(bench, b, c)
-            )
-
-
-def compare_split(bench: Bench, batch: int, context: int) -> None:
-    """Compare the default split with one pass, in one line."""
-    shape, rows = shape_of(bench), [(context, 1)] * batch
-    cut = Cut(short_chunk=16, long_chunk=32, align=16) if bench.is_tiny else None
-    split = time_paged(bench, shape, rows, cut=cut)
-    once = time_paged(bench, shape, rows, cut=replace(cut or Cut(), max_splits=1))
-    gain = once.cold_s / split.cold_s
-    detail = split.detail | {"one pass": f"{once.cold_s * 1e6:.1f} us", "gain": f"{gain:.2f} x"}
-    cost = shape.cost(rows, bench.dtype.itemsize)
-    name = f"{batch} x {context}, split"
-    row: Row = timed_row(name, split.cold_s, cost, bench.measured, detail=detail)
-    bench.report.add(replace(row, aim="no slower than one pass", is_reached=gain >= 0.97))
-
-
-def run_split(bench: Bench) -> None:
-    """Run piece `split`."""
-    contexts = (24, 100) if bench.is_tiny else (512, 1024, 2048, 4096, 8192, 32768, 131072)
-    for batch in (1,) if bench.is_tiny else (1, 4):
-        for context in contexts:
-            bench.attempt(
-                f"{batch} x {context}", lambda b=batch, c=context: compare_split(bench, b, c)
             )

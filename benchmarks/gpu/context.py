@@ -58,12 +58,20 @@ class Bench:
     until: float
     is_tiny: bool = False
     measured: Limits | None = None
+    runs_once: bool = False  # calls each function once, for tools that watch it
     seed: int = 0
     _flush: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def num_cores(self) -> int:
+        """Return the device's multiprocessors; an H200's on a CPU."""
+        if not self.is_cuda:
+            return 132
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,8 +121,8 @@ class Bench:
 
     def time(self, function: Callable[[], object]) -> Timing:
         """Time one call, after some calls that do not count."""
-        if not self.is_cuda:
-            return _time_on_cpu(function)
+        if not self.is_cuda or self.runs_once:
+            return _time_simply(function, 1 if self.runs_once else 2)
         if self._flush is None:
             self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
         for _ in range(3):
@@ -169,10 +177,12 @@ def repeats_for(seconds: float) -> int:
     return min(MAX_REPEATS, max(MIN_REPEATS, int(CASE_S / max(seconds, 1e-6))))
 
 
-def _time_on_cpu(function: Callable[[], object]) -> Timing:
-    function()
+def _time_simply(function: Callable[[], object], num_repeats: int) -> Timing:
+    """Time calls without events. num_repeats: 1 calls it once, also without a first call."""
+    if num_repeats > 1:
+        function()
     times = []
-    for _ in range(2):
+    for _ in range(num_repeats):
         began = time.perf_counter()
         function()
         times.append(time.perf_counter() - began)

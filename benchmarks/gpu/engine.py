@@ -8,10 +8,10 @@ import dataclasses
 import gc
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from quire.base.settings.cache_config import CacheConfig
 from quire.base.settings.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.serve.python.llm import LLM
 
+Log = TypeVar("Log", bound=Callable[[Event], None])
 SKIPPED_STEPS = 8  # of a steady run: what is compiled or captured on first use
 PROFILED_STEPS = 50
 REPORTED = {"compilation", "enforce_eager", "deterministic", "pipeline_depth", "max_num_seqs"}
@@ -108,10 +109,10 @@ class StepLog:
 
 
 @contextmanager
-def listening(llm: LLM, log: StepLog) -> Iterator[StepLog]:
+def listening(llm: LLM, log: Log) -> Iterator[Log]:
     """Subscribe a log for the block. The core has no unsubscribe, so a function in between drops
     the log."""
-    logs: list[StepLog] = [log]
+    logs = [log]
 
     def forward(event: Event) -> None:
         for each in logs:

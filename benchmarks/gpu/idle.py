@@ -6,7 +6,7 @@ Kernels, copies and fills count as work. With CUDA graphs each kernel of a repla
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+CALLS = {"cuda_runtime", "cuda_driver"}  # of the host
 
 
 @dataclass(frozen=True, order=True)
@@ -70,11 +71,11 @@ def idle_of(intervals: Iterable[Interval], num_gaps: int = 5) -> Idle:
     return Idle(span, busy, tuple(gaps[:num_gaps]), len(ordered))
 
 
-def intervals_of(trace: dict[str, Any]) -> list[Interval]:
-    """Return the work intervals of a trace as torch.profiler exports it."""
+def intervals_of(trace: dict[str, Any], kinds: Set[str] = WORK) -> list[Interval]:
+    """Return the intervals of some kinds, of a trace as torch.profiler exports it."""
     found = []
     for event in trace.get("traceEvents", []):
-        if event.get("ph") == "X" and event.get("cat") in WORK:
+        if event.get("ph") == "X" and event.get("cat") in kinds:
             begin = float(event["ts"]) / 1e6
             found.append(Interval(begin, begin + float(event["dur"]) / 1e6, event["name"]))
     return found
@@ -94,6 +95,7 @@ class DeviceProfile:
 
     _profiler: Any = field(default=None, repr=False)
     intervals: list[Interval] = field(default_factory=list)
+    calls: list[Interval] = field(default_factory=list)
 
     def start(self) -> None:
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -106,7 +108,8 @@ class DeviceProfile:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
-            self.intervals = intervals_of(json.loads(path.read_text(encoding="utf-8")))
+            trace = json.loads(path.read_text(encoding="utf-8"))
+        self.intervals, self.calls = intervals_of(trace), intervals_of(trace, CALLS)
         self._profiler = None
 
     def close(self) -> None:

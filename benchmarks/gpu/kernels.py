@@ -20,13 +20,17 @@ from benchmarks.gpu.report import timed_row
 
 # Modules without a case here, and why.
 ELSEWHERE = {
-    "attention": "the pieces attention, paged and split",
+    "attention": "the pieces attention, paged and rivals",
     "attention_merge": "a part of attention's launches",
     "attention_plan": "one launch a step; it is in the engine's steps",
+    "attention_tiles": "no kernel of its own",
     "draft_runs": "the piece guesses: one launch of a step that guesses",
+    "latent": "no piece has a model with latent attention",
     "launch": "no kernel of its own",
+    "tiles": "no kernel of its own",
     "sampling_filtered": "parts of sampling's launches",
     "sampling_scan": "parts of sampling's launches",
+    "verify": "two launches of a step with draft tokens; it is in the piece guesses",
 }
 
 

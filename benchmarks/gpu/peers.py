@@ -1,10 +1,11 @@
 """Part `peers`: the same requests by quire and by other engines, each in a process of its own.
 
-The model has Qwen3-0.6B's shape and random weights in bfloat16. Prompts are random token ids;
-decoding is greedy, without an end of sequence. So all engines do the same arithmetic, and make the
-requested number of tokens. The workloads are the first 64 and all 256 of the random requests, and
-32 equal ones, which a static batch serves best. An engine that cannot be imported is skipped; a
-slow one keeps the workloads that it finished.
+The model has Qwen3-0.6B's or Llama-3.1-8B's shape and random weights in bfloat16. Prompts are
+random token ids; decoding is greedy, without an end of sequence. So all engines do the same
+arithmetic, and make the requested number of tokens. The small model serves the first 64 and all 256
+of the random requests. It also serves 32 equal requests, which suit a static batch best. The 8B
+serves one and 32 equal requests. An engine that cannot be imported is skipped; a slow one keeps the
+workloads that it finished.
 """
 
 import importlib.util
@@ -26,7 +27,7 @@ from benchmarks.gpu.workload import LONGEST, SHORTEST, Request, num_output, rand
 from quire.models.checkpoint.source import resolve_model
 from quire.spec.model_spec import ModelSpec, load_spec
 
-MODEL = "shape:qwen3-0.6b"
+SMALL, LARGE = "shape:qwen3-0.6b", "shape:llama-3.1-8b"
 TINY_CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -63,18 +64,24 @@ def workloads(bench: Bench, vocab_size: int) -> list[Workload]:
     return found
 
 
-def equal_workload(bench: Bench, vocab_size: int) -> Workload:
+def equal_workloads(bench: Bench, vocab_size: int) -> list[Workload]:
+    """Return one request, and a batch of them."""
+    return [equal_workload(bench, vocab_size, 1), equal_workload(bench, vocab_size)]
+
+
+def equal_workload(bench: Bench, vocab_size: int, count: int = 32) -> Workload:
     """Return requests of one length."""
-    count, prompt, output = (2, 8, 6) if bench.is_tiny else (32, 512, 128)
+    prompt, output = (8, 6) if bench.is_tiny else (512, 128)
+    count = min(count, bench.pick(count, 2))
     prompts = random_requests(vocab_size, count, prompt, prompt, seed=5)
     requests = [Request(each.prompt, output) for each in prompts]
     return Workload(f"{count} of {prompt} + {output}", requests)
 
 
 @contextmanager
-def model_directory(is_tiny: bool) -> Iterator[Path]:
+def model_directory(is_tiny: bool, model: str = SMALL) -> Iterator[Path]:
     """Yield a directory with the config alone, small for a tiny run."""
-    source = resolve_model(MODEL).directory / "config.json"
+    source = resolve_model(model).directory / "config.json"
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.json"
         if is_tiny:
@@ -161,11 +168,20 @@ def comparison(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def run_quire(bench: Bench) -> None:
-    """Run quire with its defaults, and with two plans in flight if one is the default."""
+    """Run quire with its defaults."""
+    by_quire(bench, SMALL, workloads)
+
+
+def run_quire_8b(bench: Bench) -> None:
+    """Run quire with the static batches of the 8B."""
+    by_quire(bench, LARGE, equal_workloads)
+
+
+def by_quire(bench: Bench, model: str, target: Callable[[Bench, int], list[Workload]]) -> None:
     from benchmarks.gpu.engine import generate_tokens
     from quire.serve.python.llm import LLM
 
-    with model_directory(bench.is_tiny) as directory:
+    with model_directory(bench.is_tiny, model) as directory:
         spec = load_spec(directory)
         settings: dict[str, Any] = {"load_format": "dummy", "device": bench.device.type}
         settings |= {"max_model_len": 64 if bench.is_tiny else 2304, "max_num_seqs": 256}
@@ -173,15 +189,10 @@ def run_quire(bench: Bench) -> None:
         settings |= {"enable_prefix_caching": False}
         if bench.is_tiny:
             settings |= {"kv_cache_memory_bytes": 1 << 24}
-        names = {"quire": 0, "quire, two plans in flight": 2}
-        for name, depth in names.items():
-            more = {"pipeline_depth": depth} if depth else {}
-            with LLM(str(directory), **settings, **more) as llm:
-                generate_tokens(llm, random_requests(spec.vocab_size, 4, 5, 20))
-                target = workloads(bench, spec.vocab_size)
-                measure(bench, name, lambda r, llm=llm: generate_tokens(llm, r), target, spec)
-                if llm.engine.config.scheduler.pipeline_depth > 1:
-                    return
+        with LLM(str(directory), **settings) as llm:
+            generate_tokens(llm, random_requests(spec.vocab_size, 4, 5, 20))
+            serve = partial(generate_tokens, llm)
+            measure(bench, "quire", serve, target(bench, spec.vocab_size), spec)
 
 
 # ---- transformers ------------------------------------------------------------------------------
@@ -313,18 +324,32 @@ def by_manager(bench: Bench, manager: Any, requests: Sequence[Request]) -> list[
 
 def run_generate(bench: Bench) -> None:
     """Run transformers' `generate` with a static batch: plain, and compiled over a static cache."""
+    caches = {"dynamic cache": None, "static cache, compiled": "static"}
+    with_generate(bench, SMALL, caches, lambda b, size: [equal_workload(b, size)])
+
+
+def run_generate_8b(bench: Bench) -> None:
+    """Run `generate` with the 8B, compiled over a static cache."""
+    with_generate(bench, LARGE, {"static cache, compiled": "static"}, equal_workloads)
+
+
+def with_generate(
+    bench: Bench,
+    name: str,
+    caches: Mapping[str, str | None],
+    target: Callable[[Bench, int], list[Workload]],
+) -> None:
     import torch
 
     if not _has("transformers"):
         bench.report.skip("transformers", "it is not installed")
         return
-    with model_directory(bench.is_tiny) as directory, torch.inference_mode(False):
+    with model_directory(bench.is_tiny, name) as directory, torch.inference_mode(False):
         model, spec = transformers_model(bench, directory, "sdpa")
-        workload = equal_workload(bench, spec.vocab_size)
-        caches = {"dynamic cache": None, "static cache, compiled": "static"}
-        for name, cache in caches.items():
+        for title, cache in caches.items():
             serve = lambda requests, c=cache: by_generate(model, requests, c)  # noqa: E731
-            measure(bench, f"transformers generate, {name}", serve, [workload], spec)
+            requests = target(bench, spec.vocab_size)
+            measure(bench, f"transformers generate, {title}", serve, requests, spec)
 
 
 def by_generate(model: Any, requests: Sequence[Request], cache: str | None) -> list[list[int]]:

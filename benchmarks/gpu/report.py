@@ -183,7 +183,7 @@ def summary(pieces: Sequence[Mapping[str, Any]], with_all: bool = False) -> list
         lines.append(f"{piece['piece']:16s} {piece['seconds'].get('process', 0):6.1f} s, {counts}")
         for row in (Row(**row) for row in rows):
             if row.is_reached is not None:
-                figure = f"{row.figure or duration(row.seconds)}, aim {row.aim}"
+                figure = f"{row.figure or duration(row.seconds)}, aim {row.aim}{_expected(row)}"
                 aims.append((row.is_reached, f"{piece['piece']}: {row.case}: {figure}"))
             elif with_all:
                 lines.append(f"found    {piece['piece']}: {_in_words(row)}")
@@ -204,7 +204,11 @@ def _in_words(row: Row) -> str:
     share, of = next((pair for pair in shares if pair[0] is not None), (None, ""))
     unfinished = f", {percent(share)} of what the limits allow ({of})" if share is not None else ""
     rate = f", {row.detail['tokens/s']} tokens/s" if "tokens/s" in row.detail else ""
-    return f"{row.case}: {row.figure or duration(row.seconds)}{rate}{unfinished}"
+    return f"{row.case}: {row.figure or duration(row.seconds)}{rate}{unfinished}{_expected(row)}"
+
+
+def _expected(row: Row) -> str:
+    return f", predicted {row.detail['predicted']}" if "predicted" in row.detail else ""
 
 
 def last_line(error: Mapping[str, str]) -> str:

@@ -1,11 +1,17 @@
-"""Pieces `llama-8b`, `qwen3-0.6b`, `qwen3-30b-a3b` and `modes`: whole models with random weights.
+"""Pieces `llama-8b`, `qwen3-0.6b`, `qwen3-30b-a3b`, `quantised` and `modes`: whole models with
+random weights.
 
 Every line shows the least time that the model's bytes and operations allow. Its context is the mean
-of the measured steps. Prompts differ, and no prefixes are cached.
+of the measured steps. Prompts differ, and no prefixes are cached. An aim is a share of the
+limit that piece `limits` measured on this device. `predicted` is the model of time's prediction
+with these limits.
 """
 
+import importlib.util
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +24,10 @@ from benchmarks.gpu.engine import (
     generate_tokens,
     known_settings,
 )
-from benchmarks.gpu.floors import H200, decode_cost, run_floor_s, step_cost
+from benchmarks.gpu.floors import H200, Cost, decode_cost, run_floor_s, step_cost
 from benchmarks.gpu.idle import DeviceProfile, Idle, Interval, idle_of, largest_kernels
 from benchmarks.gpu.report import Row, duration, timed_row
+from benchmarks.gpu.time_model import CHANGES, EXPECTED, STREAMED, Machine, Model, Program, Step
 from benchmarks.gpu.workload import (
     LONGEST,
     NUM_REQUESTS,
@@ -31,13 +38,13 @@ from benchmarks.gpu.workload import (
 )
 from quire.ops.registry import record_ops
 from quire.serve.python.llm import LLM
-from quire.spec.model_spec import ModelSpec
+from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 
 LLAMA, SMALL, MIXTURE = "shape:llama-3.1-8b", "shape:qwen3-0.6b", "shape:qwen3-30b-a3b"
-BEST_PUBLISHED_S = 1.67e-3  # of a token of Qwen3-0.6B, batch 1
 PIECEWISE_RATIO = 1.05
 ROUNDS = 2
-DEPTH_TWO = "two plans in flight"  # measured as well, where one is the default
+PROMPTS = (1040, 2048, 8192)
+MAX_LEN = 8704
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Cases:
     bench: Bench
     llm: LLM
     label: str = ""
+    program: Program = EXPECTED  # whose predictions are printed
 
     def decode(
         self,
@@ -54,29 +62,34 @@ class Cases:
         context: int,
         *,
         steps: int = 64,
-        aim_s: float | None = None,
-        factor: float | None = None,
-        aim: str = "",
+        share: float | None = None,
         rounds: int = ROUNDS,
+        widths: tuple[float, float] | None = None,
     ) -> None:
-        """Measure a line of decoding. aim_s, or factor times the floor: the maximum time of a step;
-        aim: the same in words."""
+        """Measure a line of decoding. share: least share of the limit. widths: bytes of a weight
+        and of a number of keys and values, if not the width of the model's dtype."""
         bench, name = self.bench, self._name(f"batch {batch}, context {context}")
+        spec, memory = self.llm.engine.spec, self.llm.engine.memory
         if bench.is_tiny:
             batch, context, steps = min(batch, 2), 40, 4
+        cost = stored_cost(spec, batch, context, widths)
+        if cost.kv_bytes > memory.pool_bytes:
+            sizes = f"{cost.kv_bytes / 2**30:.0f} of {memory.pool_bytes / 2**30:.0f} GiB"
+            bench.report.skip(name, f"its keys and values need {sizes}")
+            return
 
         def measure() -> None:
-            cost = decode_cost(self.llm.engine.spec, batch, context)
-            max_s = factor * cost.lower_bound_s(H200) if factor is not None else aim_s
             times = best_decode(bench, self.llm, batch, context, steps, rounds)
             detail = times.detail | {"tokens/s": f"{batch / times.mean_s:,.0f}"}
-            row = timed_row(name, times.mean_s, cost, bench.measured, aim_s=max_s, detail=detail)
-            words = aim or (f"<= {factor} x floor" if factor is not None else row.aim)
-            bench.report.add(replace(row, aim=words))
+            detail |= {} if widths else predicted(bench, spec, Step(batch, context), self.program)
+            row = timed_row(
+                name, times.mean_s, cost, bench.measured, min_share=share, detail=detail
+            )
+            bench.report.add(row)
 
         bench.attempt(name, measure)
 
-    def prompt(self, length: int, aim_s: float | None = None, aim: str = "") -> None:
+    def prompt(self, length: int, share: float | None = None) -> None:
         """Measure the time from the request to its one token; the median of several prompts."""
         bench, name = self.bench, self._name(f"prompt of {length}")
         length = bench.pick(length, 40)
@@ -87,15 +100,16 @@ class Cases:
             took = [timed_requests(self.llm, [Request(each.prompt, 1)]) for each in prompts]
             first, took = took[0], sorted(took[1:])
             detail = {"first": first, "fastest": took[0], "slowest": took[-1]}
+            words = {key: duration(value) for key, value in detail.items()}
             row = timed_row(
                 name,
                 took[len(took) // 2],
                 step_cost(spec, [(length, length)]),
                 bench.measured,
-                aim_s=aim_s,
-                detail={key: duration(value) for key, value in detail.items()},
+                min_share=share,
+                detail=words | predicted(bench, spec, Step(0, length)),
             )
-            bench.report.add(replace(row, aim=aim))
+            bench.report.add(row)
 
         bench.attempt(name, measure)
 
@@ -115,8 +129,10 @@ class Cases:
             unprofiled = self._name(f"batch {batch}, context {context}")
             steps_s = [row.seconds for row in bench.report.rows if row.case == unprofiled]
             step_s = steps_s[-1] if steps_s else None
-            bench.report.add(idle_row(name, idle_of(profile.intervals), max_idle, step_s))
-            bench.report.facts[name] = largest(profile.intervals)
+            row = idle_row(name, idle_of(profile.intervals), max_idle, step_s)
+            calls = {"calls into CUDA": f"{len(profile.calls) / PROFILED_STEPS:.1f}"}
+            bench.report.add(replace(row, detail=row.detail | calls))
+            bench.report.facts[name] = largest(profile.intervals, profile.calls)
             bench.report.write()
 
         bench.attempt(name, measure)
@@ -186,64 +202,132 @@ def idle_row(name: str, found: Idle, max_idle: float, step_s: float | None) -> R
     return Row(name, figure=figure, aim=aim, is_reached=share <= max_idle, detail=detail)
 
 
-def largest(intervals: Sequence[Interval]) -> dict[str, list[tuple[str, ...]]]:
-    """Return the largest gaps and the kernels with the most time of a step, also printed."""
+def largest(
+    intervals: Sequence[Interval], calls: Sequence[Interval]
+) -> dict[str, list[tuple[str, ...]]]:
+    """Return the largest gaps, and the kernels and calls into CUDA with the most time of a step,
+    also printed."""
     gaps = [(duration(gap.seconds), gap.before, gap.after) for gap in idle_of(intervals).gaps]
     kernels = [
         (duration(seconds / PROFILED_STEPS), name) for name, seconds in largest_kernels(intervals)
     ]
+    called = [(duration(took / PROFILED_STEPS), name) for name, took in largest_kernels(calls)]
     for took, before, after in gaps:
         print(f"    gap of {took} from {before[:60]} to {after[:60]}")
-    for took, kernel in kernels:
+    for took, kernel in kernels + called:
         print(f"    {took} of a step: {kernel[:90]}", flush=True)
-    return {"gaps": list(gaps), "kernels": list(kernels)}
+    return {"gaps": list(gaps), "kernels": list(kernels), "calls": list(called)}
 
 
 def run_llama(bench: Bench) -> None:
-    """Run piece `llama-8b`: the aims of the table, the most informative lines first."""
-    with engine(bench, LLAMA, max_model_len=2304, max_num_seqs=256) as llm:
+    """Run piece `llama-8b`: the most informative lines first."""
+    with engine(bench, LLAMA, max_model_len=MAX_LEN, max_num_seqs=256) as llm:
         cases = Cases(bench, llm)
-        cases.decode(1, 512, steps=128, aim_s=4.0e-3)
-        cases.prompt(2048, 55e-3, "<= 55 ms, then 50 ms")
-        cases.decode(256, 512, factor=1.35)
+        cases.decode(1, 512, steps=128, share=0.86)
+        cases.decode(64, 512, share=0.80)
+        for length in PROMPTS:
+            cases.prompt(length, 0.84 if length == 2048 else None)
+        cases.decode(256, 512, share=0.74)
         cases.idle(256, 512, 0.02)
-        cases.decode(32, 512, factor=1.25)
-        cases.decode(128, 512, factor=1.25)
-        cases.decode(256, 2048, steps=32, factor=1.25, rounds=1)
-        depth = llm.engine.config.scheduler.pipeline_depth
-    if depth == 1:
-        with engine(bench, LLAMA, pipeline_depth=2, max_model_len=2304, max_num_seqs=256) as llm:
-            cases = Cases(bench, llm, DEPTH_TWO)
-            cases.decode(1, 512, steps=128, aim_s=4.0e-3)
-            cases.decode(256, 512, factor=1.35)
-            cases.idle(256, 512, 0.02)
+        for batch in (32, 128):
+            cases.decode(batch, 512, share=0.80)
+        cases.decode(256, 2048, steps=32, share=0.80, rounds=1)
+    bench.attempt("switched on", lambda: switched_cases(bench, LLAMA, (64, 1, 32)))
 
 
 def run_small(bench: Bench) -> None:
-    """Run piece `qwen3-0.6b`; with two plans in flight as well, if one is the default."""
-    settings = {"max_model_len": 2304, "max_num_seqs": 256}
-    with engine(bench, SMALL, **settings) as llm:
-        depth = llm.engine.config.scheduler.pipeline_depth
-        _small_cases(Cases(bench, llm))
-    if depth == 1:
-        with engine(bench, SMALL, pipeline_depth=2, **settings) as llm:
-            _small_cases(Cases(bench, llm, DEPTH_TWO))
+    """Run piece `qwen3-0.6b`."""
+    with engine(bench, SMALL, max_model_len=MAX_LEN, max_num_seqs=256) as llm:
+        cases = Cases(bench, llm)
+        cases.decode(1, 512, steps=256, share=0.47)
+        cases.idle(1, 512, 0.10)
+        for batch in (32, 128, 256):
+            cases.decode(batch, 512)
+        for length in PROMPTS:
+            cases.prompt(length)
+        cases.requests()
+    bench.attempt("switched on", lambda: switched_cases(bench, SMALL, (1, 32)))
 
 
-def _small_cases(cases: Cases) -> None:
-    best = duration(BEST_PUBLISHED_S)
-    aim = f"<= 0.9 ms, then 0.7 ms (best published {best})"
-    cases.decode(1, 512, steps=256, aim_s=0.9e-3, aim=aim)
-    cases.decode(256, 512)
-    cases.idle(256, 512, 0.10)
-    cases.requests()
+def switched_cases(bench: Bench, model: str, batches: Sequence[int]) -> None:
+    """Measure decoding at 512 tokens with all code that is behind a switch until a GPU has run
+    it."""
+    with switches_on(), engine(bench, model, max_model_len=1024, max_num_seqs=64) as llm:
+        cases = Cases(bench, llm, "switched on", CHANGES[STREAMED])
+        for batch in batches:
+            cases.decode(batch, 512)
+
+
+@contextmanager
+def switches_on() -> Iterator[None]:
+    """Set the environment variables of SWITCHES for the block."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from quire.ops.kernels.launch import SWITCHES, overlaps
+
+    before = {name: os.environ.get(name) for name in SWITCHES}
+    os.environ.update(dict.fromkeys(SWITCHES, "1"))
+    overlaps.cache_clear()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        overlaps.cache_clear()
+
+
+# Settings, and bytes of a weight and of a number of keys and values.
+QUANTISED: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
+    "w4a16": ({"quantization": "int4"}, (0.5 + 4 / 32, 2)),
+    "fp8": ({"quantization": "fp8"}, (1, 2)),
+    "int8": ({"quantization": "int8"}, (1, 2)),
+    "fp8 KV": ({"kv_cache_dtype": "fp8"}, (2, 1)),
+    "int8 KV": ({"kv_cache_dtype": "int8"}, (2, 1 + 4 / 128)),
+}
+
+
+def run_quantised(bench: Bench) -> None:
+    """Run piece `quantised`: Llama-3.1-8B with weights, keys and values of 4 and 8 bits."""
+    for name, (settings, widths) in QUANTISED.items():
+        if bench.is_tiny and "fp8" in name:
+            continue  # Triton's interpreter is slow with it
+
+        def measure(n: str = name, s: dict[str, Any] = settings, w: Any = widths) -> None:
+            with engine(bench, LLAMA, max_model_len=2304, max_num_seqs=64, **s) as llm:
+                cases = Cases(bench, llm, n)
+                cases.decode(1, 512, widths=w)
+                cases.decode(32, 2048, steps=32, rounds=1, widths=w)
+
+        bench.attempt(name, measure)
+
+
+def stored_cost(
+    spec: ModelSpec, batch: int, context: int, widths: tuple[float, float] | None
+) -> Cost:
+    """Return the cost of a decoding step, as if the head were as narrow as the other weights."""
+    cost = decode_cost(spec, batch, context)
+    if widths is None:
+        return cost
+    weight, kv = (width / DTYPE_BYTES[spec.dtype] for width in widths)
+    return replace(cost, num_bytes=cost.num_bytes * weight, kv_bytes=cost.kv_bytes * kv)
+
+
+def predicted(
+    bench: Bench, spec: ModelSpec, step: Step, program: Program = EXPECTED
+) -> dict[str, str]:
+    """Return the model's prediction of a dense decoder's step, for the details of a row."""
+    if bench.measured is None or spec.experts is not None:
+        return {}
+    model = Model(spec, Machine(bench.measured, bench.num_cores), program)
+    return {"predicted": duration(model.step_ms(step) / 1e3)}
 
 
 def run_mixture(bench: Bench) -> None:
     """Run piece `qwen3-30b-a3b`."""
     with engine(bench, MIXTURE, max_model_len=2304, max_num_seqs=64) as llm:
         cases = Cases(bench, llm)
-        cases.decode(32, 512, aim_s=17e-3, aim="<= 17 ms, then 15 ms")
+        cases.decode(32, 512, share=0.75)
         cases.decode(1, 512)
         bench.attempt("experts that are hit", lambda: count_experts(bench, llm))
         cases.prompt(2048)
@@ -272,7 +356,8 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def run_modes(bench: Bench) -> None:
-    """Run piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each mode of a step."""
+    """Run piece `modes`: Llama-3.1-8B, one request of 4000 + 50 tokens, in each mode of a step (T
+    fig. 4.6)."""
     found: dict[str, float] = {}
     for name, settings in MODES:
         missing = settings.keys() - known_settings()

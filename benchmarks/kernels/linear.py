@@ -5,10 +5,10 @@
 
 Up to 8 rows a product is bound by reading the weights: GB/s, with the share of the machine's read
 bandwidth. From 16 on it is bound by arithmetic: 10^9 operations per second. The share is relative
-to the peak of the machine's best instruction set in registers, whichever is timed. Both limits are
-measured in the same run. Shapes are Qwen3-0.6B's, and with 8b_ Qwen3-8B's. Each shape is multiplied
-with as many different weights as fill 300 MB, as in a model. The best of many single products
-counts, because other processes only make them slower.
+to the peak of the machine's best instruction set in registers, whichever is timed, or of
+QUIRE_CPU_VARIANT. Both limits are measured in the same run. Shapes are Qwen3-0.6B's, and with 8b_
+Qwen3-8B's. Each shape is multiplied with as many different weights as fill 300 MB, as in a model.
+The best of many single products counts, because other processes only make them slower.
 """
 
 import argparse
@@ -24,7 +24,14 @@ from quire.ops.host.native import core
 from quire.ops.host.threads import num_threads, set_num_threads
 from quire.ops.linear import linear
 from quire.ops.weights.device_weights import TYPICAL_TOKENS
-from quire.ops.weights.formats import SIZES, Quantization, packed_form, variants
+from quire.ops.weights.formats import (
+    SIZES,
+    Quantization,
+    forced_variant,
+    packed_form,
+    variant_numbers,
+    variants,
+)
 from quire.ops.weights.pack import pack
 from quire.ops.weights.packed import PackedWeight
 from quire.tools.limits import read_bytes_per_s
@@ -103,14 +110,17 @@ def best_s(weights: list[Any], x: torch.Tensor) -> float:
 
 
 def peaks(threads: int) -> dict[str, dict[str, float]]:
-    """Return the operations per second of each instruction set, by number format, of all
-    threads."""
+    """Return the operations per second of each instruction set, or of QUIRE_CPU_VARIANT, by number
+    format, of all threads."""
     module = core()
     assert module is not None
     names = ("float32", "bfloat16", "float16", "int8")
-    best = {variant: dict.fromkeys(names, 0.0) for variant in variants()}
+    forced = forced_variant()
+    measured = variants() if forced is None else (forced,)
+    best = {variant: dict.fromkeys(names, 0.0) for variant in measured}
     for _ in range(7):
-        for number, found in enumerate(best.values()):
+        for variant, found in best.items():
+            number = variant_numbers()[variant]
             for index, name in enumerate(names):
                 found[name] = max(found[name], module.linear_peak(index, number, threads))
     return best
@@ -173,14 +183,14 @@ def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> d
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__)
+    parser, best = benchmark_parser(__doc__), forced_variant() or variants()[-1]
     names = [kind.name for kind in KINDS]
     parser.add_argument("--threads", type=int, default=num_threads())
     parser.add_argument("--formats", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--shapes", nargs="+", choices=[*SHAPES, *LARGE_SHAPES], default=list(SHAPES)
     )
-    parser.add_argument("--variants", nargs="+", choices=variants(), default=[variants()[-1]])
+    parser.add_argument("--variants", nargs="+", choices=variants(), default=[best])
     parser.add_argument("--rows", nargs="+", type=int, default=list(FEW_ROWS + MANY_ROWS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -19,7 +19,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -181,7 +181,7 @@ class Machine:
             whole = time.perf_counter() - began
             for instructions, seconds in self.model.compiled.phase_times():
                 name = operation_name(instructions)
-                found[name] += self._cost(instructions[0], plan, seconds)
+                found[name] += self._cost(instructions, plan, seconds)
                 whole -= seconds
             found[HEAD] += product(self.weight, len(plan.sample_rows), self.head.seconds)
             found[REST] += Cost(whole - self.head.seconds)
@@ -211,7 +211,7 @@ class Machine:
                     for row in range(step.num_rows)
                 )
                 writes = self._tables(step)
-                plan = replace(plan, released=rows, started=tuple(starts), block_writes=writes)
+                plan = plan.replace(released=rows, started=tuple(starts), block_writes=writes)
             plans.append(plan)
             self._step_id += 1
         return plans
@@ -228,15 +228,19 @@ class Machine:
         block = row * num_blocks + index
         return BlockWrites(*(each.ravel().astype(np.int32) for each in (group, row, index, block)))
 
-    def _cost(self, first: Instruction, plan: Plan, seconds: float) -> Cost:
-        if first.kind == Kind.MULTIPLY and first.packed is not None:
-            return product(first.packed, plan.num_scheduled_tokens, seconds)
+    def _cost(self, phase: Sequence[Instruction], plan: Plan, seconds: float) -> Cost:
+        first = phase[0]
+        if first.kind in (Kind.MULTIPLY, Kind.HEAD_PRODUCT):
+            weights = [each.packed for each in phase if each.packed is not None]
+            works = (product(weight, plan.num_scheduled_tokens, 0.0) for weight in weights)
+            return sum(works, Cost(seconds))
         if first.kind == Kind.ATTEND:
             return self._attention(first, plan, seconds)
         return Cost(seconds)
 
     def _attention(self, first: Instruction, plan: Plan, seconds: float) -> Cost:
-        """Count pairs of a query and a key that the mask leaves, and each key and value once."""
+        """Count pairs of a query and a key that the mask leaves, and each key and value once. A
+        latent vector is both."""
         group = next(each for each in self.built.spec.cache_groups if first.layer in each.layers)
         before, new = plan.computed_bound.astype(float), plan.num_tokens.astype(float)
         if not group.keeps_all:
@@ -244,7 +248,8 @@ class Machine:
         pairs = float((new * before + new * (new + 1) / 2).sum())
         token_bytes = group.block_bytes(1, self.built.dtype.itemsize) / len(group.layers)
         num_bytes = float((before + new).sum()) * token_bytes
-        return Cost(seconds, num_bytes, 4.0 * pairs * first.heads * group.head_dim)
+        values = first.size or group.head_dim
+        return Cost(seconds, num_bytes, 2.0 * pairs * first.heads * (group.head_dim + values))
 
 
 def product(weight: PackedWeight, num_tokens: int, seconds: float) -> Cost:
@@ -271,6 +276,9 @@ def operation_name(instructions: Sequence[Instruction]) -> str:
     if first.kind == Kind.MULTIPLY and first.packed is not None:
         outputs, inputs = first.packed.shape
         return f"product {outputs} x {inputs}"
+    if first.kind == Kind.HEAD_PRODUCT and first.packed is not None:
+        outputs, inputs = first.packed.shape
+        return f"{len(instructions)} products {outputs} x {inputs}"
     if first.kind == Kind.ATTEND:
         return ATTENTION
     return " + ".join(dict.fromkeys(each.kind.name.lower() for each in instructions))

@@ -36,8 +36,8 @@ SERVER = Page("server.md", "Server and start", (
         "Time that the HTTP server adds to the model's time. The 64 streams open at the same time,"
         " so the last one waits for the others.",
         "python -m benchmarks.server.front_end",
-        (Table(ZEN5 + "front_end.json", {
-            "open streams": "{streams}", "per request, p50": "{request_ms.p50:.1f} ms",
+        (Table(ZEN4 + "front_end.json", {
+            "load": "{load}", "per request, p50": "{request_ms.p50:.1f} ms",
             "per request, p99": "{request_ms.p99:.1f} ms", "per token, p50":
             "{token_ms.p50:.2f} ms", "per token, p99": "{token_ms.p99:.2f} ms"}),),
     ),

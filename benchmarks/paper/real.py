@@ -28,8 +28,8 @@ from quire.base.settings.config import config_from_flat
 from quire.models.checkpoint.source import resolve_model
 from quire.serve.python.llm import LLM
 from quire.tools.devices import CPU, Device
-from quire.tools.fit import fit
 from quire.tools.report import benchmark_parser, print_head
+from quire.tools.sizing.fit import fit
 from quire.tools.workloads import Lengths, Workload
 
 MODELS = {"demo": 160, "shape:qwen3-0.6b": 48}  # with so many requests

@@ -36,8 +36,9 @@ from quire.base.clock import MonotonicClock
 from quire.base.messages import Ready, Request
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
-from quire.base.step_outputs import StepOutputs, StepReader
+from quire.base.step_outputs import StepOutputs
 from quire.engine.client.client import InProcessClient
+from quire.engine.client.output import StepReader
 from quire.engine.loop.core import EngineCore
 from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.engine.wire.wire import Frames, client_codec

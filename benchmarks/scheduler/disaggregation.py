@@ -21,9 +21,8 @@ import numpy as np
 from benchmarks.result_files import options_of, write
 from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.cli.model_files import find_config
-from quire.tools.bench.bar import Bar
+from quire.serve.processes.progress import CountBar
 from quire.tools.devices import find_gpu
-from quire.tools.fit import fit
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import FIRST_WORD, Arrival, simulated_request
 from quire.tools.simulate.build import Engines
@@ -32,6 +31,7 @@ from quire.tools.simulate.handover import Roles
 from quire.tools.simulate.results import served_well
 from quire.tools.simulate.roofline import roofline_of
 from quire.tools.simulate.run import Run
+from quire.tools.sizing.fit import fit
 
 LENGTHS = ("8192x128", "4096x256", "1024x256", "256x512")
 SPREAD = 0.25  # of lengths, up and down
@@ -83,7 +83,7 @@ def goodput(run: Run, limits: Limits) -> float:
 def serve(config: EngineConfig, roles: Roles | None, work: Drawn, device: str) -> Run:
     found = fit(config, find_config(config.model), find_gpu(device))
     engines, times = Engines.of(found, config), roofline_of(found)
-    with Bar(work.num, enabled=False) as bar:
+    with CountBar(work.num, enabled=False) as bar:
         return simulate_work(engines, times, work, 2, bar, roles).run  # type: ignore[arg-type]
 
 

@@ -1,5 +1,6 @@
-"""Measure the time that the HTTP front end adds to a request and to a token, at 1 and at 64 open
-streams.
+"""Measure the time that the HTTP front end adds to a request and to a token.
+
+The loads are 1 and 64 open streams, and 200 short requests per second.
 
     python -m benchmarks.server.front_end
 
@@ -14,8 +15,10 @@ client's own reading, which cannot be separated.
 Per request: from sending until the core has it, and the first token's way back. Per token: the way
 back. The supervisor, the API process and the core run as in `quire serve`; the relay is a thread of
 the supervisor's process, which sleeps otherwise. All streams of a load are opened at the same
-moment, which is the worst case for a request. A chunk may hold several tokens, if text was
-incomplete before or the reader is slow; it counts for each of them.
+moment, which is the worst case for a request. With a rate, requests are sent at fixed intervals,
+whether or not earlier ones have ended; `late` is the client's own delay in sending them. A chunk
+may hold several tokens, if text was incomplete before or the reader is slow; it counts for each of
+them.
 """
 
 import argparse
@@ -39,7 +42,8 @@ from benchmarks.result_files import keyed, options_of, write
 from benchmarks.server.servers import free_port, running
 from quire.base.messages import Request
 from quire.base.settings.config import ServerConfig, config_from_flat
-from quire.base.step_outputs import StepOutputs, StepReader
+from quire.base.step_outputs import StepOutputs
+from quire.engine.client.output import StepReader
 from quire.engine.wire.wire import Frames, client_codec, core_codec
 from quire.models.checkpoint.source import resolve_source
 from quire.serve.processes.cores import ALONE
@@ -138,10 +142,11 @@ class Met:
     name: str
     sent_s: float
     tokens_s: list[float] = field(default_factory=list)
+    late_s: float = 0.0  # delay of the client in sending it
 
 
 async def send_request(
-    client: HttpClient, model: str, number: int, options: argparse.Namespace
+    client: HttpClient, model: str, number: int, options: argparse.Namespace, output_len: int = 0
 ) -> Met:
     """Stream one answer. The usage in each chunk says how many tokens it completes."""
     rng = np.random.default_rng(number)
@@ -149,7 +154,7 @@ async def send_request(
     body = {
         "model": model,
         "prompt": [int(token_id) for token_id in ids],
-        "max_tokens": options.output_len,
+        "max_tokens": output_len or options.output_len,
         "ignore_eos": True,
         "temperature": 0.0,
         "stream": True,
@@ -178,15 +183,35 @@ async def run_load(
     return met
 
 
-async def measure(url: str, options: argparse.Namespace) -> dict[int, list[Met]]:
-    """Return the results by number of streams, after requests that do not count."""
+async def run_rate(
+    client: HttpClient, model: str, first: int, options: argparse.Namespace
+) -> list[Met]:
+    """Send short requests at `options.rate` per second, and return their results."""
+    num, start_s = round(options.rate * options.seconds), time.monotonic()
+
+    async def send(i: int) -> Met:
+        due_s = start_s + i / options.rate
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        met = await send_request(client, model, first + i, options, options.short_len)
+        met.late_s = met.sent_s - due_s
+        return met
+
+    return list(await asyncio.gather(*map(send, range(num))))
+
+
+async def measure(url: str, options: argparse.Namespace) -> dict[str, list[Met]]:
+    """Return the results by load, after requests that do not count."""
     client = HttpClient(url)
     await wait_until_ready(client, READY_S)
     model = (await client.request("/v1/models")).json()["data"][0]["id"]
     await run_load(client, model, 4, 0, options)
-    met: dict[int, list[Met]] = {}
+    met: dict[str, list[Met]] = {}
     for i, num_streams in enumerate(options.streams, 1):
-        met[num_streams] = await run_load(client, model, num_streams, i * 10_000, options)
+        load = f"{num_streams} {'stream' if num_streams == 1 else 'streams'}"
+        met[load] = await run_load(client, model, num_streams, i * 10_000, options)
+    if options.rate:
+        load = f"{options.rate:g} requests/s"
+        met[load] = await run_rate(client, model, 900_000, options)
     await client.close()
     return met
 
@@ -207,6 +232,7 @@ def added(met: list[Met], passed: dict[str, Any]) -> dict[str, Any]:
         "request_ms": {f"p{p}": float(np.percentile(requests, p)) * 1e3 for p in (50, 99)},
         "token_ms": {f"p{p}": float(np.percentile(tokens, p)) * 1e3 for p in (50, 99)},
         "step_ms": statistics.median(steps) * 1e3,
+        "late_ms": float(np.percentile([one.late_s for one in met], 99)) * 1e3,
     }
 
 
@@ -217,6 +243,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--num-requests", type=int, default=64, help="at least, per load")
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=200.0, help="short requests/s; 0: none")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the rate")
+    parser.add_argument("--short-len", type=int, default=4, help="output of a short request")
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -236,14 +265,15 @@ def main() -> int:
         with running([*command, "--model", options.model]):
             met = asyncio.run(measure(f"http://127.0.0.1:{port}", options))
         passed = json.loads(trace.read_text(encoding="utf-8"))
-    results = {str(streams): added(each, passed) for streams, each in met.items()}
-    for streams, each in results.items():
+    results = {load: added(each, passed) for load, each in met.items()}
+    for load, each in results.items():
         (r50, r99), (t50, t99) = each["request_ms"].values(), each["token_ms"].values()
         print(
-            f"{streams} streams: per request p50 {r50:.2f}, p99 {r99:.2f}; per token p50 {t50:.3f},"
-            f" p99 {t99:.3f}; {each['num_requests']} requests, a step took {each['step_ms']:.1f}"
+            f"{load}: per request p50 {r50:.2f}, p99 {r99:.2f}; per token p50 {t50:.3f},"
+            f" p99 {t99:.3f}; {each['num_requests']} requests, late {each['late_ms']:.2f},"
+            f" a step took {each['step_ms']:.1f}"
         )
-    rows = keyed("streams", results)
+    rows = keyed("load", results)
     write(options.output_json, "server.front_end", rows, options_of(options), plain_facts)
     return 0
 

@@ -17,7 +17,6 @@ change the order of beams, so that several survive for longer.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +77,7 @@ class BranchingExecutor:
 
     def next_result(self) -> StepResult:
         plan = self._plans.popleft()
-        return replace(self._executor.next_result(), candidates=self._candidates(plan))
+        return self._executor.next_result().replace(candidates=self._candidates(plan))
 
     def close(self) -> None:
         self._executor.close()

@@ -12,6 +12,7 @@ from quire.base.version import QUIRE_VERSION
 
 if TYPE_CHECKING:
     from quire.base.errors import QuireError as QuireError
+    from quire.base.requests.lora_request import LoRARequest as LoRARequest
     from quire.base.requests.outputs import CompletionOutput as CompletionOutput
     from quire.base.requests.outputs import Logprob as Logprob
     from quire.base.requests.outputs import RequestOutput as RequestOutput
@@ -40,6 +41,7 @@ _HOMES = {
     "RepetitionDetectionParams": "quire.base.requests.repetition",
     "BeamSearchParams": "quire.serve.python.beam_search",
     "PoolingParams": "quire.base.requests.pooling_params",
+    "LoRARequest": "quire.base.requests.lora_request",
     "RequestOutputKind": "quire.base.requests.sampling_params",
     "RequestOutput": "quire.base.requests.outputs",
     "CompletionOutput": "quire.base.requests.outputs",

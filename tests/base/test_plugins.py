@@ -298,7 +298,7 @@ def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(
     status, _, said = run(capsys, "generate", "Hi", "--max-tokens", "3", *flags)
     assert status == 0 and "attention: counting" in caplog.text, said
     shown = run(capsys, "generate", "--help", "all")[1]
-    assert "--attention-backend {auto,cpu,torch,reference,triton,...}" in shown
+    assert "--attention-backend {auto,cpu,torch,reference,triton,triton_64,flashinfer," in shown
     assert "--scheduling-policy {fifo,srtf,two-level,...}" in shown
     status, _, said = run(capsys, "generate", "Hi", "--scheduling-policy", "lottery")
     assert status != 0

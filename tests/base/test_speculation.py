@@ -6,7 +6,12 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.base.settings.config import config_from_flat
-from quire.base.settings.speculation import Speculation, Suffixes, parse_speculation
+from quire.base.settings.speculation import (
+    MTP_ALIASES,
+    Speculation,
+    Suffixes,
+    parse_speculation,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +30,9 @@ from quire.base.settings.speculation import Speculation, Suffixes, parse_specula
             Speculation("draft_model", 3, model="x"),
         ),
         ({"method": "eagle3", "model": "y"}, Speculation("eagle3", 4, model="y")),
+        ({"method": "mtp"}, Speculation("mtp", 1)),
+        ({"method": "deepseek_mtp", "num_speculative_tokens": 3}, Speculation("mtp", 3)),
+        *(({"method": name}, Speculation("mtp", 1)) for name in MTP_ALIASES),
         ({"method": "suffix"}, Speculation("suffix", 24, suffixes=Suffixes(24, 10_000, 1.0, 0.1))),
         (
             {
@@ -53,6 +61,8 @@ def test_what_is_left_out(given: Any, meant: Speculation) -> None:
         ({"num_speculative_tokens": 33}, "at most 32, got 33"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "not be above prompt_lookup_max"),
         ({"method": "draft_model"}, "draft_model needs a draft model: a directory"),
+        ({"method": "mtp", "model": "x"}, "no 'model' for the method mtp"),
+        ({"method": "mimo_mtp"}, "one of .*eagle3, mtp, got 'mimo_mtp'"),
         ({"method": "eagle3", "model": 3}, "eagle3 needs a draft model.* got 3"),
         ({"method": "draft_model", "model": "x", "prompt_lookup_max": 2}, "no 'prompt_lookup_max'"),
         ({"model": "x"}, "has no 'model' for the method ngram; it has: method"),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import first, tasks
+from benchmarks.gpu import check, first, tasks
 from benchmarks.gpu.check import Check, parser
 from benchmarks.gpu.context import Bench
 from benchmarks.gpu.first import Answer, answers
@@ -135,3 +135,29 @@ def test_it_works_without_make_and_says_what_it_lacks(tmp_path: Path) -> None:
     assert done.returncode == 0 and "all of first: torch sees no CUDA device" in done.stdout
     done = subprocess.run([*command, "some"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "PART must be one of first, kernels" in done.stderr
+
+
+def test_a_carried_core_is_put_where_quire_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if there is none, and only the core of that Python."""
+    package, core = tmp_path / "quire", tmp_path / "core"
+    package.mkdir()
+    core.mkdir()
+    (core / "_core.312.so").write_text("the core")
+    monkeypatch.setattr(check, "PACKAGE", package)
+    monkeypatch.setattr(check, "CORE", core)
+    for file, has_core, wanted in (
+        ("_core.312.so", "installed", "installed"),
+        ("_core.311.so", "none", "none"),
+        ("_core.312.so", "none", "build/gpu-site"),
+    ):
+        assert not list(package.iterdir())
+        facts = {"core_file": file, "core": has_core, "torch": "2.11"}
+        monkeypatch.setattr(Check, "_facts_of", lambda *_, facts=facts: dict(facts))
+        found = Check("kernels", parser().parse_args([]), tmp_path, tmp_path)._query_facts()
+        assert found["core"] == wanted
+    assert (package / "_core.312.so").read_text() == "the core"
+    assert "_core.312.so in build/gpu-site/core" in check.carried_core()
+    (core / "_core.312.so").unlink()
+    assert "make gpu-site" in check.carried_core()

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from benchmarks.cpu.limits import Ceilings
-from benchmarks.kernels.operations import Cost, Step, product
+from benchmarks.kernels.operations import Cost, Step, operation_name, product
 from quire.ops.host.native import core
+from quire.ops.trace.program import Instruction, Kind, View
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.pack import pack
 
@@ -38,3 +39,10 @@ def test_a_product_reads_its_weight_once_and_counts_by_its_format() -> None:
     coarse = pack(torch.ones(64, 128), Quantization("int8", 32))
     assert product(coarse, 3, 0.5) == Cost(0.5, coarse.nbytes, int8=2.0 * 3 * 64 * 128)
     assert product(weight, 0, 0.0) == Cost()
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_the_products_of_all_heads_are_one_operation() -> None:
+    weight, views = pack(torch.ones(64, 128, dtype=torch.bfloat16), None), (View(0), View(1))
+    heads = [Instruction(Kind.HEAD_PRODUCT, views, packed=weight, joins=n > 0) for n in range(3)]
+    assert operation_name(heads) == "3 products 64 x 128"

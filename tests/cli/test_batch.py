@@ -117,6 +117,7 @@ def stop_and_go_on(
     check_all_done(folder, lines)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_killed_or_stopped_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,13 +17,25 @@ from tests.support.serve.fake_openai import FakeOpenAI, running
     ("kind", "flags"),
     [
         ("throughput", ("--num-prompts", "--input-len", "--rounds", "--block-size", "--dtype")),
-        ("serve", ("--request-rate", "--burstiness", "--goodput", "--save-result", "--base-url")),
+        ("latency", ("--batch-size", "--num-iters", "--num-iters-warmup", "--block-size")),
+        (
+            "serve",
+            (
+                "--request-rate",
+                "--burstiness",
+                "--endpoint",
+                "--goodput",
+                "--save-result",
+                "--base-url",
+            ),
+        ),
     ],
 )
 def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, ...]) -> None:
     status, out, _ = run(capsys, "bench", kind, "--help", "all")
     assert status == 0
-    for flag in (*flags, "--dataset-name", "--output-json", "--seed"):
+    requests = () if kind == "latency" else ("--dataset-name",)
+    for flag in (*flags, *requests, "--output-json", "--seed"):
         assert flag in out
 
 
@@ -52,6 +64,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, words: str) 
         ("serve --port 1 --disable-tqdm", "nothing answers at http://127.0.0.1:1"),
         ("throughput --dataset-name sharegpt", "needs --dataset-path"),
         ("throughput --model ./nowhere", "there is no directory ./nowhere"),
+        ("latency --enable-prefix-caching", "the prefix cache would skip the prompts"),
     ],
 )
 def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
@@ -65,6 +78,29 @@ def test_serve(capsys: pytest.CaptureFixture[str]) -> None:
         status, out, _ = run(capsys, "bench", "serve", "--base-url", url, "--num-prompts", "2")
     assert status == 0
     assert "Successful requests:                     2         " in out
+
+
+def test_serve_with_another_path(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeOpenAI()
+    with running(fake) as url:
+        line = f"--base-url {url} --num-prompts 1 --endpoint /v1/chat/completions"
+        assert run(capsys, "bench", "serve", *line.split())[0] == 0
+        assert "messages" in fake.bodies[-1]
+        line = f"--base-url {url} --num-prompts 1 --endpoint v1"
+        status, _, err = run(capsys, "bench", "serve", *line.split())
+    assert status == 1 and "endpoint must begin with a slash" in err
+
+
+def test_latency(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    line = f"--batch-size 2 --input-len 4 --output-len 3 --num-iters 3 --output-json {path}"
+    rest = ("--num-iters-warmup", "1", "--disable-log-stats")
+    status, out, _ = run(capsys, "bench", "latency", *line.split(), *rest)
+    assert status == 0
+    assert "Avg latency: " in out and "99% percentile latency: " in out
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written["model_id"] == "demo" and len(written["latencies"]) == 3
+    assert list(written["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
 def test_throughput(

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from quire.base.errors import EngineDead, EngineError
+from quire.base.errors import ConfigError, EngineDead, EngineError, RequestError
 from quire.cli.chat_targets import Messages, Piece, _pieces
 from quire.cli.commands.chat import Chat, Conversation
 from tests.support.commands import run
@@ -25,8 +25,10 @@ class Parrot:
     def __init__(self, limit: int = 1000, error: Exception | None = None) -> None:
         self.limit = limit
         self.error = error
+        self.fails_at = 2  # letter of the answer
         self.heard: list[Messages] = []
         self.interrupt_after: int | None = None
+        self.used: list[object] = []  # models and sampling options that were set
 
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
         self.heard.append(messages)
@@ -34,7 +36,7 @@ class Parrot:
         if isinstance(question, list):
             question = question[-1]["text"]
         for number, letter in enumerate(question):
-            if self.error is not None and number == 2:
+            if self.error is not None and number == self.fails_at:
                 raise self.error
             yield Piece(letter)
             if self.interrupt_after == number:
@@ -45,6 +47,19 @@ class Parrot:
 
     def size(self, messages: Messages) -> tuple[int, int]:
         return sum(len(message["content"]) for message in messages), self.limit
+
+    def models(self) -> list[str]:
+        return ["parrot", "macaw"]
+
+    def use_model(self, name: str) -> None:
+        if name not in self.models():
+            raise ConfigError(f"no model {name}.")
+        self.used.append(name)
+
+    def use_sampling(self, fields: Mapping[str, object]) -> None:
+        if fields.get("temperature") == 9.0:
+            raise RequestError("too hot.")
+        self.used.append(dict(fields))
 
     def close(self) -> None:
         pass

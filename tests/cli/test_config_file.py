@@ -136,7 +136,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
         ("device-memory-utilization: 1\ngpu-memory-utilization: 1", "is set twice"),
         ("- a\n- b", "must hold lines such as"),
         ("a: [", "is not valid YAML"),
-        ("enable-lora: true", "enable_lora=True is not supported: quire loads no adapters"),
+        ("grpc: true", "grpc=True is not supported: the server speaks HTTP"),
     ],
 )
 def test_errors_name_file_key_and_value(
@@ -145,7 +145,7 @@ def test_errors_name_file_key_and_value(
     status, out, err = run(capsys, "generate", "x", "--config", write(tmp_path, text))
     assert (status, out) == (1, "")
     assert says in err
-    assert "lora" in text or "quire.yaml" in err
+    assert "grpc" in text or "quire.yaml" in err
 
 
 def test_a_wrong_key_is_not_shown(tmp_path: Path) -> None:
@@ -196,6 +196,7 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
     [
         ("--cudagraph-capture-sizes 1", "is ignored: graphs are recorded for the sizes in use."),
         ("--no-trust-remote-code", "trust_remote_code (flag) is ignored"),
+        ("--trust-remote-code", "trust_remote_code (flag) is ignored: quire runs only its own"),
         ("--max-parallel-loading-workers 1", "max_parallel_loading_workers (flag) is ignored"),
         ("--compilation-config {}", "compilation_config (flag) is ignored"),
         ("--swap_space=4", "swap_space (flag) is ignored"),
@@ -212,8 +213,7 @@ def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: st
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ("--trust-remote-code", "trust_remote_code=True is not supported: quire runs only its own"),
-        ("--enable-lora", "enable_lora=True is not supported"),
+        ("--grpc", "grpc=True is not supported"),
         ("--no-enable-chunked-prefill", "prompts are always computed in chunks"),
         ("--speculative-config {", "speculative_config must be JSON"),
         ('--speculative-config {"method":"medusa"}', "method must be one of ngram, suffix, "),

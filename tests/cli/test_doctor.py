@@ -9,7 +9,8 @@ import pytest
 
 from quire.cli import machine
 from quire.cli.commands import doctor
-from quire.ops.host import native
+from quire.ops.host import fast_cores, native
+from quire.ops.host.fast_cores import CoreSpeeds
 from quire.ops.weights.formats import variants
 from quire.serve.python.llm import LLM
 from tests.support.commands import run
@@ -45,6 +46,16 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (model["name"], model["device"], model["dtype"]) == ("demo", "cpu", "float32")
     assert (model["sequences at once"], model["max_model_len"]) == (64, 2048)
     assert 64 <= model["tokens per step"] <= 256
+
+
+def test_cores_of_two_speeds_are_shown_with_the_choice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = CoreSpeeds("1 of 2 cores, with 71% of the speed", {0: 99.6e9, 2: 40e9}, frozenset({0}))
+    monkeypatch.setattr(fast_cores, "core_speeds", lambda: found)
+    cores = facts(capsys, "--device", "cpu")["cores of quire serve"]
+    assert cores["chosen"] == found.reason
+    assert (cores["GFLOP/s of CPU 0"], cores["GFLOP/s of CPU 2"]) == (100, 40)
 
 
 @pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")

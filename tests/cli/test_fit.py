@@ -84,6 +84,8 @@ def test_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "fit", *arguments)
     assert status == 1
     assert "one request of 131,072 tokens" in err and "--max-model-len auto" in err
+    assert "with --max-model-len auto these fit:\n  weights   KV " in err
+    assert re.search(r"\n  int4      int8 +5\.\d+ GiB +[\d,]+ +\d+$", err, re.MULTILINE)
     found = figures(capsys, *arguments, "--max-model-len", "auto")
     length, tokens = found["settings"]["max_model_len"], found["pool"]["tokens"]
     assert length % 16 == 0 and length == tokens - 16
@@ -106,11 +108,16 @@ def test_a_config_file_as_the_model(capsys: pytest.CaptureFixture[str], tmp_path
     assert alone["pool"] == figures(capsys, "shape:qwen3-0.6b", "--device", "l4")["pool"]
 
 
-def test_a_group_with_a_window(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "qwen2_windows")
+@pytest.mark.parametrize(
+    ("variant", "limited"), [("qwen2_windows", "a window of 6"), ("llama4", "chunks of 7")]
+)
+def test_a_group_with_a_limit(
+    variant: str, limited: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, variant)
     status, out, _ = run(capsys, "fit", str(tmp_path), "--device", "cpu")
     assert status == 0
-    assert "in 1 layer: " in out and "in 2 layers with a window of 6: " in out
+    assert "in 1 layer: " in out and f"in 2 layers with {limited}: " in out
 
 
 def test_a_group_of_states(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def test_help(
     monkeypatch.setenv("COLUMNS", "200")
     status, out, err = run(capsys, command, "--help", "all")
     assert (status, err) == (0, "")
-    assert "enable-lora" not in out  # vLLM's own flags are answered, not offered
+    assert "--grpc" not in out  # vLLM's own flags are answered, not offered
     for line in lines:
         assert line in out
 

@@ -44,6 +44,7 @@ def test_a_difference(recording: Path, capsys: pytest.CaptureFixture[str], monke
         "_serve_running",
         lambda self, *given: 0 if self.next_step_id == 5 else serve(self, *given),
     )
+    monkeypatch.setattr(Planner, "_repeat", lambda self, last, now: None)
     status, out, _ = run(capsys, "replay", str(recording))
     assert status == 1
     assert out.startswith("step 5: whether there is a plan differs\n  recorded: a plan\n")

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "variants.h"
+
 namespace quire {
 
 class Random {
@@ -39,10 +41,11 @@ class Check {
 
 // Calls check_case(check, case, variant) for all of them; returns the exit status.
 template <class Case, class Cases, class Name, class CheckCase>
-int check_variants(int num_variants, const Name& name, const Cases& cases,
+int check_variants(VariantSet variants, const Name& name, const Cases& cases,
                    const CheckCase& check_case) {
     int64_t failures = 0;
-    for (int variant = 0; variant < num_variants; ++variant) {
+    for (int variant = 0; variant <= last_of(variants); ++variant) {
+        if ((variants >> variant & 1) == 0) continue;
         Check<Case> check;
         for (const Case& c : cases) check_case(check, c, variant);
         failures += check.failures();

@@ -19,6 +19,8 @@ namespace {
 
 using namespace quire;
 
+constexpr float kFloat8Scale = 0.03f;  // stored numbers are large, small and subnormal
+
 struct Row {
     int64_t context, new_tokens;  // the context ends with the new tokens
 };
@@ -33,8 +35,11 @@ struct Case {
     bool has_sinks = false;
     int64_t ahead = 0;
     int64_t bad = -1;  // a position whose values are no numbers; those that do not see it hear nothing
+    int64_t num_values = 0;  // of latent vectors, of which a token has one for all heads
 
     int64_t heads() const { return kv_heads * group; }
+    int64_t stored_heads() const { return num_values > 0 ? 1 : kv_heads; }
+    int64_t value_dim() const { return num_values > 0 ? num_values : head_dim; }
 };
 
 int64_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
@@ -103,16 +108,16 @@ class Batch {
         q_.fill(random, 2.0f);
         for (int64_t head = 0; head < c.heads(); ++head) sinks_.push_back(4 * random.next());
         const std::vector<int64_t> places = seen_slots();
-        const auto count = static_cast<int64_t>(places.size()), stride = c.kv_heads * c.head_dim;
+        const auto count = static_cast<int64_t>(places.size()), stride = c.stored_heads() * c.head_dim;
         Values k(c.element, count * stride), v(c.element, count * stride);
-        k.fill(random, 2.0f);
+        k.fill(random, c.num_values > 0 ? 1.0f : 2.0f);
         v.fill(random, 1.0f);
         for (int64_t i = 0; i < count * stride; ++i) {
             if (bad_slots_.count(places[static_cast<size_t>(i / stride)]) > 0) v.set(i, NAN);
         }
-        const auto bytes = static_cast<size_t>(num_blocks_ * c.block_size * c.kv_heads * row_bytes());
-        keys_.assign(bytes, 0xFF);
-        values_.assign(bytes, 0xFF);
+        const int64_t rows = num_blocks_ * c.block_size * c.stored_heads();
+        keys_.assign(static_cast<size_t>(rows * row_bytes()), 0xFF);
+        if (c.num_values == 0) values_.assign(keys_.size(), 0xFF);
         store_kv(layer(), k.rows(0, stride), v.rows(0, stride), places.data(), count, 2);
     }
 
@@ -134,17 +139,18 @@ class Batch {
         const auto len = static_cast<int32_t>(whole.context - whole.new_tokens + from + count);
         return run(variant, row, start(row) + from, {0, static_cast<int32_t>(count)}, {len}, 1, {});
     }
-    int64_t token_size() const { return case_.heads() * case_.head_dim; }
+    int64_t query_size() const { return case_.heads() * case_.head_dim; }
+    int64_t token_size() const { return case_.heads() * case_.value_dim(); }
     int64_t start(int64_t row) const { return starts_[static_cast<size_t>(row)]; }
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.head_dim)); }
 
     // Of the query at `position` of a row, which is the step's token `token`.
     std::vector<double> expected(int64_t row, int64_t position, int64_t token, int64_t head) const {
-        const int64_t kv_head = head / case_.group, dim = case_.head_dim;
-        const int64_t hidden = case_.window == 0 ? 0 : position - case_.window + 1;
-        std::vector<double> scores, sums(static_cast<size_t>(dim));
+        const int64_t kv_head = case_.num_values > 0 ? 0 : head / case_.group;
+        const int64_t dim = case_.head_dim, value_dim = case_.value_dim();
+        std::vector<double> scores, sums(static_cast<size_t>(value_dim));
         double peak = -1e300;
-        const int64_t first = hidden > 0 ? hidden : 0;
+        const int64_t first = first_seen(position);
         const int64_t context = case_.rows[static_cast<size_t>(row)].context;
         const int64_t end = std::min(position + case_.ahead + 1, context);
         for (int64_t t = first; t < end; ++t) {
@@ -163,7 +169,7 @@ class Batch {
         for (int64_t t = first; t < end; ++t) {
             const double weight = std::exp(scores[static_cast<size_t>(t - first)] - peak);
             total += weight;
-            for (int64_t h = 0; h < dim; ++h) {
+            for (int64_t h = 0; h < value_dim; ++h) {
                 sums[static_cast<size_t>(h)] += weight * stored_value(row, kv_head, t, h);
             }
         }
@@ -172,6 +178,13 @@ class Batch {
     }
 
    private:
+    // The first position that the query at a position sees; a window below 0 is a chunk's length.
+    int64_t first_seen(int64_t position) const {
+        const int64_t size = case_.window;
+        if (size < 0) return position / -size * -size;
+        return size == 0 ? 0 : std::max<int64_t>(0, position - size + 1);
+    }
+
     // Of `starts.back()` step tokens, of rows from `first` on, whose queries begin at `token`.
     Values run(int variant, int64_t first, int64_t token, const std::vector<int32_t>& starts,
                const std::vector<int32_t>& lens, int num_threads, PlanOptions options) {
@@ -189,7 +202,7 @@ class Batch {
         AttentionPlan plan;
         plan.prepare(step, num_threads, options);
         Values out(case_.element, starts.back() * token_size());
-        paged_attention(plan, layer(), q_.rows(token, token_size()), out.rows(0, token_size()),
+        paged_attention(plan, layer(), q_.rows(token, query_size()), out.rows(0, token_size()),
                         {scale(), case_.soft_cap, case_.has_sinks ? sinks_.data() : nullptr},
                         num_threads, variant);
         return out;
@@ -201,8 +214,7 @@ class Batch {
         for (size_t r = 0; r < case_.rows.size(); ++r) {
             const Row& row = case_.rows[r];
             const int64_t oldest = row.context - row.new_tokens;
-            const int64_t hidden = case_.window == 0 ? 0 : oldest - case_.window + 1;
-            for (int64_t t = std::max<int64_t>(hidden, r > 0 ? case_.shared : 0); t < row.context; ++t) {
+            for (int64_t t = std::max<int64_t>(first_seen(oldest), r > 0 ? case_.shared : 0); t < row.context; ++t) {
                 const size_t entry = r * static_cast<size_t>(table_stride_) +
                                      static_cast<size_t>(t / case_.block_size);
                 slots.push_back(tables_[entry] * case_.block_size + t % case_.block_size);
@@ -215,8 +227,9 @@ class Batch {
     int64_t row_bytes() const { return kv_row_bytes(case_.format, case_.head_dim); }
 
     KvLayer layer() {
-        return {case_.format,     case_.kv_heads, num_blocks_,    case_.block_size,
-                case_.head_dim, keys_.data(),   values_.data()};
+        return {case_.format,   case_.stored_heads(), num_blocks_,    case_.block_size,
+                case_.head_dim, keys_.data(),         values_.data(), case_.num_values,
+                kFloat8Scale,   kFloat8Scale};
     }
 
     // Tables with blocks in falling order behind the shared ones; returns the number of blocks.
@@ -261,6 +274,7 @@ class Batch {
     double stored_key(int64_t row, int64_t head, int64_t position, int64_t h) const {
         const uint8_t* block = keys_.data() + block_at(row, head, position);
         const int64_t in_block = position % case_.block_size, size = row_bytes() / case_.head_dim;
+        if (case_.num_values > 0) return stored_latent(block + in_block * row_bytes(), h);
         uint8_t bytes[4], scale[4];
         if (case_.format != KvFormat::kInt8) {
             copy_key(bytes, block, in_block, h * size, size);
@@ -271,7 +285,13 @@ class Batch {
         return static_cast<int8_t>(bytes[0]) * read_as<float>(scale, 0);
     }
 
+    double stored_latent(const uint8_t* row, int64_t h) const {
+        if (case_.format != KvFormat::kInt8) return number(row, h);
+        return static_cast<int8_t>(row[4 + h]) * read_as<float>(row, 0);
+    }
+
     double stored_value(int64_t row, int64_t head, int64_t position, int64_t h) const {
+        if (case_.num_values > 0) return stored_key(row, 0, position, h);
         const int64_t in_block = position % case_.block_size;
         const uint8_t* at = values_.data() + block_at(row, head, position) + in_block * row_bytes();
         if (case_.format != KvFormat::kInt8) return number(at, h);
@@ -282,8 +302,17 @@ class Batch {
         switch (case_.format) {
             case KvFormat::kFloat32: return read_as<float>(row, h);
             case KvFormat::kBfloat16: return read_as<Bfloat16>(row, h);
+            case KvFormat::kFloat8: return float8(row[h]);
             default: return read_as<Float16>(row, h);
         }
+    }
+
+    static double float8(uint8_t code) {
+        const int exponent = code >> 3 & 0xF, mantissa = code & 7;
+        if ((code & 0x7F) == 0x7F) return NAN;
+        const double size = exponent == 0 ? std::ldexp(mantissa, -9)
+                                          : std::ldexp(8 + mantissa, exponent - 10);
+        return kFloat8Scale * (code & 0x80 ? -size : size);
     }
 
     Case case_;
@@ -297,10 +326,10 @@ class Batch {
 };
 
 void describe(const Case& c) {
-    std::printf("format %d element %d head dim %d group %d block size %d",
+    std::printf("format %d element %d head dim %d values %d group %d block size %d",
                 static_cast<int>(c.format), static_cast<int>(c.element),
-                static_cast<int>(c.head_dim), static_cast<int>(c.group),
-                static_cast<int>(c.block_size));
+                static_cast<int>(c.head_dim), static_cast<int>(c.value_dim()),
+                static_cast<int>(c.group), static_cast<int>(c.block_size));
 }
 
 // Whether queries and weights are rounded to bfloat16 for its dots.
@@ -323,8 +352,8 @@ void check_results(Check<Case>& check, const Case& c, const Batch& batch, const 
             const int64_t position = c.rows[r].context - c.rows[r].new_tokens + i;
             const int64_t head = (row + i) % c.heads();
             const std::vector<double> sums = batch.expected(row, position, token, head);
-            for (int64_t h = 0; h < c.head_dim; ++h) {
-                const float value = out.at((token * c.heads() + head) * c.head_dim + h);
+            for (int64_t h = 0; h < c.value_dim(); ++h) {
+                const float value = out.at((token * c.heads() + head) * c.value_dim() + h);
                 const double sum = sums[static_cast<size_t>(h)];
                 is_right &= std::isnan(sum) ? std::isnan(value) : std::fabs(value - sum) <= error;
             }
@@ -363,6 +392,12 @@ void check_case(Check<Case>& check, const Case& c, int variant) {
     other.block_size = c.block_size % 16 == 0 ? 4 : 16;
     const Values moved = Batch(other).attend(variant, 0, rows, 2, {});
     check.expect(is_same(0, moved, batch.start(rows)), c, "other bits in blocks of another size");
+    if (c.num_values == 0 || c.kv_heads == 1) return;
+    other = c;
+    other.kv_heads = 1;
+    other.group = c.heads();
+    const Values whole = Batch(other).attend(variant, 0, rows, 2, {});
+    check.expect(is_same(0, whole, batch.start(rows)), c, "other bits where heads are not in parts");
 }
 
 std::vector<Case> cases() {
@@ -372,7 +407,8 @@ std::vector<Case> cases() {
     const std::vector<Row> shared = {{600, 1}, {601, 2}, {900, 1}};
     std::vector<Case> all;
     for (const KvFormat format :
-         {KvFormat::kFloat32, KvFormat::kBfloat16, KvFormat::kFloat16, KvFormat::kInt8}) {
+         {KvFormat::kFloat32, KvFormat::kBfloat16, KvFormat::kFloat16, KvFormat::kInt8,
+          KvFormat::kFloat8}) {
         const Element element = format == KvFormat::kBfloat16  ? bf16
                                 : format == KvFormat::kFloat16 ? f16
                                                                : f32;
@@ -380,12 +416,31 @@ std::vector<Case> cases() {
             all.push_back({format, e, 64, 2, 2, 16, 0, 0, mixed});
             all.push_back({format, e, 40, 1, 7, 1, 0, 0, decodes});
             all.push_back({format, e, 27, 2, 3, 3, 100, 0, mixed});
+            all.push_back({format, e, 27, 2, 3, 3, -100, 0, mixed});
+            all.push_back({format, e, 64, 1, 4, 16, -7, 0, mixed});
             all.push_back({format, e, 128, 1, 4, 32, 0, 576, shared});
             all.push_back({format, e, 64, 2, 2, 16, 0, 0, mixed, 1.5f, true});
             all.push_back({format, e, 27, 2, 3, 3, 100, 0, mixed, 30.0f, false});
             all.push_back({format, e, 128, 1, 4, 32, 0, 576, shared, 0, true});
             all.push_back({format, e, 32, 1, 2, 16, 0, 0, {{70, 70}, {290, 290}}, 0, false, 400});
         }
+    }
+    // Latent vectors: sizes with and without whole vectors of words, and of values.
+    for (const KvFormat format :
+         {KvFormat::kFloat32, KvFormat::kBfloat16, KvFormat::kFloat16, KvFormat::kInt8,
+          KvFormat::kFloat8}) {
+        const Element element = format == KvFormat::kBfloat16 ? bf16 : f32;
+        const auto add = [&](Case c, int64_t num_values) {
+            c.num_values = num_values;
+            all.push_back(c);
+        };
+        add({format, element, 96, 1, 16, 16, 0, 0, mixed}, 64);
+        add({format, element, 40, 2, 3, 1, 0, 0, decodes}, 32);
+        add({format, f32, 28, 1, 5, 3, 0, 0, mixed}, 20);
+        add({format, element, 80, 3, 7, 32, 0, 576, shared}, 80);
+        add({format, element, 24, 2, 40, 16, 0, 0, decodes}, 7);
+        add({format, element, 72, 1, 2, 16, 0, 0, mixed, 0, false, 0, 280}, 64);
+        add({format, element, 576, 1, 16, 16, 0, 0, {{300, 1}, {40, 9}}}, 512);
     }
     // Whole steps of 32 tokens and elements, and less than that.
     const std::vector<Row> steps = {{31, 31}, {33, 2}, {288, 1}, {289, 40}, {511, 17}, {512, 16}};
@@ -407,6 +462,6 @@ std::vector<Case> cases() {
 
 int main() {
     return check_variants<Case>(
-        num_attention_variants(), [](int variant) { return attention_variant_name(variant); }, cases(),
+        attention_variants(), [](int variant) { return attention_variant_name(variant); }, cases(),
         [](Check<Case>& check, const Case& c, int variant) { check_case(check, c, variant); });
 }

@@ -248,6 +248,6 @@ std::vector<Case> cases() {
 
 int main() {
     return check_variants<Case>(
-        num_attention_variants(), [](int variant) { return attention_variant_name(variant); }, cases(),
+        attention_variants(), [](int variant) { return attention_variant_name(variant); }, cases(),
         [](Check<Case>& check, const Case& c, int variant) { check_case(check, c, variant); });
 }

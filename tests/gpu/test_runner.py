@@ -11,6 +11,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.ops.attention.torch_cpu import TorchBackend
+from quire.ops.host.native import core
+from quire.runner.gpu.step_launcher import StepLauncher
 from tests.support.models.reference_checkpoints import ARCHITECTURES, checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -25,6 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
     "piecewise": {"compilation": "piecewise"},
     "eager": {"enforce_eager": True},
     "one plan at a time": {"pipeline_depth": 1},
+    "launched by the core": {"native_launch": True},
 }
 
 
@@ -55,6 +58,23 @@ def test_sampled_tokens_are_those_of_torch(mode: str) -> None:
         wanted = rounds(llm, SAMPLED, 1)
     with open_llm("llama", "triton", **MODES[mode]) as llm:
         assert rounds(llm, SAMPLED) == 3 * wanted
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core was not built")
+def test_the_core_launches(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many steps at once and one after another, each with its tokens in the mail."""
+    num_steps, launch = [0], StepLauncher.launch
+
+    def counted(*its: Any) -> Any:
+        num_steps[0] += 1
+        return launch(*its)
+
+    monkeypatch.setattr(StepLauncher, "launch", counted)
+    with open_llm("llama", "triton", native_launch=True) as llm:
+        rounds(llm, GREEDY, 20)
+    assert "native_launch has no effect" not in caplog.text and num_steps[0] > 20 * 20
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -1,11 +1,15 @@
 """All kernels of production compile for Hopper: no spills, within shared memory, with wgmma."""
 
+import importlib
+import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,18 +17,31 @@ import quire.ops.kernels
 
 MOST_SHARED = 227 * 1024  # bytes of a thread block on sm_90
 ROOT = "quire.ops.kernels."
+WITHOUT_KERNELS = {"launch", "attention.attention_tiles", "products.tiles"}
 NAMES = [
     module.name.removeprefix(ROOT)
     for module in pkgutil.walk_packages(quire.ops.kernels.__path__, ROOT)
-    if not module.ispkg and module.name != f"{ROOT}launch"
+    if not module.ispkg and module.name.removeprefix(ROOT) not in WITHOUT_KERNELS
 ]
 # Products fused with sums where compilers may not choose to: those that the merge asks for, two
 # rows of a thread's tile in attention, and one of each part that is loaded together.
-FUSED = {"attention.attention": 2, "attention.attention_merge": 8}
+FUSED = {"attention.attention": 2, "attention.attention_merge": 8, "attention.latent": 2}
 QUANTISED = ["fp8_matmul", *(name for name in NAMES if name.startswith("quantised"))]
 OTHERS = [name for name in NAMES if name not in FUSED and name not in QUANTISED]
 # A process takes seconds to start. Attention takes as long to compile as all others.
 GROUPS = {"attention": list(FUSED), "quantised": QUANTISED, "others": OTHERS}
+
+
+def compiled(*arguments: str) -> list[dict[str, Any]]:
+    """What `tests.support.kernels.aot` prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.kernels.aot", *arguments],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -36,13 +53,7 @@ GROUPS = {"attention": list(FUSED), "quantised": QUANTISED, "others": OTHERS}
 )
 def test_it_compiles_for_hopper(names: Sequence[str], step: int) -> None:
     """Each kernel, and all ways to launch it where there is time."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernels.aot", str(step), *names],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout)
+    found = compiled(str(step), *names)
     assert {each["module"] for each in found} == set(names), "a module lists nothing"
     ordered = {each["module"] for each in found if each["fused"] is not None}
     assert ordered == FUSED.keys() & set(names)
@@ -50,5 +61,86 @@ def test_it_compiles_for_hopper(names: Sequence[str], step: int) -> None:
         assert each["stack"] == 0, f"registers are spilled: {each}"
         assert each["shared"] <= MOST_SHARED, f"too much shared memory: {each}"
         assert each["has_wgmma"] or not each["needs_wgmma"], f"no Hopper products: {each}"
+        # Scratch memory has two more; the launcher in C++ counts on it.
+        assert each["parameters"] == each["arguments"] + 2, f"arguments: {each}"
+        has_mail = each["constants"].get("MAIL_WORDS", "0") != "0"
+        assert each["system_releases"] == has_mail, f"tokens may come after their flag: {each}"
         assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
         assert each["fused"] in (None, FUSED.get(each["module"])), f"what is fused: {each}"
+
+
+# Products, alone and fused; smaller cards have fewer registers and less shared memory.
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "86", "89", "120"])
+def test_products_compile_for_other_gpus(capability: str) -> None:
+    for each in compiled("1", "few_rows", "gate", "products.stream_k", "--capability", capability):
+        assert each["stack"] == 0, f"registers are spilled: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
+
+
+# A kernel that is launched before its predecessor has ended waits before it stores, and before it
+# loads what an earlier kernel wrote. In the machine code the wait is ACQBULK.
+WAITING = {"few_rows": r"L{%d}WP[LS]+", "norm": r"L+WP[LS]+", "products.stream_k": r"WP[LS]+"}
+WAITING |= {
+    f"attention.{name}": r"WP[LS]+" for name in ("attention", "attention_merge", "rotary_write")
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "capability"),
+    [pytest.param(*each, marks=pytest.mark.slow) for each in ((14, "90"), (1, "90"), (1, "120"))],
+)
+def test_kernels_that_overlap_wait(step: int, capability: str) -> None:
+    """Once, before all but the loads of the weight."""
+    arguments = "--list", "OVERLAPPING", "--capability", capability
+    found = compiled(str(step), *WAITING, *arguments)
+    assert {each["module"] for each in found} == set(WAITING), "every kernel that may overlap"
+    for each in found:
+        order = WAITING[each["module"]]
+        if each["module"] == "few_rows":
+            order %= loads_of_weight(each["constants"])
+        assert re.fullmatch(order, each["memory"]), each
+        assert each["stack"] == 0, f"registers are spilled: {each}"
+
+
+# In the machine code of a program that arrives: its stores; then a barrier, one fence, one atomic
+# addition, the end of the nearest cache's lines, a barrier; then the reset, and loads of all parts.
+ARRIVING = ["attention.attention", "products.stream_k"]
+ARRIVAL_ORDER = r"[LSB]*S[LB]*BMACBSL[LB]*S[LSB]*"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
+def test_the_last_program_reads_after_all_have_stored(capability: str) -> None:
+    """Without spills, late reads or a second fence (test_attention_tiles.py: all launches)."""
+    found = compiled("1", *ARRIVING, "--list", "ARRIVING", "--capability", capability)
+    assert {each["module"] for each in found} == set(ARRIVING)
+    for each in found:
+        assert re.fullmatch(ARRIVAL_ORDER, each["arrival"]), each
+        assert each["stack"] == 0, f"registers are spilled: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
+
+
+def test_no_other_kernel_counts_arrivals() -> None:
+    """Each caller lists its launches."""
+    callers = {name for name in NAMES if "arrives_last(" in source_of(name)}
+    assert callers == {"attention.attention_merge", "products.stream_k"}
+    assert "merge_last(" in source_of("attention.attention")
+
+
+def loads_of_weight(constants: dict[str, str]) -> int:
+    """Of 16 bytes, by each of 128 threads."""
+    inputs, outputs, at_once = (int(constants[k]) for k in ("INPUTS", "BLOCK_N", "BLOCK_K"))
+    parts = 1 if constants["GATE"] == "-1" else 2
+    return -(-inputs // at_once) * parts * outputs * at_once * 2 // (128 * 16)
+
+
+def source_of(name: str) -> str:
+    return inspect.getsource(importlib.import_module(ROOT + name))
+
+
+def test_no_other_kernel_overlaps() -> None:
+    """The launch option is set by one function, whose callers list their launches."""
+    callers = {name for name in NAMES if "pdl_option(" in source_of(name)}
+    assert callers == set(WAITING)
+    assert all(hasattr(importlib.import_module(ROOT + name), "OVERLAPPING") for name in callers)

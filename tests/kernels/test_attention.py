@@ -19,7 +19,7 @@ from quire.ops.host.native import core
 from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from quire.spec.cache_group import CacheGroup
-from tests.support.kernels.cpp_blocks import row_by_row
+from tests.support.kernels.cpp_blocks import row_by_row, scales_after_rows
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -42,6 +42,7 @@ class Case:
     head_dim: int = 32
     block_size: int = 16
     window: int | None = None
+    chunk: int | None = None
     cut: Cut = FINE
     kv_format: str = "auto"
     soft_cap: float | None = None
@@ -68,8 +69,9 @@ class Case:
         return [[order.pop() for _ in range(size)] for size in sizes]
 
     def layout(self, dtype: torch.dtype, device: torch.device, num_blocks: int = 0) -> KVLayout:
-        kind = "full" if self.window is None else "window"
-        group = CacheGroup(kind, (0, 1), self.kv_heads, self.head_dim, self.window)
+        kind = "chunked" if self.chunk else "full" if self.window is None else "window"
+        span = self.chunk or self.window
+        group = CacheGroup(kind, (0, 1), self.kv_heads, self.head_dim, span)
         num_blocks = num_blocks or sum(len(table) for table in self.tables()) + 2
         return KVLayout((group,), (num_blocks,), self.block_size, dtype, device, self.kv_format)
 
@@ -174,6 +176,8 @@ def softmax_rows(case: Case, contents: Contents) -> torch.Tensor:
                 hidden &= ~((query >= first) & (query < end) & (key < end))
         if case.window is not None:
             hidden |= key <= query - case.window
+        if case.chunk is not None:
+            hidden |= key // case.chunk < query // case.chunk
         scores = scores.masked_fill(hidden, -torch.inf)
         if case.sinks:
             sink = contents.sinks.double()[:, None, None].expand(-1, len(q), 1)
@@ -221,6 +225,13 @@ CASES = {
     "window_64": Case(((150, 70), (120, 1), (10, 3)), window=64, cut=COARSE),
     "window_300": Case(((537, 20), (350, 1)), window=300, cut=COARSE),
     "window_larger": Case(window=1000),
+    "edges_of_chunks": Case(((136, 20), (139, 1), (140, 1), (141, 1)), chunk=14, cut=COARSE),
+    "chunk_1": Case(chunk=1),
+    "chunk_5": Case(chunk=5),
+    "chunk_64": Case(((150, 70), (120, 1), (128, 3)), chunk=64, cut=COARSE),
+    "chunk_300": Case(((537, 20), (595, 70), (599, 1)), chunk=300, cut=COARSE),
+    "chunk_larger": Case(chunk=1000),
+    "chunk_sinks_spans": Case(spans=SPANS, chunk=12, sinks=True, soft_cap=3.0),
     "head_80": Case(((30, 1), (3, 20)), head_dim=80),
     "head_96": Case(((30, 1), (3, 20)), head_dim=96),
     "head_128": Case(((30, 1), (3, 20)), head_dim=128),
@@ -307,6 +318,24 @@ def test_fp8_has_two_scales_per_layer(extras: dict[str, object], device: torch.d
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_fp8_in_products_of_float16(is_fixed: bool, device: torch.device) -> None:
+    """Large queries keep the range of their products, and no number of fp8 is rounded."""
+    case = Case(((0, 9), (70, 1), (5, 17)), kv_format="fp8", cut=FINE)
+    contents, tables = make_contents(case), case.tables()
+    contents.q[:] = [(x * 500).half().float() for x in contents.q]
+    for values in (contents.k, contents.v):
+        values[:] = [x.to(torch.float8_e4m3fn).float() for x in values]
+    contents.k[:] = [x / 128 for x in contents.k]
+    layout = case.layout(torch.float16, device)
+    backend = TritonBackend(layout, cut=case.cut, deterministic=is_fixed, scales={1: (1 / 128, 1)})
+    poison(backend, case)
+    write_before(backend, case, contents, tables)
+    got = run_step(backend, case, contents, tables)
+    wanted = softmax_rows(case, contents)
+    torch.testing.assert_close(got.cpu().double(), wanted, rtol=0, atol=TOLERANCE[torch.float16])
+
+
 def test_entries_that_no_token_sees_may_be_anything(device: torch.device) -> None:
     """Of blocks that left the window, and behind the context."""
     case = Case(((150, 1), (90, 20)), window=20)
@@ -382,7 +411,7 @@ def test_fewer_parts_where_they_would_take_too_much_memory(
 @pytest.mark.parametrize("kv_format", ["auto", "int8"])
 def test_memory_is_as_the_other_backends_have_it(kv_format: str, device: torch.device) -> None:
     """Keys and values of a block are [K, B, P, H]; of int8 byte for byte what the C++ core has, but
-    that its keys are turned."""
+    that its keys are turned and its scales are in rows."""
     if kv_format == "int8" and core() is None:
         pytest.skip("the C++ core was not built")
     case = Case(((0, 35), (5, 3)), kv_format=kv_format, kv_heads=3, head_dim=20)
@@ -399,7 +428,7 @@ def test_memory_is_as_the_other_backends_have_it(kv_format: str, device: torch.d
     other.write(1, k, v)
     wanted = other._memory.kv[0]
     if kv_format == "int8":
-        wanted = row_by_row(wanted, kv_format)
+        wanted = scales_after_rows(row_by_row(wanted, kv_format))
     assert torch.equal(backend._memory.kv[0].cpu(), wanted)
 
 

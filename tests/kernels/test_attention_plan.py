@@ -23,6 +23,7 @@ MIXES = {
 CUTS = {
     "fine": replace(FINE, group_size=2),
     "window": replace(FINE, group_size=2, window=50),
+    "chunk": replace(FINE, group_size=2, window=-50),
     "group_7": replace(FINE, group_size=7),
     "wide_group": replace(FINE, group_size=20),
     "usual": Cut(4),
@@ -31,6 +32,7 @@ CUTS = {
     "one_split": replace(FINE, group_size=4, max_splits=1),
     "fixed": FIXED.of_group(4, None, 64),
     "fixed_window": FIXED.of_group(16, 50, 64),
+    "fixed_chunk": FIXED.of_group(16, -50, 64),
     "fixed_unsplit": replace(FIXED, split_tiles=0).of_group(4, None, 64),
     "fixed_usual": Cut(is_fixed=True).of_group(4, None, 128),
 }
@@ -88,7 +90,8 @@ def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
     starts = np.concatenate(([0], np.cumsum([queries for _, queries in rows])))
     covered: dict[int, list[int]] = {t: [] for t in range(starts[-1])}
     slots: dict[int, list[int]] = {t: [] for t in covered}
-    for row, token, count, position, first, end, slot, per_token in items:
+    of_tokens = {token: (slot, number) for token, slot, number, _ in merges}
+    for row, token, count, position, first, end, slot, per_token, *of_tile in items:
         context, queries = rows[row]
         assert 1 <= count * cut.group_size <= max(cut.long_rows, cut.short_rows)
         assert starts[row] <= token and token + count <= starts[row + 1]
@@ -98,10 +101,17 @@ def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
             covered[token + i] += range(first, end)
             if slot >= 0 and first < end:
                 slots[token + i].append(slot + i * per_token)
+        if slot >= 0 and first < end and not cut.is_fixed:
+            assert all(
+                of_tokens[token + i] == (of_tile[0] + i * per_token, of_tile[1])
+                for i in range(count)
+            )
     for row, (context, queries) in enumerate(rows):
         for t in range(starts[row], starts[row + 1]):
             last = context - queries + t - starts[row]
             lowest = max(0, last - cut.window + 1) if cut.window else 0
+            if cut.window < 0:
+                lowest = last // -cut.window * -cut.window
             assert sorted(covered[t]) == list(range(min(covered[t]), max(covered[t]) + 1))
             assert min(covered[t]) <= lowest and last <= max(covered[t]) < context
     merged = {t: list(range(slot, slot + number)) for t, slot, number, _ in merges}
@@ -127,6 +137,23 @@ def test_any_rows_may_share_the_tokens_that_the_host_knows(
     step = replace(step, query_lens_host=tokens, context_lens_host=contexts)
     work = plan_work(cut, step, step.block_tables_SL[0])
     check_work(work, cut, rows)
+
+
+@pytest.mark.parametrize("name", ["usual", "fixed"])
+def test_counters_of_arrivals(name: str, device: torch.device) -> None:
+    """One of each row and KV head, in steps whose rows have one tile each; all begin at zero."""
+    for rows in ("one", "verify", "mixed"):
+        given = MIXES.get(rows, [(300, 3), (77, 0), (900, 4)])
+        step = make_step(given, device)
+        work = plan_work(CUTS[name], step, step.block_tables_SL[0], arriving_heads=3)
+        check_work(work, CUTS[name], given)
+        if name == "fixed" or rows == "mixed":
+            assert work.arrivals is None
+            continue
+        assert work.arrivals is not None
+        assert work.arrivals.tolist() == [[0] * 3] * len(given)
+        tiles = [row for row, _, _, _, first, *_ in listed(work)[0] if first == 0]
+        assert len(tiles) == len(set(tiles)), "a row has one tile"
 
 
 @pytest.mark.parametrize("items", [1, 3, 20])
@@ -170,7 +197,7 @@ def test_fixed_chunks_begin_at_the_same_keys_for_any_lengths(
     cut = FIXED.of_group(4, window, 64)
     rows = [(700, 1), (701, 3), (320, 32), (321, 33), (97, 20), (600, 300), (48, 48), (49, 1)]
     items, _ = listed(make_work(cut, rows, device))
-    for row, _, _, _, first, end, slot, _ in items:
+    for row, _, _, _, first, end, slot, *_ in items:
         assert first % cut.align == 0
         assert slot < 0 or first >= end or first // 48 == (end - 1) // 48
         tiles = -(-rows[row][1] * 4 // 64)
@@ -186,3 +213,30 @@ def test_a_fixed_cut_with_fewer_parts_cuts_at_the_same_keys() -> None:
         last, cut = cut, cut.fewer
     assert slots == sorted(slots, reverse=True) and len(set(slots)) == 3 and slots[-1] == 0
     assert last == replace(FIXED.of_group(4, None, 64), split_tiles=0)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_rows_of_like_lengths_are_not_cut(window: int, device: torch.device) -> None:
+    """The host knows such rows from their lengths, and it is right about them."""
+    cut, generator = replace(FINE, group_size=2, window=window, items=4), np.random.default_rng(1)
+    found = []
+    for num_rows in (1, 3, 4, 9, 20):
+        for longest in (40, 60, 90):
+            contexts = generator.integers(30, longest, num_rows)
+            rows = [(int(context), 1) for context in contexts]
+            is_uncut = cut.leaves_uncut(contexts)
+            if is_uncut:
+                assert listed(make_work(cut, rows, device))[1] == []
+            found.append((num_rows, is_uncut))
+    assert {is_uncut for rows, is_uncut in found if rows < 4} == {False}
+    assert {is_uncut for rows, is_uncut in found if rows == 20} == {True}
+    contexts = np.full(20, 30)
+    assert not replace(cut, items=1).leaves_uncut(contexts), "none is ever cut"
+    assert not FIXED.leaves_uncut(contexts)
+    contexts[3] = 500
+    assert cut.leaves_uncut(contexts) == (window > 0)
+
+
+def test_a_step_that_is_not_cut_has_nothing_to_merge(device: torch.device) -> None:
+    work = make_work(CUTS["one_split"], MIXES["mixed"], device)
+    assert work.bounds.merges == work.bounds.slots == 0

@@ -130,6 +130,7 @@ CASES = {
     "plain": Case(group_size=4, cut=SMALL),
     "heads": Case(group_size=3, kv_heads=2, cut=SMALL, head_dim=20),
     "window": Case(group_size=4, cut=SMALL, window=37),
+    "chunk": Case(group_size=4, cut=SMALL, chunk=37),
     "narrow": Case(group_size=4, cut=SMALL, window=5, block_size=3),
     "soft_cap": Case(group_size=2, cut=SMALL, soft_cap=3.0),
     "sinks": Case(group_size=4, cut=SMALL, sinks=True),
@@ -328,8 +329,8 @@ STEPS = {
 @pytest.mark.parametrize(
     ("architecture", "half"),
     [
-        ("qwen3_moe", False),
         ("qwen3_5", True),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
         pytest.param("llama", True, marks=pytest.mark.slow),
         pytest.param("llama", False, marks=pytest.mark.slow),
         pytest.param("mistral", False, marks=pytest.mark.slow),
@@ -420,8 +421,7 @@ def answers_alone() -> list[Any]:
 @pytest.mark.parametrize(
     "engine",
     [
-        "preempted",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES if name != "preempted"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES),
     ],
 )
 def test_a_request_has_the_same_bits(

@@ -2,6 +2,7 @@
 backend, whose keys and values torch converts to float8_e4m3fn and back."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,13 @@ from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.select import make_backend
 from quire.ops.kernels.launch import INTERPRETED
+from tests.support.kernels.latent_cases import as_fp8
 from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import RowPart, make_step, run_step
 from tests.support.models.reference_checkpoints import checkpoint as tiny
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the steps of these tests are on the CPU")
 
-LARGEST = 448.0
 CPU = torch.device("cpu")
 SCALES = {0: (0.005, 0.003), 1: (0.011, 0.02), 2: (0.1, 0.007)}  # some numbers are cut off
 
@@ -41,11 +42,6 @@ class Fp8Reference(ReferenceBackend):
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         k_scale, v_scale = self._scales[layer]
         super().write(layer, as_fp8(k_TKH, k_scale), as_fp8(v_TKH, v_scale))
-
-
-def as_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
-    scaled = (x * torch.tensor(1 / scale)).clamp(-LARGEST, LARGEST)
-    return scaled.to(torch.float8_e4m3fn).float() * scale
 
 
 @pytest.fixture(autouse=True)
@@ -90,18 +86,21 @@ def logits_of(checkpoint: Checkpoint, model: torch.nn.Module, backend: Attention
     return torch.cat(found)
 
 
-def test_logits_are_those_of_the_reference_with_fp8_numbers(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("name", ["triton", "cpu"])
+def test_logits_are_those_of_the_reference_with_fp8_numbers(
+    checkpoint: Checkpoint, name: str
+) -> None:
     directory, spec = checkpoint.directory, checkpoint.spec
     scales = kv_scales(directory, spec)
     wanted_scales = {layer: tuple(np.float32(pair).tolist()) for layer, pair in SCALES.items()}
     assert scales == wanted_scales
     model = load_model(directory, spec, torch.float32, CPU)
     fp8 = layout_of(checkpoint, "fp8")
-    got = logits_of(checkpoint, model, make_backend("triton", fp8, scales))
+    got = logits_of(checkpoint, model, make_backend(name, fp8, scales))
     reference = Fp8Reference(layout_of(checkpoint, "auto"), scales)
     wanted = logits_of(checkpoint, model, reference)
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
-    unscaled = logits_of(checkpoint, model, make_backend("triton", fp8))
+    unscaled = logits_of(checkpoint, model, make_backend(name, fp8))
     assert (unscaled - wanted).abs().mean() > 20 * (got - wanted).abs().mean() + 0.01
 
 
@@ -124,20 +123,21 @@ def test_who_has_no_fp8_says_what_to_do(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = layout_of(checkpoint, "fp8")
-    for name in ("auto", "cpu", "torch", "reference"):
+    for name in ("torch", "reference"):
         with pytest.raises(
-            ConfigError, match=r"fp8 is not supported by attention_backend .*use triton"
+            ConfigError, match=r"fp8 is not supported by attention_backend .*use cpu"
         ):
             make_backend(name, layout)
+    with pytest.raises(ConfigError, match=r"fp8 needs attention_backend cpu, .* not torch.float64"):
+        make_backend("auto", replace(layout, dtype=torch.float64))
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "0")
-    for name in ("auto", "cpu", "triton"):
-        with pytest.raises(
-            ConfigError,
-            match=r"fp8 needs attention_backend triton, which cannot be used here: it is for GPUs,"
-            r" not cpu; use kv_cache_dtype int8 or auto",
-        ):
-            make_backend(name, layout)
+    with pytest.raises(
+        ConfigError,
+        match=r"fp8 needs attention_backend triton, which cannot be used here: it is for GPUs,"
+        r" not cpu; use kv_cache_dtype int8 or auto",
+    ):
+        make_backend("triton", layout)
     old = "fp8 needs a GPU of compute capability 8.9, this one has 8.6"
     monkeypatch.setattr(triton_gpu, "why_not", lambda layout: old)
     with pytest.raises(ConfigError, match=r"this one has 8\.6; use kv_cache_dtype int8"):
-        make_backend("torch", layout)
+        make_backend("triton", layout)

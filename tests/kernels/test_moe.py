@@ -214,6 +214,36 @@ def test_experts_that_are_elsewhere_add_nothing(
         check(found, wanted)
 
 
+@pytest.mark.parametrize("way", ["kernels", "fixed", "torch"])
+@pytest.mark.parametrize(("num_tokens", "num_real"), [(3, 2), (9, 5), (9, 0), (70, 66)])
+def test_padded_tokens_reach_no_expert(
+    num_tokens: int, num_real: int, way: str, device: torch.device
+) -> None:
+    """Their ids may be of no expert at all. Real tokens have the bits that they have alone."""
+    x, ids, weights, *experts = problem(num_tokens, (6, 2, 40, 36), torch.float32, device)
+    alone = (x[:num_real], ids[:num_real], weights[:num_real], *experts)
+    ids[num_real:], x[num_real:], weights[num_real:] = 1 << 28, float("nan"), float("nan")
+    padded, real = (x, ids, weights, *experts), torch.tensor([num_real], dtype=torch.int32)
+    if way == "torch":
+        with reference.only_first_tokens(real.to(device)):
+            found = reference.moe_experts(*padded)
+    else:
+        found = moe.moe_experts(*padded, is_fixed=way == "fixed", num_real=real.to(device))
+    check(found[:num_real], reference.moe_experts(*alone))
+
+
+def test_pairs_of_padded_tokens_are_in_no_tile(device: torch.device) -> None:
+    """Sorted by one program, and by several."""
+    for num_tokens, num_real in ((16, 9), (513, 400)):
+        ids = some_ids(num_tokens, 6, 2).to(device)
+        real = torch.tensor([num_real], dtype=torch.int32, device=device)
+        order, tiles = moe_sort.sort_by_expert(ids, 6, 16, num_real=real)
+        flat = ids[:num_real].flatten()
+        assert torch.equal(order[: 2 * num_real].long(), flat.argsort(stable=True))
+        covered = [place for _, begin, end in tiles.t().tolist() for place in range(begin, end)]
+        assert covered == list(range(2 * num_real))
+
+
 @pytest.mark.parametrize("tile", [*moe.TILES.values(), moe.LARGEST_TILE, SMALL], ids=str)
 @pytest.mark.parametrize("num_tokens", [2, 47])
 def test_every_tile(num_tokens: int, tile: Tile, dtype: torch.dtype, device: torch.device) -> None:

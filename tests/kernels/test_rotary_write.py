@@ -15,7 +15,7 @@ from quire.ops.kernels.attention.attention_write import layer_kv, write_kv
 from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary, rotary_rows
 from quire.spec.cache_group import CacheGroup
-from tests.support.kernels.cpp_blocks import row_by_row
+from tests.support.kernels.cpp_blocks import row_by_row, scales_in_rows
 
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EPS = 1e-6
@@ -176,6 +176,7 @@ def test_int8(size: int, has_norm: bool, dtype: torch.dtype, device: torch.devic
     found = case.run(kv[:, 2])
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found[used], q[used], atol=tolerance, rtol=tolerance)
+    kv, before = scales_in_rows(kv), scales_in_rows(before)
     integers, steps = int8_values(rows_of(kv, 2)[:, case.slots[used]], size)
     wanted = torch.stack((k, v))[:, used].float()
     largest = wanted.abs().amax(dim=-1, keepdim=True)
@@ -192,7 +193,8 @@ def test_int8(size: int, has_norm: bool, dtype: torch.dtype, device: torch.devic
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
 @pytest.mark.parametrize("kv_format", ["auto", "int8"])
 def test_the_core_writes_the_same(kv_format: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Byte for byte, but that the core's keys are turned; values are copied or rounded alike."""
+    """Byte for byte, but that the core's keys are turned and its scales are in rows; values are
+    copied or rounded alike."""
     case = make_case(4, 2, 16, dtype, device)
     case.slots[1] = 11  # it knows no padding
     group = CacheGroup("full", layers=(0,), num_kv_heads=2, head_dim=16, window=None)
@@ -210,6 +212,7 @@ def test_the_core_writes_the_same(kv_format: str, dtype: torch.dtype, device: to
     wanted = row_by_row(backend._memory.kv[0], kv_format)
     kv = torch.zeros_like(wanted, device=device)
     case.run(kv[:, 0])
+    kv = scales_in_rows(kv) if kv_format == "int8" else kv
     mine, theirs = (rows_of(x.cpu(), 0) for x in (kv, wanted))
     assert torch.equal(mine[1], theirs[1]), "values"
     if kv_format == "int8":
@@ -263,7 +266,8 @@ def test_a_write_alone_stores_the_same_bytes(
     case.run(kv.view(torch.float8_e4m3fn) if kv_format == "fp8" else kv, k_scale=0.5, v_scale=2.0)
     assert torch.equal(alone, together) and not torch.equal(alone[:, 1], alone[:, 0])
     if kv_format == "int8":
-        assert rows_of(alone, 1)[:, SLOTS[2], :, 20:].contiguous().view(torch.float32).isnan().all()
+        rows = rows_of(scales_in_rows(alone), 1)[:, SLOTS[2]]
+        assert rows[..., 20:].contiguous().view(torch.float32).isnan().all()
 
 
 def test_what_it_refuses(device: torch.device) -> None:

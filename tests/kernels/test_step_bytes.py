@@ -37,7 +37,7 @@ from quire.runner.build import build_runner
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="it looks into Triton's interpreter")
 
 D, F, N, K, H, V = 64, 96, 4, 2, 16, 1999
-ROWS, CONTEXT, BLOCK, NUM_BLOCKS = 4, 23, 16, 2
+ROWS, CONTEXT, BLOCK = 4, 23, 16
 WIDTH = 2  # bytes of float16
 CONFIG = {
     "model_type": "llama",
@@ -175,39 +175,47 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native.core.cache_clear()
 
 
-def step_of(layers: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Traffic:
-    """The traffic of one decode step: the second of all rows, whose contexts are CONTEXT then. What
-    stands in the blocks before is of no matter."""
+def step_of(
+    layers: int,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int = ROWS,
+    sizes: dict[str, int] | None = None,
+    context: int = CONTEXT,
+) -> Traffic:
+    """The traffic of one decode step: the second of all rows, with this context then. What stands
+    in the blocks before is of no matter. sizes: other numbers of the config."""
     directory.mkdir()
-    config = CONFIG | {"num_hidden_layers": layers}
+    config = CONFIG | {"num_hidden_layers": layers} | (sizes or {})
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    settings = {"load_format": "dummy", "dtype": "float16", "device": "cpu", "max_num_seqs": ROWS}
-    settings |= {"attention_backend": "triton", "block_size": BLOCK, "max_model_len": 64}
+    settings = {"load_format": "dummy", "dtype": "float16", "device": "cpu", "max_num_seqs": 8}
+    settings |= {"attention_backend": "triton", "block_size": BLOCK, "max_model_len": 128}
     settings |= {"kv_cache_memory_bytes": 1 << 20}
     source = resolve_model(str(directory))
     runner = build_runner(config_from_flat(model=str(directory), **settings), source).runner
-    runner.run(plan_of(1, starts=True))
+    runner.run(plan_of(1, rows, starts=True, context=context))
     traffic = Traffic()
     with Launches(traffic).counted(monkeypatch), CountingMode(traffic):
-        result = runner.run(plan_of(2))
-    assert result.token_ids.shape == (ROWS, 1) and not result.row_errors
+        result = runner.run(plan_of(2, rows, context=context))
+    assert result.token_ids.shape == (rows, 1) and not result.row_errors
     return traffic
 
 
-def plan_of(step_id: int, starts: bool = False) -> Plan:
+def plan_of(step_id: int, num_rows: int, starts: bool = False, context: int = CONTEXT) -> Plan:
     """Each row computes its next token and samples."""
-    rows, ones = np.arange(ROWS, dtype=np.int32), np.ones(ROWS, np.int32)
-    known = CONTEXT - 2 + step_id  # tokens of a row; the last of them is not computed yet
+    rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32)
+    known = context - 2 + step_id  # tokens of a row; the last of them is not computed yet
     written = BlockWrites()
     started: tuple[RowStart, ...] = ()
     if starts:
         tokens = np.arange(known, dtype=np.int32)
         greedy = SamplingParams(temperature=0.0)
         started = tuple(
-            RowStart(r, tokens + r, known - 1, known, greedy, seed=r) for r in range(ROWS)
+            RowStart(r, tokens + r, known - 1, known, greedy, seed=r) for r in range(num_rows)
         )
-        row, index = (each.ravel().astype(np.int32) for each in np.indices((ROWS, NUM_BLOCKS)))
-        written = BlockWrites(0 * row, row, index, row * NUM_BLOCKS + index)
+        blocks = -(-context // BLOCK)
+        row, index = (each.ravel().astype(np.int32) for each in np.indices((num_rows, blocks)))
+        written = BlockWrites(0 * row, row, index, row * blocks + index)
     return Plan(
         step_id=step_id,
         rows=rows,

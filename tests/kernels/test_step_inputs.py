@@ -277,6 +277,33 @@ def test_a_row_that_has_no_token_to_choose(device: torch.device) -> None:
     assert state.tokens_RM[1, lengths[0]] == 2000 and state.tokens_RM[4, lengths[1]] == 0
 
 
+@pytest.mark.parametrize("num_samples", [0, 3, kernels.ADVANCED + 2])
+def test_tokens_in_the_mail(num_samples: int, device: torch.device) -> None:
+    """They are the results, in the step's slot; each program writes the ticket into its flag."""
+    most = kernels.ADVANCED + 5
+    state = random_state(16, 1, device, most)
+    rows = list(range(most))[::-1][:num_samples]
+    pairs = [(row, i) for i, row in enumerate(rows)]
+    inbox = scheduled(rows, [1] * num_samples, most, device, pairs, result_slot=1)
+    inbox.words[kernels.TICKET] = 77
+    width = kernels.Mail.width(most)
+    words = torch.full((3, width), POISON, dtype=torch.int32, device=device)
+    buffers = poisoned(state, most, most, 4)
+    contexts = kernels.gather_step(state, inbox, buffers).context_lens_S
+    ids = torch.arange(most, device=device)
+    is_valid = ids != 1
+    results = torch.full((3, most), POISON, dtype=torch.int32, device=device)
+    mail = kernels.Mail(words, most)
+    kernels.advance(state, inbox, contexts, ids, is_valid, results, mail)
+    assert torch.equal(words[1, :most], results[1])
+    wanted = [-1 if i == 1 else i for i in range(num_samples)]
+    assert words[1, :num_samples].tolist() == wanted
+    assert words[1, most : most + 2].tolist() == [77, 77]
+    assert kernels.num_flags(num_samples) == (1 if num_samples <= kernels.ADVANCED else 2)
+    words[1, : most + 2] = POISON
+    assert bool((words == POISON).all()), "nothing else is written"
+
+
 def test_a_token_behind_a_full_row_is_dropped(device: torch.device) -> None:
     state = random_state(16, 1, device)
     state.computed_R[1] = TOKENS - 1

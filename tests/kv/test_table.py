@@ -37,6 +37,8 @@ class TableMachine(RuleBasedStateMachine):
             return
         free = self.pool.num_free
         needed = table.num_new_blocks(count)
+        if count:
+            assert table.num_draft_blocks(count) == needed
         done = table.append(count)
         assert self.pool.num_free == free - needed, "num_new_blocks said something else"
         for source, destination in done.copies:

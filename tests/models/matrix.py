@@ -48,6 +48,7 @@ from quire.tools.verify.paged import Paging
 from quire.tools.verify.theirs import Reference, Theirs
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import take_dequantised
+from tests.models import type_survey
 from tests.models.image_matrix import PAGE, YES, read_section
 from tests.models.test_gguf_families import CONVERTIBLE, convertible
 from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
@@ -314,7 +315,7 @@ FEATURES = {
             name, f"near the same weights dequantised, with the same tokens alone and in a batch"
             f" (weights in {name})", weights(name), q,
         )
-        for name, q in (("int8", "smollm3"), ("int4", "qwen3_moe"), ("fp8", "glm4"))
+        for name, q in (("int8", "deepseek_v3"), ("int4", "qwen3_moe"), ("fp8", "glm4"))
     },
     "kv": Feature(
         "int8 KV", "near transformers' logits, with the same tokens alone and in a batch", kv_int8,
@@ -372,6 +373,7 @@ TAIL = """
 - **Your checkpoint.** `quire verify MODEL` makes the same comparisons with a real checkpoint.
 - **Drafts.** EAGLE-3 heads of both layouts work with every type of the first table
   (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`; [speculation](speculation.md)).
+  Layers for multi-token prediction draft as defined, in float64 (`tests/models/test_mtp.py`).
 - **Pooling.** All types of the first table give embeddings, classes and scores
   ([embeddings](embeddings.md)). Tests compare Qwen 3 and Llama with transformers' `AutoModel` and
   `AutoModelForSequenceClassification`, within 1e-10 in float64 (`tests/serve/test_pooling.py`).
@@ -409,7 +411,7 @@ def page(results: dict[str, dict[str, str]], losses: dict[str, float]) -> str:
     text += "".join(f"({number}) {note}.\n" for number, note in enumerate(notes, 1))
     text += "\n" if notes else ""
     text += "".join(f"- **{each.title}**: {each.means}\n" for each in FEATURES.values())
-    text += LOSSES_HEAD
+    text += type_survey.read_section() + LOSSES_HEAD
     for name, loss in losses.items():
         text += f"| {name} | {loss:.4f} | {loss - losses['float32']:+.4f} |\n"
     return text + read_section() + TAIL
@@ -425,7 +427,7 @@ def read_page() -> dict[str, dict[str, str]]:
     """What the page says, by type and feature."""
     text = PAGE.read_text("utf-8")
     notes = dict(re.findall(r"^(\(\d+\)) (.+)\.$", text, re.MULTILINE))
-    lines = [line for line in text.split(LOSSES_HEAD)[0].splitlines() if line.startswith("|")]
+    lines = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("|")]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     names = {feature.title: name for name, feature in FEATURES.items()}
     head = [names.get(title, title) for title in table[0][1:]]

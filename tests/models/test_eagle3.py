@@ -17,7 +17,7 @@ from quire.runner.drafting.drafting import NativeHead
 from quire.spec.eagle3_spec import head_options, head_spec
 from quire.spec.model_spec import ModelSpec
 from tests.support.models.checkpoints import random_tokens
-from tests.support.models.eagle_heads import (
+from tests.support.models.draft_heads import (
     AUTHORS,
     LAYER,
     SPECULATORS,

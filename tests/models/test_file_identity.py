@@ -58,6 +58,19 @@ def test_a_tensor_of_a_large_file_that_changed_is_seen(name: str, tmp_path: Path
     assert file_identity(path) != before
 
 
+def test_a_header_beyond_the_usual_start_counts_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    write_large(path)
+    monkeypatch.setattr(module, "MIN_START_BYTES", 16)
+    monkeypatch.setattr(module, "PAGES", 2)
+    before = file_identity(path)
+    name = path.read_bytes()[:200].index(b'"dtype"')
+    change(path, name, b'"dtypf"')
+    assert file_identity(path) != before
+
+
 def test_a_large_file_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     write_large(path)

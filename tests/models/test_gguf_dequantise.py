@@ -26,6 +26,17 @@ DIGESTS = {
     "Q6_K": "cf7337482e680298",
     "BF16": "9066754534afec96",
     "MXFP4": "76e92f1d16fbe9db",
+    "IQ2_XXS": "4509bbeabcf3d90a",
+    "IQ2_XS": "79dbcdaa9d1df289",
+    "IQ3_XXS": "34312f0bf7f3e3bd",
+    "IQ1_S": "c846f77dbee30024",
+    "IQ4_NL": "4c9351137a0a78ee",
+    "IQ3_S": "274b6c436dd448d0",
+    "IQ2_S": "918d0ec2d887c2f9",
+    "IQ4_XS": "7ac1649cd717defa",
+    "IQ1_M": "2e89ae05f6de61fa",
+    "TQ1_0": "45067017ff1e6c59",
+    "TQ2_0": "6a3356014ebbb434",
 }
 
 

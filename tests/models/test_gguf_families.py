@@ -17,7 +17,13 @@ from quire.models.load.loading import load_model
 from quire.models.parts import experts
 from quire.models.registry import make_model
 from quire.spec.model_spec import ModelSpec, load_spec
-from tests.support.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
+from tests.support.models.checkpoints import (
+    DEEPSEEK_YARN,
+    VARIANTS,
+    Checkpoint,
+    random_tokens,
+    write_checkpoint,
+)
 from tests.support.models.gguf_writer import F32, convert, model_metadata, stored, write_gguf
 from tests.support.models.paged_forward import CPU, run_paged
 
@@ -58,14 +64,30 @@ CONVERTIBLE = [
     "qwen3_5",
     "qwen3_5_wide",
     "qwen3_5_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_plain",
+    "glm4_moe_lite_plain",
+    "minicpm3_plain",
 ]
+ONE_FACTOR = {"rope_parameters": DEEPSEEK_YARN | {"mscale": 1.3}}
 # What such files cannot say, as llama.cpp takes it.
 TAKEN_FOR_GRANTED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "qwen2_moe": {"norm_topk_prob": False},
+    "deepseek_v2": ONE_FACTOR,
+    "deepseek_v3": ONE_FACTOR,
 }
 # What no such file can say: other biases, caps, layers without rotation or experts, activations.
-INEXPRESSIBLE = {
+# Without a reader of their files: a layer's chunks.
+UNREAD = {f"llama4{kind}" for kind in ("", "_some", "_plain")}
+INEXPRESSIBLE = UNREAD | {
+    "deepseek_v2_lite",
+    "deepseek_v3_some",
+    "glm4_moe_lite",
+    "minicpm3",
+    "minicpm3_long",
     "opt",
     "opt_350m",
     "opt_plain",

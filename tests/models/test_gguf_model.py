@@ -14,10 +14,11 @@ import torch
 
 from quire.base.errors import ModelError
 from quire.base.settings.config import ModelConfig, config_from_flat
+from quire.models.checkpoint.files import checkpoint_files
 from quire.models.checkpoint.formats import IN_THE_DTYPE, weight_formats
 from quire.models.checkpoint.source import resolve_model
 from quire.models.gguf.dequantise import LAYOUTS, dequantise
-from quire.models.gguf.stored import FORMATS
+from quire.models.gguf.stored import FORMATS, format_of
 from quire.models.gguf.weights import gguf_tensors
 from quire.models.load.cache_files import WeightCache
 from quire.models.load.loading import LoadOptions, load_model
@@ -28,7 +29,7 @@ from quire.ops.weights.formats import variants
 from quire.ops.weights.pack import pack_blocks
 from quire.ops.weights.packed import Packed, PackedParts, PackedWeight
 from quire.runner.setup.preview import preview_runner
-from quire.spec.gguf.container import KINDS, ArrayEntry, GGUFFile, TensorKind
+from quire.spec.gguf.container import KINDS, TEXT, ArrayEntry, GGUFFile, TensorKind
 from quire.spec.model_spec import ModelSpec, load_spec
 from tests.ops.test_linear import quantised_activations
 from tests.ops.test_linear import random as random_numbers
@@ -133,6 +134,76 @@ def test_source(llama: Checkpoint, tmp_path: Path) -> None:
     assert (source.directory, source.load_format, source.name) == (path, "auto", "tiny-Q8_0")
     with pytest.raises(ModelError, match="no config.json; to load tiny-Q8_0.gguf, give the path"):
         load_spec(tmp_path)
+
+
+def split(path: Path, folder: Path, changes: dict[int, dict[str, int]] | None = None) -> list[Path]:
+    """Write a GGUF file again as two parts, as llama-gguf-split does."""
+    whole = GGUFFile(path)
+    names, parts = [*whole.tensors], []
+    half = len(names) // 2
+    for number, own in enumerate((names[:half], names[half:])):
+        meta: dict[str, Any] = (
+            {key: _plain(whole, key) for key in whole.metadata} if not number else {}
+        )
+        meta |= {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        meta |= (changes or {}).get(number, {})
+        tensors = {
+            name: Tensor(_NUMBERS[t.kind.name], t.shape, bytes(whole.data(t)))
+            for name in own
+            for t in [whole.tensors[name]]
+        }
+        parts.append(write_gguf(folder / f"tiny-0000{number + 1}-of-00002.gguf", meta, tensors))
+    return parts
+
+
+_NUMBERS = {kind.name: number for number, kind in KINDS.items()}
+
+
+def _plain(file: GGUFFile, key: str) -> Any:
+    value = file.metadata[key]
+    if not isinstance(value, ArrayEntry):
+        return value
+    return file.texts(key) if value.kind == TEXT else [int(each) for each in file.numbers(key)]
+
+
+def test_split_files_are_one_model(llama: Checkpoint, tmp_path: Path) -> None:
+    """Tensors come from all parts, whichever part is given; each is in the model's identity."""
+    path = convert(llama.directory, tmp_path / "whole.gguf", Q8_0)
+    parts = split(path, tmp_path)
+    source = resolve_model(str(parts[1]))
+    assert (source.directory, source.name) == (parts[0], "tiny")
+    assert checkpoint_files(source.directory) == parts
+    whole, both = GGUFFile(path), GGUFFile(parts[0])
+    assert {*both.tensors} == {*whole.tensors}
+    for name, place in whole.tensors.items():
+        assert both.data(both.tensors[name]) == whole.data(place)
+        both.forget(both.tensors[name])
+    assert load_spec(parts[0]) == load_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({1: {"split.no": 0}}, "is not part 2 of 2 by its metadata"),
+        ({1: {"split.count": 3}}, "is not part 2 of 2"),
+        ({0: {"split.tensors.count": 99}}, "tensors, not 99. Download"),
+        ({0: {"split.count": 3}}, "one of 3 parts of a model; join them"),
+    ],
+)
+def test_parts_that_do_not_match(
+    llama: Checkpoint, tmp_path: Path, changes: dict[int, dict[str, int]], message: str
+) -> None:
+    path = convert(llama.directory, tmp_path / "whole.gguf", Q8_0)
+    parts = split(path, tmp_path, changes)
+    with pytest.raises(ModelError, match=message):
+        GGUFFile(parts[0])
+
+
+def test_a_missing_part(llama: Checkpoint, tmp_path: Path) -> None:
+    parts = split(convert(llama.directory, tmp_path / "whole.gguf", Q8_0), tmp_path)
+    parts[1].unlink()
+    with pytest.raises(ModelError, match="tiny-00002-of-00002.gguf is missing. Put all parts"):
+        resolve_model(str(parts[0]))
 
 
 # ---- errors ----------------------------------------------------------------------------------
@@ -400,14 +471,14 @@ def k_blocks(kind: int, shape: tuple[int, int], numbers: np.random.Generator) ->
     """Any bits are valid but the scales'."""
     block_bytes = KINDS[kind].block_bytes
     raw = numbers.integers(0, 256, (shape[0], shape[1] // 256, block_bytes), np.uint8)
-    for place in {12: (0, 2), 14: (208,)}[kind]:
+    for place in {12: (0, 2), 14: (208,), 17: (0,), 23: (0,), 34: (52,)}[kind]:
         scales = numbers.uniform(1e-4, 2e-4, raw.shape[:2]).astype("<f2")
         raw[..., place : place + 2] = scales[..., None].view(np.uint8)
     return Tensor(kind, shape, raw.tobytes())
 
 
 @needs_core
-@pytest.mark.parametrize("kind", [12, 14], ids=["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", [12, 14, 17, 23, 34], ids=lambda kind: KINDS[kind].name)
 def test_k_formats_are_kept(kind: int, tmp_path: Path) -> None:
     """In the table of a tied head, too, which is looked up as what the head multiplies; and when
     they come from the cache."""
@@ -432,7 +503,7 @@ def test_k_formats_are_kept(kind: int, tmp_path: Path) -> None:
     spec = load_spec(path)
     model = load_model(path, spec, torch.float32, CPU)
     plain = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=IN_THE_DTYPE))
-    assert set(packed_formats(model).values()) == {KINDS[kind].name.lower()}
+    assert set(packed_formats(model).values()) == {format_of(KINDS[kind]).format}
     config = config_from_flat(model=str(path), dtype="float32")
     assert preview_runner(config, resolve_model(str(path))).weights_bytes == model_bytes(model)
     for name in packed_formats(plain):

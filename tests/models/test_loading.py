@@ -457,3 +457,19 @@ def test_the_peak_of_memory_is_near_the_packed_model() -> None:
     peak, packed = map(int, done.stdout.split())
     assert 30e6 < packed < 36e6
     assert peak < packed + 75e6  # a layer, 17 MB of random numbers, and code that is loaded late
+
+
+def test_the_bytes_are_checked_before_a_weight_is_read(tmp_path: Path) -> None:
+    """A plan that cannot be made fails before the files are opened."""
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    seen: list[int] = []
+    model = load(checkpoint, check_bytes=seen.append)
+    assert seen == [model_bytes(model)]
+
+    def refuse(num_bytes: int) -> None:
+        raise OutOfMemory("no room")
+
+    read: list[int] = []
+    with pytest.raises(OutOfMemory, match="no room"):
+        load(checkpoint, lambda done, total: read.append(done), check_bytes=refuse)
+    assert read == []

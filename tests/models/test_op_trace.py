@@ -48,7 +48,8 @@ def test_nothing_is_computed_outside_operations(variant: str, tmp_path: Path) ->
             model.logits(model(ids_T, step.positions_T, attention))
     assert outside.found == []
     num_linear = len(spec.linear_layers)
-    assert record.names.count("attention") == spec.num_layers - num_linear
+    attends = "attention" if spec.latent is None else "latent_attention"
+    assert record.names.count(attends) == spec.num_layers - num_linear
     assert record.names.count("delta_rule") == record.names.count("convolve") == num_linear
     after_head = ("scale", "soft_cap")  # of logits
     assert [name for name in record.names if name not in after_head][-1] == "linear"

@@ -31,7 +31,14 @@ from quire.spec import quantization_config as forms
 from quire.spec.model_spec import load_spec, parse_spec
 from quire.spec.quantization_config import StoredWeight
 from tests.support.models import quantised_writers as writers
-from tests.support.models.checkpoints import HYBRID, LLAMA, exact_logits, random_tokens
+from tests.support.models.checkpoints import (
+    HYBRID,
+    LATENT,
+    LLAMA,
+    ROUTED,
+    exact_logits,
+    random_tokens,
+)
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.quantised_writers import Format, compressed, float8, gptq, integers_of
 
@@ -439,3 +446,18 @@ def test_linear_attention_whose_gates_stay_plain(name: str, tmp_path: Path) -> N
     assert_same(exact_model(quantised), exact_model(plain))
     if core() is not None:
         assert_near(quantised, plain, 0.3)
+
+
+@pytest.mark.parametrize("name", ["float blocks", "gptq ordered", "packed"])
+def test_latent_attention_reads_its_heads_in_the_dtype(name: str, tmp_path: Path) -> None:
+    """The module of all heads is dequantised and cut by head; its blocks do not end with heads."""
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64,
+        "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 14, "qk_rope_head_dim": 32,
+        "v_head_dim": 18, "num_hidden_layers": 2,
+    }  # fmt: skip
+    form = replace(FORMATS[name], left_out=(*FORMATS[name].left_out, "mlp.gate"))
+    quantised, plain = writers.write(tmp_path, form, "deepseek_v3", **(LATENT | ROUTED | sizes))
+    assert_same(exact_model(quantised), exact_model(plain))
+    if core() is not None:
+        assert_near(quantised, plain, 0.15)

@@ -33,7 +33,7 @@ from quire.spec.eagle3_spec import head_options, head_spec
 from quire.spec.model_spec import load_spec, parse_spec
 from tests.models.test_eagle3 import SHAPES, TOKENS, Target
 from tests.support.models.checkpoints import HYBRID, LLAMA, VARIANTS, write_checkpoint, write_own
-from tests.support.models.eagle_heads import LAYER, HeadShape, target_spec, write_head
+from tests.support.models.draft_heads import LAYER, HeadShape, target_spec, write_head
 from tests.support.models.gguf_writer import Q8_0, convert
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
 from tests.support.models.quick import first_of_each_type

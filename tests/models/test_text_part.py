@@ -1,6 +1,6 @@
 """The text part of a checkpoint that reads images as well is the model that transformers runs.
 
-Covers `spec/model_spec.py`.
+Covers `spec/model_spec.py` and `models/families/llama4.py`.
 """
 
 import json
@@ -21,6 +21,7 @@ from tests.support.models.checkpoints import (
     GEMMA3,
     HYBRID,
     HYBRID_EXPERTS,
+    LLAMA4,
     exact_logits,
     random_tokens,
 )
@@ -83,6 +84,26 @@ def test_of_qwen3_5(
     with caplog.at_level(logging.WARNING, "quire"):
         model = load_model(tmp_path, spec, torch.float64, CPU)
     assert caplog.messages[-1].endswith("only the text part is served, without images")
+    options: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
+    got = run_paged(model, spec, TOKENS, [[7, 33]], **options)[0]
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_of_llama4(tmp_path: Path) -> None:
+    """Its images are refused: the engine serves the text part."""
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 16,
+        "num_attention_heads": 2, "patch_size": 8, "vision_output_dim": 16,
+        "projector_input_dim": 16, "projector_output_dim": 16,
+    }  # fmt: skip
+    text = LLAMA4 | {"initializer_range": 0.25}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    transformers.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    wanted = exact_logits(tmp_path, TOKENS)[0]
+    spec = model_spec(tmp_path)
+    assert [group.kind for group in spec.cache_groups] == ["full", "chunked"]
+    model = load_model(tmp_path, spec, torch.float64, CPU)
     options: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
     got = run_paged(model, spec, TOKENS, [[7, 33]], **options)[0]
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)

@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "jamba": ("jamba", SMALL | {"attn_layer_offset": 1}, "[0, 2] are 'linear_attention'"),
     "minimax": ("minimax", SMALL, "[1] are 'linear_attention' (layer_types) and keep a state"),
     "kimi_linear": ("kimi_linear", SMALL, "[0, 1, 2] are 'linear_attention'"),
-    "own_attention": ("jetmoe", SMALL, "fails in model.layers.0.self_attention"),
+    "own_attention": ("jetmoe", SMALL, "computes by the values of its inputs"),
     "some_layers": ("recurrent_gemma", SMALL | {"head_dim": 8}, "[0, 1] are 'linear"),
     "twice": ("diffllama", SMALL, "attends more than once"),
     "own_mask": ("doge", SMALL, "a mask that its own code makes"),

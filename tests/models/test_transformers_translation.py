@@ -129,6 +129,7 @@ def test_embeddings_take_the_place_of_ids(tmp_path: Path) -> None:
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_torch_compiles_a_class_as_one_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

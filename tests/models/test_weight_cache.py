@@ -22,7 +22,7 @@ from quire.models.load.assembly import all_weights, empty_model
 from quire.models.load.cache_files import (
     HEADER,
     MAGIC,
-    PAGE,
+    PAGE_BYTES,
     UNFINISHED,
     WEIGHTS,
     WeightCache,
@@ -280,7 +280,7 @@ def test_an_index_that_lies(
     entry = entry_of(cache, empty_model(llama.spec, torch.bfloat16, CPU), 0, [], 0, "x")
     assert entry is not None
     text = json.dumps({"key": entry.key, "weights": index}).encode()
-    start, digest = aligned(HEADER.size + len(text), PAGE), hashlib.sha256(text).digest()
+    start, digest = aligned(HEADER.size + len(text), PAGE_BYTES), hashlib.sha256(text).digest()
     cache.directory.mkdir()
     with entry.path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, start, num_bytes, len(text), digest) + text)

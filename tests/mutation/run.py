@@ -40,11 +40,13 @@ from tests.mutation.mutants import FUNCTIONS, Mutant, mutants_of, sample
 ROOT = Path(__file__).parents[2]
 SOURCES = (
     "src/quire/scheduler/*.py", "src/quire/scheduler/*/*.py", "src/quire/kv/*.py",
+    "src/quire/spec/cache_group.py",
     "src/quire/ops/sampling*.py", "src/quire/runner/sampling/sampler.py",
     "src/quire/runner/sampling/candidates.py",
 )  # fmt: skip
 TESTS = (
-    "tests/golden", "tests/scheduler", "tests/kv", "tests/ops/test_sampling.py",
+    "tests/golden", "tests/scheduler", "tests/kv", "tests/spec/test_cache_group.py",
+    "tests/ops/test_sampling.py",
     "tests/ops/test_sampling_bounds.py",
     "tests/runner/test_sampler.py", "tests/runner/test_memory_plan.py",
     "tests/engine/loop/test_beams.py",

@@ -4,6 +4,7 @@ Covers `ops/attention/batches.py` and `ops/attention/torch_cpu.py`.
 """
 
 import inspect
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, ForwardingBackend
 from quire.ops.attention.select import BACKENDS, make_backend
+from quire.ops.attention.within_step import make_within_step
 from quire.ops.attention_inputs import Scores
 from quire.ops.host.native import core
 from quire.spec.cache_group import CacheGroup
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,
+    NUM_VALUES,
     Case,
     Contents,
     attend_contiguous,
@@ -46,11 +49,18 @@ CASES = {
     "window_5": Case(MIXED, window=5),
     "window_64": Case([*MIXED, (300, 70)], window=64),
     "window_larger": Case(MIXED, window=1000),
+    "chunk_1": Case(MIXED, chunk=1),
+    "chunk_5": Case(MIXED, chunk=5),
+    "chunk_13": Case([(11, 1), (12, 1), (13, 1), (25, 3), (20, 50)], block_size=3, chunk=13),
+    "chunk_64": Case([*MIXED, (300, 150), (63, 1), (64, 1), (63, 9)], chunk=64),
+    "chunk_290": Case([(600, 1), (255, 80), (579, 2), (580, 3)], block_size=16, chunk=290),
+    "chunk_larger": Case(MIXED, chunk=1000),
     "very_uneven": Case([(3, 1), (900, 1), (4, 1), (5, 1), (700, 1)], block_size=16),
     "several_new": Case([(20, 3), (25, 3), (7, 3), (9, 2)], block_size=3),
     "long": Case([(600, 1), (255, 1), (256, 1), (511, 8), (300, 2)], block_size=16),
     "long_window": Case([(600, 1), (255, 8), (511, 3)], block_size=16, window=290),
     "one": Case([(0, 1)]),
+    "cap_sinks_chunk": Case(MIXED, block_size=3, chunk=7, soft_cap=2.0, has_sinks=True),
     "cap": Case(MIXED, soft_cap=0.7),
     "cap_30": Case(MIXED, soft_cap=30.0, heads=3, kv_heads=3),
     "sinks": Case(MIXED, has_sinks=True),
@@ -64,6 +74,16 @@ CASES = {
         [(600, 1), (255, 8), (511, 3)], 16, window=290, soft_cap=1.0, has_sinks=True
     ),
 }
+LATENT_CASES = {
+    "decode": Case(DECODE, kv_heads=1, is_latent=True),
+    "mixed": Case(MIXED, kv_heads=1, is_latent=True),
+    "block_1": Case(CASES["block_1"].rows, block_size=1, kv_heads=1, is_latent=True),
+    "block_3": Case(MIXED, block_size=3, heads=6, kv_heads=1, is_latent=True),
+    "block_16": Case(MIXED, block_size=16, heads=1, kv_heads=1, is_latent=True),
+    "several_new": Case(CASES["several_new"].rows, 3, kv_heads=1, is_latent=True),
+    "long": Case(CASES["long"].rows, block_size=16, heads=16, kv_heads=1, is_latent=True),
+}
+HAVE_LATENTS = ("reference", "torch")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 # In which each backend is compared most closely.
 EXACT = {"reference": torch.float64, "torch": torch.float64, "cpu": torch.float32}
@@ -95,6 +115,44 @@ def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
     got = run_named("torch", case, dtype)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("latent_name", HAVE_LATENTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", LATENT_CASES.values(), ids=LATENT_CASES.keys())
+def test_latent_attention_is_softmax(latent_name: str, dtype: torch.dtype, case: Case) -> None:
+    got = run_named(latent_name, case, dtype)
+    assert got.dtype == dtype and got.is_contiguous()
+    torch.testing.assert_close(got.double(), softmax_of(case), rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("latent_name", HAVE_LATENTS)
+def test_latent_blocks_move(latent_name: str) -> None:
+    """A row reads its latent vectors in copied blocks, and in blocks that came back from the host
+    memory."""
+    case = replace(LATENT_CASES["mixed"], rows=((0, 10),))
+    contents = make_contents(case)
+    backend = make_backend(latent_name, replace(case, rows=((0, 30),)).layout(torch.float64))
+    wanted = run_backend(backend, case, contents, [[0, 1, 2]], torch.float64)
+    first, later = np.array([0, 1, 2], np.int32), np.array([5, 3, 4], np.int32)
+    backend.copy_blocks(0, first, later)
+    backend.swap_out(0, later, first)
+    backend.load(0, first, np.array([6, 7, 8], np.int32))
+    for table in ([5, 3, 4], [6, 7, 8]):
+        backend.prepare(make_step([RowPart(9, 10, (table,))], case.block_size))
+        q_TNL = contents.q[0][9:]
+        got = backend.run_latent(1, q_TNL, Scores(HEAD_DIM**-0.5), NUM_VALUES)
+        torch.testing.assert_close(got, wanted[9:], rtol=0, atol=1e-12)
+
+
+def test_backends_without_latents_say_so() -> None:
+    backend = make_within_step("torch", Case([(0, 1)]).layout(torch.float32))
+    for call in (
+        lambda: backend.write_latent(0, torch.zeros(1, 8)),
+        lambda: backend.run_latent(0, torch.zeros(1, 2, 8), Scores(1.0), 6),
+    ):
+        with pytest.raises(ConfigError, match="latent attention; remove attention_backend"):
+            call()
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
@@ -171,6 +229,20 @@ def test_blocks_that_left_the_window_do_not_count(name: str, junk: int) -> None:
     run_backend(backend, case, contents, tables, EXACT[name])
     for table, (before, _) in zip(tables, case.rows, strict=True):
         first = (before - 6 + 1) // case.block_size
+        table[:first] = [junk] * first
+    got = run_step(backend, case, contents, steps_of(case, tables)[1], EXACT[name])
+    check(name, got, case, contents)
+
+
+@pytest.mark.parametrize("junk", [-1, 0])
+def test_blocks_of_past_chunks_do_not_count(name: str, junk: int) -> None:
+    """The second row's first tokens still see the chunk before its last one's."""
+    case = Case([(39, 1), (20, 5), (63, 1)], chunk=8)
+    contents, tables = make_contents(case), case.tables()
+    backend = make_backend(name, case.layout(EXACT[name]))
+    run_backend(backend, case, contents, tables, EXACT[name])
+    for table, (before, _) in zip(tables, case.rows, strict=True):
+        first = before // 8 * 8 // case.block_size
         table[:first] = [junk] * first
     got = run_step(backend, case, contents, steps_of(case, tables)[1], EXACT[name])
     check(name, got, case, contents)

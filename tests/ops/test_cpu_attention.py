@@ -28,6 +28,7 @@ from tests.support.kernels.attention_cases import (
     run_backend,
     softmax_of,
 )
+from tests.support.kernels.latent_cases import as_fp8
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core was not built")
@@ -209,6 +210,28 @@ def test_int8_is_softmax_of_what_is_stored(case: Case) -> None:
         assert (got.double() - exact).square().mean().sqrt() < 0.01, variant
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_fp8_is_softmax_of_what_is_stored(case: Case) -> None:
+    """Numbers beyond the range have the largest magnitude; a number of any size is the nearest."""
+    k_scale, v_scale = 0.002, 0.05
+    contents = make_contents(case)
+    contents.v[0][0, 0] *= 1e-3
+    stored = Contents(
+        contents.q,
+        [as_fp8(k, k_scale).double() for k in contents.k],
+        [as_fp8(v, v_scale).double() for v in contents.v],
+    )
+    layout = replace(case.layout(torch.float32), kv_format="fp8")
+    for variant in variants():
+        scales = dict.fromkeys(range(8), (k_scale, v_scale))
+        backend = CpuBackend(layout, variant=variant, scales=scales)
+        got = run_backend(backend, case, contents, case.tables(), torch.float32)
+        wanted = attend_contiguous(case, stored)
+        torch.testing.assert_close(
+            got.double(), wanted, rtol=0, atol=2e-5, msg=lambda text, v=variant: f"{v}: {text}"
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_may_be_wider_than_keys(dtype: torch.dtype) -> None:
     case = CASES["block_16"]
@@ -253,11 +276,17 @@ def test_a_single_head_may_lie_anywhere() -> None:
 def test_any_head_size(head_dim: int, kv_format: str, variant: str) -> None:
     sequences = make_sequences([70, 3], torch.bfloat16, head_dim)
     cut = Cut([(60, 3), (10, 0)], kv_format=kv_format, variant=variant)
+    if kv_format == "fp8" and head_dim < 4:
+        with pytest.raises(ConfigError, match="fp8 needs heads of at least 4 numbers"):
+            compute(cut, sequences)
+        return
     for out, q, k, v in zip(
         compute(cut, sequences), sequences.q, sequences.k, sequences.v, strict=True
     ):
         if kv_format == "int8":
             k, v = as_int8(k), as_int8(v)
+        if kv_format == "fp8":
+            k, v = as_fp8(k, 1.0), as_fp8(v, 1.0)
         k, v = (x.double().repeat_interleave(2, dim=1).transpose(0, 1) for x in (k, v))
         wanted = torch.nn.functional.scaled_dot_product_attention(
             q.double().transpose(0, 1), k, v, is_causal=True
@@ -266,8 +295,13 @@ def test_any_head_size(head_dim: int, kv_format: str, variant: str) -> None:
 
 
 EXTRAS: list[dict[str, Any]] = [{}, {"soft_cap": 2.0, "has_sinks": True}]
-STORED = [("auto", torch.float32), ("auto", torch.bfloat16), ("int8", torch.float32)]
-STORED_IDS = ["float32", "bfloat16", "int8"]
+STORED = [
+    ("auto", torch.float32),
+    ("auto", torch.bfloat16),
+    ("int8", torch.float32),
+    ("fp8", torch.float32),
+]
+STORED_IDS = ["float32", "bfloat16", "int8", "fp8"]
 
 
 @pytest.mark.parametrize(
@@ -370,6 +404,8 @@ def test_what_is_not_finite_reaches_those_who_see_it(
 ) -> None:
     """Of queries before the bad token and of those whose window has left it, no bit changes."""
     kv_format, dtype = STORED[STORED_IDS.index(stored)]
+    if kv_format == "fp8":
+        bad = torch.nan  # an infinity is stored as 448
     decoded = [(250,), *[(1,)] * 90, (60,)]  # from before the bad token until it has left
     for name, at in [("k", 270), ("v", 270), ("v", 271)]:
         sequences = make_sequences([400], dtype)
@@ -405,7 +441,7 @@ def test_only_this_backend_stores_int8() -> None:
     for backend in (TorchBackend, ReferenceBackend):
         with pytest.raises(ConfigError, match="not as int8"):
             backend(layout)
-    with pytest.raises(ConfigError, match="auto or int8, not 'int3'"):
+    with pytest.raises(ConfigError, match="auto, int8 or fp8, not 'int3'"):
         CpuBackend(replace(layout, kv_format="int3"))
 
 

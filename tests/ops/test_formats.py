@@ -19,6 +19,7 @@ from quire.ops.weights.formats import (
     packed_bytes,
     packed_form,
     panel_of,
+    variant_numbers,
     variants,
 )
 
@@ -29,10 +30,10 @@ needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not buil
 
 @needs_core
 @pytest.mark.parametrize("format", NAMES)
-@pytest.mark.parametrize("index", range(len(variants())), ids=variants())
-def test_bytes_are_the_cores(index: int, format: str) -> None:
+@pytest.mark.parametrize("variant", variants())
+def test_bytes_are_the_cores(variant: str, format: str) -> None:
     """Of every variant, format and group, also where outputs and inputs fill no panel and group."""
-    module, variant = core(), variants()[index]
+    module, number = core(), variant_numbers()[variant]
     assert module is not None
     is_quantised, own = format not in CORE_DTYPES, SIZES[format]
     sizes = (*GROUP_SIZES, *([0] if format in ("int8", "fp8") else [])) if is_quantised else (0,)
@@ -41,7 +42,7 @@ def test_bytes_are_the_cores(index: int, format: str) -> None:
         chosen = Quantization(format, size) if is_quantised else None
         form = packed_form(chosen) if chosen is not None else None
         name, group = (format, 1) if form is None else (form.format, form.group_of(inputs))
-        layout = WeightLayout(NAMES.index(name), index, outputs, inputs, group)
+        layout = WeightLayout(NAMES.index(name), number, outputs, inputs, group)
         got = packed_bytes((outputs, inputs), format, chosen, panel_of(variant))
         assert got == module.linear_bytes(layout.at(0, module)), (outputs, inputs, size)
 

@@ -16,6 +16,7 @@ from quire.ops.elementwise import (
     quick_gelu,
     relu,
     scale,
+    scale_by_top,
     silu_mul,
     soft_cap,
 )
@@ -90,6 +91,17 @@ def test_gated_add(dtype: torch.dtype) -> None:
     x, y = random(6, 13, dtype=dtype), random(6, 13, dtype=dtype, seed=1)
     gate = random(6, 1, dtype=dtype, seed=2)
     check(gated_add(x, y, gate), x.double() + y.double() / (1 + (-gate.double()).exp()), dtype)
+
+
+def test_tokens_are_gated_with_the_same_bits_in_any_batch() -> None:
+    dtype = torch.float32
+    x_TD, y_TD = (random(4096, 2, dtype=dtype, seed=seed) for seed in (1, 2))
+    logits_TE = 3 * random(4096, 16, dtype=dtype)
+    scaled, added = scale_by_top(x_TD, logits_TE), gated_add(x_TD, y_TD, logits_TE[:, :1])
+    for token in range(len(x_TD)):
+        x, y, logits = (each[token : token + 1] for each in (x_TD, y_TD, logits_TE))
+        assert torch.equal(scale_by_top(x, logits)[0], scaled[token])
+        assert torch.equal(gated_add(x, y, logits[:, :1])[0], added[token])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

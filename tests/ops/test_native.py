@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import sys
 from types import SimpleNamespace
 
@@ -9,13 +10,21 @@ import pytest
 
 from quire.ops.host import native_types
 from quire.ops.host.native import INTERFACE_VERSION, core
-from quire.ops.host.native_types import Core, CoreGroup, CorePlan, CoreProgram, CoreStatePlan
+from quire.ops.host.native_types import (
+    Core,
+    CoreGroup,
+    CoreLauncher,
+    CorePlan,
+    CoreProgram,
+    CoreStatePlan,
+)
 
 PROTOCOLS = {
     "AttentionPlan": CorePlan,
     "Program": CoreProgram,
     "SharedGroup": CoreGroup,
     "StatePlan": CoreStatePlan,
+    "StepLauncher": CoreLauncher,
 }
 
 
@@ -29,7 +38,7 @@ def told(function: object) -> tuple[int, list[str]]:
 def true(function: object, is_method: bool) -> tuple[int, list[str]]:
     """The same of a compiled function, whose signature nanobind keeps as text."""
     ((signature, *_),) = function.__nb_signature__  # type: ignore[attr-defined]
-    (parsed,) = ast.parse(f"{signature}: ...").body
+    (parsed,) = ast.parse(re.sub(r"= \\\d+", "= None", signature) + ": ...").body  # defaults
     assert isinstance(parsed, ast.FunctionDef)
     arguments = parsed.args
     by_position = [*arguments.posonlyargs, *arguments.args]

@@ -24,13 +24,15 @@ from quire.base.events import Stepped
 from quire.base.messages import Fork, Request
 from quire.base.requests.outputs import RequestOutput
 from quire.engine.drafting.draft_pace import StepTimes
+from quire.render.answers.grammar import params_grammar
 from quire.render.renderer import RenderedPrompt
 from tests.support.engine.image_engine import Images, finished
-from tests.support.models.eagle_heads import write_demo_head
-from tests.support.models.reference_checkpoints import shallow
+from tests.support.models.draft_heads import write_demo_head
+from tests.support.models.reference_checkpoints import shallow, text_checkpoint
 
 Pair = tuple[str, str]
 PROMPT = "Once upon a time there was a little fox. One day the fox"
+NUM_PROMPT_TOKENS = 14
 MAX_TOKENS = 14
 
 
@@ -104,7 +106,7 @@ class Bench:
 
     def request(self, params: SamplingParams) -> Request:
         """Raises RequestError for what excludes each other, or images."""
-        grammar = self.llm.engine.renderer.answer_grammar(params, self.prompt)
+        grammar = params_grammar(self.llm.engine.renderer, params, self.prompt)
         return self.llm.engine.requests.make(self.prompt, params, grammar=grammar)
 
     def outputs(self, *params: SamplingParams) -> list[RequestOutput]:
@@ -115,32 +117,58 @@ class Bench:
 
 
 class Subject:
-    """A model and a prompt: text for the demo model, or images."""
+    """A model and a prompt: text, or images. drafted: a request for which some drafts are right."""
 
-    def __init__(self, images: Images | None) -> None:
-        self.images = images
+    def __init__(
+        self, model: str, images: Images | None = None, drafted: SamplingParams | None = None
+    ) -> None:
+        self.model, self.images = model, images
+        self.drafted = drafted or params_of("greedy", "ignore_eos")
 
     @contextmanager
     def open(self, **settings: Any) -> Iterator[Bench]:
-        model = "demo" if self.images is None else str(self.images.folder)
+        model = self.model
         own = {"max_model_len": 64, "dtype": "float32", "disable_log_stats": True}
+        if model != "demo" and self.images is None:
+            own["block_size"] = 4  # smaller than a chunk
         with LLM(model, **own, **settings) as llm:
             if self.images is None:
-                prompt = RenderedPrompt(llm.get_tokenizer().encode(PROMPT), PROMPT)
+                tokenizer = llm.get_tokenizer()
+                tokens = tokenizer.encode(PROMPT)[:NUM_PROMPT_TOKENS]
+                prompt = RenderedPrompt(tokens, tokenizer.decode(tokens))
             else:
                 prompt = self.images.rendered(self.images.prompts[1])
             yield Bench(llm, prompt)
 
     def block_bytes(self) -> int:
+        """Return the bytes of a block; of 16 tokens where blocks have 4."""
         with self.open(kv_cache_memory_bytes=8 << 20) as made:
-            return (8 << 20) // made.llm.engine.memory.num_blocks[0]
+            engine = made.llm.engine
+            if engine.config.cache.block_size == 4:
+                return sum(group.block_bytes(16, 4) for group in engine.spec.cache_groups)
+            return (8 << 20) // engine.memory.num_blocks[0]
 
 
-@pytest.fixture(scope="module", params=["text", pytest.param("images", marks=pytest.mark.slow)])
+# Random models with latent vectors, and with chunks. Their texts do not repeat themselves.
+OTHER_GROUPS = {"latent": "deepseek_v3", "chunked": "llama4_text"}
+FEW_TOKENS = dict.fromkeys(range(40, 43), 100.0)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "text",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("images", *OTHER_GROUPS)),
+    ],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     if request.param == "text":
-        return Subject(None)
-    return Subject(Images.write(tmp_path_factory.mktemp("images"), "qwen3_vl"))
+        return Subject("demo")
+    if request.param in OTHER_GROUPS:
+        drafted = msgspec.structs.replace(params_of("ignore_eos"), logit_bias=FEW_TOKENS)
+        return Subject(str(text_checkpoint(OTHER_GROUPS[request.param])), drafted=drafted)
+    images = Images.write(tmp_path_factory.mktemp("images"), "qwen3_vl")
+    return Subject(str(images.folder), images)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +209,7 @@ def guessing(
 ) -> Iterator[Bench]:
     """Short of memory, and it tries what followed the last tokens before: often it is wrong. How
     long steps take is not looked at, so that it guesses on any machine."""
-    if subject.images is not None and request.param in NEED_THE_DEMO:
+    if subject.model != "demo" and request.param in NEED_THE_DEMO:
         pytest.skip("its draft model is for the demo model")
     settings = {"method": request.param, **GUESSES[request.param]}
     depth = 2 if request.param == "ngram, by the device" else 1
@@ -258,23 +286,22 @@ def test_side_by_side(roomy: Bench, alone: dict[str, Any], names: tuple[str, ...
 
 @pytest.mark.parametrize("names", THREES, ids=", ".join)
 def test_guesses_change_nothing(
-    guessing: Bench, alone: dict[str, Any], names: tuple[str, ...]
+    subject: Subject, guessing: Bench, alone: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    greedy = params_of("greedy", "ignore_eos")
     names = tuple(name for name in names if name in alone)
-    found = guessing.answers(*map(params_of, names), greedy)
+    found = guessing.answers(*map(params_of, names), subject.drafted)
     assert dict(zip(names, found[:-1], strict=True)) == {name: alone[name] for name in names}
 
 
 @pytest.mark.parametrize("form", ["json", pytest.param("regex", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", THREES, ids=", ".join)
 def test_guesses_at_an_answer_with_a_form_change_nothing(
-    expected: Expected, guessing: Bench, names: tuple[str, ...], form: str
+    subject: Subject, expected: Expected, guessing: Bench, names: tuple[str, ...], form: str
 ) -> None:
     """Those that its grammar forces, and others."""
     wanted = expected.of(*((form, name) for name in names))
     params = [params_of(*pair) for pair in wanted]
-    found = guessing.answers(*params, params_of("greedy", "ignore_eos"))
+    found = guessing.answers(*params, subject.drafted)
     assert dict(zip(wanted, found[:-1], strict=True)) == wanted
 
 
@@ -319,11 +346,11 @@ def test_pauses_and_priorities_change_nothing(
         } == {name: alone[name] for name in names}
 
 
-def test_there_are_guesses(guessing: Bench) -> None:
+def test_there_are_guesses(subject: Subject, guessing: Bench) -> None:
     steps: list[Stepped] = []
     core = guessing.llm.engine.client.core
     core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
-    guessing.answers(params_of("greedy", "ignore_eos"), params_of("n"))
+    guessing.answers(subject.drafted, params_of("n"))
     tried, right = sum(s.num_draft_tokens for s in steps), sum(s.num_accepted for s in steps)
     assert tried > right > 0
 

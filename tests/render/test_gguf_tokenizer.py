@@ -13,6 +13,7 @@ from quire.models.checkpoint.source import resolve_model
 from quire.render.generation import read_generation_defaults
 from quire.render.renderer import Renderer
 from quire.render.tokens.gguf_tokenizer import gguf_generation
+from quire.render.tokens.pre_tokenizers import CASED
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.render.tokens.tokenizer_files import has_tokenizer
 from quire.spec.gguf.container import GGUFFile
@@ -75,6 +76,20 @@ GPT4O = (
     "|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
 CODER = ["[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
+DEEPSEEK = [
+    "[\\r\\n]",
+    f"\\s?[{CASED}]+",
+    "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    "\\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+]
+DEEPSEEK_V3 = [
+    "\\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+]
 # What the tokenizer.json of models of these kinds says: pre-tokenizers, normalizer, ignore_merges.
 AS_PUBLISHED: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
     "gpt-2": ([byte_level(True)], None, False),
@@ -88,6 +103,8 @@ AS_PUBLISHED: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]
     "command-r": ([DIGITS, byte_level(True)], {"type": "NFC"}, False),
     "olmo": ([byte_level(True)], {"type": "NFC"}, False),
     "deepseek-coder": ([*map(split, CODER), DIGITS, byte_level(False)], None, False),
+    "deepseek-llm": ([*map(split, DEEPSEEK), DIGITS, byte_level(False)], None, False),
+    "deepseek-v3": ([*map(split, DEEPSEEK_V3), byte_level(False)], None, False),
 }
 
 

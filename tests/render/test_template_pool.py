@@ -18,8 +18,9 @@ from quire.base.errors import EngineBusy, RequestError
 from quire.render.jobs import job_pool
 from quire.render.jobs.job_pool import JobProcess
 from quire.render.templates.chat_template import ChatOptions
-from quire.render.templates.template_job import InThisProcess, TemplateJob, unpack
+from quire.render.templates.template_job import TemplateJob
 from quire.render.templates.template_pool import TEMPLATES, TemplatePool
+from quire.render.templates.template_worker import InThisProcess, unpack
 from tests.support.processes.servers import children_of
 
 USER = {"role": "user", "content": "Hello <s> \ud800 🙂"}

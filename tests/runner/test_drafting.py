@@ -19,7 +19,7 @@ from quire.runner.build import build_runner
 from quire.runner.memory_plan import spare_blocks, workspace_of
 from quire.runner.setup.preview import preview_runner
 from quire.tools.devices import Device
-from quire.tools.fit import fit
+from quire.tools.sizing.fit import fit
 from tests.support.engine.attachments import drafter_of
 from tests.support.models.reference_checkpoints import (
     ARCHITECTURES,
@@ -159,7 +159,9 @@ def test_other_backends(backend: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", pytest.param("llama4_text", marks=pytest.mark.slow)]
+)
 def test_guesses_over_several_blocks_and_prompts_in_pieces(
     architecture: str, settings: dict[str, Any]
 ) -> None:

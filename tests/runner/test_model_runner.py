@@ -1,7 +1,6 @@
 """A runner on a CPU whose plans have masked rows. It waits for masks between logits and sampling.
 Rows without a mask have the same bits in that batch."""
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Iterator, Set
@@ -152,7 +151,7 @@ def test_a_plan_in_parts_takes_its_rows_masks_from_the_same_promise() -> None:
     for i, rows in enumerate((plan.rows[:1], plan.rows[1:3], plan.rows[3:])):
         part = restrict(plan, rows)
         if i == 1:  # also if nobody has told which of the masked rows are left
-            part = dataclasses.replace(part, masked_rows=plan.masked_rows)
+            part = part.replace(masked_rows=plan.masked_rows)
         parts.append((part, built.runner.run(part, promise)))
     combined = combine(plan, parts)
     assert combined.token_ids.tolist() == whole.token_ids.tolist()

@@ -16,7 +16,7 @@ from quire.ops.collective import ALONE, RankGroup
 from quire.ops.host import native
 from quire.ops.rows.step_inputs import SampleInputs
 from quire.ops.sampling.logprobs import token_logprobs
-from quire.runner.attachment import SamplingFeature
+from quire.runner.attachment import SamplingFeature, SamplingPart
 from quire.runner.rows import DeviceRows
 from quire.runner.sampling.candidates import logprob_tensors, to_candidates
 from quire.runner.sampling.vocabulary import vocabulary_of
@@ -302,6 +302,31 @@ def test_bad_words_of_one_token():
     assert bench.sample(logits, 0).token_ids_N.tolist() == [order[2]]
 
 
+def test_requests_of_a_repeated_step_are_found_once():
+    """Until a row starts, ends or forks: the same rows may then request other features."""
+    bench, rows = Bench(), np.array([0, 1], np.int32)
+    sampler = bench.sampler
+    bench.start(0, **GREEDY)
+    bench.start(1, **GREEDY)
+    first = sampler.requested(rows)
+    needs = sampler.needs(first)
+    assert sampler.requested(rows) is first and sampler.needs(first) is needs
+    assert sampler.requested(rows.copy()) is not first, "another step"
+    masked = sampler.requested(rows, rows[1:])
+    assert masked.masked.tolist() == [1] and sampler.needs(masked).has_masks
+    assert not sampler.needs(sampler.requested(rows)).has_masks
+
+    bench.start(1, temperature=0.7, top_k=3)
+    assert sampler.requested(rows).flags.is_greedy.tolist() == [True, False]
+    assert sampler.needs(sampler.requested(rows)).has_filters
+    bench.start(0, bad_words=((5,),), **GREEDY)
+    bench.fork(0, 1, 1)
+    assert set(sampler.requested(rows).spans) == {0, 1}
+    assert sampler.needs(sampler.requested(rows)).edits is not None
+    sampler.release_rows(rows)
+    assert sampler.needs(sampler.requested(rows)).edits is None
+
+
 def test_logprobs_are_those_of_the_raw_logits():
     bench = Bench()
     bench.start(0, temperature=1.7, top_k=4, logit_bias={5: 100.0}, logprobs=4)
@@ -371,6 +396,17 @@ def test_a_row_that_starts_again_forgets():
     sampled = bench.sample(logits, 0)
     assert sampled.token_ids_N.tolist() == [int(logits[0].argmax())]
     assert sampled.candidates == {}
+
+
+def test_parts_change_the_edited_logits_before_tokens_are_chosen() -> None:
+    class Part(SamplingPart):
+        def edited(self, logits_NV: torch.Tensor) -> None:
+            logits_NV[0, 7] = 9.0
+
+    bench = Bench()
+    bench.start(0, logit_bias={7: -3.0}, **GREEDY)
+    bench.sampler.parts = lambda needs, requested: [Part()]
+    assert bench.sample(torch.zeros(1, VOCAB), 0).token_ids_N.tolist() == [7]
 
 
 class HeardRows(SamplingFeature):

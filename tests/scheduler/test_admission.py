@@ -218,6 +218,23 @@ def test_after_three_preemptions_all_must_be_able_to_reach_their_limits() -> Non
     assert reserve(waiting) == 1
 
 
+def test_a_resumed_prompt_fills_one_block_and_leaves_the_rest_of_the_budget() -> None:
+    """A prompt swapped out within a block gets that block's slots, and the next one the rest."""
+    scheduler = scheduler_of(100, preemption_mode="swap")
+    add(scheduler, "first", 3)
+    add(scheduler, "a", 100)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None and plan.num_tokens.tolist() == [3, 61]
+    scheduler.update(others(plan), 0.0)
+    scheduler.control(Abort("first"), 0.0)
+    sequence = scheduler.lifecycle.sequences["a"]
+    scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+    assert sequence.num_swapped_tokens == 61
+    add(scheduler, "b", 100)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None and plan.num_tokens.tolist() == [3, 61]
+
+
 def test_what_was_found_in_the_cache_is_told_once_of_a_group_that_comes_back() -> None:
     """Its samples were forked: all but the first never had a report of their own."""
     scheduler = scheduler_of(64)

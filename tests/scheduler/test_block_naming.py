@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from quire.kv.digest import extend_digests
+from quire.scheduler.core import names
 from quire.scheduler.core.names import Digester, Prefix
 from quire.scheduler.policy.policies import make_block_hash
 from tests.scheduler.test_step_results import scheduler_of, step
@@ -20,9 +21,10 @@ def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
     assert uncached.root(request, 1, 0) == uncached.root(request, 1, 5)
 
 
-def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
+def test_a_prefix_among_rows_is_named_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that lack one name each are named together, from the table of rows; a prefix has no
     row."""
+    monkeypatch.setattr(names, "MIN_TOGETHER", 2)
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(8))), 0.0)
     step(scheduler, 5)
@@ -36,9 +38,12 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     assert prefix.digests == wanted and sequence.digests == own
 
 
-@pytest.mark.parametrize("num", [1, 2])
-def test_blocks_are_named_with_the_chosen_hash(num: int) -> None:
-    """Alone, and together with another row."""
+@pytest.mark.parametrize(("num", "min_together"), [(1, 16), (3, 16), (3, 2)])
+def test_blocks_are_named_with_the_chosen_hash(
+    num: int, min_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, one by one, and together with other rows."""
+    monkeypatch.setattr(names, "MIN_TOGETHER", min_together)
     block_hash = make_block_hash("blake2b")
     scheduler = scheduler_of()
     scheduler.memory.names.digester = Digester(block_hash)
@@ -57,12 +62,12 @@ def test_names_are_recorded_once_with_whose_they_are() -> None:
     """NewNames: the sequence, its digests, how many it had, and how many it has now."""
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(8))), 0.0)
-    sequence, names = scheduler.lifecycle.sequences["r"], scheduler.memory.names
-    names.new = new = []
+    sequence, naming = scheduler.lifecycle.sequences["r"], scheduler.memory.names
+    naming.new = new = []
     sequence.digests.clear()
-    names.extend([sequence], [1])
-    names.extend([sequence], [2])
-    names.extend([sequence], [2])
+    naming.extend([sequence], [1])
+    naming.extend([sequence], [2])
+    naming.extend([sequence], [2])
     digests = sequence.digests
     assert new == [(0, digests, 0, 1), (0, digests, 1, 2)]
     assert len(digests) == 2

@@ -282,6 +282,16 @@ def test_candidates_are_asked_for_by_how_many_of_their_tokens_are_on_their_way()
     assert drafts.candidates(num_pending=1) == drafts.candidates(num_pending=None) == [sequence]
 
 
+def test_a_row_with_drafts_in_flight_is_no_candidate() -> None:
+    scheduler = running()
+    guess(scheduler, "a", 3)
+    plan = plan_of(scheduler)
+    assert tried(plan) == {0: 3}
+    assert scheduler.drafts.candidates(num_pending=None) == []
+    scheduler.update(result(plan, 1, 1), 0.0)
+    assert len(scheduler.drafts.candidates(num_pending=None)) == 1
+
+
 def test_drafts_of_a_row_that_is_taken_are_forgotten() -> None:
     """Whoever gets the row next has none in flight."""
     for tell, is_held, is_unsure in ((guess, True, False), (let_guess, False, True)):

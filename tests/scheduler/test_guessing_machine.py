@@ -6,6 +6,7 @@ from hypothesis.stateful import initialize, rule
 
 from quire.base.messages import Draft, Drafted
 from quire.scheduler.core.queue import Fifo
+from tests.scheduler.test_chunked_machine import CHUNKS, LATENTS
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.state_machines import FEW, run_machine
@@ -42,6 +43,16 @@ class GuessingStateMachine(GuessingMachine):
 
 class GuessingHybridMachine(GuessingMachine):
     groups = (FULL, STATES, WINDOW)
+
+
+class GuessingChunkedMachine(GuessingMachine):
+    """Rejected drafts may go back over the beginning of a chunk."""
+
+    groups = (FULL, CHUNKS)
+
+
+class GuessingLatentMachine(GuessingMachine):
+    groups = (LATENTS,)
 
 
 class DeviceGuessingMachine(SchedulerMachine):
@@ -93,6 +104,10 @@ class DeviceGuessingMixedMachine(DeviceGuessingMachine):
     groups = (FULL, WINDOW)
 
 
+class DeviceGuessingChunkedMachine(DeviceGuessingMachine):
+    groups = (CHUNKS,)
+
+
 @FEW
 @pytest.mark.parametrize(
     "machine",
@@ -100,9 +115,12 @@ class DeviceGuessingMixedMachine(DeviceGuessingMachine):
         GuessingMachine,
         GuessingStateMachine,
         GuessingHybridMachine,
+        GuessingChunkedMachine,
+        pytest.param(GuessingLatentMachine, marks=pytest.mark.slow),
         DeviceGuessingMachine,
         DeviceGuessingWindowMachine,
         DeviceGuessingMixedMachine,
+        DeviceGuessingChunkedMachine,
     ],
 )
 def test_guesses_change_no_tokens(machine: type, max_examples: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
-from quire.scheduler.reuse.held import Held
+from quire.scheduler.reuse.held import Held, _have_same_names
 from quire.scheduler.views import RetainedView
 from quire.spec.cache_group import STATE, CacheGroup
 from tests.scheduler.test_pins import copies
@@ -579,3 +579,15 @@ def test_the_question_whether_all_could_fit_costs_the_same_however_much_is_held(
             assert bench.scheduler.memory.could_fit([200])
         found.append(calls.total())
     assert found[0] == found[1] < 40
+
+
+@pytest.mark.parametrize(
+    ("other", "are_equal"),
+    [({}, True), ({"cache_salt": "s"}, False), ({"adapter_id": "a"}, False)],
+)
+def test_names_are_reused_only_between_requests_that_name_alike(
+    other: dict[str, str], are_equal: bool
+) -> None:
+    one = make_request("one", [1, 2, 3])
+    two = msgspec.structs.replace(make_request("two", [1, 2, 3]), **other)
+    assert _have_same_names(one, two) is are_equal

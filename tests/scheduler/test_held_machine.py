@@ -16,6 +16,7 @@ from hypothesis.stateful import rule
 
 from quire.base.errors import RequestError
 from quire.base.messages import Fork, Hold, Request, RetainedRequest, Rewind
+from tests.scheduler.test_chunked_machine import CHUNKS, LATENTS
 from tests.scheduler.test_guessing_machine import GuessingMachine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
@@ -122,6 +123,14 @@ class HeldMixedMachine(HeldRules):
     groups = (FULL, WINDOW)
 
 
+class HeldChunkedMachine(HeldRules):
+    groups = (FULL, CHUNKS)
+
+
+class HeldLatentMachine(HeldRules):
+    groups = (LATENTS,)
+
+
 class HeldHybridMachine(HeldRules):
     groups = (FULL, STATES)
 
@@ -137,7 +146,15 @@ class HeldGuessingMachine(HeldRules, GuessingMachine):
 @FEW_OR_MANY
 @pytest.mark.parametrize(
     "machine",
-    [HeldMachine, HeldMixedMachine, HeldHybridMachine, HeldStoresMachine, HeldGuessingMachine],
+    [
+        HeldMachine,
+        HeldMixedMachine,
+        HeldChunkedMachine,
+        pytest.param(HeldLatentMachine, marks=pytest.mark.slow),
+        HeldHybridMachine,
+        HeldStoresMachine,
+        HeldGuessingMachine,
+    ],
 )
 def test_random_programs_of_forks_give_each_its_own_tokens(
     machine: type, max_examples: int

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from quire.base.events import Preempted, Queued
+from quire.base.events import Finished, Preempted, Queued
+from quire.base.messages import Abort
 from quire.scheduler.core.lifecycle import TRANSITIONS
 from quire.scheduler.core.sequence import Sequence, State
 from tests.scheduler.test_step_results import scheduler_of, step
@@ -27,6 +28,14 @@ def test_what_is_told_of_one_that_gives_way() -> None:
     rows = scheduler.lifecycle.preempt(scheduler.lifecycle.sequences["r"], "other", 3.0)
     assert rows == {0}
     assert scheduler.lifecycle.events[-1] == Preempted(3.0, "r", "other", 10, False)
+
+
+def test_an_aborted_beam_search_ends_with_its_number_of_results() -> None:
+    scheduler = scheduler_of()
+    beams = {"n": 2, "beam_width": 3, "use_beam_search": True, "temperature": 0.0}
+    scheduler.add(make_request("r", [1, 2, 3], max_tokens=5, **beams), 0.0)
+    [event] = scheduler.control(Abort("r"), 1.0).events
+    assert isinstance(event, Finished) and event.num_sequences == 2
 
 
 def test_what_is_told_of_one_that_waits_for_more_of_its_prompt() -> None:

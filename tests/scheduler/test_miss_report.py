@@ -265,3 +265,13 @@ def test_what_a_request_had_computed_is_known_also_if_it_ended_without_a_row() -
     ask(scheduler, "b", list(range(40)), now=5.0)
     report = ask(scheduler, "c", TEXT[:30], now=7.5)
     assert (report.miss, report.near_id, report.lost_s) == ("evicted", "a", 2.5)
+
+
+def test_a_prompt_without_a_hit_or_a_miss_is_not_announced_to_its_client() -> None:
+    """It is shorter than a block, so there was nothing to find."""
+    scheduler = scheduler_of()
+    add(scheduler, "short", TEXT[: BLOCK - 1], 0.0)
+    [report] = [
+        event.report for event in scheduler.schedule(0.0).events if isinstance(event, PrefixFound)
+    ]
+    assert not report.miss and not scheduler.lifecycle.admitted

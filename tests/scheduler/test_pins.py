@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.messages import Unpin
+from quire.base.messages import GrammarReady, ResetPrefixCache, Unpin
 from quire.base.plan import Move, Plan
 from quire.scheduler.core.plans import PlanBuilder
 from quire.spec.cache_group import CacheGroup
@@ -215,6 +215,19 @@ def test_forgetting_the_index_leaves_pins_alone() -> None:
     bench.finish()
     bench.assert_right(request)
     assert pin.num_hits == 1
+
+
+def test_a_pin_that_was_held_back_is_not_held_back_again() -> None:
+    """It arrived during a pause, and is computed again after a reset of the cache."""
+    bench = Bench()
+    request = make_request("pin", PREFIX, max_tokens=1, temperature=0.0)
+    bench._send(msgspec.structs.replace(request, pin_s=0.0, is_held_back=True))
+    bench.core.control(GrammarReady("pin"))
+    bench.finish()
+    bench.core.control(ResetPrefixCache("new"))
+    for _ in range(4):
+        bench.step()
+    assert bench.pins["pin"].sequence is None
 
 
 @pytest.mark.parametrize("caching", [True, False])

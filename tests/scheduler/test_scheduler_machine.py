@@ -1,9 +1,9 @@
 """The scheduler under random programs, against a plain model of each request's tokens.
 
-Depth 1, 2 and 3; full, window and state groups, alone and mixed; pools so small that preemption is
-common; aborts anywhere. Some requests make their step raise, or their rows compute garbage, at any
-point. Plans run when they are made or when their result is requested. Invariants are checked after
-every operation.
+Depth 1, 2 and 3; full, window and state groups, alone and mixed; pools so small that
+preemption is common; aborts anywhere. Some requests make their step raise, or their rows compute
+garbage, at any point. Plans run when they are made or when their result is requested. Invariants
+are checked after every operation.
 
 Covers `base/plan.py`, `scheduler/core/arrivals.py`, `scheduler/core/lifecycle.py`,
 `scheduler/core/planning.py`, `scheduler/core/queue.py`, `scheduler/core/rows.py`,
@@ -25,9 +25,10 @@ from quire.base.messages import Abort, Append, Draft, Drafted, Request, ResetPre
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
 from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
-from quire.base.step_outputs import StepOutputs, StepReader
+from quire.base.step_outputs import StepOutputs
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.client.output import StepReader
 from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager

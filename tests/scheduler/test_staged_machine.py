@@ -8,6 +8,7 @@ from quire.base.plan import Plan
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
+from tests.scheduler.test_chunked_machine import CHUNKS, LATENTS
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
 from tests.support.scheduler.plain_scheduler import add, answer, scheduler_of, step
 from tests.support.scheduler.staged_device import EarlierStage, Stage, StagedExecutor
@@ -51,8 +52,20 @@ class StagedStatesMachine(StagedMachine):
     groups = (FULL, STATES)
 
 
+class StagedChunkedMachine(StagedMachine):
+    groups = (LATENTS, CHUNKS)
+
+
 @FEW
-@pytest.mark.parametrize("machine", [StagedMachine, ThreeStagesMachine, StagedStatesMachine])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        StagedMachine,
+        ThreeStagesMachine,
+        StagedStatesMachine,
+        pytest.param(StagedChunkedMachine, marks=pytest.mark.slow),
+    ],
+)
 def test_stages_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
 

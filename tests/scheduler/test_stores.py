@@ -11,8 +11,9 @@ from quire.base.plan import Plan
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
 from quire.base.settings.kv_transfer import EVICTED, KVTransfer
-from quire.base.step_outputs import SequenceUpdate, StepReader
+from quire.base.step_outputs import SequenceUpdate
 from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.client.output import StepReader
 from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager

@@ -3,7 +3,6 @@
 Covers `scheduler/core/failures.py`.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,6 +163,6 @@ def test_of_a_request_that_fails_all_rows_of_later_plans_are_void() -> None:
     for errors, omitted in (({}, set()), ({1: "garbage"}, {0, 1})):
         plan = plans.pop(0)
         assert plan is not None
-        result = replace(answer(plan), row_errors=errors)
+        result = answer(plan).replace(row_errors=errors)
         assert scheduler.update(result, 0.0).omitted == (frozenset(omitted),)
         plans.append(scheduler.schedule(0.0).plan)

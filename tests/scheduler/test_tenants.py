@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from quire.base.messages import Abort
-from quire.scheduler.core.queue import Fifo, MakePolicy, Tenants
+from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
+from quire.scheduler.tenants import Tenants
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
@@ -59,7 +60,7 @@ def test_counters_of_many_tenants_take_no_more_and_no_more_memory(
     monkeypatch: pytest.MonkeyPatch, num_present: int
 ) -> None:
     """Also where somebody is always there who is never served."""
-    monkeypatch.setattr("quire.scheduler.core.queue.MAX_ABSENT", 50)
+    monkeypatch.setattr("quire.scheduler.tenants.MAX_ABSENT", 50)
     tenants = Tenants()
     for i in range(num_present):
         tenants.enter(f"stays {i}")
@@ -68,6 +69,20 @@ def test_counters_of_many_tenants_take_no_more_and_no_more_memory(
         tenants.charge(np.array([slot, 0]), np.array([1, 10 * (num_present == 1)], np.int32))
         tenants.leave(f"t{i}")
     assert len(tenants._tenants) == 50 + num_present and len(tenants._served) <= 128
+
+
+@pytest.mark.parametrize("num_names", [1, 1000])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_order_of_tenants_forgets_tenants_that_leave(num_names: int, overlap: bool) -> None:
+    """Whether a tenant has requests one after the other, or several tenants take turns."""
+    tenants = Tenants()
+    for i in range(1000):
+        tenants.enter(f"t{i % num_names}")
+        if not overlap:
+            tenants.leave(f"t{i % num_names}")
+        elif i:
+            tenants.leave(f"t{(i - 1) % num_names}")
+    assert len(tenants._lowest._heap) <= 100 and len(tenants._lowest._numbers) <= 2
 
 
 def test_a_tenant_is_absent_after_its_last_request() -> None:

@@ -1,6 +1,8 @@
-"""`python -m tests.serve.fields_page [FOLDER]`: writes docs/use/fields.md from the table of fields.
+"""`python -m tests.serve.fields_page [FOLDER]`: writes two pages from the table of fields.
 
-Shared fields come first, then the other fields of each body, then fields of other engines.
+docs/use/fields.md has the endpoints of OpenAI, Anthropic and quire, then fields of other engines
+in their bodies. docs/use/fields-native.md has other engines' own endpoints. On each page, shared
+fields come first, then the other fields of each body.
 """
 
 import argparse
@@ -10,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quire.serve.bodies.foreign_fields import FOREIGN, HARMLESS
-from quire.serve.fields import IGNORED, REFUSED, Row, bodies, rows
+from quire.serve.fields import IGNORED, REFUSED, Row, bodies, is_of_other_engine, rows
 
-FOLDER, PAGE = Path("docs/use"), "fields.md"
+FOLDER, PAGE, NATIVE_PAGE = Path("docs/use"), "fields.md", "fields-native.md"
 MAX_SMALL_LINES = 8  # of a table that is a part of the last one
 HEAD = """\
 # Fields of request bodies
@@ -29,6 +31,16 @@ Each field of a body is taken, ignored or refused.
   at null, and at its neutral values.
 - Unknown fields are ignored, and the header `X-Quire-Ignored-Fields` names them.
   `--strict-fields` refuses them. Sessions' own calls, prefixes and streams always refuse them.
+"""
+NATIVE_HEAD = """\
+# Fields of other engines' endpoints
+
+<!-- written by `make fields` from the declarations of the bodies; do not edit -->
+
+This page lists the fields of vLLM's [orders of a trainer](training.md), and of the own endpoints of
+[Ollama](ollama.md) (`api/...`), [llama.cpp](llamacpp.md), [SGLang](../start/from-sglang.md)
+(`generate`) and [LM Studio](../start/from-lmstudio.md) (`api/v0/...`). [Fields](fields.md) explains
+the words, and lists the fields of the other endpoints.
 """
 FOREIGN_HEAD = """\
 ## Fields of other engines
@@ -57,12 +69,30 @@ def _meaning_of(row: Row) -> str:
 
 
 def page() -> str:
-    """Return the page: shared fields, then the other fields of each API, then foreign fields."""
-    kinds, found = bodies(), rows()
+    """Return the page of the endpoints of OpenAI, Anthropic and quire, with foreign fields."""
+    foreign = [(name, each.advice) for name, each in FOREIGN.items()]
+    harmless = [(name, why) for names, why in HARMLESS.items() for name in names.split()]
+    parts = [
+        "", FOREIGN_HEAD, *_table("refused | instead", foreign),
+        "", *_table("ignored | because", harmless), "",
+    ]  # fmt: skip
+    return "\n".join([HEAD, *_tables(is_native=False), *parts])
+
+
+def native_page() -> str:
+    """Return the page of other engines' own endpoints."""
+    return "\n".join([NATIVE_HEAD, *_tables(is_native=True), ""])
+
+
+def _tables(is_native: bool) -> list[str]:
+    """Return the lines of the shared fields, then of the other fields of each API."""
+    kinds = {name: kind for name, kind in bodies().items() if is_of_other_engine(name) == is_native}
+    every = list(rows())
+    found = [row for row in every if row.api in kinds]
     bases = {
         name: base
         for name, kind in kinds.items()
-        for base, other in kinds.items()
+        for base, other in bodies().items()
         if kind is not other and issubclass(kind, other)
     }
     apis: dict[tuple[str, ...], list[str]] = {}
@@ -70,12 +100,12 @@ def page() -> str:
         if row.api not in bases:
             apis.setdefault(cells_of(row), []).append(row.api)
     shared = [(*cells, ", ".join(names)) for cells, names in apis.items() if len(names) > 1]
-    parts = [HEAD, "## Shared fields", "", *_table("field | type | becomes | bodies", shared)]
+    parts = ["## Shared fields", "", *_table("field | type | becomes | bodies", shared)]
     others: list[tuple[str, ...]] = []
     for name in kinds:
         cells = [cells_of(row) for row in found if row.api == name]
         base = bases.get(name)
-        of_base = {cells_of(row) for row in found if row.api == base}
+        of_base = {cells_of(row) for row in every if row.api == base}
         own = [each for each in cells if len(apis.get(each, ())) < 2 and each not in of_base]
         lines = _table("field | type | becomes", own)
         if base is None and len(lines) <= MAX_SMALL_LINES:
@@ -83,14 +113,7 @@ def page() -> str:
             continue
         intro = [] if base is None else [f"The fields of {base}, with these differences:", ""]
         parts += ["", f"## {name}", "", *intro, *lines]
-    parts += ["", "## Other bodies", "", *_table("field | type | becomes | body", others)]
-    foreign = [(name, each.advice) for name, each in FOREIGN.items()]
-    harmless = [(name, why) for names, why in HARMLESS.items() for name in names.split()]
-    parts += [
-        "", FOREIGN_HEAD, *_table("refused | instead", foreign),
-        "", *_table("ignored | because", harmless), "",
-    ]  # fmt: skip
-    return "\n".join(parts)
+    return [*parts, "", "## Other bodies", "", *_table("field | type | becomes | body", others)]
 
 
 def _table(head: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -105,11 +128,12 @@ def _table(head: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; return the exit status."""
+    """Write the pages; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.serve.fields_page", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
     folder: Path = parser.parse_args(argv).folder
     (folder / PAGE).write_text(page(), "utf-8")
+    (folder / NATIVE_PAGE).write_text(native_page(), "utf-8")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Encoders by `LLM`, compared with transformers: hidden states, embeddings, classes, scores of
 pairs.
 
-Covers `models/families/bert.py`, `models/families/modernbert.py`, `spec/encoders.py`,
+Covers `models/encoders/bert.py`, `models/encoders/modernbert.py`, `spec/encoders.py`,
 `ops/attention/within_step.py` and `ops/elementwise.py`.
 """
 
@@ -24,8 +24,8 @@ from quire.runner.setup.preview import preview_runner
 from quire.spec.cache_group import STEP
 from quire.spec.model_spec import load_spec
 from quire.tools.devices import CPU, Device
-from quire.tools.fit import fit
 from quire.tools.replay import replay_all
+from quire.tools.sizing.fit import fit
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.encoder_checkpoints import (
     FAMILIES,

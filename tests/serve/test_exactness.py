@@ -254,7 +254,8 @@ def test_layers_with_and_without_a_window(cases: tuple[str, ...], tmp_path: Path
     ],
 )
 def test_tokens_of_other_families(family: str, case: str) -> None:
-    has_two_kinds = family in ("gemma2", "gemma3_text", "cohere2", "gpt_oss", "qwen3_5_text")
+    in_turn = ("gemma2", "gemma3_text", "cohere2", "gpt_oss", "qwen3_5_text", "llama4_text")
+    has_two_kinds = family in in_turn
     assert_as_expected(checkpoint(family), case, num_groups=2 if has_two_kinds else 1)
 
 

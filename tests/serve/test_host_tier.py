@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 QUICK = {  # mistral has a window
     "qwen3": ("float32", "bfloat16", "int8 keys and values", "torch"),
     "mistral": ("float32", "int8 keys and values"),
+    "llama4_text": (),
 }
 
 

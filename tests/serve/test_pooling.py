@@ -27,8 +27,8 @@ from quire.runner.setup.preview import preview_runner
 from quire.spec.model_spec import load_spec
 from quire.spec.pooling_spec import with_pooling
 from quire.tools.devices import CPU, Device
-from quire.tools.fit import fit
 from quire.tools.replay import replay_all
+from quire.tools.sizing.fit import fit
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.pooling_checkpoints import (
     class_logits,

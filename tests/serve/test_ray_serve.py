@@ -91,7 +91,7 @@ def test_other_settings_are_checked_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="no setting 'max_seqs'"):
         QuireServer("demo", max_seqs=1)
     with pytest.raises(ConfigError, match="is not supported"):
-        QuireServer("demo", enable_lora=True)
+        QuireServer("demo", grpc=True)
     source = SimpleNamespace(model_id="fox", model_source={"bucket_uri": "s3://x"})
     with pytest.raises(ConfigError, match="a directory or a Hugging Face id"):
         QuireServer(LLMConfig(model_loading_config=source))

@@ -63,6 +63,8 @@ def test_a_full_disk_holds_up_nobody_and_is_told(caplog: pytest.LogCaptureFixtur
         wait_until(lambda: "cannot be written" in caplog.text)
         log.close()
     assert "50 lines of usage could not be written" in caplog.text
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(log._fd)
 
 
 def test_a_line_that_was_torn_ends_before_the_next(

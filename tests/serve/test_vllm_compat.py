@@ -46,8 +46,16 @@ def test_no_spelling_is_two_flags() -> None:
 
 
 def test_settings_of_ours_stay() -> None:
-    settings: dict[str, Any] = {"enable_lora": False, "seed": 7, "uvicorn_log_level": "info"}
+    settings: dict[str, Any] = {"grpc": False, "seed": 7, "uvicorn_log_level": "info"}
     drop_vllm_settings(settings)
     assert settings == {"seed": 7}
-    with pytest.raises(ConfigError, match="enable_lora=True is not supported: quire loads no"):
-        drop_vllm_settings({"seed": 7, "enable_lora": True})
+    with pytest.raises(ConfigError, match="grpc=True is not supported: the server speaks HTTP"):
+        drop_vllm_settings({"seed": 7, "grpc": True})
+
+
+def test_only_code_from_a_repository_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    drop_vllm_settings({"trust_remote_code": False, "swap_space": 4})
+    assert not caplog.messages
+    drop_vllm_settings({"trust_remote_code": True})
+    [message] = caplog.messages
+    assert message.startswith("trust_remote_code=True is ignored: quire runs only its own code")

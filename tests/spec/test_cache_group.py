@@ -7,7 +7,17 @@ import pytest
 
 from quire.kv.manager import KVManager
 from quire.kv.table import NULL
-from quire.spec.cache_group import CHUNKED, FULL, KINDS, LATENT, STATE, WINDOW, CacheGroup
+from quire.spec.cache_group import (
+    CHUNKED,
+    FULL,
+    KINDS,
+    LATENT,
+    STATE,
+    STEP,
+    WINDOW,
+    CacheGroup,
+    equal_parts,
+)
 from tests.kv.test_manager import digests_of
 
 SIZE = 4
@@ -68,6 +78,16 @@ def test_a_hit_is_the_longest_whose_next_token_finds_all_that_it_reads(kind: str
         assert hit.blocks[1] == [NULL] * first + written[1][first:wanted]
 
 
+def test_windows_as_kernels_take_them() -> None:
+    assert group_of(FULL, 5).kernel_window == group_of(STATE, 5).kernel_window == 0
+    assert group_of(WINDOW, 5).kernel_window == 5
+    assert group_of(CHUNKED, 5).kernel_window == -5
+
+
+def test_layers_that_follow_others() -> None:
+    assert CacheGroup(FULL, (0, 2)).after(3) == CacheGroup(FULL, (3, 5))
+
+
 def test_bytes_of_a_block() -> None:
     layers = (0, 2, 5)
     assert CacheGroup(FULL, layers, 2, 8).block_bytes(16, 2) == 3 * 2 * 2 * 8 * 16 * 2
@@ -76,6 +96,24 @@ def test_bytes_of_a_block() -> None:
     assert state.block_bytes(16, 2) == state.block_bytes(32, 4) == 3 * 100 * 4
     assert state.block_bytes(16, 8) == 3 * 100 * 8
     assert state.stored_block_bytes(16, 2, "int8") == state.block_bytes(16, 2)
+    assert state.stored_block_bytes(16, 2, "fp8") == state.block_bytes(16, 2)
+    full, step = CacheGroup(FULL, layers, 2, 8), CacheGroup(STEP, layers, 2, 8)
+    assert full.stored_block_bytes(16, 2, "auto") == full.block_bytes(16, 2)
+    assert full.stored_block_bytes(16, 2, "fp8") == 3 * 2 * 2 * 8 * 16
+    assert full.stored_block_bytes(16, 2, "int8") == 3 * 2 * 2 * 16 * (8 + 4)
+    assert step.block_bytes(16, 2) == 0
+
+
+def test_shapes_of_memory() -> None:
+    """A group of steps has the memory of one layer."""
+    layers = (0, 2, 5)
+    full, step = CacheGroup(FULL, layers, 2, 8), CacheGroup(STEP, layers, 2, 8)
+    assert full.memory_shape(7, 16, "auto") == (2, 3, 2, 7, 16, 8)
+    assert full.memory_shape(7, 16, "int8") == (2, 3, 2, 7, 16, 12)
+    assert step.memory_shape(7, 16, "auto") == (2, 1, 2, 7, 16, 8)
+    assert CacheGroup(STEP, (), 2, 8).memory_shape(7, 16, "auto")[1] == 0
+    state = CacheGroup(STATE, layers, state_size=100)
+    assert state.memory_shape(7, 16, "auto") == (1, 3, 1, 7, 1, 100)
 
 
 @pytest.mark.parametrize(
@@ -84,3 +122,21 @@ def test_bytes_of_a_block() -> None:
 def test_what_a_long_sequence_holds(kind: str, span: int, blocks: int) -> None:
     assert group_of(kind, span).max_blocks(100, SIZE) == blocks
     assert group_of(kind, span).max_blocks(3, SIZE) == 1
+    in_chunks = blocks + (2 if kind in (WINDOW, CHUNKED, STATE) else 0)
+    assert group_of(kind, span).max_blocks(100, SIZE, chunk=8) == in_chunks
+
+
+def test_heads_that_share_latent_vectors_are_cut_into_equal_parts() -> None:
+    for num_heads in range(1, 45):
+        for max_heads in range(1, 45):
+            sizes = [n for n in range(1, max_heads + 1) if num_heads % n == 0]
+            assert equal_parts(num_heads, max_heads) == num_heads // max(sizes)
+
+
+def test_latent_groups_have_one_vector_per_token() -> None:
+    group = CacheGroup(LATENT, (0, 2), 1, 576)
+    assert group.memory_shape(10, 16, "auto") == (1, 2, 1, 10, 16, 576)
+    assert group.memory_shape(10, 16, "int8") == (1, 2, 1, 10, 16, 580)
+    assert group.stored_block_bytes(16, 2, "auto") == 2 * 16 * 576 * 2
+    assert group.stored_block_bytes(16, 2, "int8") == 2 * 16 * 580
+    assert group.stored_block_bytes(16, 2, "fp8") == 2 * 16 * 576

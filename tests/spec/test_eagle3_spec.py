@@ -8,7 +8,7 @@ import pytest
 
 from quire.base.errors import ModelError
 from quire.spec.eagle3_spec import head_options, head_spec
-from tests.support.models.eagle_heads import SPECULATORS, HeadShape, target_spec
+from tests.support.models.draft_heads import SPECULATORS, HeadShape, target_spec
 
 
 @pytest.mark.parametrize(

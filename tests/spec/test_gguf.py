@@ -230,7 +230,7 @@ DAMAGED_TENSORS = {
     "huge": (tensor_info((1 << 63, 1 << 63, 1 << 63)), "bytes after the end of the file"),
     "far": (tensor_info(offset=1 << 63), "bytes after the end of the file"),
     "crooked": (tensor_info(offset=4), "does not begin at a multiple of 32"),
-    "unknown": (tensor_info(kind=16), "stored as IQ2_XXS; supported are F32, F16"),
+    "unknown": (tensor_info(kind=40), "stored as NVFP4; supported are F32, F16"),
     "removed": (tensor_info(kind=4), "stored as type 4; supported are F32, F16"),
 }
 

@@ -25,12 +25,15 @@ SUBMIT = {
     "engine/client/client.py",
     "engine/start/prefix_file.py",
     "engine/wire/core_server.py",
+    "serve/adapters.py",
     "serve/processes/core_processes.py",
     "serve/python/async_llm.py",
     "serve/python/llm.py",
     "tools/bench/calibrate.py",
     "tools/simulate/replica.py",
     "tools/simulate/run.py",
+    "vllm/async_llm.py",
+    "vllm/llm.py",
 }
 ENDS = ("client", "core", "super()")  # what `generate` and `add` are called on
 

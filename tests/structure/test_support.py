@@ -17,12 +17,15 @@ COMMANDS = {
     "golden/make.py",
     "models/image_matrix.py",
     "models/matrix.py",
+    "models/type_survey.py",
     "mutation/",
     "render/golden/make.py",
     "serve/chaos.py",
+    "serve/endpoints_page.py",
     "serve/fields_page.py",
     "serve/vllm_cases/table.py",
     "structure/",
+    "vllm/table.py",
 }
 ROW = re.compile(r"^\| `(support/\S+\.py)` \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
 IMPORT = re.compile(r"(tests\.support[\w.]*)(?: import (\w+))?")

@@ -1,4 +1,7 @@
-"""The memory that `quire fit` reports is what the engine then uses."""
+"""The memory that `quire fit` reports is what the engine then uses.
+
+Covers `tools/sizing/advice.py`, `tools/sizing/question.py`.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
-from quire.base.settings.config import config_from_flat
+from quire.base.settings.config import AUTO_LENGTH, config_from_flat
 from quire.kv.sizing import MIB
 from quire.models.checkpoint.formats import IN_THE_DTYPE, weight_formats
 from quire.models.checkpoint.rank_place import RankPlace
@@ -28,14 +31,15 @@ from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
     GPU_RESERVE_BYTES,
     GRAPH_BYTES,
-    MAX_MIXED,
+    MAX_OTHER_GRAPHS,
     ladder,
     workspace_bytes,
 )
 from quire.runner.setup.built import BuiltRunner
 from quire.spec.model_spec import load_spec
 from quire.tools.devices import GPUS, Device, find_gpu
-from quire.tools.fit import Alternative, Fit, fit
+from quire.tools.sizing.alternatives import Alternative
+from quire.tools.sizing.fit import Fit, fit
 from tests.support.models.checkpoints import VARIANTS, write_checkpoint
 from tests.support.models.gguf_writer import Q4_0, Q8_0, convert
 from tests.support.models.paged_forward import CPU
@@ -110,6 +114,16 @@ def test_the_plan_is_the_engines(
     found = fitted(source, SOME_BYTES, **settings)
     check_same(found, built(monkeypatch, source, SOME_BYTES, **settings))
     assert found.warnings == ()
+
+
+@pytest.mark.parametrize(("kv_format", "row"), [("auto", 2 * 28), ("int8", 28 + 4), ("fp8", 28)])
+def test_latent_vectors_by_the_formula(kv_format: str, row: int, folders: dict[str, Path]) -> None:
+    """Per token and layer one vector of kv_lora_rank + qk_rope_head_dim numbers."""
+    source = resolve_model(str(folders["deepseek_v3"]))
+    found = fitted(source, SOME_BYTES, dtype="bfloat16", kv_cache_dtype=kv_format)
+    raw = json.loads((folders["deepseek_v3"] / "config.json").read_text())
+    assert raw["kv_lora_rank"] + raw["qk_rope_head_dim"] == 28
+    assert [group.token_bytes for group in found.groups] == [raw["num_hidden_layers"] * row]
 
 
 def test_experts_in_one_tensor_are_those_of_the_config(tmp_path: Path) -> None:
@@ -273,9 +287,11 @@ def test_alternatives_are_what_those_settings_give(folders: dict[str, Path]) -> 
         quantization = None if row.weights == "bfloat16" else row.weights
         settings = {"dtype": "bfloat16", "quantization": quantization, "kv_cache_dtype": row.kv}
         other = fitted(source, SOME_BYTES, **settings)
+        longest = fitted(source, SOME_BYTES, **settings, max_model_len=AUTO_LENGTH).memory
         wanted = Alternative(
             row.weights, row.kv, other.memory.weights_bytes, other.memory.pool_bytes,
             other.memory.num_slots, other.requests[-1].at_once, row.note,
+            longest.max_model_len, other.requests[-1].at_once,
         )  # fmt: skip
         assert row == wanted
 
@@ -308,7 +324,9 @@ def test_a_gpu() -> None:
     weights = 8_030_261_248 * 2  # parameters, in bfloat16
     assert found.memory.weights_bytes == weights
     workspace = workspace_bytes(spec, 2, 8192, 256)
-    graphs = workspace_bytes(spec, 2, 2048, 256) + GRAPH_BYTES * (len(ladder(256)) + MAX_MIXED)
+    graphs = workspace_bytes(spec, 2, 2048, 256) + GRAPH_BYTES * (
+        len(ladder(256)) + MAX_OTHER_GRAPHS
+    )
     assert found.memory.graph_bytes == graphs
     used = weights + workspace + graphs + GPU_CONTEXT_BYTES + GPU_RESERVE_BYTES
     budget = int(GPUS["H100"] * MIB * 0.9) - used

@@ -130,6 +130,7 @@ def test_what_is_open_is_refused_until_it_is_done(
         logits(folder)
 
 
+@pytest.mark.slow
 def test_the_test_that_is_written_compares_with_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

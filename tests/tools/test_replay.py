@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, EngineError
 from quire.base.messages import Steer
 from quire.engine.recording.calls import calls_of
 from quire.engine.recording.files import read_recording
@@ -20,7 +20,7 @@ from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.steering import Steering
 from quire.tools import replay_model
-from quire.tools.replay import replay_all
+from quire.tools.replay import replay_all, restored
 from tests.support.engine.failing_core import prompt
 from tests.support.engine.recorded_runs import Run, begin_segment, replayed
 
@@ -222,3 +222,25 @@ def test_the_model_needs_tokens_and_the_beginning(tmp_path: Path) -> None:
     late = list(read_recording(tmp_path / "late"))[1:]
     with pytest.raises(ConfigError, match="engine's start"):
         replay_model.replay_with_model(late, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scheduling_policy", "{file}:Evil"),
+        ("eviction_policy", "{file}:Evil"),
+        ("prefix_caching_hash_algo", "{file}:evil"),
+        ("scheduler_extensions", ["{file}:Evil"]),
+    ],
+)
+def test_a_recording_does_not_choose_the_code_that_runs(
+    recording: Path, tmp_path: Path, name: str, value: str | list[str]
+) -> None:
+    """A stranger's recording may name a file; the file is not run."""
+    file = tmp_path / "evil.py"
+    file.write_text("raise SystemExit('the file of a recording ran')\n")
+    named = value.format(file=file) if isinstance(value, str) else [value[0].format(file=file)]
+    [segment] = read_recording(recording)
+    segment.header["settings"][name] = named
+    with pytest.raises(EngineError, match="the recording names"):
+        restored(segment)

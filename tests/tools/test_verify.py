@@ -23,7 +23,7 @@ from quire.ops.host.native import core
 from quire.spec.model_spec import ModelSpec, load_spec
 from quire.tools.verify import verify as verify_module
 from quire.tools.verify.compare import differences, tokens_chosen
-from quire.tools.verify.ours import WAYS
+from quire.tools.verify.ours import AT_ONCE, WAYS
 from quire.tools.verify.paged import CPU
 from quire.tools.verify.report import DIFFERS, WITHIN, Report, Run, as_data, lines
 from quire.tools.verify.verify import AS_STORED, Comparison
@@ -99,6 +99,21 @@ def test_what_is_equal(variant: str, tmp_path: Path) -> None:
         assert len(points) == 2 * num_layers + 3, "each layer twice; embedding, hidden, logits"
         assert run.tokens is not None and run.tokens.same == run.tokens.count == 4
     assert report.runs[-1].computed == "by the engine" and report.runs[-1].tokens is not None
+
+
+def test_a_quick_comparison_and_the_number_of_runs(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    seen: list[tuple[str, int]] = []
+    settings = {"model": str(tmp_path), "quantization": "none", "attention_backend": "reference"}
+    config = config_from_flat(**settings)
+    for is_quick in (True, False):
+        comparison = Comparison(config, num_tokens=4, is_quick=is_quick)
+        seen.clear()
+        report = verify_module.verify(comparison, lambda run, num: seen.append((run.computed, num)))
+        assert report.verdict == WITHIN, "\n".join(lines(report))
+        assert {num for _, num in seen} == {len(seen)}, "the announced number of runs"
+        if is_quick:
+            assert [computed for computed, _ in seen] == [AT_ONCE, "by the engine"]
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -322,7 +337,7 @@ def test_a_model_that_transformers_does_not_run(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "vocab_size": 97}
     sizes |= {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
     sizes |= {"v_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.AutoConfig.for_model("minicpm3", **sizes)
+    config = transformers.AutoConfig.for_model("youtu", **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="transformers does not run this model: "):
         verify(tmp_path)

@@ -1,6 +1,6 @@
 // One answer of a chat, as it is streamed: what comes goes into its message and to who shows it.
 
-import type { Call, Message } from "./conversations";
+import type { Call, Message, TextFile } from "./conversations";
 import { events, isAbort, messageOf } from "./server";
 
 interface CallPiece {
@@ -16,6 +16,7 @@ interface Usage {
 }
 
 interface Chunk {
+  id?: string;
   choices: {
     delta: { content?: string | null; reasoning_content?: string | null; reasoning?: string | null; tool_calls?: CallPiece[] };
     finish_reason: string | null;
@@ -40,6 +41,7 @@ export async function follow(message: Message, body: object, signal: AbortSignal
   try {
     for await (const chunk of events<Chunk>("v1/chat/completions", body, signal)) {
       const choice = chunk.choices[0];
+      if (chunk.id) message.request = chunk.id;
       const { content, tool_calls: pieces } = choice?.delta ?? {};
       const reasoning = choice?.delta.reasoning_content ?? choice?.delta.reasoning;
       if (!first && (reasoning || content || pieces)) first = performance.now();
@@ -83,9 +85,16 @@ function inWords(usage: Usage, since: number, first: number): string {
   return parts.join(" · ");
 }
 
+/** Return an attached file as a block of code with its name. */
+function fenced({ name, text }: TextFile): string {
+  const fence = "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map(([run]) => run.length + 1)));
+  return `${name}:\n${fence}\n${text}\n${fence}`;
+}
+
 /** Return a conversation's messages as the server takes them. */
 export function asSent(path: Message[], system: string): object[] {
-  const messages = path.map(({ role, content, images, calls, call }) => {
+  const messages = path.map(({ role, content: typed, images, files, calls, call }) => {
+    const content = [...(files ?? []).map(fenced), typed].filter(Boolean).join("\n\n");
     const kept = images?.filter(Boolean) ?? [];
     if (kept.length) {
       const parts: object[] = kept.map((url) => ({ type: "image_url", image_url: { url } }));

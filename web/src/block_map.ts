@@ -1,6 +1,7 @@
-// The KV blocks of one cache group on a canvas: a cell each, in its owner's colour.
+// The KV blocks of one cache group on a canvas: a cell each, in its owner's colour. They stand in the
+// pool's order, or grouped by owner without the free ones, which suits a large pool that is mostly empty.
 
-import { calm, make } from "./dom";
+import { button, calm, make } from "./dom";
 import type { Group } from "./live";
 import { onTheme } from "./theme";
 
@@ -12,6 +13,9 @@ const MAX_HEIGHT = 380;
 const LARGEST = 22;
 const SMALLEST = 3;
 const WITH_COUNT = 13; // a cell this large has room for a number
+const NEVER = -1;
+const LAST = 2 ** 31; // the rank of blocks without an owner
+const MANY = 1500; // blocks, from which they begin grouped
 const FLASH_MS = 700;
 const LIGHTNESS = [0.585, 0.5, 0.43]; // white numbers are read on all of them
 const FLASHES: Record<string, string> = { hit: "#22c55e", copy: "#ec4899", swap_out: "#f97316", load: "#06b6d4" };
@@ -22,11 +26,20 @@ export function colourOf(number: number): string {
 }
 
 export class BlockMap {
+  readonly element: HTMLElement;
   readonly canvas: HTMLCanvasElement;
   readonly status = make("p", { class: "quiet", "aria-live": "polite" });
   private group: Group | null = null;
   private cell = LARGEST;
+  private zoom = 0; // pixels added to a cell
   private columns = 1;
+  private isGrouped: boolean;
+  private order: number[] = []; // the blocks that are shown
+  private looks = new Float64Array(0); // of each place: what was drawn there
+  private size = ""; // of the canvas and its cells
+  private places = new Int32Array(0); // of each block: its place in the order; -1 if it is not shown
+  private readonly summary = make("span", { class: "quiet", hidden: true });
+  private readonly layout = make("select", { "aria-label": "Order of the blocks", onchange: () => this.arrange(this.layout.value === "grouped") }, make("option", { value: "all" }, "all, in the pool's order"), make("option", { value: "grouped" }, "grouped by request, without free ones"));
   private cursor = -1;
   private chosen = -1; // the number of the request that stands out
   private readonly flashes = new Map<number, { kind: string; since: number }>();
@@ -34,12 +47,20 @@ export class BlockMap {
   private readonly styles = new Map<string, string>(); // of CSS variables
 
   /** pick: what to do with the owner of a block that was clicked. */
-  constructor(private readonly name: string, private readonly pick: (owner: number) => void) {
+  constructor(private readonly name: string, title: string, num: number, private readonly pick: (owner: number) => void) {
+    this.isGrouped = num >= MANY;
+    this.layout.value = this.isGrouped ? "grouped" : "all";
     this.canvas = make("canvas", { tabindex: 0, role: "img", class: "map" });
     this.canvas.addEventListener("pointermove", (event) => this.point(this.at(event)));
     this.canvas.addEventListener("pointerleave", () => this.point(-1));
     this.canvas.addEventListener("click", (event) => this.open(this.at(event)));
     this.canvas.addEventListener("keydown", (event) => this.press(event));
+    const zoomed = (by: number) => () => {
+      this.zoom = Math.max(SMALLEST - LARGEST, Math.min(LARGEST, this.zoom + by));
+      this.show(this.group);
+    };
+    const tools = make("div", { class: "map-tools" }, make("h3", {}, title), this.layout, button("−", zoomed(-2), { class: "small", "aria-label": "Smaller cells" }), button("+", zoomed(2), { class: "small", "aria-label": "Larger cells" }));
+    this.element = make("div", {}, tools, make("div", { class: "map-box" }, this.canvas), this.summary, this.status);
     new ResizeObserver(() => this.show(this.group)).observe(this.canvas);
     onTheme(() => {
       this.styles.clear();
@@ -51,26 +72,91 @@ export class BlockMap {
   show(group: Group | null): void {
     this.group = group;
     if (!group || !this.canvas.clientWidth) return;
-    const num = group.states.length;
-    const width = this.canvas.clientWidth;
-    this.cell = LARGEST;
-    while (this.cell > SMALLEST && Math.ceil(num / Math.floor(width / this.cell)) * this.cell > MAX_HEIGHT) this.cell--;
-    this.columns = Math.max(1, Math.floor(width / this.cell));
-    const height = Math.ceil(num / this.columns) * this.cell;
-    const scale = devicePixelRatio || 1;
-    this.canvas.width = Math.round(width * scale);
-    this.canvas.height = Math.round(height * scale);
-    this.canvas.style.height = `${height}px`;
-    this.context().scale(scale, scale);
-    for (let block = 0; block < num; block++) this.draw(block);
-    this.showStatus();
+    this.sort(group);
+    this.size = "";
+    this.fit();
+    this.looks = new Float64Array(group.states.length).fill(NEVER);
+    this.drawChanged();
   }
 
   /** Draw blocks that have changed. */
   change(blocks: number[]): void {
-    if (!this.canvas.clientWidth) return;
-    for (const block of blocks) this.draw(block);
-    if (blocks.length) this.showStatus();
+    if (!this.group || !this.canvas.clientWidth || !blocks.length) return;
+    if (!this.isGrouped) {
+      for (const block of blocks) this.draw(block);
+      this.showStatus();
+      return;
+    }
+    const before = this.order.length;
+    this.sort(this.group);
+    if (this.fit()) this.looks.fill(NEVER);
+    const context = this.context();
+    for (let place = this.order.length; place < before; place++) {
+      context.clearRect((place % this.columns) * this.cell, Math.floor(place / this.columns) * this.cell, this.cell, this.cell);
+      this.looks[place] = NEVER;
+    }
+    this.drawChanged();
+  }
+
+  /** Draw each place whose block looks different from the last one there. */
+  private drawChanged(): void {
+    this.order.forEach((block, place) => {
+      const look = this.lookOf(block);
+      if (look !== NEVER && look === this.looks[place]) return;
+      this.looks[place] = look;
+      this.draw(block);
+    });
+    this.showStatus();
+  }
+
+  /** Return a number for a block's look; NEVER if it must be drawn each time. */
+  private lookOf(block: number): number {
+    if (!this.group || this.flashes.has(block) || block === this.cursor) return NEVER;
+    const { states, owners, sharers } = this.group;
+    return (((owners[block] ?? -1) + 1) * 8 + (states[block] ?? 0)) * 128 + Math.min(127, sharers[block] ?? 0);
+  }
+
+  /** Choose the size of a cell, and give the canvas the size of all cells. Return whether it was cleared by that. */
+  private fit(): boolean {
+    const num = this.order.length;
+    const width = this.canvas.clientWidth;
+    this.cell = LARGEST;
+    while (this.cell > SMALLEST && Math.ceil(num / Math.floor(width / this.cell)) * this.cell > MAX_HEIGHT) this.cell--;
+    this.cell = Math.max(SMALLEST, Math.min(2 * LARGEST, this.cell + this.zoom));
+    this.columns = Math.max(1, Math.floor(width / this.cell));
+    const height = Math.max(1, Math.ceil(num / this.columns)) * this.cell;
+    const scale = devicePixelRatio || 1;
+    const size = [this.cell, width, height, scale].join();
+    if (size === this.size) return false;
+    this.size = size;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    this.canvas.style.height = `${height}px`;
+    this.context().scale(scale, scale);
+    return true;
+  }
+
+  private arrange(isGrouped: boolean): void {
+    this.isGrouped = isGrouped;
+    this.show(this.group);
+  }
+
+  /** Choose the blocks that are shown, and their order: the requests' blocks first, then the others. */
+  private sort({ states, owners }: Group): void {
+    const num = states.length;
+    const keys = new Float64Array(num);
+    let numShown = 0;
+    states.forEach((state, block) => {
+      if (this.isGrouped && state === FREE) return;
+      const owner = owners[block] ?? -1;
+      const rank = this.isGrouped ? (owner < 0 ? LAST - state : owner) : 0;
+      keys[numShown++] = rank * num + block;
+    });
+    this.order = Array.from(keys.subarray(0, numShown).sort(), (key) => key % num);
+    this.places = new Int32Array(num).fill(-1);
+    this.order.forEach((block, place) => { this.places[block] = place; });
+    this.summary.hidden = !this.isGrouped;
+    this.summary.textContent = this.isGrouped ? `${(num - numShown).toLocaleString("en")} of ${num.toLocaleString("en")} blocks are free` : "";
   }
 
   /** Let a block flash. */
@@ -100,11 +186,12 @@ export class BlockMap {
 
   private draw(block: number): void {
     const group = this.group;
-    if (!group || block >= group.states.length) return;
+    const place = this.places[block] ?? -1;
+    if (!group || place < 0) return;
     const context = this.context();
     const size = this.cell;
-    const x = (block % this.columns) * size;
-    const y = Math.floor(block / this.columns) * size;
+    const x = (place % this.columns) * size;
+    const y = Math.floor(place / this.columns) * size;
     const gap = size > 6 ? 2 : size > 4 ? 1 : 0.5;
     const [state, owner, sharers] = [group.states[block] ?? 0, group.owners[block] ?? -1, group.sharers[block] ?? 0];
     context.clearRect(x, y, size, size);
@@ -151,8 +238,8 @@ export class BlockMap {
   private at(event: MouseEvent): number {
     const box = this.canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left) / this.cell);
-    const block = Math.floor((event.clientY - box.top) / this.cell) * this.columns + column;
-    return column < this.columns && block < (this.group?.states.length ?? 0) ? block : -1;
+    const place = Math.floor((event.clientY - box.top) / this.cell) * this.columns + column;
+    return column < this.columns ? this.order[place] ?? -1 : -1;
   }
 
   private point(block: number): void {
@@ -181,10 +268,10 @@ export class BlockMap {
 
   private press(event: KeyboardEvent): void {
     const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns }[event.key];
-    const num = this.group?.states.length ?? 0;
-    if (step !== undefined && num) {
-      const next = this.cursor < 0 ? 0 : this.cursor + step;
-      if (next >= 0 && next < num) this.point(next);
+    const at = this.places[this.cursor] ?? -1;
+    if (step !== undefined && this.order.length) {
+      const next = this.order[at < 0 ? 0 : at + step];
+      if (next !== undefined) this.point(next);
     } else if (event.key === "Enter" && this.cursor >= 0) this.open(this.cursor);
     else if (event.key === "Escape") this.point(-1);
     else return;

@@ -2,24 +2,27 @@
 
 import { asSent, follow } from "./answer";
 import { ChatSettings } from "./chat_settings";
-import { MAX_BRANCHES, add, begin, endOf, load, numShared, pathTo, save, titleOf, versionsOf, type Conversation, type Message } from "./conversations";
+import { MAX_BRANCHES, add, begin, endOf, load, numShared, pathTo, save, versionsOf, type Conversation, type Message } from "./conversations";
 import { button, byId, make, say } from "./dom";
-import { ImageTray, shownImages } from "./images";
+import { ConversationList } from "./conversation_list";
+import { AttachmentTray, shownFiles, shownImages } from "./images";
 import { MessageView, type Actions } from "./message_view";
+import { StoryDialog } from "./story";
 
 const NARROW = 1100; // pixels, below which the settings begin closed
 const MAX_ANNOUNCED = 2000; // characters
 const STARTERS = ["Tell me a story about a fox.", "Who are you?", "Write a poem about the sea."];
 
 export class ChatView {
-  private readonly list = make("nav", { class: "conversations", "aria-label": "Conversations" });
+  private readonly list = new ConversationList((one) => this.open(one), (one) => this.remove(one), (added) => this.import(added));
+  private readonly story = new StoryDialog();
   private readonly thread = make("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
   private readonly announcement = make("p", { class: "unseen", role: "status" }); // the last answer, for who hears the page
   private readonly input = make("textarea", { rows: 2, placeholder: "Type a message", "aria-label": "Your message", dir: "auto" });
   private readonly toAll = make("input", { type: "checkbox", onchange: () => this.refresh() });
   private readonly toAllLabel = make("label", { class: "check", hidden: true }, this.toAll, " to all branches");
   private readonly talk = make("div", { class: "talk" });
-  private readonly images = new ImageTray(this.talk, this.input, () => this.refresh());
+  private readonly images = new AttachmentTray(this.talk, this.input, () => this.refresh());
   private readonly send = make("button", { class: "main" }, "Send");
   private readonly wait = make("p", { class: "quiet wait", role: "status" }); // why nothing is sent
   private readonly stop = button("Stop", () => this.halt(), { hidden: true });
@@ -36,8 +39,8 @@ export class ChatView {
     this.now = this.all[0] ?? begin();
     const row = make("div", { class: "row" }, this.open_, this.images.button, this.images.input, this.toAllLabel, this.stop, this.send);
     const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, this.images.element, make("div", {}, this.input, this.wait), row);
-    const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now)), { class: "new" }), this.list);
-    this.talk.append(this.thread, this.announcement, composer);
+    const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now)), { class: "new" }), this.list.element);
+    this.talk.append(this.thread, this.announcement, composer, this.story.element);
     byId("chat").append(side, this.talk, this.settings.element);
     this.toggle(innerWidth >= NARROW);
     this.input.addEventListener("keydown", (event) => {
@@ -101,13 +104,16 @@ export class ChatView {
   }
 
   private drawList(): void {
-    const items = this.all.map((one) => {
-      const title = titleOf(one);
-      const open = button(title, () => this.open(one), { class: "link", dir: "auto" });
-      if (one.id === this.now.id) open.setAttribute("aria-current", "true");
-      return make("li", {}, open, button("×", () => this.remove(one), { class: "plain", "aria-label": `Delete ${title}` }));
-    });
-    this.list.replaceChildren(items.length ? make("ul", {}, ...items) : make("p", { class: "quiet" }, "No conversations yet."));
+    this.list.show(this.all, this.now);
+  }
+
+  /** Add conversations of a file in front of this browser's own. */
+  private import(added: Conversation[]): void {
+    const ids = new Set(added.map(({ id }) => id));
+    this.all = [...added, ...this.all.filter(({ id }) => !ids.has(id))];
+    const lost = save(this.all);
+    if (lost) say(`The storage of this browser is full: the oldest ${lost} are not saved.`);
+    this.open(this.all[0] ?? begin());
   }
 
   // ---- the thread -----------------------------------------------------------------------------------
@@ -181,6 +187,7 @@ export class ChatView {
       ...(isBusy ? {} : { version: { at: versions.indexOf(message), num: versions.length, show: (at) => this.lead(branch, versions[at]) } }),
       ...(isBusy || answered ? {} : { answer: (results) => this.giveResults(message, branch, results) }),
       ...(toolCall ? { title: toolCall.name } : {}),
+      ...(message.request && message.role === "assistant" ? { explain: () => void this.story.show(message.request ?? "") } : {}),
     };
   }
 
@@ -236,7 +243,9 @@ export class ChatView {
   private edit(message: Message, branch: number): void {
     const box = make("textarea", { rows: 3, "aria-label": "Edit your message", dir: "auto" });
     box.value = message.content;
-    const images = message.images?.length ? { images: message.images } : undefined;
+    const { images = [], files = [] } = message;
+    const attached = { ...(images.length ? { images } : {}), ...(files.length ? { files } : {}) };
+    const hasAny = images.length + files.length > 0;
     const wasFollowing = this.isFollowing;
     this.isFollowing = false; // the box stays in sight
     const cancel = (): void => {
@@ -246,8 +255,8 @@ export class ChatView {
     const form = make("form", { class: "message user editing", onsubmit: (event) => {
       event.preventDefault();
       const content = box.value.trim();
-      if (content || images) void this.answer(branch, add(this.now, message.parent, { role: "user", content, ...images }).id);
-    } }, ...(images ? [shownImages(images.images)] : []), box, make("div", { class: "row" }, button("Cancel", cancel), make("button", { class: "main" }, "Resend")));
+      if (content || hasAny) void this.answer(branch, add(this.now, message.parent, { role: "user", content, ...attached }).id);
+    } }, ...(images.length ? [shownImages(images)] : []), ...(files.length ? [shownFiles(files)] : []), box, make("div", { class: "row" }, button("Cancel", cancel), make("button", { class: "main" }, "Resend")));
     this.views.get(message.id)?.element.replaceWith(form);
     box.focus();
   }
@@ -274,9 +283,8 @@ export class ChatView {
     }
     this.input.value = "";
     this.isFollowing = true;
-    const urls = this.images.taken();
-    const images = urls.length ? { images: urls } : {};
-    for (const branch of targets) void this.answer(branch, add(this.now, this.now.branches[branch] ?? null, { role: "user", content, ...images }).id);
+    const attached = this.images.taken();
+    for (const branch of targets) void this.answer(branch, add(this.now, this.now.branches[branch] ?? null, { role: "user", content, ...attached }).id);
   }
 
   /** Return the branches that a message goes to. */

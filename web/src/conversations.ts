@@ -8,17 +8,25 @@ export interface Call {
   arguments: string;
 }
 
+/** A text file that was attached to a message. */
+export interface TextFile {
+  name: string;
+  text: string;
+}
+
 export interface Message {
   id: string;
   parent: string | null;
   role: "user" | "assistant" | "tool";
   content: string;
   images?: string[]; // data URLs; empty ones were not kept
+  files?: TextFile[];
   reasoning?: string;
   calls?: Call[]; // that the model makes
   call?: string; // of a result: the id of its call
   note?: string; // how it ended, if not by itself
   usage?: string; // what it took, in words
+  request?: string; // the id of the request that it is the answer to
 }
 
 export interface Conversation {
@@ -66,8 +74,9 @@ export function versionsOf(message: Message, of: Conversation): Message[] {
 
 /** Follow the newest messages behind one to the end. */
 export function endOf(message: Message, of: Conversation): string {
-  const next = of.messages.filter((one) => one.parent === message.id).at(-1);
-  return next ? endOf(next, of) : message.id;
+  let end = message.id;
+  for (const _ of of.messages) end = of.messages.filter((one) => one.parent === end).at(-1)?.id ?? end;
+  return end;
 }
 
 /** Return the number of messages that all paths begin with. */
@@ -86,8 +95,13 @@ export function titleOf(conversation: Conversation): string {
 
 /** Return what is kept, newest first; nothing if it cannot be read. */
 export function load(): Conversation[] {
+  return parse(localStorage.getItem(NAME) ?? "[]");
+}
+
+/** Return the conversations of a text in JSON; nothing if it holds none. */
+export function parse(text: string): Conversation[] {
   try {
-    const found: unknown = JSON.parse(localStorage.getItem(NAME) ?? "[]");
+    const found: unknown = JSON.parse(text);
     return Array.isArray(found) ? found.flatMap(read) : [];
   } catch {
     return [];
@@ -98,7 +112,8 @@ export function load(): Conversation[] {
 function read(value: unknown): Conversation[] {
   const one = value as Partial<Conversation> | null;
   if (typeof one?.id !== "string" || !Array.isArray(one.messages)) return [];
-  if (!one.messages.every((message) => typeof message?.content === "string")) return [];
+  if (!areTexts([one.title, one.system, one.tools, one.schema])) return [];
+  if (!one.messages.every(isMessage)) return [];
   let before: string | null = null; // earlier pages kept a list
   const messages = one.messages.map((message) => {
     const whole: Message = { ...message, id: message.id ?? newId(), parent: message.parent === undefined ? before : message.parent };
@@ -107,6 +122,24 @@ function read(value: unknown): Conversation[] {
   });
   const branches = Array.isArray(one.branches) && one.branches.length ? one.branches.slice(0, MAX_BRANCHES) : [before];
   return [{ ...begin(), ...one, messages, branches } as Conversation];
+}
+
+function isText(value: unknown): boolean {
+  return typeof value === "string";
+}
+
+/** Return whether all values that are there are texts. */
+function areTexts(values: unknown[]): boolean {
+  return values.every((value) => value === undefined || isText(value));
+}
+
+/** Return whether a value of a file can be shown as a message. */
+function isMessage(value: unknown): value is Message {
+  const { role, content, images = [], files = [], calls = [], id, parent, reasoning, call, note, usage, request } = (value ?? {}) as Partial<Record<keyof Message, unknown>>;
+  if (!areTexts([id, parent ?? undefined, reasoning, call, note, usage, request])) return false;
+  if (typeof content !== "string" || !["user", "assistant", "tool"].includes(role as string)) return false;
+  if (!Array.isArray(images) || !Array.isArray(files) || !Array.isArray(calls)) return false;
+  return images.every((url) => typeof url === "string" && /^(data:image\/|$)/.test(url)) && files.every((file: TextFile | null) => isText(file?.name) && isText(file?.text)) && calls.every((call: Call | null) => isText(call?.id) && isText(call?.name) && isText(call?.arguments));
 }
 
 /** Keep them. Where the browser has no room, images go first, then conversations, the oldest of each first. Return what had to go. */

@@ -219,9 +219,9 @@ export class EngineView {
     this.mapsBox.replaceChildren();
     this.maps = state.groups.map((group) => {
       const name = KINDS[group.kind] ?? group.kind;
-      const map = new BlockMap(name, (owner) => this.pick(owner));
-      const title = make("h3", {}, `${name}: ${group.states.length.toLocaleString("en")} blocks of ${state.block_size} tokens`);
-      this.mapsBox.append(make("div", {}, title, map.canvas, map.status));
+      const num = group.states.length;
+      const map = new BlockMap(name, `${name}: ${num.toLocaleString("en")} blocks of ${state.block_size} tokens`, num, (owner) => this.pick(owner));
+      this.mapsBox.append(map.element);
       map.show(group);
       return map;
     });

@@ -1,6 +1,6 @@
 // A table with its title, in a box that scrolls; below it stands how many rows are out of sight.
 
-import { make } from "./dom";
+import { button, make } from "./dom";
 import { KeyedRows, type Row } from "./keyed_rows";
 
 export class ListCard {
@@ -9,6 +9,7 @@ export class ListCard {
   private readonly rows: KeyedRows;
   private readonly box: HTMLElement;
   private readonly more = make("p", { class: "quiet more", hidden: true });
+  private readonly all = button("Show all rows", () => this.toggle(), { class: "small", hidden: true, "aria-expanded": "false" });
   private total = 0; // number of rows, including unlisted ones
 
   /** wide: the cell, counted without the first, whose text may be long. */
@@ -17,7 +18,7 @@ export class ListCard {
     const head = make("tr", {}, ...columns.map((name) => make("th", { scope: "col" }, name)));
     const table = make("table", {}, make("thead", {}, head), this.body);
     this.box = make("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `${title}, a table`, onscroll: () => this.showMore() }, table);
-    this.element = make("section", { class: "card", "aria-label": title }, make("h2", {}, title), this.box, this.more);
+    this.element = make("section", { class: "card", "aria-label": title }, make("h2", {}, title), this.box, this.more, this.all);
     new ResizeObserver(() => this.showMore()).observe(this.box);
   }
 
@@ -29,6 +30,13 @@ export class ListCard {
     this.showMore();
   }
 
+  private toggle(): void {
+    const isWhole = this.box.classList.toggle("whole");
+    this.all.textContent = isWhole ? "Show fewer rows" : "Show all rows";
+    this.all.setAttribute("aria-expanded", String(isWhole));
+    this.showMore();
+  }
+
   /** Say how many rows are below what is seen of the table. */
   private showMore(): void {
     const bottom = this.box.scrollTop + this.box.clientHeight + 1;
@@ -37,5 +45,6 @@ export class ListCard {
     const text = seen < this.total ? `${this.total - seen} more below` : "";
     if (this.more.textContent !== text) this.more.textContent = text;
     this.more.hidden = !text;
+    this.all.hidden = !isLonger && !this.box.classList.contains("whole");
   }
 }

@@ -4,7 +4,8 @@ import type { Shown } from "./answer";
 import type { Call, Message } from "./conversations";
 import { button, field, make } from "./dom";
 import { GrowingText } from "./growing";
-import { shownImages } from "./images";
+import { shownFiles, shownImages } from "./images";
+import { MarkdownText } from "./markdown";
 
 /** Actions on a message; unavailable ones are absent. */
 export interface Actions {
@@ -15,6 +16,8 @@ export interface Actions {
   version?: { at: number; num: number; show: (at: number) => void };
   /** Submit results of its calls, by their ids, and let the model continue. */
   answer?: (results: Map<string, string>) => void;
+  /** Show what happened to the request. */
+  explain?: () => void;
   title?: string; // of a result: the name of the called tool
 }
 
@@ -22,7 +25,7 @@ const NAMES = { user: "You", assistant: "Assistant", tool: "Result" };
 
 export class MessageView implements Shown {
   readonly element: HTMLElement;
-  private readonly text: GrowingText;
+  private readonly text: GrowingText | MarkdownText;
   private thought: GrowingText | null = null;
   private readonly calls = make("div", { class: "calls" });
 
@@ -33,9 +36,10 @@ export class MessageView implements Shown {
     this.element = make("article", { class: `message ${message.role}`, "aria-label": name, "aria-busy": isGrowing ? "true" : undefined });
     if (message.role === "tool") this.element.append(make("p", { class: "by" }, name));
     if (message.images?.length) this.element.append(shownImages(message.images));
-    if (message.content || !message.images?.length) this.element.append(text);
+    if (message.files?.length) this.element.append(shownFiles(message.files));
+    if (message.content || !(message.images?.length || message.files?.length)) this.element.append(text);
     this.element.append(this.calls);
-    this.text = new GrowingText(text, grown);
+    this.text = message.role === "assistant" ? new MarkdownText(text, grown) : new GrowingText(text, grown);
     this.text.add(message.content);
     this.text.end();
     if (message.reasoning) this.think(message.reasoning);
@@ -88,6 +92,7 @@ export class MessageView implements Shown {
     one("Edit", actions.edit, "Edit this message; the old version is kept");
     one("Regenerate", actions.regenerate, "Generate another answer; the old version is kept");
     one("Fork", actions.fork, this.message.role === "user" ? "Answer again in a second branch, side by side" : "Continue from here in a second branch, side by side");
+    one("Why this time?", actions.explain, "Show when this request waited, was computed, and was interrupted");
     one("Copy", () => void navigator.clipboard?.writeText(this.message.content), "Copy the text");
     return made;
   }

@@ -1,8 +1,8 @@
 """Shared code of the drivers: the job, the timing of a workload, the printed lines.
 
 A job is a JSON object on the command line: "model" (path), "workload" (name), "is_small",
-"threads", "seed" and "options" of the engine. Each printed line is one JSON object: {"workload",
-"metrics", "others"}, and in the end {"memory"}.
+"is_short" (optional), "threads", "seed" and "options" of the engine. Each printed line is one JSON
+object: {"workload", "metrics", "others"}, and in the end {"memory"}.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.cpu.noise import Noise
+from benchmarks.cpu.noise import AVX512_THREADS, Noise, avx512_threads
 from benchmarks.cpu.workloads import Workload, chosen_workload, random_prompt
 
 Prompts = list[list[int]]
@@ -33,7 +33,8 @@ class Job:
     @classmethod
     def of(cls, text: str) -> "Job":
         given = json.loads(text)
-        workload = chosen_workload(given["workload"], given["is_small"])
+        is_short = given.get("is_short", False)
+        workload = chosen_workload(given["workload"], given["is_small"], is_short)
         model, options = Path(given["model"]), given["options"]
         return cls(model, workload, given["threads"], given["seed"], options)
 
@@ -175,6 +176,10 @@ def drive(import_engine: Callable[[], object], load: Callable[[Job], Model]) -> 
         run_start(import_engine, load, job)
         return
     model = load(job)
+    began = time.perf_counter()
     run_workload(model, job.workload, Prompter(job.workload, job.seed))
-    memory = {"peak_bytes": peak_rss_bytes(), "kv_bytes": model.kv_bytes}
+    num_wide = avx512_threads(time.perf_counter() - began)
+    memory = {
+        "peak_bytes": peak_rss_bytes(), "kv_bytes": model.kv_bytes, AVX512_THREADS: num_wide
+    }  # fmt: skip
     print(json.dumps({"memory": memory}), flush=True)

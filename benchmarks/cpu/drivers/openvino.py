@@ -1,4 +1,7 @@
-"""OpenVINO GenAI's continuous batching, which is also what its LLMPipeline uses. No options."""
+"""OpenVINO GenAI's continuous batching, which is also what its LLMPipeline uses.
+
+options: properties of the device.
+"""
 
 import importlib
 import time
@@ -21,7 +24,7 @@ class OpenVINOModel:
         scheduler.enable_prefix_caching = True
         self.kv_bytes = None  # it does not say how much of the cache is in use
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
-            str(job.model), scheduler, "CPU", {"INFERENCE_NUM_THREADS": job.threads}
+            str(job.model), scheduler, "CPU", {"INFERENCE_NUM_THREADS": job.threads, **job.options}
         )
         self._num_requests = 0
 

@@ -5,7 +5,7 @@ from benchmarks.paper.settings import OPT_13B, OPT_66B, OPT_175B, Setting
 from quire.base.settings.config import config_from_flat
 from quire.models.checkpoint.source import resolve_model
 from quire.tools.devices import find_gpu
-from quire.tools.fit import fit
+from quire.tools.sizing.fit import fit
 
 SETTINGS = (OPT_13B, OPT_66B, OPT_175B)
 

@@ -4,19 +4,15 @@ Metrics, traces, recordings and timelines subscribe to this one stream. A step t
 a single event, `Planned`.
 """
 
-from dataclasses import dataclass
-
-from quire.base.plan import Int32, Plan
+from quire.base.plan import FrozenRecord, Int64, Plan
 from quire.base.prefix import PrefixReport
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(FrozenRecord, frozen=True):
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Planned(Event):
+class Planned(Event, frozen=True):
     """A step was planned."""
 
     step_id: int
@@ -25,8 +21,7 @@ class Planned(Event):
     plan: Plan | None = None  # the plan, for subscribers that need the tokens of each row
 
 
-@dataclass(frozen=True, slots=True)
-class Queued(Event):
+class Queued(Event, frozen=True):
     """A request entered the queue."""
 
     request_id: str
@@ -37,23 +32,20 @@ class Queued(Event):
     has_grammar: bool = False  # whether the request first waits for its grammar
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarTaken(Event):
+class GrammarTaken(Event, frozen=True):
     """A request's grammar is compiled, so the request now waits in the queue."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Appended(Event):
+class Appended(Event, frozen=True):
     """A piece of an open prompt arrived."""
 
     request_id: str
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted(Event):
+class Admitted(Event, frozen=True):
     """A sequence got a row, by admission, by a fork of another row, or after a preemption."""
 
     request_id: str
@@ -62,16 +54,14 @@ class Admitted(Event):
     index: int = 0  # number of the sequence in its request; forks have numbers above 0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixFound(Event):
+class PrefixFound(Event, frozen=True):
     """The prefix hit of a new request's prompt, and the reason for the miss after it."""
 
     request_id: str
     report: PrefixReport
 
 
-@dataclass(frozen=True, slots=True)
-class Preempted(Event):
+class Preempted(Event, frozen=True):
     """A sequence lost its row to another request."""
 
     request_id: str
@@ -80,8 +70,7 @@ class Preempted(Event):
     swapped: bool = False  # whether the blocks were copied to host memory instead
 
 
-@dataclass(frozen=True, slots=True)
-class Finished(Event):
+class Finished(Event, frozen=True):
     """A request ended, with the last of its sequences.
 
     For a beam search, the numbers and the reason cover the returned beams only.
@@ -94,12 +83,11 @@ class Finished(Event):
     is_sent_whole: bool = False  # whether the client got all output at the end
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped(Event):
+class Stepped(Event, frozen=True):
     """The result of a step was taken."""
 
     step_id: int
-    rows: Int32  # [N] rows that got a token, numbered as in `Admitted.row`
+    rows: Int64  # [N] rows that got a token, numbered as in `Admitted.row`
     num_tokens: int  # tokens that the step computed
     duration_s: float  # duration on the device's side
     num_drafts: int = 0  # rows with draft tokens

@@ -45,7 +45,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     cache_salt: str = ""  # requests share cached blocks only if their salts are equal
-    adapter_id: str = ""
+    adapter_id: str = ""  # digest of the adapter's files; empty for the base model
     received_s: float = 0.0  # arrival, on this machine's monotonic clock; 0.0: unknown
     hides_logprobs: bool = False  # logprobs serve only to rank best_of and are not returned
     tenant: str = ""  # user or API key; tenants share the engine evenly
@@ -61,6 +61,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     keep_s: float = 0.0  # seconds to retain the ended request (scheduler/reuse/held.py)
     fork: Fork | None = None  # source to continue; the prompt includes the shared tokens
     kv_transfer: KVTransfer | None = None  # prefill for, or by, another engine
+    adapter_path: str = ""  # directory of the adapter's files; empty without an adapter
+    awaits_adapter: bool = False  # set by the core: wait for `AdapterReady`
     is_held_back: bool = False  # set by the core: wait for `GrammarReady`, as with a grammar
     # Images and videos of the prompt in order, with disjoint spans. A fork inherits the items of
     # its shared tokens and lists only later items.
@@ -138,6 +140,12 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     epoch: a unique text, which becomes part of the names of all later blocks."""
 
     epoch: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
+
+
+class Freeze(msgspec.Struct, frozen=True, tag=True):
+    """Control: compute nothing more, or continue. Frozen requests keep their blocks."""
+
+    is_frozen: bool
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):
@@ -221,12 +229,20 @@ class GrammarReady(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None  # reason for a failure, which ends the request
 
 
+class AdapterReady(msgspec.Struct, frozen=True, tag=True):
+    """Control: let a request run, because its adapter is on the device."""
+
+    request_id: str
+    error: str | None = None  # reason for a failure, which ends the request
+
+
 Control = (
     Abort
     | Cancel
     | Append
     | Steer
     | ResetPrefixCache
+    | Freeze
     | Unpin
     | Hold
     | PutBack
@@ -234,6 +250,7 @@ Control = (
     | MeasuredRates
     | KeepCached
     | GrammarReady
+    | AdapterReady
     | Drafted
     | Answer
 )
@@ -292,6 +309,23 @@ class CancelRequests(msgspec.Struct, frozen=True, tag=True):
         )
 
 
+class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: replace the model's weights. The reply is `Done`; then later tokens are made
+    by the new weights."""
+
+    question_id: int
+    path: str  # directory or file that the core's process can read
+    version: str  # name of the new weights in outputs
+
+
+class SetPause(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: stop making plans, or continue. The reply is `Done`, once no step runs."""
+
+    question_id: int
+    is_paused: bool | None  # None: only report the state
+    drains: bool = False  # finish the present requests first; later ones wait
+
+
 class GetLive(msgspec.Struct, frozen=True, tag=True):
     """Client to core: request a snapshot of the engine. The reply is `Live`."""
 
@@ -313,6 +347,8 @@ ToCore = (
     | GetRetained
     | CancelRequests
     | GetLive
+    | UpdateWeights
+    | SetPause
 )
 
 
@@ -361,6 +397,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, Any]  # effective configuration, flat (`quire.base.settings.config`)
     memory: str  # memory plan as one line
     pooling: PoolingSpec | None = None  # pooling of the model; None: the model generates
+    architecture: str = ""  # the model's type in its config
+    weights_bytes: int = 0  # size of the weights on one device
+    weights_version: str = ""  # of the weights in use; empty until an update
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -408,6 +447,21 @@ class Cancelled(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: the reply to an order that takes time."""
+
+    question_id: int
+    error: str | None = None  # why it failed; None: it succeeded
+    weights_version: str = ""  # of the new weights (`UpdateWeights`)
+    is_paused: bool = False  # now (`SetPause`)
+
+
+class WeightsChanged(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: tokens after this message are made by these weights."""
+
+    version: str
+
+
 class Live(msgspec.Struct, frozen=True, tag=True):
     """Core to client: the reply to `GetLive`. The last frame is repeated if a new one is not due
     yet."""
@@ -417,5 +471,15 @@ class Live(msgspec.Struct, frozen=True, tag=True):
 
 
 FromCore = (
-    Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live
+    Ready
+    | StepOutputs
+    | Refused
+    | Metrics
+    | TimelineText
+    | Prefixes
+    | HeldList
+    | Cancelled
+    | Done
+    | WeightsChanged
+    | Live
 )

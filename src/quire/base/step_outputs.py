@@ -106,18 +106,3 @@ class StepOutputs(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     def finished(self) -> list[tuple[SequenceUpdate, Finish]]:
         """The updates of sequences that ended, each with its end."""
         return [(update, update.finish) for update in self.details if update.finish is not None]
-
-
-class StepReader:
-    """Tracker of the sequence that holds each row, fed with all outputs of one core in order."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, RowName] = {}
-
-    def tokens(self, outputs: StepOutputs) -> list[tuple[RowName, int]]:
-        """Return the tokens of sequences without other output, each with its sequence."""
-        names = self._names
-        for name in outputs.names:
-            names[name.row] = name
-        rows, token_ids = outputs.rows.tolist(), outputs.token_ids.tolist()
-        return [(names[row], token_id) for row, token_id in zip(rows, token_ids, strict=True)]

@@ -5,12 +5,13 @@ Both stream answers and count the tokens of a conversation.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.base.errors import EngineError
+from quire.base.errors import ConfigError, EngineError
+from quire.cli.sampling import params_of
 
 if TYPE_CHECKING:
     from quire.base.requests.sampling_params import SamplingParams
@@ -23,10 +24,12 @@ LOOK_S = 0.1  # interval between two checks whether the user stopped the answer
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk of an answer. `finish_reason` comes with the last chunk."""
+    """A chunk of an answer. `finish_reason` comes with the last chunk. num_tokens: tokens of the
+    whole answer so far, where the target reports them."""
 
     text: str
     finish_reason: str | None = None
+    num_tokens: int | None = None
 
 
 class ChatTarget(Protocol):
@@ -37,6 +40,18 @@ class ChatTarget(Protocol):
 
     def size(self, messages: Messages) -> tuple[int, int] | None:
         """Return the tokens of a conversation with the context's length; None if unknown."""
+        ...
+
+    def models(self) -> list[str]:
+        """Return the names of the models. Raises HttpError."""
+        ...
+
+    def use_model(self, name: str) -> None:
+        """Let another model answer. Raises ConfigError if there is no such model."""
+        ...
+
+    def use_sampling(self, fields: Mapping[str, Any]) -> None:
+        """Use these sampling options, and defaults for the others. Raises RequestError."""
         ...
 
     def close(self) -> None: ...
@@ -54,11 +69,13 @@ class ModelTarget:
 
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
         with closing(self._llm.stream(messages, self._params)) as outputs:  # type: ignore[type-var]
+            num_tokens = 0
             for output in outputs:
                 (part,) = output.outputs
                 if part.error is not None:
                     raise EngineError(part.error.message)
-                yield Piece(part.text, part.finish_reason)
+                num_tokens += len(part.token_ids)
+                yield Piece(part.text, part.finish_reason, num_tokens)
                 if is_enough():
                     return
 
@@ -68,6 +85,18 @@ class ModelTarget:
         assert length
         prompt, media = self._media.take(messages)
         return len(engine.renderer.render(prompt, media=media).token_ids), length
+
+    def models(self) -> list[str]:
+        return [self._llm.engine.config.model.model]
+
+    def use_model(self, name: str) -> None:
+        raise ConfigError(
+            f"this chat has loaded one model; exit, and run `quire chat {name}` or `quire run"
+            f" {name}`."
+        )
+
+    def use_sampling(self, fields: Mapping[str, Any]) -> None:
+        self._params = params_of(fields, self._llm.get_default_sampling_params())
 
     def close(self) -> None:
         self._llm.close()
@@ -97,10 +126,20 @@ class ServerTarget:
 
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
         body = {"model": self.model, "messages": messages, "stream": True} | self._sampling
+        body["stream_options"] = {"include_usage": True}
         events = self._client.stream_json("/v1/chat/completions", body)
+        last = None  # the piece with the reason of the end, before the event with the usage
         try:
             while (data := self._runner.run(_next(events, is_enough))) is not None:
-                yield from _pieces(data)
+                for piece in _pieces(data):
+                    if last is not None and piece.num_tokens is not None:
+                        last = replace(last, num_tokens=piece.num_tokens)
+                    elif piece.finish_reason is not None:
+                        last = piece
+                    else:
+                        yield piece
+            if last is not None:
+                yield last
         finally:
             self._runner.run(events.aclose())
 
@@ -121,6 +160,21 @@ class ServerTarget:
             pass
         self._counts = False
         return None
+
+    def models(self) -> list[str]:
+        listed = self._runner.run(self._client.request("/v1/models")).json()
+        try:
+            return [str(each["id"]) for each in listed["data"]]
+        except (LookupError, TypeError) as error:
+            raise ConfigError("the server's list of models cannot be read.") from error
+
+    def use_model(self, name: str) -> None:
+        if name not in (known := self.models()):
+            raise ConfigError(f"the server has no model {name!r}; it has {', '.join(known)}.")
+        self.model = name
+
+    def use_sampling(self, fields: Mapping[str, Any]) -> None:
+        self._sampling = dict(fields)
 
     def close(self) -> None:
         self._runner.run(self._client.close())
@@ -148,3 +202,5 @@ def _pieces(data: str) -> Iterator[Piece]:
     for choice in chunk.get("choices", ()):
         text = (choice.get("delta") or {}).get("content") or ""
         yield Piece(text, choice.get("finish_reason"))
+    if num_tokens := (chunk.get("usage") or {}).get("completion_tokens"):
+        yield Piece("", None, num_tokens)

@@ -102,23 +102,9 @@ def _exposed(settings: dict[str, Given]) -> list[str]:
 
 def read_config_file(path: Path) -> dict[str, Given]:
     """Read the settings of a file. Raises ConfigError, naming the file, the key and the value."""
-    import yaml  # type: ignore[import-untyped]  # imported only if needed
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {_problem(error)}.") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} must hold lines such as `max-model-len: 4k`, got a {type(content).__name__}."
-        )
     options = all_options()
     settings: dict[str, Given] = {}
-    for key, value in content.items():
+    for key, value in read_yaml(path).items():
         if key == MODELS:
             settings[MODELS] = Given(_entries(path, value), str(path))
             continue
@@ -130,6 +116,23 @@ def read_config_file(path: Path) -> dict[str, Given]:
         checked = value if name in THEIRS else _checked(path, key, value, options[name])
         settings[name] = Given(checked, str(path))
     return settings
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """Read a file of keys and values. Raises ConfigError, naming the file."""
+    import yaml  # type: ignore[import-untyped]  # imported only if needed
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_problem(error)}.") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(
+            f"{path} must hold lines such as `max-model-len: 4k`, got a {type(content).__name__}."
+        )
+    return content or {}
 
 
 def _problem(error: Exception) -> str:

@@ -14,7 +14,7 @@ CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 # CPU features that decide which code runs: vectors, and bfloat16 products (x86, then Arm).
-FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
+FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 

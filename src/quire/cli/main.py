@@ -26,11 +26,19 @@ from quire.serve.vllm_compat import VLLM_SETTINGS
 
 logger = logging.getLogger("quire")
 
-# Modules of quire.cli.commands, in the order in which the help lists them.
+# In the order in which the help lists them.
 COMMANDS = (
-    "serve", "chat", "generate", "batch", "bench", "simulate", "doctor", "fit", "verify", "port",
-    "replay", "explain", "trace", "playback",
+    "serve", "chat", "run", "launch", "pull", "list", "rm", "ps", "stop", "generate", "batch",
+    "bench", "simulate", "doctor", "fit", "verify", "port", "replay", "explain", "trace",
+    "playback",
 )  # fmt: skip
+# Modules of commands; the others are modules of their own name in quire.cli.commands.
+MODULES = {
+    "run": "quire.cli.local.run",
+    "launch": "quire.cli.launch.command",
+    **dict.fromkeys(("pull", "list", "rm"), "quire.cli.local.models"),
+    **dict.fromkeys(("ps", "stop"), "quire.cli.local.servers"),
+}
 NEAR = 0.8  # similarity above which quire's own flags are suggested first
 LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 
@@ -59,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    words = list(with_dashes(argv))
+    words, rest = list(with_dashes(argv)), []
+    if words[:1] == ["launch"] and "--" in words:  # arguments of another program follow
+        at = words.index("--")
+        words, rest = words[:at], words[at + 1 :]
     parser = _parser(words)
     if not words:
         parser.print_help(sys.stderr)
@@ -76,7 +87,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         shown = " ".join(_without_values(unknown))
         command.error(f"there is no option {shown}{_hint(unknown[0], command, theirs)}")
-    arguments.notes = notes
+    arguments.notes, arguments.rest = notes, rest
     return arguments
 
 
@@ -109,8 +120,9 @@ def _parser(words: Sequence[str]) -> HelpParser:
         required=True, prog="quire", metavar="COMMAND", title="commands"
     )
     is_named = bool(words) and words[0] in COMMANDS
-    for name in words[:1] if is_named else COMMANDS:
-        import_module(f"quire.cli.commands.{name}").add_command(commands)
+    shown = words[:1] if is_named else COMMANDS
+    for module in dict.fromkeys(MODULES.get(n, f"quire.cli.commands.{n}") for n in shown):
+        import_module(module).add_command(commands)
     return parser
 
 

@@ -1,8 +1,10 @@
 """The sampling options of the commands that run a model."""
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from quire.base.errors import ConfigError
 from quire.cli.options.help_parser import HelpParser
 from quire.tools.bench.arguments import SAMPLERS
 
@@ -41,5 +43,27 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_params(arguments: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
     """Return the model's defaults, overridden by the given options. Raises RequestError."""
+    return params_of(given_sampling(arguments), defaults)
+
+
+def params_of(given: Mapping[str, Any], defaults: "SamplingParams") -> "SamplingParams":
+    """Return the model's defaults, overridden by these fields. Raises RequestError."""
     fields = {name: getattr(defaults, name) for name in SAMPLING} | {"max_tokens": None}
-    return type(defaults)(**(fields | given_sampling(arguments)))
+    return type(defaults)(**(fields | dict(given)))
+
+
+def parse_sampling(name: str, text: str) -> Any:
+    """Return the value of a field's text; None for `default`. Raises ConfigError."""
+    kinds = {key: kind for key, (kind, _) in SAMPLING.items()} | {"seed": int, "stop": str}
+    if name not in kinds:
+        raise ConfigError(f"there is no sampling option {name!r}; there are {', '.join(kinds)}.")
+    if text == "default":
+        return None
+    try:
+        value = kinds[name](text)
+    except ValueError:
+        value = ""
+    if value == "":
+        kind = {int: "a whole number", float: "a number", str: "a text"}[kinds[name]]
+        raise ConfigError(f"{name} must be {kind}, or `default`, got {text!r}.")
+    return [value] if name == "stop" else value

@@ -23,6 +23,7 @@ from quire.base.settings.config import (
     ServerConfig,
 )
 from quire.base.settings.fields import setting
+from quire.base.settings.lora import LoraConfig
 from quire.base.settings.parallel import ParallelConfig
 from quire.base.settings.secrets import MASK, Secret
 from quire.cli.options.groups import GROUPS
@@ -58,6 +59,7 @@ ENGINE: tuple[tuple[str, type], ...] = (
     ("cache", CacheConfig),
     ("scheduler", SchedulerConfig),
     ("parallel", ParallelConfig),
+    ("lora", LoraConfig),
     ("engine", EngineConfig),
 )
 SERVER: tuple[tuple[str, type], ...] = (("server", ServerConfig),)

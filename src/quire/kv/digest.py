@@ -29,6 +29,7 @@ class HasDigest(Protocol):
 
 
 BlockHash = Callable[[bytes], HasDigest]
+LITTLE_INT32 = np.dtype("<i4")
 Mark = tuple[int, bytes]  # token index, and 32 bytes that identify the tokens from there on
 
 
@@ -62,12 +63,15 @@ def extend_digests(
 ) -> None:
     """Append digests in place until there are `num_blocks`, for token_ids of shape [num_tokens].
     num_tokens is at least num_blocks * block_size. marks: the marks of all tokens, in order."""
+    if len(digests) >= num_blocks:
+        return
     parent = digests[-1] if digests else root
-    for i in range(len(digests), num_blocks):
-        first, last = i * block_size, (i + 1) * block_size
-        data = parent + token_ids[first:last].astype("<i4", copy=False).tobytes()
+    first, end = len(digests) * block_size, num_blocks * block_size
+    tokens, width = token_ids[first:end].astype(LITTLE_INT32, copy=False).tobytes(), 4 * block_size
+    for i in range(0, len(tokens), width):
+        data = parent + tokens[i : i + width]
         if marks:
-            data += marks_between(marks, first, last)
+            data += marks_between(marks, first + i // 4, first + i // 4 + block_size)
         parent = block_hash(data).digest()
         digests.append(parent)
 
@@ -80,7 +84,7 @@ def extend_by_one(
 ) -> None:
     """Append the digest of one more block, without marks, to each of N lists. token_ids: [N,
     block_size]."""
-    data, width = token_ids.astype("<i4", copy=False).tobytes(), 4 * token_ids.shape[1]
+    data, width = token_ids.astype(LITTLE_INT32, copy=False).tobytes(), 4 * token_ids.shape[1]
     for i, (digests, root) in enumerate(zip(all_digests, roots, strict=True)):
         parent = digests[-1] if digests else root
         digests.append(block_hash(parent + data[i * width : (i + 1) * width]).digest())

@@ -161,6 +161,8 @@ class KVManager:
         """
         has = None if on_host else self._is_on_device
         length = self.num_computed_blocks(digests, num_tokens, has)
+        if not length:
+            return KVBlocks(0, tuple([] for _ in self.groups))
         found = [self._hit_blocks(g, digests, length) for g in range(len(self.groups))]
         blocks, host = tuple(mine for mine, _ in found), tuple(away for _, away in found)
         return KVBlocks(length * self.block_size, blocks, host)
@@ -215,7 +217,7 @@ class KVManager:
         for g in self._dropping:
             needed = self.groups[g].first_needed(start - num_unsure)
             sequence.tables[g].drop_before(needed)
-        if computed is not None:
+        if computed is not None and computed.num_tokens:
             needs = [
                 table.num_blocks_from(len(computed.blocks[g]), start + num_new_tokens)
                 + self._num_taken_blocks(g, computed)
@@ -300,18 +302,18 @@ class KVManager:
         return found
 
     def append_blocks(
-        self, sequences: Sequence[SequenceBlocks], num_tokens: Sequence[int]
+        self, sequences: Sequence[SequenceBlocks], num_tokens: list[int]
     ) -> list[int] | None:
         """Allocate one new block for each of these sequences, whose blocks are full; return them.
 
         num_tokens: lengths including the next token. Changes nothing and returns None if there are
         several cache groups, a window or too few blocks.
         """
-        pool = self.pools[0]
-        if len(self.pools) > 1 or self._dropping or not self.fits((len(sequences),)):
+        pool, size = self.pools[0], self.block_size
+        if len(self.pools) > 1 or self._dropping or pool.num_free < len(sequences):
             return None
-        tables, size = [sequence.tables[0] for sequence in sequences], self.block_size
-        if any(len(t.blocks) * size != n - 1 for t, n in zip(tables, num_tokens, strict=True)):
+        tables = [sequence.tables[0] for sequence in sequences]
+        if [len(table.blocks) * size + 1 for table in tables] != num_tokens:
             return None
         found = [pool.allocate() for _ in tables]
         for table, length, block_id in zip(tables, num_tokens, found, strict=True):

@@ -221,9 +221,9 @@ class BlockPool:
     def index(self, block_id: int, digest: bytes) -> None:
         """Name a block in use, unless the digest already names another block."""
         assert self._num_refs[block_id] > 0, f"block {block_id} is indexed while free"
-        if digest not in self._index and self._digests[block_id] is None:
-            self._index[digest] = block_id
-            self._digests[block_id] = digest
+        index, digests = self._index, self._digests
+        if digest not in index and digests[block_id] is None:
+            index[digest], digests[block_id] = block_id, digest
             self.num_index_changes += 1
             if self.changes is not None:
                 self.changes.append(digest)

@@ -80,10 +80,11 @@ class BlockTable:
         if partial is not None:
             self._make_writable(partial, done)
         self.num_tokens += num_tokens
-        while self.capacity < self.num_tokens:
-            block_id = self._pool.allocate()
-            done.writes.append((len(self.blocks), block_id))
-            self.blocks.append(block_id)
+        first = len(self.blocks)
+        num_new = self.num_blocks_from(first, self.num_tokens)
+        found = [self._pool.allocate() for _ in range(num_new)]
+        self.blocks += found
+        done.writes += enumerate(found, first)
         return done
 
     def num_draft_blocks(self, num_tokens: int) -> int:

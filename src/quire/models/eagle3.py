@@ -21,6 +21,7 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.models.checkpoint.sources import Source
+from quire.models.draft_head import DraftHead
 from quire.models.model import Model
 from quire.models.parts.decoder import (
     DecoderAttention,
@@ -104,13 +105,10 @@ class FirstLayer(nn.Module):
         return self.mlp(x_TD), residual_TD
 
 
-class Eagle3(Model):
-    """An EAGLE-3 head for runner/drafting/drafting.py. Call `attach` before the first pass.
+class Eagle3(DraftHead):
+    """An EAGLE-3 head. size: D."""
 
-    target_layers: layers of the target that the head reads (see Reads). num_read: F. size: D.
-    num_out: E.
-    """
-
+    title = "EAGLE-3 head"
     ignored_tensors = ("t2d", "rotary_emb.inv_freq")
     head: LMHead
 
@@ -135,8 +133,7 @@ class Eagle3(Model):
         place = factory.place
         self._vocabulary, self._group = place.vocabulary(spec.vocab_size), place.tensor
         self._ids = place.vocabulary(head.num_ids)
-        self.embedding: Embedding | None = Embedding(EMBEDDING, self._vocabulary, size, factory)
-        self._targets: list[Embedding] = []  # a list, so that torch registers no submodule
+        self.embedding = Embedding(EMBEDDING, self._vocabulary, size, factory)
         self._tokens: torch.Tensor | None = None
         places = [
             LayerPlace(spec, options, layer, f"layers.{layer}", factory)
@@ -168,15 +165,8 @@ class Eagle3(Model):
         """Share the target's embedding if the checkpoint has none. Raises ModelError if its width
         differs, or if an id is not a token of the target."""
         self._tokens = self._checked_tokens()
-        if self.embedding is not None:
-            return
-        found = next((each for each in target.modules() if isinstance(each, Embedding)), None)
-        if found is None or found.weight.shape[1] != self.size:
-            raise ModelError(
-                f"the EAGLE-3 head has no {EMBEDDING}, and this model's is not {self.size} wide."
-                " Use the head that was trained for this model, or one with its own embedding."
-            )
-        self._targets = [found]
+        if self.embedding is None:
+            self.share_embedding(target, self.size)
 
     def _checked_tokens(self) -> torch.Tensor | None:
         """Return the token for each id, [I] int64; None if ids and tokens are equal."""
@@ -230,9 +220,8 @@ class Eagle3(Model):
         state_RD: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        embedding = self.embedding or self._targets[0]
-        step = LayerStep(self._rotary(positions_R), attention)
-        x_RD, residual_RD = self.first_layer(embedding(ids_R), state_RD, step)
+        step = LayerStep(self._rotary(positions_R), attention, positions_R)
+        x_RD, residual_RD = self.first_layer(self.embed(ids_R), state_RD, step)
         for layer in self.layers:
             x_RD, residual_RD = layer(x_RD, residual_RD, step)
         normed_RD, state_RD = self.norm(x_RD, residual_RD)

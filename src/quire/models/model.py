@@ -23,11 +23,12 @@ HEADS = "num_attention_heads"  # the setting, as errors name it
 
 class LayerInputs:
     """Copies of the inputs of selected layers, concatenated per token. Each forward pass overwrites
-    them. An EAGLE-3 head reads them to propose draft tokens (eagle3.py).
+    them. A draft head reads them to propose draft tokens (draft_head.py).
 
-    layers: indices of the layers, counted as in transformers' `hidden_states`; the number of layers
-    selects the last layer's output before the final norm. max_tokens: capacity in tokens per step,
-    set where recorded graphs forbid a later reallocation; 0 without such a limit.
+    layers: indices of the layers, counted as in transformers' `hidden_states`. The number of layers
+    selects the last layer's output before the final norm; one more selects the norm's output.
+    max_tokens: capacity in tokens per step, set where recorded graphs forbid a later reallocation;
+    0 without such a limit.
     """
 
     def __init__(self, layers: Sequence[int], max_tokens: int = 0) -> None:
@@ -121,7 +122,7 @@ class Model(nn.Module):
         if the model does not support it."""
         if not self.exposes_states:
             raise ModelError(
-                "an EAGLE-3 head reads the states between layers, which this model does not"
+                "a draft head reads the states between layers, which this model does not"
                 f" expose: it runs by {self.runs_by}. Use another method of speculative_config"
                 " (ngram, suffix, draft_model)."
             )

@@ -15,6 +15,7 @@ from quire.models.checkpoint.rank_place import WHOLE, RankPlace
 from quire.models.checkpoint.sources import Source
 from quire.models.load.assembly import empty_model
 from quire.models.model import Model
+from quire.models.parts.head_linear import HeadLinear
 from quire.models.parts.layers import Embedding, Layer, Linear, LMHead
 from quire.models.vision.encoder_size import encoder_size
 from quire.ops.weights.formats import SIZES, Packing, Quantization
@@ -22,14 +23,15 @@ from quire.spec.cuts import Cut
 from quire.spec.media_families import EncoderSize
 from quire.spec.model_spec import ModelSpec
 
-PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
+PLAIN, LINEAR, ROUTER, HEAD, HEADS = "plain", "linear", "router", "head", "heads"
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Part:
     """One parameter of a model. LINEAR, ROUTER and HEAD parameters have shape [outputs, inputs] and
-    are packed; routers are never quantised. PLAIN parameters keep their dtype and layout."""
+    are packed; routers are never quantised. HEADS are packed weights of attention heads, [heads,
+    outputs, inputs], never quantised. PLAIN parameters keep their dtype and layout."""
 
     kind: str
     shape: Shape
@@ -97,7 +99,8 @@ def _parts(model: Model) -> Iterator[Part]:
             if is_tied and layer is model.head:
                 continue
             own = [source for source in sources if _fills(source.destination, parameter)]
-            yield _part(_kind(layer, name), parameter, own)
+            part = _part(_kind(layer, name), parameter, own)
+            yield replace(part, shape=layer.shape) if isinstance(layer, HeadLinear) else part
 
 
 def _fills(destination: torch.Tensor, parameter: nn.Parameter) -> bool:
@@ -106,6 +109,8 @@ def _fills(destination: torch.Tensor, parameter: nn.Parameter) -> bool:
 
 
 def _kind(layer: Layer, name: str) -> str:
+    if isinstance(layer, HeadLinear):
+        return HEADS
     if name != "weight" or not isinstance(layer, Linear | LMHead):
         return PLAIN
     if isinstance(layer, LMHead):
@@ -132,6 +137,10 @@ def planned_weights(
     for index, part in enumerate(parts):
         if part.kind == PLAIN:
             sizes[packing.dtype] = sizes.get(packing.dtype, 0) + part.num_bytes
+            continue
+        if part.kind == HEADS:
+            each = packing.weight_bytes(part.shape[1:], None)
+            sizes[packing.dtype] = sizes.get(packing.dtype, 0) + part.shape[0] * each
             continue
         format = {LINEAR: formats.layers, HEAD: formats.head}.get(part.kind)
         whole = ((part.shape[0], format),)

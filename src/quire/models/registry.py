@@ -11,8 +11,12 @@ from torch import nn
 from quire.base import plugins
 from quire.base.errors import ConfigError, ModelError
 from quire.models.checkpoint.rank_place import WHOLE, RankPlace
+from quire.models.deepseek.deepseek import Deepseek
+from quire.models.deepseek.glm4_moe import Glm4Moe
+from quire.models.deepseek.minicpm3 import MiniCPM3
 from quire.models.eagle3 import Eagle3
-from quire.models.families.bert import Bert, Roberta
+from quire.models.encoders.bert import Bert, Roberta
+from quire.models.encoders.modernbert import ModernBert
 from quire.models.families.cohere2 import Cohere2
 from quire.models.families.gemma import Gemma2, Gemma3
 from quire.models.families.glm4 import Glm4
@@ -21,8 +25,8 @@ from quire.models.families.gpt_neox import GPTNeoX
 from quire.models.families.gpt_oss import GptOss
 from quire.models.families.granite import Granite
 from quire.models.families.llama import Llama
+from quire.models.families.llama4 import Llama4
 from quire.models.families.mistral import Mistral, Mixtral
-from quire.models.families.modernbert import ModernBert
 from quire.models.families.olmo2 import Olmo2
 from quire.models.families.opt import OPT
 from quire.models.families.phi3 import Phi3
@@ -30,6 +34,7 @@ from quire.models.families.smollm3 import SmolLM3
 from quire.models.hf.configs import EXTRA, is_available
 from quire.models.hf.spec import transformers_spec
 from quire.models.model import Model
+from quire.models.mtp import MultiTokenHead
 from quire.models.multimodal.gemma3 import Gemma3Images
 from quire.models.multimodal.llava import Llava, LlavaNext
 from quire.models.multimodal.qwen2_5_vl import Qwen25VL
@@ -57,14 +62,20 @@ from quire.spec.model_spec import (
 
 MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "cohere2": Cohere2,
+    "deepseek_v2": Deepseek,
+    "deepseek_v3": Deepseek,
     "gemma2": Gemma2,
     "gemma3_text": Gemma3,
     "glm4": Glm4,
+    "glm4_moe": Glm4Moe,
+    "glm4_moe_lite": Deepseek,
     "gpt2": GPT2,
     "gpt_neox": GPTNeoX,
     "gpt_oss": GptOss,
     "granite": Granite,
     "llama": Llama,
+    "llama4_text": Llama4,
+    "minicpm3": MiniCPM3,
     "mistral": Mistral,
     "mixtral": Mixtral,
     "olmo2": Olmo2,
@@ -143,6 +154,8 @@ def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
         return TransformersModel
     if spec.model_type == eagle3_spec.MODEL_TYPE:
         return Eagle3
+    if spec.multi_token is not None:
+        return MultiTokenHead
     whole = spec.raw.get(PART_OF)
     if isinstance(whole, str) and whole in MULTIMODAL:
         return MULTIMODAL[whole]

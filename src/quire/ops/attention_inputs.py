@@ -67,6 +67,8 @@ class AttentionStep:
     ends_T: position after the last key seen by a token that attends in both directions, at most its
     row's context length; 0 for other tokens. Within a row no token sees less far than an earlier
     one. The host has the exact values. None: no token attends in both directions.
+    is_uncut: whether no row's keys may be cut, so that a backend has no parts to merge. Results are
+    right either way.
     """
 
     positions_T: torch.Tensor
@@ -79,6 +81,7 @@ class AttentionStep:
     has_drafts_S: torch.Tensor | None = None
     groups: range | None = None
     ends_T: Int32 | None = None
+    is_uncut: bool = False
 
     def has(self, group: int) -> bool:
         """Return whether the layers of a cache group run in this step."""

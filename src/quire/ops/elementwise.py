@@ -127,7 +127,33 @@ def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
 @op("gated_add")
 def gated_add(x_TD: torch.Tensor, y_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
     """Return x + sigmoid(gate) y, [T, D], with one gate per token."""
-    return torch.addcmul(x_TD, torch.sigmoid(gate_T1), y_TD)
+    return torch.addcmul(x_TD, _token_gate(gate_T1).to(x_TD.dtype), y_TD)
+
+
+@op("scale_by_position")
+def scale_by_position(
+    x_TM: torch.Tensor, positions_T: torch.Tensor, period: int, factor: float
+) -> torch.Tensor:
+    """Return x (1 + factor log(1 + floor((position + 1) / period))), [T, M], in x's dtype. This
+    keeps attention over long contexts sharp (arXiv 2501.19399)."""
+    periods_T = ((positions_T + 1) // period).to(torch.float64)
+    scales_T1 = (1 + factor * torch.log1p(periods_T))[:, None]
+    exact = accumulation_dtype(x_TM.dtype)
+    return (x_TM.to(exact) * scales_T1.to(exact)).to(x_TM.dtype)
+
+
+@op("scale_by_top")
+def scale_by_top(x_TD: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
+    """Return x * sigmoid(largest logit of the token), [T, D], in x's dtype."""
+    exact = accumulation_dtype(x_TD.dtype)
+    gate_T1 = _token_gate(logits_TE.amax(dim=1, keepdim=True))
+    return (x_TD.to(exact) * gate_T1.to(exact)).to(x_TD.dtype)
+
+
+def _token_gate(x_T1: torch.Tensor) -> torch.Tensor:
+    """Return the sigmoid of one number per token, in float64. In float32, torch's last bits depend
+    on the number of tokens."""
+    return x_T1.double().sigmoid()
 
 
 @op("soft_cap")

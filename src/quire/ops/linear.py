@@ -7,9 +7,11 @@ weights. It is faster than torch for few tokens and as fast for many. A token's 
 bits in any batch. Without the core, oneDNN's packed order is used where it beats plain weights.
 float64, and most weights on GPUs, are multiplied as plain tensors (docs/results/numbers.md).
 
-A GPU has kernels for three other cases. `ops/kernels/matmul.py` multiplies weights of fixed order;
+A GPU has kernels for four other cases. `ops/kernels/matmul.py` multiplies weights of fixed order;
 its results do not depend on the batch either. `ops/kernels/few_rows.py` multiplies one to four rows
-with a plain weight where it beats the library. `gpu_weights.py` multiplies quantised weights.
+with a plain weight where it beats the library (`fused_linear.py`: together with norms, gates and
+additions). `ops/kernels/products/stream_k.py` multiplies 5 to 64 rows if its switch is on.
+`gpu_weights.py` multiplies quantised weights.
 """
 
 import torch
@@ -47,6 +49,10 @@ def linear(
     if few is not None and few.serves(x_TK, weight_NK):
         few_TN: torch.Tensor = few.few_rows(x_TK, weight_NK, bias_N)
         return few_TN
+    stream = kernels_for(x_TK, "products.stream_k")
+    if stream is not None and stream.serves(x_TK, weight_NK):
+        stream_TN: torch.Tensor = stream.stream_k(x_TK, weight_NK, bias_N)
+        return stream_TN
     return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
 
 

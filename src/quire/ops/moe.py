@@ -4,7 +4,9 @@ Shape legend: T tokens, E experts, C experts chosen per token, P = T C pairs of 
 expert, D model dim, F feed-forward dim of an expert, G = 2 F.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -15,10 +17,27 @@ from quire.ops.precision import FixedOrderWeight, accumulation_dtype
 from quire.ops.registry import op
 from quire.ops.weights.device_weights import Weight
 from quire.ops.weights.gpu_weights import GPUWeight
+from quire.spec.deepseek.routing import Routing
 
 # The experts' weights: stacked in one tensor, or one result of `pack_weight` per expert.
 ExpertWeights = torch.Tensor | GPUWeight | Sequence[Weight]
 ExpertBiases = torch.Tensor | Sequence[torch.Tensor]
+
+SMALLEST_SUM = 1e-20  # added to sums of sigmoids, which may all be 0
+
+_num_real: ContextVar[torch.Tensor | None] = ContextVar("quire_num_real_tokens", default=None)
+
+
+@contextmanager
+def only_first_tokens(num_real: torch.Tensor) -> Iterator[None]:
+    """Let `moe_experts` compute only the first num_real[0] tokens of each call within this context.
+    The others are padding: they read no expert's weights, and their results have any values.
+    num_real: int32 [1], read when the work runs."""
+    token = _num_real.set(num_real)
+    try:
+        yield
+    finally:
+        _num_real.reset(token)
 
 
 @op("moe_route")
@@ -42,6 +61,40 @@ def moe_route(
     if normalises:
         weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
     return ids_TC.int(), weights_TC
+
+
+@op("moe_route_groups")
+def moe_route_groups(
+    logits_TE: torch.Tensor,
+    num_chosen: int,
+    normalises: bool,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's experts, int32 [T, C], and their weights [T, C], chosen as `Routing`
+    says. Order, ties and dtype are as in `moe_route`. bias: added to scores for the choice, of
+    the weights' dtype."""
+    dtype = accumulation_dtype(logits_TE.dtype)
+    scores_TE = logits_TE.to(dtype)
+    if routing.is_sigmoid:
+        # In float32, torch's sigmoids of a row have other last bits in other batches.
+        scores_TE = scores_TE.double().sigmoid().to(dtype)
+    else:
+        scores_TE = scores_TE.softmax(dim=-1)
+    ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if routing.num_groups > 1:
+        grouped_TGE = ranked_TE.unflatten(1, (routing.num_groups, -1))
+        best = grouped_TGE.topk(2 if routing.is_sigmoid else 1, dim=-1).values.sum(-1)
+        groups = best.sort(dim=-1, descending=True, stable=True).indices
+        is_left_TG = torch.ones_like(best, dtype=torch.bool)
+        is_left_TG.scatter_(1, groups[:, : routing.num_chosen_groups], False)
+        ranked_TE = grouped_TGE.masked_fill(is_left_TG[..., None], -torch.inf).flatten(1)
+    order_TE = ranked_TE.sort(dim=-1, descending=True, stable=True).indices
+    ids_TC = order_TE[:, :num_chosen]
+    weights_TC = scores_TE.gather(-1, ids_TC)
+    if normalises:
+        weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    return ids_TC.int(), weights_TC * routing.scale
 
 
 @op("moe_experts")
@@ -69,21 +122,26 @@ def moe_experts(
     num_experts = len(gate_up_EGD) if isinstance(gate_up_EGD, Sequence) else gate_up_EGD.shape[0]
     if first is not None:
         ids_TC = own_ids(ids_TC, first, num_experts)
-    routed = x_TD, ids_TC, weights_TC
+    routed, num_real = (x_TD, ids_TC, weights_TC), _num_real.get()
     gate = silu_mul if clamped is None else clamped
     if isinstance(gate_up_EGD, GPUWeight) or isinstance(down_EDF, GPUWeight):
         kernels = kernels_for(x_TD, "quantised_moe")
         assert kernels is not None, f"no kernel for quantised experts on {x_TD.device}"
         found = kernels.moe_experts(
-            *routed, gate_up_EGD, down_EDF, gate, biases, has_others=first is not None
-        )
+            *routed, gate_up_EGD, down_EDF, gate, biases, has_others=first is not None,
+            num_real=num_real,
+        )  # fmt: skip
         return found
     if isinstance(gate_up_EGD, torch.Tensor) and (kernels := kernels_for(x_TD, "moe")):
         is_fixed = isinstance(gate_up_EGD, FixedOrderWeight)
         found = kernels.moe_experts(
-            *routed, gate_up_EGD, down_EDF, is_fixed, biases, clamped, has_others=first is not None
-        )
+            *routed, gate_up_EGD, down_EDF, is_fixed, biases, clamped,
+            has_others=first is not None, num_real=num_real,
+        )  # fmt: skip
         return found
+    if num_real is not None:
+        is_real_T = torch.arange(len(ids_TC), device=ids_TC.device) < num_real
+        ids_TC = torch.where(is_real_T[:, None], ids_TC, num_experts)
     num_chosen, flat_P = ids_TC.shape[1], ids_TC.flatten()
     counts_E = torch.bincount(flat_P, minlength=num_experts + 1).tolist()
     order_P = flat_P.argsort(stable=True)

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import RequestError
 from quire.base.requests.media_items import MediaItem
-from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.detect import detect_format
-from quire.render.answers.format import AnswerFormat, RequestedAnswer
-from quire.render.answers.grammar import answer_grammar
+from quire.render.answers.format import AnswerFormat
 from quire.render.grammars.grammars import Grammars
 from quire.render.grammars.structured import grammar_of, no_tokenizer
 from quire.render.media.parts import media_kinds
 from quire.render.templates.chat_template import ChatOptions, load_template, no_template
-from quire.render.templates.template_job import InThisProcess, TemplateJob, TemplateRunner
+from quire.render.templates.template_job import TemplateJob, TemplateRunner
+from quire.render.templates.template_worker import InThisProcess
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.render.tokens.tokenizer_files import has_tokenizer
 
@@ -112,30 +111,15 @@ class Renderer:
         """Return the unchecked grammar of an answer that consists of this content only.
 
         Raises RequestError, also for a model without a tokenizer."""
-        return grammar_of(structure, self._added_ids(field), strict=strict, field=field)
+        return grammar_of(structure, self.added_ids(field), strict=strict, field=field)
 
-    def answer_grammar(
-        self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None = None
-    ) -> str:
-        """Return the unchecked grammar of a request's answer; empty if it is unconstrained.
+    def added_ids(self, field: str) -> dict[str, int]:
+        """Return the tokenizer's added tokens, from text to id.
 
-        form: format that belongs to the prompt's template. Without it, the model's own format
-        applies if the prompt ends within reasoning. Raises RequestError."""
-        constraint, budget = params.structured_outputs, params.thinking_token_budget
-        if constraint is None and budget is None:
-            return ""
-        text = prompt.text or ""
-        if form is None:
-            own = self.answer_format() if self.has_template else AnswerFormat()
-            form = own if own.begins_in_reasoning(text) else AnswerFormat()
-        requested = RequestedAnswer(
-            form,
-            content=constraint,
-            begins_in_reasoning=form.begins_in_reasoning(text),
-            has_reasoned=form.has_reasoned(text),
-            thinking_token_budget=budget,
-        )
-        return answer_grammar(requested, self._added_ids(FIELD))
+        Raises RequestError with this field for a model without a tokenizer."""
+        if self.tokenizer is None:
+            raise no_tokenizer(field)
+        return self.tokenizer.added_ids
 
     @property
     def has_template(self) -> bool:
@@ -192,11 +176,6 @@ class Renderer:
     ) -> str:
         """Do the same as `chat_text` without blocking the event loop."""
         return await self._templates.render_async(self._job(messages, options, template))
-
-    def _added_ids(self, field: str) -> dict[str, int]:
-        if self.tokenizer is None:
-            raise no_tokenizer(field)
-        return self.tokenizer.added_ids
 
     def _job(
         self, messages: object, options: ChatOptions | None, template: str | None

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Plan, RowStart, StepResult
-from quire.runner.device import Tensors
-from quire.runner.step_ops import Int32, Needs, Sampling, SamplingRequests, StepShape
+from quire.runner.device import Graph, Tensors
+from quire.runner.step_ops import Gathered, Int32, Needs, Sampling, SamplingRequests, StepShape
 
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
@@ -44,7 +44,13 @@ class Step(Protocol):
 
 
 class Work(Protocol):
-    """The work of a step in two halves."""
+    """The work of a step in two halves.
+
+    graph: recording of all of the work, which sends nothing but tokens to the host; None if there
+    is more to launch."""
+
+    @property
+    def graph(self) -> Graph | None: ...
 
     @property
     def num_row_slots(self) -> int:
@@ -94,6 +100,31 @@ class ForwardPart:
     def read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
         """Add the copied tensors to the step's result."""
         return result
+
+
+class Head(Protocol):
+    """From the hidden states of a step to its tokens. samples: whether tokens are sampled, so that
+    the needs of the step's rows count."""
+
+    samples: bool
+
+    def compute(
+        self, gathered: Gathered, shape: StepShape, hidden_TD: "torch.Tensor", needs: Needs
+    ) -> "torch.Tensor | None":
+        """Return the logits of the sampling rows, or the pooled numbers, [N, K]; None if no row
+        samples. hidden: [T, D]."""
+        ...
+
+    def choose(
+        self,
+        gathered: Gathered,
+        computed_NK: "torch.Tensor | None",
+        needs: Needs,
+        parts: "Sequence[SamplingPart]",
+    ) -> "tuple[torch.Tensor, torch.Tensor, Tensors]":
+        """Return each sampling row's token [N], whether there is one [N], and the tensors for the
+        host."""
+        ...
 
 
 class Attachment(Protocol):

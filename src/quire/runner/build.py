@@ -1,7 +1,7 @@
 """Build a runner from a configuration: load the model, plan memory, allocate."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.settings.config import EngineConfig
-from quire.base.settings.speculation import NGRAM, parse_speculation
+from quire.base.settings.speculation import parse_speculation
 from quire.models.checkpoint.formats import weight_formats
 from quire.models.checkpoint.kv_scales import Scales, kv_scales
 from quire.models.checkpoint.rank_place import WHOLE, RankPlace
 from quire.models.checkpoint.source import ModelSource, load_format_of
 from quire.models.draft_model import join, with_drafter
+from quire.models.load.adapters import AdaptedModel
 from quire.models.load.cache_files import weight_cache
 from quire.models.load.loading import LoadOptions, load_model
 from quire.models.load.packing import model_bytes
@@ -27,14 +28,19 @@ from quire.models.registry import model_spec
 from quire.models.vision.encoder_size import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.context_shared import share_context
-from quire.ops.attention.select import make_backend
+from quire.ops.attention.select import NAMES, make_backend
 from quire.ops.collective import ALONE
 from quire.ops.rows.row_arrays import RowArrays
-from quire.ops.sampling.device_drafts import Runs
-from quire.ops.sampling.find_runs import SEARCHED
+from quire.runner.adapters import RowAdapters
+from quire.runner.attachment import Attachment
 from quire.runner.derive import derive_config, with_length
-from quire.runner.drafting.draft_steps import VerifyStep
-from quire.runner.drafting.drafting import DraftPasses, make_draft_passes, with_spare_blocks
+from quire.runner.drafting.draft_steps import VerifyStep, device_runs
+from quire.runner.drafting.drafting import (
+    DraftPasses,
+    make_draft_passes,
+    warm_draft_passes,
+    with_spare_blocks,
+)
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
     WHOLE_MACHINE,
@@ -43,6 +49,7 @@ from quire.runner.memory_plan import (
     available_cpu_bytes,
     block_bytes_of,
     host_tier_limits,
+    max_read_tokens,
     plan_cpu_memory,
 )
 from quire.runner.model_runner import DecoderModel, ModelRunner
@@ -119,16 +126,15 @@ def build_runner(
     links: StageLinks = NO_LINKS,
     warm_memory: WarmMemory | None = None,
 ) -> BuiltRunner:
-    """Load the model, or a rank's part of it, and allocate its KV pool. links: channels of its
-    stage to other stages. warm_memory: memory of a CPU runner without torch. Raises ModelError,
-    ConfigError, OutOfMemory."""
+    """Load the model, or a rank's part of it, and allocate its KV pool. links: channels to other
+    stages. warm_memory: memory without torch. Raises ModelError, ConfigError, OutOfMemory."""
     impl, is_compiled = config.model.model_impl, config.model.torch_compile
     spec = model_spec(source.directory, impl, is_compiled=is_compiled)
     spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
     if shard.num_stages > 1:
         check_stages(config, spec, device.type)
-    spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
+    spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config), source)
     given_config, config = config, derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)
     spec = whole.of_stage(shard.stage, shard.num_stages).of_ranks(
@@ -136,16 +142,17 @@ def build_runner(
     )
     dtype, free = torch_dtype(config.model.dtype), _free_bytes(share, device)
     max_bytes = free if device.type == "cpu" and warm_memory is None else None
-    model = _load(config, source, whole, device, shard, progress, max_bytes)
+    check_bytes = None if max_bytes is None else _early_checks(config, spec, device, free)
+    model = _load(config, source, whole, device, shard, progress, max_bytes, check_bytes)
     weights, drafter = model_bytes(model), None
     if draft_source is not None and whole.drafter is not None:
         left = None if max_bytes is None else max_bytes - weights
         on_all = RankPlace(shard.tensor)
         drafter = _load(config, draft_source, whole.drafter, device, on_all, progress, left)
-        join(drafter, model, spec.num_layers, config.scheduler.max_num_batched_tokens or 0)
+        join(drafter, model, spec.num_layers, max_read_tokens(config))
         weights += model_bytes(drafter)
     spec = replace(spec, encoder=encoder_size(model, whole, shard))
-    media = _media(config, source, spec, model)
+    attachments = _attachments(config, source, spec, model, device)
     if shard.num_stages > 1:
         model = StageModel(model, dtype, links)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
@@ -158,7 +165,7 @@ def build_runner(
         def make(
             config: EngineConfig, num_blocks: tuple[int, ...]
         ) -> tuple[ModelRunner, DraftPasses | None]:
-            runner = _assemble(config, spec, device, model, shard, Pools(num_blocks), media)
+            runner = _assemble(config, spec, device, model, shard, Pools(num_blocks), attachments)
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
@@ -167,12 +174,12 @@ def build_runner(
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
     pools = Pools(memory.num_blocks, host, warm_memory)
-    runner = _assemble(config, spec, device, model, shard, pools, media, scales)
+    runner = _assemble(config, spec, device, model, shard, pools, attachments, scales)
     if (pooler := _pooler(config, source, spec, device)) is not None:
-        runner.make_step = partial(PoolingStep, pooler=pooler)
-    record_graphs(runner, config, spec.identity, remembers=share.is_whole)
+        runner.head, runner.make_step = pooler, PoolingStep
+    record_graphs(runner, config, spec.identity, memory.num_blocks, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
-    draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
+    draft = warm_draft_passes(config, spec, drafter, runner, memory.num_blocks)
     if device.type == "cpu" and share.is_whole and host is None and warm_memory is None:
         save_start(given_config, source, spec, runner.model, weights, rate)
     return BuiltRunner(
@@ -192,6 +199,21 @@ def build_runner(
     )
 
 
+def _early_checks(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, free_bytes: int
+) -> Callable[[int], object]:
+    """Make quire's attention backend with the smallest pool, so that one that cannot be used fails
+    before weights are read. A plug-in is made once only. Return the check of the weights' bytes."""
+    if config.attention_backend in NAMES:
+        smallest, cache = (1,) * len(spec.cache_groups), config.cache
+        dtype = torch_dtype(config.model.dtype)
+        layout = KVLayout(
+            spec.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
+        )
+        make_backend(config.attention_backend, layout, deterministic=config.deterministic)
+    return partial(plan_cpu_memory, config, spec, free_bytes=free_bytes)
+
+
 def _load(
     config: EngineConfig,
     source: ModelSource,
@@ -200,14 +222,16 @@ def _load(
     shard: RankPlace,
     progress: Progress | None,
     max_bytes: int | None,
+    check_bytes: Callable[[int], object] | None = None,
 ) -> Any:
-    """Load the model into the device's memory. max_bytes: known limit for weights, if any."""
+    """Load the model into the device's memory. max_bytes: known limit for weights, if any.
+    check_bytes: see LoadOptions."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
     formats.check(config.model.dtype, device.type)
     cache = weight_cache(config.model.weight_cache)
     load_format, seed = load_format_of(config, source), config.model.seed
     try:
-        options = LoadOptions(load_format, seed, formats, cache, max_bytes, shard)
+        options = LoadOptions(load_format, seed, formats, cache, max_bytes, shard, check_bytes)
         model = load_model(source.directory, spec, dtype, device, options, progress)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
@@ -218,6 +242,28 @@ def _load(
     if config.deterministic:
         make_deterministic(model)
     return model
+
+
+def _attachments(
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any, device: torch.device
+) -> list[Attachment]:
+    """Return the runner's attachments. Adapters are enabled on the model's layers, if the settings
+    say so. Raises ConfigError."""
+    media = _media(config, source, spec, model)
+    found: list[Attachment] = [] if media is None else [media]
+    if config.lora.enable_lora:
+        found.append(_adapters(config, model, device))
+    return found
+
+
+def _adapters(config: EngineConfig, model: Any, device: torch.device) -> RowAdapters:
+    if device.type != "cpu":
+        raise ConfigError(
+            f"enable_lora: adapters need a CPU for now, and the device is {device.type}; remove it,"
+            " or set device to cpu."
+        )
+    dtype = torch_dtype(config.model.dtype)
+    return RowAdapters(AdaptedModel(model, config.lora.max_loras, dtype), config.lora)
 
 
 def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media | None:
@@ -265,7 +311,7 @@ def _assemble(
     model: DecoderModel,
     shard: RankPlace,
     pools: Pools,
-    media: Media | None,
+    attachments: Sequence[Attachment],
     scales: Scales | None = None,
 ) -> ModelRunner:
     num_blocks, warm_memory = pools.num_blocks, pools.warm_memory
@@ -297,10 +343,6 @@ def _assemble(
         native = native_or_same(model, backend)
     state = None if warm_memory is None else as_tensors(warm_memory.rows)
     runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state)
-    speculation = parse_speculation(config.speculative_config)
-    if speculation is not None and speculation.method == NGRAM:
-        runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
-        runner.make_draft_step = partial(VerifyStep, runs=runs)
-    if media is not None:
-        runner.attachments.append(media)
+    runner.make_draft_step = partial(VerifyStep, runs=device_runs(config))
+    runner.attachments += attachments
     return runner

@@ -84,7 +84,7 @@ def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """Set whether the model pools. Raises ConfigError for settings that only generation supports.
 
     A model that pools all tokens, or an encoder, cannot use cached blocks or host memory, because
-    they hold no hidden states. Steps of whole prompts are not recorded.
+    they hold no hidden states. An encoder's steps are not recorded.
     """
     pooling, model = spec.pooling, config.model
     if pooling is None:
@@ -110,8 +110,9 @@ def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         cache = dataclasses.replace(cache, enable_prefix_caching=False, kv_host_gb=0.0)
         scheduler = dataclasses.replace(scheduler, preemption_mode="recompute")
     model = dataclasses.replace(model, runner="pooling", convert=pooling.task)
+    is_eager = config.enforce_eager or spec.is_encoder  # its attention reads the host's lengths
     return dataclasses.replace(
-        config, model=model, cache=cache, scheduler=scheduler, enforce_eager=True
+        config, model=model, cache=cache, scheduler=scheduler, enforce_eager=is_eager
     )
 
 

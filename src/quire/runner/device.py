@@ -32,6 +32,19 @@ class Arrival(Protocol):
         ...
 
 
+class StepClock:
+    """Durations of steps without timed events, as the host sees them. A step begins with its
+    launch, or with the end of the step before if that is later."""
+
+    def __init__(self) -> None:
+        self._ended_s = 0.0
+
+    def end(self, launched_s: float = 0.0) -> float:
+        """Note the end of a step; return its duration in seconds."""
+        before, self._ended_s = self._ended_s, time.perf_counter()
+        return self._ended_s - max(before, launched_s)
+
+
 class Graph(Protocol):
     """Recorded work. replay: queue the work again, on the same memory as in the recording."""
 

@@ -32,9 +32,24 @@ GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, blocks in transit
 MAX_SERVED_POOLS = 4  # host memory for blocks served to peers, in pools
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 # Sizes at which the steps of a GPU are recorded as graphs.
-MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MIXED_TOKENS: tuple[int, ...] = (
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    *range(640, 2049, 128),
+)
 MIXED_ROWS = (4, 32, 128)  # in addition to the maximum number of rows
-MAX_MIXED = 32  # kinds
+MAX_OTHER_GRAPHS = 32  # graphs in addition to plain decoding steps
+MAX_WARM_GRAPHS = 64  # the same if a warm-up records graphs for all steps
+MAX_DRAFT_GRAPHS = 16  # graphs of a draft model's passes
+MORE_POSITIONS = 256  # sampled positions of a recorded step, in addition to the maximum rows
 GRAPH_BYTES = 4 << 20  # of a graph besides its tensors: nodes and parameters
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before any work
 
@@ -211,8 +226,7 @@ def retained_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Bound the bytes of inputs that layers with a state retain for drafting rows. They are needed
     until verification ends (ops/attention/states.py)."""
     scheduler = config.scheduler
-    draft_options = speculation_of(config.speculative_config, scheduler.pipeline_depth)
-    if draft_options is None or not spec.linear_layers:
+    if not has_drafts(config) or not spec.linear_layers:
         return 0
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens = scheduler.max_num_seqs + max_draft_tokens(scheduler.max_num_seqs)
@@ -223,9 +237,14 @@ def retained_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 def spare_blocks(config: EngineConfig) -> int:
     """Return the number of spare blocks for the draft tokens of a row."""
+    return -(-num_speculative_tokens(config) // config.cache.block_size)
+
+
+def num_speculative_tokens(config: EngineConfig) -> int:
+    """Return the maximum number of draft tokens of a row that a draft model proposes."""
     speculation = parse_speculation(config.speculative_config)
     assert speculation is not None
-    return -(-speculation.num_tokens // config.cache.block_size)
+    return speculation.num_tokens
 
 
 def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
@@ -340,9 +359,39 @@ def max_mixed_tokens(max_rows: int) -> int:
     return max(MIXED_TOKENS[-1], max_rows)
 
 
-def all_graphs_bytes(max_rows: int, tensors_bytes: int) -> int:
+def all_graphs_bytes(config: EngineConfig, tensors_bytes: int) -> int:
     """Return the bytes of all graphs. tensors_bytes: of the largest graph, shared by all."""
-    return tensors_bytes + GRAPH_BYTES * (len(ladder(max_rows)) + MAX_MIXED)
+    assert config.scheduler.max_num_seqs
+    num_graphs = len(ladder(config.scheduler.max_num_seqs)) + max_other_graphs(config)
+    speculation = parse_speculation(config.speculative_config)
+    if speculation is not None and speculation.has_drafter:
+        num_graphs += MAX_DRAFT_GRAPHS
+    return tensors_bytes + GRAPH_BYTES * num_graphs
+
+
+def max_other_graphs(config: EngineConfig) -> int:
+    """Return the maximum number of graphs in addition to plain decoding steps."""
+    return MAX_WARM_GRAPHS if config.graph_warmup else MAX_OTHER_GRAPHS
+
+
+def max_positions(max_rows: int) -> int:
+    """Return the maximum number of sampled positions of a recorded step with draft tokens."""
+    return max_rows + MORE_POSITIONS
+
+
+def has_drafts(config: EngineConfig) -> bool:
+    """Return whether steps may have draft tokens."""
+    depth = config.scheduler.pipeline_depth
+    return speculation_of(config.speculative_config, depth) is not None
+
+
+def max_read_tokens(config: EngineConfig) -> int:
+    """Return the maximum number of tokens of a step, padding included, whose states a drafting head
+    reads. Graphs hold the address of these states."""
+    scheduler = config.scheduler
+    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+    recorded = max(max_mixed_tokens(scheduler.max_num_seqs), max_positions(scheduler.max_num_seqs))
+    return max(scheduler.max_num_batched_tokens, recorded)
 
 
 def estimated_graph_bytes(config: EngineConfig, spec: ModelSpec) -> int:
@@ -352,7 +401,8 @@ def estimated_graph_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     if config.enforce_eager:
         return 0
     size, tokens = DTYPE_BYTES[config.model.dtype], max_mixed_tokens(num_rows)
-    return all_graphs_bytes(num_rows, workspace_bytes(spec, size, tokens, num_rows))
+    positions = max_positions(num_rows) if has_drafts(config) else num_rows
+    return all_graphs_bytes(config, workspace_bytes(spec, size, tokens, positions))
 
 
 Minimum = Callable[[Sequence[int]], tuple[int, ...]]

@@ -6,8 +6,11 @@ read tensors.
 Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from quire.base.masks import MaskPromise
@@ -17,8 +20,12 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import AttentionStep
 from quire.ops.embedding import select_rows
 from quire.ops.rows.step_inputs import StepInputs
+from quire.ops.sampling.device_drafts import Runs
 from quire.runner.attachment import Step
-from quire.runner.gpu.graphs import Graphs, Recorded, UsedSizes, measured_bytes
+from quire.runner.gpu.graphs import Graphs, Recorded, measured_bytes
+from quire.runner.gpu.used_sizes import UsedSizes
+from quire.runner.gpu.verification import drafted_of
+from quire.runner.memory_plan import MAX_OTHER_GRAPHS, all_graphs_bytes, has_drafts
 from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import StepRunner
 
@@ -38,6 +45,7 @@ class ModelRunner(StepRunner):
     """Rows, model, attention backend and sampler of one device, with tensors."""
 
     _graphs: Graphs | None = None
+    _in_pieces = False  # attention is launched between graphs, and knows each step's lengths
 
     @torch.inference_mode()
     def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Step:
@@ -54,6 +62,7 @@ class ModelRunner(StepRunner):
             block_tables_SL=inputs.block_tables_SL,
             query_lens_host=shape.query_lens,
             context_lens_host=shape.context_lens,
+            is_uncut=shape.is_uncut,
         )
 
     def logits(self, hidden_TD: torch.Tensor, last_N: torch.Tensor, needs: Needs) -> torch.Tensor:
@@ -69,25 +78,54 @@ class ModelRunner(StepRunner):
         can_hold = self.backend.can_be_recorded and self.rows.ops.can_be_recorded
         return self.device.can_capture and can_hold
 
-    def record(self, *, in_pieces: bool, used: UsedSizes | None = None) -> None:
+    def record(
+        self,
+        *,
+        in_pieces: bool,
+        used: UsedSizes | None = None,
+        max_others: int = MAX_OTHER_GRAPHS,
+    ) -> None:
         """Record later steps as graphs and replay them, if device and backend support it."""
         if self.can_record:
-            num_rows = self.rows.max_num_rows
-            self._graphs = Graphs(self.device, self, num_rows, in_pieces=in_pieces, used=used)
+            num_rows, self._in_pieces = self.rows.max_num_rows, in_pieces
+            self._graphs = Graphs(
+                self.device, self, num_rows, in_pieces=in_pieces, used=used, max_others=max_others
+            )
+
+    @torch.inference_mode()
+    def warm_up(self, num_blocks: Sequence[int], drafters: Sequence[Runs | None]) -> None:
+        """Record steps that cover all others, and compile what they and moves launch. Nothing may
+        be stored yet. num_blocks: of each cache group. drafters: searches of the device's drafter,
+        None for the host's."""
+        if self._graphs is None:
+            return
+        self._graphs.warm_up(*drafters)
+        self.rows.ops.fork(np.zeros((1, 2), np.int32))  # a row to itself
+        first, second = np.arange(2, dtype=np.int32)[:, None]
+        for group, num in enumerate(num_blocks):
+            for destination in (first, second)[:num]:
+                self.backend.copy_blocks(group, first, destination)
+        self.device.run(list).wait()
 
     @torch.inference_mode()
     def idle(self) -> bool:
         """Record one more expected step, if any; return whether a step was recorded."""
         return self._graphs is not None and self._graphs.record_next()
 
-    def find_recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
+    def find_recorded(self, plan: Plan, needs: Needs, runs: Runs | None = None) -> Recorded | None:
         """See StepRunner."""
         if self._graphs is None:
             return None
         num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
         num_row_slots = max(num_rows, len(plan.sample_rows))
-        return self._graphs.find(num_row_slots, 0 if num_tokens == num_rows else num_tokens, needs)
+        num_tokens = 0 if num_tokens == num_rows else num_tokens
+        is_whole = not num_tokens and not self._in_pieces
+        if is_whole and self.backend.prefers_uncut(plan.computed_bound + 1):
+            needs = replace(needs, is_uncut=True)
+        return self._graphs.find(num_row_slots, num_tokens, needs, drafted_of(plan, runs))
 
     def graph_bytes(self, config: EngineConfig) -> int:
         """Return the measured bytes of recorded steps; 0 if steps are not recorded."""
-        return 0 if config.enforce_eager or not self.can_record else measured_bytes(self)
+        if config.enforce_eager or not self.can_record:
+            return 0
+        return all_graphs_bytes(config, measured_bytes(self, has_drafts=has_drafts(config)))

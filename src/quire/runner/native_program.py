@@ -92,6 +92,9 @@ def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> Cor
                 found = backend.layer_kv(layer)
                 group_index = groups.index(found.group) if found.group in groups else 0
                 program.add_layer(group_index, found.kv)
+        if draft.adapters is not None:
+            assert draft.adapters.core is not None, "the core runs programs"
+            program.use_adapters(draft.adapters.core)
 
     return draft.parts(layer_indices(backend), here).assemble(backend.variant, add_layers, int)
 

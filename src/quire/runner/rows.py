@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from quire.base.plan import Plan, RowFork, RowStart
 from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE
-from quire.runner.device import Arrival, Device, Tensors, Work
+from quire.runner.device import Arrival, Device, Graph, Tensors, Work
 from quire.runner.step_ops import (
     NUM_RESULTS,
     Flags,
@@ -32,7 +32,8 @@ Int32 = npt.NDArray[np.int32]
 
 # Sampling parameters of a row: columns of its state.
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-NARROW_COLUMNS = (*FLOATS, "edits", "penalised")  # the row's index among edits, or -1; 0 or 1
+# The row's index among edits, or -1; 0 or 1; draft tokens in the last step with drafts.
+NARROW_COLUMNS = (*FLOATS, "edits", "penalised", "drafts")
 WIDE_COLUMNS = ("top_k", "seed", "sample_index", "num_prompt_tokens")
 PROMPT_COLUMN = WIDE_COLUMNS.index("num_prompt_tokens")
 
@@ -118,15 +119,19 @@ class DeviceRows:
         )
         self.run_with(update, list)
 
-    def run_with(self, update: Update, work: Work) -> Arrival:
-        """Apply changes and run the work, as one unit."""
+    def run_with(self, update: Update, work: Work, graph: Graph | None = None) -> Arrival:
+        """Apply changes and run the work, as one unit. graph: recording of all of the work, if
+        there is one."""
 
         def both() -> Tensors:
             update.take()
             return work()
 
         try:
-            arrival = self._device.run(both)
+            if graph is not None and update.replay is not None:
+                arrival = update.replay(graph)
+            else:
+                arrival = self._device.run(both)
         except Exception:
             update.hold(self._device.run(list))  # the device may read it until here
             raise
@@ -169,10 +174,20 @@ class DeviceRows:
                 updates.deltas.append(np.array(deltas, np.int32))
         if len(plan.last_ids):
             _add_positions(plan, updates)
+        if plan.drafts:
+            _add_drafts(plan, updates, has_column=self.ops.can_be_recorded)
         writes = plan.block_writes
         if len(writes.row):
             columns = (writes.group, writes.row, writes.index, writes.block_id)
-            updates.deltas.append(np.stack(columns, axis=1))
+            updates.deltas.append(_stacked(columns))
+
+
+def _stacked(columns: tuple[Int32, ...]) -> Int32:
+    """Return the columns [K] as [K, 4]; np.stack takes four times as long."""
+    found = np.empty((len(columns[0]), len(columns)), np.int32)
+    for i, column in enumerate(columns):
+        found[:, i] = column
+    return found
 
 
 def _add_positions(plan: Plan, updates: RowUpdates) -> None:
@@ -183,6 +198,24 @@ def _add_positions(plan: Plan, updates: RowUpdates) -> None:
     rows, positions = plan.rows.tolist(), plan.last_positions.tolist()
     tokens = np.split(plan.last_ids, len(rows))
     updates.runs += zip(rows, positions, tokens, strict=True)
+
+
+def _add_drafts(plan: Plan, updates: RowUpdates, *, has_column: bool) -> None:
+    """Add the host's draft tokens after each row's known tokens. has_column: also write the number
+    of draft tokens of each row of the step, which kernels read."""
+    if not plan.is_guessing:
+        begins = (plan.computed_bound + plan.num_tokens - plan.num_drafts).tolist()
+        begin_of = dict(zip(plan.rows.tolist(), begins, strict=True))
+        updates.runs += [(each.row, begin_of[each.row], each.token_ids) for each in plan.drafts]
+    if has_column:
+        rows = np.union1d(plan.rows, plan.sample_rows)
+        deltas = np.zeros((len(rows), 4), np.int32)
+        deltas[:, 0], deltas[:, 1] = NARROW, rows
+        deltas[:, 2] = NARROW_COLUMNS.index("drafts")
+        drafting = np.array([each.row for each in plan.drafts], np.int32)
+        counts = [len(each.token_ids) for each in plan.drafts]
+        deltas[np.searchsorted(rows, drafting), 3] = counts
+        updates.deltas.append(deltas)
 
 
 def start_deltas(start: RowStart, edits: int) -> Int32:
@@ -204,7 +237,7 @@ def start_deltas(start: RowStart, edits: int) -> Int32:
     deltas[0, 3] = start.num_computed_tokens
     deltas[1 : 1 + len(FLOATS), 3] = np.array(floats, np.float32).view(np.int32)
     narrow_end = 1 + len(NARROW_COLUMNS)
-    deltas[1 + len(FLOATS) : narrow_end, 3] = edits, params.has_penalties
+    deltas[1 + len(FLOATS) : narrow_end, 3] = edits, params.has_penalties, 0
     deltas[narrow_end:, 3] = np.array(wide, np.int64).view(np.int32)
     return deltas
 

@@ -191,7 +191,7 @@ def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     device: its type."""
     setting = f"pipeline_parallel_size={config.parallel.pipeline_parallel_size}"
     speculation = parse_speculation(config.speculative_config)
-    if speculation is not None and speculation.model is not None:
+    if speculation is not None and speculation.has_drafter:
         raise ConfigError(
             f"{setting} and speculative_config with the method {speculation.method}: a draft model"
             " needs data from several stages. Use the method ngram or suffix, or use"
@@ -244,8 +244,7 @@ def plan_of_earlier_stage(plan: Plan) -> Plan:
         tokens = np.concatenate([last_ids[at : at + 1], draft.token_ids])
         draft_runs.append(HostTokens(draft.row, int(plan.last_positions[at]), tokens))
         last_ids[at] = tokens[-1]
-    return replace(
-        plan,
+    return plan.replace(
         started=started,
         last_ids=last_ids,
         drafts=(),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quire.base.plan import RowStart
 from quire.ops.rows.row_arrays import last_writes
-from quire.runner.device import Arrival
+from quire.runner.device import Arrival, Graph
 
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
@@ -46,17 +46,25 @@ class RowUpdates:
     deltas: list[Int32] = field(default_factory=list)
     runs: list[tuple[int, int, Int32]] = field(default_factory=list)
 
+    def all_deltas(self) -> Int32:
+        """Return all deltas in their order, [K, 4] int32."""
+        if len(self.deltas) == 1:
+            return self.deltas[0]
+        return np.concatenate(self.deltas) if self.deltas else np.empty((0, 4), np.int32)
+
     def merged_deltas(self) -> Int32:
-        """Return all deltas, [K, 4] int32; of several deltas to one entry, the last one wins."""
-        if not self.deltas:
-            return np.empty((0, 4), np.int32)
-        merged = np.concatenate(self.deltas)
-        if len(merged) == 1:
-            return merged
-        wide = merged.astype(np.int64)
-        positions = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
-        last: Int32 = merged[last_writes(positions)]
-        return last
+        """Return the deltas [K, 4] int32 of which no two write to one entry."""
+        return merged(self.all_deltas())
+
+
+def merged(deltas: Int32) -> Int32:
+    """Return deltas [K, 4]; of several deltas to one entry, only the last one."""
+    if len(deltas) <= 1:
+        return deltas
+    wide = deltas.astype(np.int64)
+    positions = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
+    last: Int32 = deltas[last_writes(positions)]
+    return last
 
 
 @dataclass
@@ -69,28 +77,21 @@ class SamplingFlags:
     or ALL_LOGPROBS.
     """
 
-    is_greedy: Flags
-    has_filter: Flags
-    has_penalties: Flags
-    has_edits: Flags
-    has_extras: Flags
-    is_beam: Flags
-    top_k: Int64
-    num_logprobs: Int64
+    bits_6R: Flags  # in the order of the names below
+    numbers_2R: Int64
+
+    def __post_init__(self) -> None:
+        self.is_greedy, self.has_filter, self.has_penalties, *others = self.bits_6R
+        self.has_edits, self.has_extras, self.is_beam = others
+        self.top_k, self.num_logprobs = self.numbers_2R
 
     @classmethod
     def of_rows(cls, max_num_rows: int) -> "SamplingFlags":
         """Return flags of rows without any feature."""
-        return cls(
-            is_greedy=np.ones(max_num_rows, bool),
-            has_filter=np.zeros(max_num_rows, bool),
-            has_penalties=np.zeros(max_num_rows, bool),
-            has_edits=np.zeros(max_num_rows, bool),
-            has_extras=np.zeros(max_num_rows, bool),
-            is_beam=np.zeros(max_num_rows, bool),
-            top_k=np.zeros(max_num_rows, np.int64),
-            num_logprobs=np.full(max_num_rows, NO_LOGPROBS, np.int64),
-        )
+        flags = cls(np.zeros((6, max_num_rows), bool), np.zeros((2, max_num_rows), np.int64))
+        flags.is_greedy[:] = True
+        flags.num_logprobs[:] = NO_LOGPROBS
+        return flags
 
     def start(self, start: RowStart) -> None:
         """Set the flags of a row when a sequence starts in it."""
@@ -111,12 +112,12 @@ class SamplingFlags:
 
     def copy(self, parent: int, child: int) -> None:
         """Copy a parent's flags to its forked child."""
-        for array in vars(self).values():
-            array[child] = array[parent]
+        self.bits_6R[:, child] = self.bits_6R[:, parent]
+        self.numbers_2R[:, child] = self.numbers_2R[:, parent]
 
     def at(self, rows: Int32) -> "SamplingFlags":
         """Return a copy of the entries of these rows."""
-        return SamplingFlags(*(array[rows] for array in vars(self).values()))
+        return SamplingFlags(self.bits_6R.take(rows, axis=1), self.numbers_2R.take(rows, axis=1))
 
 
 def requests_edits(start: RowStart) -> bool:
@@ -148,11 +149,13 @@ def requests_features(start: RowStart) -> bool:
 @dataclass(frozen=True)
 class StepShape:
     """Size of a step on the host. query_lens, context_lens: new tokens and context of each row
-    slot; upper bounds of the device's values. num_samples: rows that sample."""
+    slot; upper bounds of the device's values. num_samples: rows that sample. is_uncut: see
+    AttentionStep."""
 
     query_lens: Int32
     context_lens: Int32
     num_samples: int
+    is_uncut: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -206,9 +209,10 @@ class StepLists:
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a step's sampling in addition to the choice; part of a graph's key. edits:
+    """Needs of a step in addition to the choice of tokens; part of a graph's key. edits:
     generation of the edit table; None without edits. num_candidates: of each row, or NO_LOGPROBS.
-    has_beams: masks also apply to beam search candidates. has_extras: see SamplingFlags."""
+    has_beams: masks also apply to beam search candidates. has_extras: see SamplingFlags. is_uncut:
+    see AttentionStep; only of recorded steps, whose lengths vary."""
 
     has_filters: bool = False
     has_penalties: bool = False
@@ -217,6 +221,7 @@ class Needs:
     has_masks: bool = False
     has_beams: bool = False
     has_extras: bool = False
+    is_uncut: bool = False
 
     @property
     def can_be_recorded(self) -> bool:
@@ -241,10 +246,13 @@ class Needs:
 @dataclass(frozen=True)
 class Update:
     """Prepared changes to the rows. take: apply them, before any other work of the step. hold: keep
-    their memory until the given arrival, when they have been read."""
+    their memory until the given arrival, when they have been read. replay: apply them and replay a
+    graph that is all of the step, now and in one call; the step's tokens arrive. None: there is no
+    such call."""
 
     take: Callable[[], None]
     hold: Callable[[Arrival], None]
+    replay: Callable[[Graph], Arrival] | None = None
 
 
 NO_UPDATE = Update(lambda: None, lambda arrival: None)
@@ -253,11 +261,18 @@ NO_UPDATE = Update(lambda: None, lambda arrival: None)
 @dataclass(frozen=True)
 class Gathered:
     """Gathered inputs of a step. inputs: of the forward pass, without padded rows. contexts: number
-    of tokens of each row slot after this step."""
+    of tokens of each row slot after this step. rows: row of each scheduled row slot; any number in
+    slots without tokens."""
 
     inputs: "StepInputs"
     samples: "SampleInputs"
     contexts: "torch.Tensor"
+    rows: "torch.Tensor"
+
+    def valid_rows(self, other: int) -> "torch.Tensor":
+        """Return the row of each scheduled row slot, int64 [S]; `other` in slots without tokens."""
+        has_tokens_S = self.inputs.query_starts_S1.diff() > 0
+        return self.rows.where(has_tokens_S, other).long()
 
 
 class StepOps(Protocol):

@@ -20,7 +20,7 @@ D model dim, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from quire.runner.attachment import Attachment, ForwardPart, SamplingPart, Step, Work
-from quire.runner.device import Arrival, Device, Tensors
+from quire.runner.attachment import Attachment, ForwardPart, Head, SamplingPart, Step, Work
+from quire.runner.device import Arrival, Device, Graph, Tensors
 from quire.runner.rows import DeviceRows
 from quire.runner.sampling.sampler import Sampler
 from quire.runner.step_ops import (
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # a start without torch imports this file
 
     from quire.ops.attention.base import AttentionBackend
     from quire.ops.rows.step_inputs import StepInputs
+    from quire.ops.sampling.device_drafts import Runs
 
 Int32 = npt.NDArray[np.int32]
 
@@ -90,18 +91,49 @@ class Moves:
 
 @dataclass(frozen=True)
 class Computed:
-    """First half of a step. logits: None if no row samples. found: tensors of the parts."""
+    """First half of a step. head: see `Head.compute`. found: tensors of the parts."""
 
     gathered: Gathered
-    logits_NV: "torch.Tensor | None"
+    head_NK: "torch.Tensor | None"
     found: "list[torch.Tensor]"
+
+
+class SampledTokens:
+    """Head of a model that generates: logits, and tokens that are sampled from them."""
+
+    samples = True
+
+    def __init__(self, runner: "StepRunner") -> None:
+        self._runner = runner
+
+    def compute(
+        self, gathered: Gathered, shape: StepShape, hidden_TD: "torch.Tensor", needs: Needs
+    ) -> "torch.Tensor | None":
+        """See Head."""
+        if not shape.num_samples:
+            return None
+        return self._runner.logits(hidden_TD, gathered.samples.last, needs)
+
+    def choose(
+        self,
+        gathered: Gathered,
+        computed_NK: "torch.Tensor | None",
+        needs: Needs,
+        parts: Sequence[SamplingPart],
+    ) -> "tuple[torch.Tensor, torch.Tensor, Tensors]":
+        """See Head."""
+        samples = gathered.samples
+        ids_N, is_valid_N = samples.rows, samples.rows
+        if computed_NK is not None:
+            ids_N, is_valid_N = self._runner.sampler.sample(computed_NK, samples, needs, parts)
+        return ids_N, is_valid_N, [tensor for part in parts for tensor in part.found()]
 
 
 class StepRunner:
     """Rows, model, attention backend and sampler of one device; runs plans.
 
-    attachments: features of the forward pass. make_step, make_draft_step: constructors of steps
-    without and with draft tokens; features set them.
+    head: from hidden states to tokens. attachments: features of the forward pass. make_step,
+    make_draft_step: constructors of steps without and with draft tokens; features set them.
     """
 
     def __init__(
@@ -109,6 +141,7 @@ class StepRunner:
     ) -> None:
         self.model, self.backend = model, backend
         self.rows, self.sampler, self.device = rows, sampler, device
+        self.head: Head = SampledTokens(self)
         self.attachments: list[Attachment] = []
         self.make_step: MakeStep = PlainStep
         self.make_draft_step: MakeStep | None = None
@@ -146,8 +179,9 @@ class StepRunner:
         parts = (each.prepare(plan) for each in self.attachments)
         return [part for part in parts if part is not None]
 
-    def find_recorded(self, plan: Plan, needs: Needs) -> Work | None:
-        """Return recorded work that has room for a plan's step; None: launch the step directly."""
+    def find_recorded(self, plan: Plan, needs: Needs, runs: "Runs | None" = None) -> Work | None:
+        """Return recorded work that has room for a plan's step; None: launch the step directly.
+        runs: search of the drafter on the device, if there is one."""
         return None
 
     def hidden(
@@ -187,22 +221,19 @@ class StepRunner:
         parts: Sequence[ForwardPart] = (),
     ) -> Computed:
         """Run the first half of a step's work, up to the logits."""
+        shape = replace(shape, is_uncut=needs.is_uncut)
         hidden_TD = self.hidden(gathered.inputs, shape, backend, parts)
         found = [tensor for part in parts for tensor in part.after(hidden_TD)]
-        if not shape.num_samples:
-            return Computed(gathered, None, found)
-        return Computed(gathered, self.logits(hidden_TD, gathered.samples.last, needs), found)
+        return Computed(gathered, self.head.compute(gathered, shape, hidden_TD, needs), found)
 
     def finish(
         self, computed: Computed, needs: Needs, parts: Sequence[SamplingPart]
     ) -> "list[torch.Tensor]":
         """Choose tokens and, last of all, move the counters; return the parts' tensors."""
-        samples = computed.gathered.samples
-        ids_N, is_valid_N = samples.rows, samples.rows
-        if computed.logits_NV is not None:
-            ids_N, is_valid_N = self.sampler.sample(computed.logits_NV, samples, needs, parts)
-        self.rows.ops.advance(computed.gathered, ids_N, is_valid_N)
-        return [*(tensor for part in parts for tensor in part.found()), *computed.found]
+        gathered = computed.gathered
+        ids_N, is_valid_N, found = self.head.choose(gathered, computed.head_NK, needs, parts)
+        self.rows.ops.advance(gathered, ids_N, is_valid_N)
+        return [*found, *computed.found]
 
 
 MakeStep = Callable[[StepRunner, Plan, MaskPromise | None], Step]
@@ -212,6 +243,7 @@ class PlainStep:
     """Step that chooses one token per sampling row; launched directly, or as recorded work."""
 
     num_row_slots = 0
+    graph: Graph | None = None
 
     def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
         self._runner, self._plan, self._masks = runner, plan, masks
@@ -231,20 +263,20 @@ class PlainStep:
         slot, unread = lists.result_slot, runner.unread
         if (before := unread.pop(slot, None)) is not None:
             before.wait()
-        tokens_N = rows.ops.results_QR[slot, : len(plan.sample_rows)]
-        shape = shape_of(plan, work.num_row_slots)
 
         def first() -> Tensors:
             runner.moves.carry_out(plan)
             for part in self._forward:
                 part.before()
-            return work.first(shape) if len(plan.rows) else []
+            return work.first(shape_of(plan, work.num_row_slots)) if len(plan.rows) else []
 
         def second() -> Tensors:
+            tokens_N = rows.ops.results_QR[slot, : len(plan.sample_rows)]
             return [tokens_N, *(work.second() if len(plan.rows) else [])]
 
-        self._give(update, first, second, lists.sampling)
-        if not self.is_done():
+        graph = None if plan.moves or self._forward else work.graph
+        self._give(update, first, second, lists.sampling, graph=graph)
+        if runner.is_async:
             unread[slot] = self._arrivals[-1]
 
     def first(self, shape: StepShape) -> Tensors:
@@ -254,7 +286,7 @@ class PlainStep:
             runner.rows.ops.gather(shape), shape, self._needs, runner.backend, self._forward
         )
         self._computed = [computed]
-        return self._seen(computed.logits_NV, int(shape.context_lens.max()))
+        return self._seen(computed.head_NK, int(shape.context_lens.max()))
 
     def second(self) -> Tensors:
         """See Work."""
@@ -293,13 +325,15 @@ class PlainStep:
         second: Callable[[], Tensors],
         sampling: Sampling,
         depths: npt.NDArray[np.int64] | None = None,
+        graph: Graph | None = None,
     ) -> None:
         """Submit the step to the device, in two halves if the host has work between them. depths:
-        number of the draft token before each position; None: all follow known tokens."""
+        number of the draft token before each position; None: all follow known tokens. graph:
+        recording of both halves, if there is one."""
         rows, then = self._runner.rows, NO_UPDATE
         hosts = [part for part in self._sampling if part.hosted]
         if not hosts and not self._needs.has_masks:
-            self._arrivals = [rows.run_with(update, lambda: [*first(), *second()])]
+            self._arrivals = [rows.run_with(update, lambda: [*first(), *second()], graph)]
             return
         self._arrivals = [rows.run_with(update, first)]
         for part in hosts:
@@ -316,8 +350,12 @@ class PlainStep:
         depths_M = np.zeros(len(which), np.int64) if depths is None else depths[which]
         words = masks.of(requested.rows[which])[np.arange(len(which)), depths_M]
         self._errors |= masks.errors
-        ops, positions = self._runner.rows.ops, which.astype(np.int32)
+        ops, positions = self._runner.rows.ops, self._slots_of(which).astype(np.int32)
         return ops.prepare_masks(positions, np.ascontiguousarray(words))
+
+    def _slots_of(self, which: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Return the indices in the work's logits of these positions."""
+        return which
 
     def _result(
         self, tokens_NK: Int32, counts_N: Int32, arrived: "list[torch.Tensor]"
@@ -369,7 +407,9 @@ def reasons_of(
     """Return the reasons why rows have no token (-1 in tokens [N]), by row. requested: requests,
     whose first entries are of these rows. `known_errors`: known errors by row. processed: see
     SamplingPart."""
-    failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in known_errors]
+    failed = rows_N[tokens_N < 0].tolist()
+    if known_errors:
+        failed += [row for row in rows_N.tolist() if row in known_errors]
     if not failed:
         return {}
     reasons = {int(requested.rows[n]): _NOTHING_LEFT for n in [*requested.spans, *processed]}

@@ -120,7 +120,7 @@ class TorchOps:
             lengths=inputs.context_lens_S[indices_N].long(),
             prompt_lens=to_device(lists.sampling.prompt_lens, state.device),
         )
-        return Gathered(inputs, samples, inputs.context_lens_S)
+        return Gathered(inputs, samples, inputs.context_lens_S, self._index(lists.rows))
 
     def serve(self, sampling: Sampling) -> None:
         """Store the sampling rows for `edit` and `choose`."""
@@ -202,9 +202,8 @@ class TorchOps:
         lists, samples = self._now, gathered.samples
         if len(lists.sample_rows):
             self.results_QR[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
-        rows_S = self._index(lists.rows)
         row_state.advance(
-            self._state, rows_S, gathered.contexts, samples.rows, samples.lengths, ids_N
+            self._state, gathered.rows, gathered.contexts, samples.rows, samples.lengths, ids_N
         )
 
     @property

@@ -1,6 +1,5 @@
 """Return values of the scheduler's doors."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,16 @@ from quire.base.errors import RequestError
 from quire.base.events import Event
 from quire.base.kv_orders import Order
 from quire.base.messages import Request
-from quire.base.plan import Candidates, Plan
+from quire.base.plan import Candidates, FrozenRecord, Plan
 from quire.base.step_outputs import BeamOutput, Finish, RowName, SequenceUpdate, StepOutputs
 from quire.scheduler.beams import Hypothesis
 from quire.scheduler.core.sequence import Int32, Int64, Sequence
 
 NO_OUTPUTS = StepOutputs()
+NOTHING: Int64 = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Decisions:
+class Decisions(FrozenRecord, frozen=True):
     """All decisions of one call of a door.
 
     plan: from `schedule`; None if nothing can be planned before another result. sampling: sequences
@@ -34,9 +33,9 @@ class Decisions:
     outputs: StepOutputs = NO_OUTPUTS
     omitted: tuple[frozenset[int], ...] = ()
     refusal: RequestError | None = None
-    events: list[Event] = field(default_factory=list)
-    orders: list[Order] = field(default_factory=list)
-    notes: list[Any] = field(default_factory=list)
+    events: list[Event] = []
+    orders: list[Order] = []
+    notes: list[Any] = []
     next_s: float | None = None
 
 
@@ -45,8 +44,8 @@ class OutputsBuilder:
     token to report. ended: sequences that have ended, with their updates."""
 
     def __init__(self) -> None:
-        self._rows = self._token_ids = np.empty(0, np.int32)
-        self._arrivals: Int64 = np.empty(0, np.int64)
+        self._rows = self._arrivals = NOTHING
+        self._token_ids: Int32 = NO_OUTPUTS.token_ids
         self._names: list[RowName] = []
         self.ended: list[tuple[Sequence, SequenceUpdate]] = []
         self._updates: dict[int, SequenceUpdate] = {}  # by arrival
@@ -64,7 +63,7 @@ class OutputsBuilder:
             )
         return found
 
-    def set_tokens(self, rows: Int32, arrivals: Int64, token_ids: Int32) -> None:
+    def set_tokens(self, rows: Int64, arrivals: Int64, token_ids: Int32) -> None:
         """Set one sampled token for the sequence of each row. All arguments: [N]."""
         self._rows, self._arrivals, self._token_ids = rows, arrivals, token_ids
 
@@ -91,7 +90,8 @@ class OutputsBuilder:
         update.prefix = leader.report
 
     def build(self) -> StepOutputs:
-        rows, token_ids, arrivals = self._rows, self._token_ids, self._arrivals
+        rows, token_ids = self._rows.astype(np.int32), self._token_ids
+        arrivals = self._arrivals
         if self._candidates:
             with_token = {arrival for arrival, notice in self._updates.items() if notice.token_ids}
             in_columns = set(arrivals.tolist())

@@ -26,6 +26,7 @@ from quire.base.live import (
 from quire.kv.inspection import host_occupancy, num_unindexed, occupancy
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.kv.table import NULL
+from quire.scheduler.adapter_waits import AdapterBlocker
 from quire.scheduler.core.admission import Admission
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
@@ -174,6 +175,8 @@ def _reason(
     if sequence.state is State.PARKED:
         if Blocker.READY in sequence.blockers:
             return "grammar" if sequence.request.grammar else "loading"
+        if sequence.request.awaits_adapter and AdapterBlocker.LOADING in sequence.blockers:
+            return "loading"
         return "prompt" if sequence.is_open else "store"
     if sequence.num_pending_lost:
         return "result"

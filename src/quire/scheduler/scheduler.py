@@ -7,6 +7,7 @@
     stores              blocks outside of this process                    stores.py, offers.py
     miss reports        reasons for prefix misses                         miss_report.py
     steering            changes of priority, and pauses                   steering.py
+    adapters            requests that wait for their adapters             adapter_waits.py
 
 A new feature attaches in the same way (extension.py). The core does not change.
 """
@@ -17,6 +18,7 @@ from quire.base.live import LiveState
 from quire.base.messages import Fork, PinnedPrefix, RetainedRequest
 from quire.base.settings.config import SchedulerConfig
 from quire.base.settings.kv_transfer import EVICTED
+from quire.scheduler.adapter_waits import AdapterWaits
 from quire.scheduler.branching.branching import Branching
 from quire.scheduler.branching.drafts import Drafts
 from quire.scheduler.core.extension import CacheListener, of_kind
@@ -28,6 +30,7 @@ from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.invariants import check_lives, check_memory, check_rows
 from quire.scheduler.live import live_state
 from quire.scheduler.media.media_inputs import MediaInputs, MediaRefusal
+from quire.scheduler.policy.extensions import extension_classes
 from quire.scheduler.reuse.held import Holds
 from quire.scheduler.reuse.index_changes import IndexWatch
 from quire.scheduler.reuse.miss_report import MissReports
@@ -81,6 +84,8 @@ class Scheduler(SchedulerCore):
             self.media = MediaInputs(config)
         steering = Steering(lifecycle)
         self.attach(self.pinned, self.pins, self.misses, self.media or MediaRefusal(), steering)
+        self.attach(AdapterWaits(lifecycle))
+        self.attach(*(kind(kv) for kind in extension_classes(config.scheduler_extensions)))
 
     # ---- questions ---------------------------------------------------------------------------
 

@@ -34,7 +34,15 @@ from quire.base.requests import repetition, sampling_params
 from quire.base.requests.media_items import MediaItem
 from quire.base.settings import kv_transfer
 from quire.kv import host_tier, manager, pool, state_table, states, table
-from quire.scheduler import beams, scheduler, steering, suspects, time_limits
+from quire.scheduler import (
+    adapter_waits,
+    beams,
+    scheduler,
+    steering,
+    suspects,
+    tenants,
+    time_limits,
+)
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
     admission,
@@ -60,7 +68,7 @@ STATE_VERSION = 17  # of the state's format
 OMITTED = types.MappingProxyType(  # the continuing run supplies these
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
-        "Arrivals": ("_concerns",),
+        "Arrivals": ("_concerns",), "Planner": ("_last",),
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
         "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned", "_limits",
                    "_grants"),
@@ -72,10 +80,10 @@ VOCABULARY = (
     sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals, beams,
-    branching, drafts, encoder_cache, failures, held, lifecycle, media_inputs, memory, miss_report,
-    names, offers, pinned, pins, planning, plans, preemption, queue, rows, scheduler, sequence,
-    srtf, steering, step_results, stores, suspects, time_limits, two_level,
+    adapter_waits, host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals,
+    beams, branching, drafts, encoder_cache, failures, held, lifecycle, media_inputs, memory,
+    miss_report, names, offers, pinned, pins, planning, plans, preemption, queue, rows, scheduler,
+    sequence, srtf, steering, step_results, stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 
 

@@ -16,9 +16,27 @@ from quire.serve.http.limits import BodyLimit, generating
 from quire.serve.http.middleware import REQUEST_ID_HEADER, HeadAsGet, RequestIds, TraceHeaders
 from quire.serve.http.origins import HostCheck, OriginCheck, checks_hosts
 from quire.serve.http.rate_gate import HEADERS, RateHeaders
-from quire.serve.native import admin, live, page, prefixes, sessions, stream, utility
+from quire.serve.llamacpp import routes as llamacpp
+from quire.serve.llamacpp import server as llamacpp_server
+from quire.serve.lmstudio import routes as lmstudio
+from quire.serve.native import (
+    adapters,
+    admin,
+    live,
+    page,
+    prefixes,
+    refused,
+    sessions,
+    stream,
+    trainer,
+    utility,
+)
+from quire.serve.ollama import models as ollama_models
+from quire.serve.ollama import routes as ollama
 from quire.serve.openai import chat_completions, completions, embeddings, scores
 from quire.serve.responses import routes as responses
+from quire.serve.sglang import routes as sglang
+from quire.serve.sglang import server as sglang_server
 
 
 def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
@@ -46,15 +64,24 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         app.include_router(utility.page)
         app.include_router(utility.description, dependencies=[protected])
     for router in (
-        prefixes.router, sessions.router, admin.router, live.router, files_routes.router,
-        batches_routes.router, responses.router, responses.stored_router,
+        prefixes.router, sessions.router, admin.router, adapters.router, live.router,
+        files_routes.router,
+        batches_routes.router, responses.router, responses.stored_router, ollama_models.router,
+        llamacpp_server.router, refused.router, sglang_server.router,
+        lmstudio.router, trainer.router, trainer.chunks,
     ):  # fmt: skip
         app.include_router(router, dependencies=[protected])
-    for router in (completions.router, chat_completions.router, embeddings.router, scores.router):
+    for router in (
+        completions.router, chat_completions.router, embeddings.router, scores.router,
+        ollama.router, llamacpp.router, sglang.router,
+    ):  # fmt: skip
         app.include_router(router, dependencies=[protected, Depends(generating)])
+    for router in (sglang_server.generating_router, lmstudio.generating_router):
+        app.include_router(router, dependencies=[protected])
     app.include_router(messages.counting_router, dependencies=[protected])
     app.include_router(messages.generating_router, dependencies=[protected, Depends(generating)])
     app.include_router(stream.router)
+    app.include_router(refused.sockets)
     install_error_handlers(app)
     _add_middleware(app, context)
     return app

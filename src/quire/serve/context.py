@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import fastapi
 
 from quire.base.settings.config import ServerConfig
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.adapters import Adapter, AdapterIndex
+from quire.engine.client.request_maker import RequestMaker
 from quire.render.renderer import Renderer
 from quire.serve.async_renderer import AsyncRenderer, TextThreads
 from quire.serve.bodies.reading import MODEL
 from quire.serve.media.request_images import ImageReader
 from quire.serve.observers.rate_limits import RateLimits
 from quire.serve.peers import Peers
+from quire.serve.pipeline.retention import HintedRequests
 from quire.serve.responses.store import Responses
 from quire.serve.several.all_models import AllModels
+from quire.serve.several.messages import LOADED
+from quire.serve.uploads import Uploads
 
 if TYPE_CHECKING:
     from quire.engine.client.async_client import AsyncClient
     from quire.serve.hooks.hooks import Hooks
+
+DEFAULT_MODEL = "default"  # the first model, as clients of SGLang's server name it
 
 
 @dataclass
@@ -40,10 +46,13 @@ class ApiContext:
     num_open: open HTTP requests that generate; the drain ends when it is 0.
     text_threads: threads for long texts. hooks: filters of prompts and responses, if configured.
     rates: rate limits of the keys, if configured. peers: the server's other API processes.
+    hinted: requests that clients' caching hints retain. uploads: chunks of new weights.
     responses: responses of /v1/responses that this process stores. images: reader of images.
     models: with several models, the contexts of all; they share everything but the model's own.
     all_models: with several models, the view of all of them. wait_until_known: waits until the
     model's limits and abilities are known.
+    adapters: the contexts of the model's adapters by name, which all of them share. base, adapter:
+    of an adapter's context, the base model's context and the adapter.
     """
 
     client: "AsyncClient"
@@ -60,6 +69,12 @@ class ApiContext:
     models: "tuple[ApiContext, ...]" = ()
     all_models: AllModels | None = None
     wait_until_known: Callable[[], Awaitable[None]] | None = None
+    adapters: "dict[str, ApiContext]" = field(default_factory=dict)
+    adapter_index: AdapterIndex = field(default_factory=AdapterIndex)
+    base: "ApiContext | None" = None
+    adapter: Adapter | None = None
+    hinted: HintedRequests = field(default_factory=HintedRequests)
+    uploads: Uploads = field(default_factory=Uploads)
     responses: Responses = field(init=False)
     images: ImageReader = field(init=False)
 
@@ -101,12 +116,24 @@ class ApiContext:
     @property
     def all_names(self) -> tuple[str, ...]:
         """Names of all models, as requests may give them."""
-        return tuple(name for each in self.models or (self,) for name in each.model_names)
+        own = self.models or (self.base or self,)
+        return (*(name for each in own for name in each.model_names), *self.adapters)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this model is in memory, and answers."""
+        if self.all_models is None:
+            return self.client.is_alive
+        mine = (each for each in self.all_models.states if each.name == self.model_names[0])
+        return any(each.state == LOADED for each in mine)
 
     def of_model(self, name: object) -> "ApiContext":
-        """Return the context of the model of this name, or this context if there is none."""
+        """Return the context of the model or adapter of this name, or this context if there is
+        none."""
+        if isinstance(name, str) and name in self.adapters:
+            return self.adapters[name]
         found = (each for each in self.models if name in each.model_names)
-        return next(found, self)
+        return next(found, self.base or self)
 
     async def of_request(self, request_id: str, tenant: str | None) -> "ApiContext":
         """Return the context of the model that runs or retains a request. Return this context if
@@ -138,13 +165,14 @@ async def context(request: fastapi.Request) -> ApiContext:
     """Return the context of the model that the request's body names. It is async so that FastAPI
     calls it on the event loop instead of in a thread."""
     found: ApiContext = request.app.state.context
-    return found.of_model(request.scope.get(MODEL)) if found.models else found
+    is_one = not (found.models or found.adapters)
+    return found if is_one else found.of_model(request.scope.get(MODEL))
 
 
 async def model_known(api: ApiContext, name: Any) -> None:
-    """Wait until the limits of the model `name` are known; an empty name means this model. An
-    unknown name is refused later. Raise EngineDead or EngineBusy."""
-    if api.wait_until_known is not None and (not name or name in api.model_names):
+    """Wait until the limits of the model `name` are known; an empty name and `default` mean this
+    model. An unknown name is refused later. Raise EngineDead or EngineBusy."""
+    if api.wait_until_known and (not name or name in (DEFAULT_MODEL, *api.model_names)):
         await api.wait_until_known()
 
 

@@ -14,6 +14,7 @@ from quire.serve.anthropic.errors import is_messages, message_error_response
 from quire.serve.bodies.open_body import add_suggestion, ignored_fields, naming_ignored
 from quire.serve.bodies.validation_errors import invalid_request
 from quire.serve.errors import ApiError, ApiHttpError, as_api_error, bad_request, error_response
+from quire.serve.ollama.errors import is_ollama, ollama_error_response
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -81,4 +82,6 @@ def error_answer(error: BaseException, scope: Scope) -> Response:
     api_error = as_api_error(error, request_id)
     if is_messages(scope):
         return message_error_response(api_error, request_id)
+    if is_ollama(scope):
+        return ollama_error_response(api_error)
     return error_response(api_error)

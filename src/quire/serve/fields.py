@@ -4,10 +4,11 @@ The rows are derived from the routes and from the declarations at the fields of 
 (`bodies/open_body.py`). Validation reads the same declarations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
@@ -16,17 +17,34 @@ from quire.serve.anthropic import routes as messages
 from quire.serve.batches import batches_routes
 from quire.serve.bodies.foreign_fields import Refused
 from quire.serve.bodies.open_body import NO_EFFECT, Becomes, body_class
-from quire.serve.native import admin, prefixes, sessions, utility
+from quire.serve.llamacpp import routes as llamacpp
+from quire.serve.llamacpp import server as llamacpp_server
+from quire.serve.lmstudio import routes as lmstudio
+from quire.serve.native import admin, prefixes, sessions, trainer, utility
 from quire.serve.native.open_request import OpenPromptRequest
+from quire.serve.ollama import models as ollama_models
+from quire.serve.ollama import routes as ollama
+from quire.serve.ollama.protocol import Options
 from quire.serve.openai import chat_completions, completions, embeddings, scores
 from quire.serve.responses import routes as responses
+from quire.serve.sglang import routes as sglang
+from quire.serve.sglang.protocol import Sampling
 
+# Fields of fields
+OPTIONS = "api/... options"  # of Ollama's bodies
+SAMPLING = "generate sampling_params"  # of SGLang's
 STREAM = "/v1/stream"  # a WebSocket, whose route declares no body
 ROUTERS = (
     chat_completions.router, completions.router, responses.router, messages.generating_router,
     messages.counting_router, embeddings.router, scores.router, utility.router, prefixes.router,
     sessions.router, admin.router, batches_routes.router,
 )  # fmt: skip
+# Endpoints of other engines.
+OTHER_ENGINES = (
+    ollama.router, ollama_models.router, llamacpp.router, llamacpp_server.router, sglang.router,
+    lmstudio.generating_router, trainer.router,
+)  # fmt: skip
+PARTS: dict[str, type[BaseModel]] = {OPTIONS: Options, SAMPLING: Sampling}
 TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
 KINDS = {
     "integer": "whole number", "number": "number", "string": "text", "boolean": "true or false",
@@ -49,14 +67,23 @@ class Row:
 
 def bodies() -> dict[str, type[BaseModel]]:
     """Return the class of each API's body, keyed by the API's shortest path without /v1/."""
+    own = _bodies_of(ROUTERS) | {_name_of(STREAM): OpenPromptRequest}
+    return own | _bodies_of(OTHER_ENGINES) | PARTS
+
+
+def is_of_other_engine(api: str) -> bool:
+    """Return whether an API is one of another engine's own endpoints."""
+    return api in PARTS or api in _bodies_of(OTHER_ENGINES)
+
+
+def _bodies_of(routers: Iterable[APIRouter]) -> dict[str, type[BaseModel]]:
     paths: dict[type[BaseModel], list[str]] = {}
-    for router in ROUTERS:
+    for router in routers:
         for route in router.routes:
             kind = body_class(route.endpoint) if isinstance(route, APIRoute) else None
             if kind is not None and isinstance(route, APIRoute):
                 paths.setdefault(kind, []).append(route.path)
-    found = {_name_of(min(same, key=len)): kind for kind, same in paths.items()}
-    return found | {_name_of(STREAM): OpenPromptRequest}
+    return {_name_of(min(same, key=len)): kind for kind, same in paths.items()}
 
 
 def _name_of(path: str) -> str:

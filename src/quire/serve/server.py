@@ -27,6 +27,7 @@ from quire.base.settings.config import ServerConfig
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.engine.wire.logs import print_error
 from quire.models.checkpoint.source import ModelSource, resolve_source
+from quire.serve.adapters import add_configured
 from quire.serve.app import create_app
 from quire.serve.batches.batches import Batches, open_batches
 from quire.serve.bodies.counts import MAX_WIDE_BYTES
@@ -109,6 +110,7 @@ async def _serve(
             ready.cancel()
             return 0
         await ready  # EngineDead, if the core will never be ready
+        await add_configured(context)
         with collecting_rarely():
             await _serve_until(server, options, ending, context, fronts, link, batches)
         return 0

@@ -34,12 +34,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.base.clock import bounded_wait_s
 from quire.base.errors import ConfigError
 from quire.base.settings.config import EngineConfig, ServerConfig
-from quire.engine.start.preflight import check_before_loading
+from quire.engine.start.preflight import check_adapters, check_before_loading
 from quire.engine.wire.child import NO_START
 from quire.engine.wire.spawn import start_child
 from quire.models.checkpoint.source import resolve_source
@@ -53,10 +53,12 @@ from quire.serve.processes.launch import (
     core_end_s,
     remove_abandoned_sockets,
 )
+from quire.serve.processes.server_files import server_file
 from quire.serve.several.served import (
     ApiModel,
     FirstRequest,
     ServedModel,
+    base_url,
     first_request,
     named,
     own_record,
@@ -114,6 +116,7 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
         sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in placements]
         source = resolve_source(engine.model)  # downloads once, for all processes
         check_before_loading(engine, source)
+        check_adapters(engine, server)
         pairs = zip(placements, sockets, strict=True)
         cores = [ServedCore(model, placement, unix) for placement, unix in pairs]
         first = first_request(model, source)
@@ -233,6 +236,7 @@ class Supervisor:
     ) -> None:
         self._server, self._first = server, first
         self._served = cores
+        self._began_s = time.monotonic()
         self._log_level = log_level
         self._tcp = tcp
         self._rates = make_memory(len(server.api_key)) if server.rate_limits else None
@@ -245,6 +249,7 @@ class Supervisor:
         self._status: int | None = None  # exit status of the server, once it is ending
         self._deadline_s = NEVER  # when the processes that must end are killed
         self._signals_in, self._signals_out = socket.socketpair()
+        self._announced = contextlib.ExitStack()  # the file of this server, once it is ready
 
     def run(self) -> int:
         """Start all processes and watch them until all have ended; return the exit status."""
@@ -261,6 +266,7 @@ class Supervisor:
             while any(child.is_running or child.due_s is not None for child in self._children):
                 self._watch()
         finally:
+            self._announced.close()
             for child in self._children:
                 child.kill()
             for child in self._children:
@@ -384,8 +390,22 @@ class Supervisor:
         for (index,) in READY.iter_unpack(os.read(self._ready_in, 64 * READY.size)):
             self._never_ready.discard(index)
         if not was_complete and not self._never_ready:
-            for line in start_lines(self._server, self._tcp.getsockname(), self._first):
+            address = self._tcp.getsockname()
+            seconds = time.monotonic() - self._began_s
+            for line in start_lines(self._server, address, self._first, seconds):
                 logger.info("%s", line)
+            self._announce(address)
+
+    def _announce(self, address: Any) -> None:
+        """Write the file by which `quire ps` and `quire stop` find this server."""
+        uds, only = self._server.uds, str(self._first.body["model"])
+        url = base_url(self._server, *address[:2]) if uds is None else f"unix:{Path(uds).resolve()}"
+        models = {
+            name: served.model.engine.model.model
+            for served in self._served
+            for name in served.model.names or (only,)
+        }
+        self._announced.enter_context(server_file(url, models))
 
     def _handle_end(self, child: Child) -> None:
         """Handle the end of a child: an expected end, a restart, or the end of the server."""

@@ -5,6 +5,7 @@ value with a reason. `LLM` and the command line read this one table.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,12 @@ from quire.base.errors import ConfigError
 from quire.base.settings.secrets import MASK
 from quire.serve.vllm_flags import FLAGS, VllmSetting
 
+logger = logging.getLogger("quire")
+
 VLLM_SETTINGS: dict[str, VllmSetting] = {
     name: setting for name, setting in FLAGS.items() if not setting.is_same and not setting.becomes
 }
+WARNED = "trust_remote_code"  # setting that programs see a warning for, as it asks for much
 SECRETS = ("hf_token",)  # settings of vLLM whose values errors do not show
 SPECULATION = "speculative_config"
 # vLLM's flags for fields of `speculative_config`.
@@ -45,7 +49,10 @@ def drop_vllm_settings(settings: dict[str, Any]) -> None:
     """Remove the ignorable settings of vLLM in place, and merge `spec_*` fields into one setting.
     Raises ConfigError if a value may not be ignored."""
     for name in [name for name in settings if name in VLLM_SETTINGS]:
-        ignore_vllm_setting(name, settings.pop(name))
+        value = settings.pop(name)
+        reason = ignore_vllm_setting(name, value)
+        if name == WARNED and value:
+            logger.warning("%s=%r is ignored: %s.", name, value, reason)
     parts = {name: settings.pop(name) for name in SPECULATION_FIELDS if name in settings}
     given = {name: value for name, value in parts.items() if value is not None}
     if given:

@@ -11,13 +11,16 @@ from typing import Any
 OWN_IMAGES = "the model's own settings decide how images are read"
 IMAGE_CACHE = "each API process keeps the last prepared images"
 NO_VIDEO_FILES = "the server decodes no video files"
-NO_ADAPTERS = "quire loads no adapters (LoRA)"
+OWN_KERNELS = "rows without an adapter cost nothing"
+NO_TOWER_ADAPTERS = "adapters change no vision towers"
+NO_EXPERT_ADAPTERS = "adapters change no experts of mixtures"
 ONE_WAY = "quire has one implementation, with the same results"
 GROUP = "use --nnodes, --node-rank and --master-addr"
 COPIES = "one server runs all replicas of a model, or each replica has its own server"
 COMPILATION = "use --compilation to choose the kind of CUDA graphs"
 ONE_LOG = "--log-format and --log-level control the log, on standard error"
-NO_REQUEST_LOG = "quire does not log requests"
+NO_TEXT = "quire never logs text"
+LOG_REQUESTS = "use --log-requests; lengths and times, never text"
 STATES = "states are cached in the data type of the computation"
 
 
@@ -141,11 +144,14 @@ MODEL = {
     "tokenizer_revision": _same(),
     "revision": _same(),
     "code_revision": _ignored("quire never runs code from a model's repository"),
-    "trust_remote_code": _switch(
-        "quire runs only its own code and the transformers package's, none from a repository",
-        False,
+    "trust_remote_code": _ignored(
+        "quire runs only its own code and the transformers package's; a model that needs code from"
+        " its repository does not load",
+        True,
     ),
-    "tokenizer_mode": _value("the tokenizer always comes from tokenizer.json", "auto"),
+    "tokenizer_mode": _value(
+        "the files decide: tokenizer.json, or a vocabulary that is converted", "auto"
+    ),
     "skip_tokenizer_init": _switch("quire loads the tokenizer if the model has one", False),
     "tokenizer_pool_size": _ignored("threads tokenise texts"),
     "renderer_num_workers": _ignored("processes render templates, as many as are needed"),
@@ -267,7 +273,7 @@ SCHEDULER = {
     "scheduling_policy": _same(
         "vLLM's default is fcfs. fcfs and priority mean fifo; a request's priority always counts"
     ),
-    "scheduler_cls": _value("add a policy from a package (docs/extend/policies.md)"),
+    "scheduler_cls": _value("give --scheduling-policy FILE.py:CLASS (docs/extend/policies.md)"),
     "scheduler_reserve_full_isl": _ignored("--watermark keeps blocks free", True),
     "scheduler_delay_factor": _value("quire never delays prompts", 0),
     "num_scheduler_steps": _value("--pipeline-depth sets the number of steps in flight", 1),
@@ -346,7 +352,9 @@ PARALLEL = {
 KERNELS = {
     "device": _same(),
     "enforce_eager": _same("no effect on a CPU, which records no graphs"),
-    "attention_backend": _same("auto, cpu, torch, reference or triton"),
+    "attention_backend": _same(
+        "auto, cpu, torch, reference, triton, triton_64, flashinfer, flash_attention_3 or cudnn"
+    ),
     "attention_config": _value("use --attention-backend", "{}", short="-ac"),
     "compilation_config": VllmSetting(COMPILATION, short=("-cc",)),
     "optimization_level": VllmSetting(COMPILATION, short=("-O",)),
@@ -366,7 +374,7 @@ KERNELS = {
 }
 SPECULATION = {
     "speculative_config": _same(
-        "methods ngram, suffix, draft_model, eagle3, forced and none", short="-sc"
+        "methods ngram, suffix, draft_model, eagle3, mtp, forced and none", short="-sc"
     ),
     "spec_method": _part("speculative_config", "the method in speculative_config"),
     "spec_model": _part("speculative_config", "the model in speculative_config"),
@@ -375,20 +383,20 @@ SPECULATION = {
     "num_speculative_tokens": _value("use --speculative-config"),
 }
 ADAPTERS = {
-    "enable_lora": _switch(NO_ADAPTERS, False),
-    "lora_modules": VllmSetting(NO_ADAPTERS, (), several=True),
-    "default_mm_loras": _value(NO_ADAPTERS),
-    "max_loras": _ignored(NO_ADAPTERS),
-    "max_lora_rank": _ignored(NO_ADAPTERS),
-    "max_cpu_loras": _ignored(NO_ADAPTERS),
-    "lora_dtype": _ignored(NO_ADAPTERS),
-    "lora_extra_vocab_size": _ignored(NO_ADAPTERS),
-    "lora_target_modules": _ignored(NO_ADAPTERS, several=True),
-    "fully_sharded_loras": _ignored(NO_ADAPTERS, True),
-    "specialize_active_lora": _ignored(NO_ADAPTERS, True),
-    "enable_tower_connector_lora": _ignored(NO_ADAPTERS, True),
-    "enable_mixed_moe_lora_format": _ignored(NO_ADAPTERS, True),
-    "enable_moe_shared_loras": _ignored(NO_ADAPTERS, True),
+    "enable_lora": _same("on a CPU only"),
+    "lora_modules": _same(),
+    "default_mm_loras": _value("name the adapter in each request"),
+    "max_loras": _same("vLLM's default is 1"),
+    "max_lora_rank": _same("any rank up to 256"),
+    "max_cpu_loras": _same(),
+    "lora_dtype": _value("adapters have the model's data type", "auto"),
+    "lora_extra_vocab_size": _ignored("adapters add no tokens"),
+    "lora_target_modules": _value("an adapter's files name its modules"),
+    "fully_sharded_loras": _ignored("ranks cut adapters as they cut the weights", True),
+    "specialize_active_lora": _ignored(OWN_KERNELS, True),
+    "enable_tower_connector_lora": _switch(NO_TOWER_ADAPTERS, False),
+    "enable_mixed_moe_lora_format": _switch(NO_EXPERT_ADAPTERS, False),
+    "enable_moe_shared_loras": _switch(NO_EXPERT_ADAPTERS, False),
 }
 MEDIA = {
     "language_model_only": _ignored("without images the vision tower does not run", True),
@@ -429,11 +437,11 @@ OBSERVATION = {
     "log_config_file": _ignored(ONE_LOG),
     "aggregate_engine_logging": _ignored("each replica logs its own line", True),
     "log_error_stack": _ignored("server errors are always logged with their stack", True),
-    "enable_log_requests": _switch(NO_REQUEST_LOG, False),
-    "disable_log_requests": _ignored(NO_REQUEST_LOG, True),
-    "enable_log_outputs": _switch(NO_REQUEST_LOG, False),
-    "enable_log_deltas": _ignored(NO_REQUEST_LOG, True),
-    "max_log_len": _ignored(NO_REQUEST_LOG),
+    "enable_log_requests": _switch(LOG_REQUESTS, False),
+    "disable_log_requests": _ignored("requests are logged only with --log-requests", True),
+    "enable_log_outputs": _switch(NO_TEXT, False),
+    "enable_log_deltas": _ignored(NO_TEXT, True),
+    "max_log_len": _ignored(NO_TEXT),
     "show_hidden_metrics_for_version": _ignored("quire does not hide metrics"),
     "custom_histogram_buckets": _value("the buckets are fixed"),
     "otlp_traces_endpoint": _same("OTLP over HTTP; vLLM's default is gRPC"),

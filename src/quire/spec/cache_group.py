@@ -23,7 +23,16 @@ from dataclasses import dataclass, replace
 FULL, WINDOW, CHUNKED, LATENT, STATE = "full", "window", "chunked", "latent", "state"
 STEP = "step"
 KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE, STEP)
+GPU_INT8_LAYOUT = 2  # version of int8 blocks on a GPU; raised when their bytes change
 MAX_RETAINED_STATES = 2  # maximum per prompt: at its end, and where other prompts diverge from it
+
+
+def equal_parts(num_heads: int, max_heads: int) -> int:
+    """Return the smallest number of equal parts with at most `max_heads` heads each.
+
+    Kernels compute the query heads that share latent vectors in such parts."""
+    first = -(-num_heads // max_heads)
+    return next(parts for parts in range(first, num_heads + 1) if num_heads % parts == 0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,12 @@ class CacheGroup:
         return replace(self, layers=tuple(num_layers + layer for layer in self.layers))
 
     @property
+    def kernel_window(self) -> int:
+        """Return the window as kernels take it. It is below 0 for chunks of so many tokens, and 0
+        if a token attends to all earlier ones."""
+        return -self._span if self.kind == CHUNKED else self.window or 0
+
+    @property
     def keeps_all(self) -> bool:
         """Whether all tokens stay needed until the sequence ends."""
         return self.kind in (FULL, LATENT, STEP)
@@ -79,8 +94,7 @@ class CacheGroup:
             return 0
         if self.kind == STATE:
             return len(self.layers) * self.state_size * max(4, dtype_bytes)
-        vectors = 1 if self.kind == LATENT else 2
-        token = vectors * self.num_kv_heads * self.head_dim * dtype_bytes
+        token = self.vectors * self.num_kv_heads * self.head_dim * dtype_bytes
         return len(self.layers) * token * block_size
 
     def stored_block_bytes(self, block_size: int, dtype_bytes: int, kv_format: str) -> int:
@@ -96,14 +110,20 @@ class CacheGroup:
         return self.block_bytes(block_size, dtype_bytes)
 
     def memory_shape(self, num_blocks: int, block_size: int, kv_format: str) -> tuple[int, ...]:
-        """Return [2, layers, KV heads, blocks, tokens, head dim]; an int8 row has its float32 scale
-        after it. A group of states has [1, layers, 1, blocks, 1, state_size]. All layers of a group
-        that keeps nothing share one layer's."""
+        """Return [2, layers, KV heads, blocks, tokens, head dim]; [1, ...] for a latent group. An
+        int8 row has 4 more bytes, for its float32 scale. On a GPU the scales of a block follow all
+        of its rows. A group of states has [1, layers, 1, blocks, 1, state_size]. All layers of a
+        group that keeps nothing share one layer's."""
         if self.kind == STATE:
             return (1, len(self.layers), 1, num_blocks, 1, self.state_size)
         row = self.head_dim + (4 if kv_format == "int8" else 0)
         num_layers = min(1, len(self.layers)) if self.kind == STEP else len(self.layers)
-        return (2, num_layers, self.num_kv_heads, num_blocks, block_size, row)
+        return (self.vectors, num_layers, self.num_kv_heads, num_blocks, block_size, row)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors per token and head: a key and a value, or one latent vector."""
+        return 1 if self.kind == LATENT else 2
 
     @property
     def _span(self) -> int:

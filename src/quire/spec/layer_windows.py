@@ -1,4 +1,4 @@
-"""Find out which layers of a model have a window, and which have linear attention.
+"""Find out which layers of a model have a window or chunks, and which have linear attention.
 
 The rules are transformers'. Each architecture has its own rule, and ignores fields that others use.
 A config with fields that contradict its architecture's rule is rejected, because its authors must
@@ -6,28 +6,34 @@ have meant something else.
 """
 
 from quire.spec.config_fields import MAX_COUNT, Fields
+from quire.spec.deepseek.latent_attention import LATENT_TYPES
 from quire.spec.linear_attention import HYBRID_TYPES, LINEAR
 
 Windows = tuple[int | None, ...]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, IN_CHUNKS = "full_attention", "sliding_attention", "chunked_attention"
 ATTENDING = (FULL, SLIDING)
 OLD_NAMES = {"attention": FULL}
-WITHOUT = ("llama", "gpt2", "opt", "olmo2", "granite", "glm4", "gpt_neox", *HYBRID_TYPES)
+PLAIN = ("llama", "gpt2", "opt", "olmo2", "granite", "glm4", "glm4_moe", "gpt_neox")
+WITHOUT = (*PLAIN, *HYBRID_TYPES, *LATENT_TYPES)
 EVERYWHERE = ("mistral", "mixtral", "phi3")
 BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "smollm3")
 # One layer of every few attends to all tokens, the last of them, unless `layer_types` is set.
 IN_TURN = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")
 EVERY_OTHER = 2
 WITH_PATTERN = ("gemma3_text", "cohere2")  # the config sets the interval of these types
+CHUNKED_TYPES = ("llama4_text",)  # types whose windows are chunks of the sequence
 # Interval of layers with softmax attention in models with linear attention, unless configured.
 FULL_INTERVAL = 4
 
 
 def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
-    """Return the window of each layer; None for a layer that attends to all earlier tokens.
+    """Return the window of each layer, for types in CHUNKED_TYPES the length of its chunks. None
+    for a layer that attends to all earlier tokens.
 
     Raises ModelError."""
+    if model_type in CHUNKED_TYPES:
+        return _chunks(fields, num_layers)
     if model_type in WITHOUT:
         windows = _without(fields, model_type, num_layers)
     elif model_type in EVERYWHERE:
@@ -124,12 +130,25 @@ def _windowed_layers(fields: Fields, model_type: str, num_layers: int) -> list[b
     return [layer >= first for layer in range(num_layers)]
 
 
+def _chunks(fields: Fields, num_layers: int) -> Windows:
+    """Return the chunks of Llama 4's layers. Without `layer_types`, layers that rotate queries and
+    keys have chunks."""
+    kinds, name = _kinds(fields, num_layers, known=(FULL, IN_CHUNKS)), "attention_chunk_size"
+    size = fields.integer(name, maximum=MAX_COUNT) if fields.has(name) else None
+    if kinds is None:
+        rotated = rotated_layers(fields, num_layers)
+        return tuple(size if turns else None for turns in rotated)
+    if IN_CHUNKS in kinds and size is None:
+        raise fields.error("layer_types", f"{IN_CHUNKS} needs {name}")
+    return tuple(size if kind == IN_CHUNKS else None for kind in kinds)
+
+
 def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Return for each layer of SmolLM3 whether it rotates queries and keys.
+    """Return for each layer of SmolLM3 or Llama 4 whether it rotates queries and keys.
 
     `no_rope_layers` holds a 1 for each layer that rotates. Without it, each layer does except every
     `no_rope_layer_interval`-th."""
-    if fields.has("no_rope_layers"):
+    if fields.value("no_rope_layers"):
         found = fields.integers("no_rope_layers", maximum=1)
         if len(found) < num_layers:
             raise fields.error(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from quire.base.errors import ModelError
 from quire.spec.config_fields import Fields
 from quire.spec.cuts import cut_evenly
+from quire.spec.deepseek.routing import CHOSEN, ROUTED_TYPES, Routing, dense_layers, read_routing
 from quire.spec.encoders import ENCODER_TYPES, MODERNBERT
 from quire.spec.linear_attention import HYBRID_TYPES
 
@@ -40,6 +41,7 @@ EXPERTS: dict[str, tuple[int, int, int | None]] = {
     "qwen3_moe": (128, 8, 768),
     "mixtral": (8, 2, None),
     "gpt_oss": (128, 4, None),
+    "llama4_text": (16, 1, None),
     "qwen3_next": (512, 10, 512),
     "qwen3_5_moe_text": (256, 8, 512),
 }
@@ -90,6 +92,8 @@ class ExpertOptions:
     step: int = 1  # every step-th layer has experts
     dense_layers: tuple[int, ...] = ()  # layers without experts in spite of `step`
     shared_size: int = 0  # size of the shared expert, which all tokens pass; 0 for none
+    routing: Routing | None = None  # None for the largest logits, without groups
+    has_shared_gate: bool = True  # whether a gate scales the shared expert's output
 
     @property
     def token_size(self) -> int:
@@ -144,7 +148,7 @@ def layer_options(fields: Fields, model_type: str) -> LayerOptions:
 
 def check_activation(layers: LayerOptions, model_type: str) -> None:
     """Raise ModelError if quire does not support the activation in this model type."""
-    silu_alone = model_type in EXPERTS or model_type in HYBRID_TYPES
+    silu_alone = model_type in (*EXPERTS, *ROUTED_TYPES, *HYBRID_TYPES)
     known: tuple[str, ...] = SILU if silu_alone else GATES
     if model_type in UNGATED_TYPES:
         known = ACTIVATIONS
@@ -183,6 +187,8 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
 
     The number is num_experts in checkpoints on the hub, num_local_experts in transformers 5.
     """
+    if model_type in ROUTED_TYPES:
+        return _routed_options(fields, model_type, num_layers)
     if model_type not in EXPERTS:
         return None
     count, num_chosen, inner = EXPERTS[model_type]
@@ -199,7 +205,9 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
             f"with {num_layers} layers that is more than {MAX_EXPERT_LAYERS} experts",
         )
     num_chosen = fields.integer("num_experts_per_tok", default=num_chosen, minimum=0)
-    if inner is None:
+    if model_type == "llama4_text":
+        options = _llama4_experts(fields, num_experts, num_chosen, num_layers)
+    elif inner is None:
         options = ExpertOptions(num_experts, num_chosen, fields.integer("intermediate_size"), True)
     else:
         options = ExpertOptions(
@@ -224,6 +232,56 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
             f" {options.step} and {options.inner_size}",
         )
     return options
+
+
+def _llama4_experts(
+    fields: Fields, num_experts: int, num_chosen: int, num_layers: int
+) -> ExpertOptions:
+    """Read Llama 4's experts. `moe_layers` lists the layers that have any; without it, these are
+    every `interleave_moe_layer_step`-th. The shared expert has the size of the others."""
+    if num_chosen != 1:
+        raise fields.error(
+            "num_experts_per_tok",
+            "only one expert per token is supported for llama4_text",
+        )
+    inner, sparse = fields.integer("intermediate_size"), fields.integers("moe_layers")
+    dense = tuple(layer for layer in range(num_layers) if layer not in sparse)
+    is_listed, step = fields.has("moe_layers"), fields.integer("interleave_moe_layer_step")
+    return ExpertOptions(
+        num_experts,
+        num_chosen,
+        inner,
+        normalises=True,
+        step=1 if is_listed else step,
+        dense_layers=dense if is_listed else (),
+        shared_size=inner,
+        has_shared_gate=False,
+    )
+
+
+def _routed_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOptions:
+    """Read the experts of DeepSeek's models and of models that are made like them."""
+    other = "num_local_experts" if ROUTED_TYPES[model_type] else "num_experts"
+    name = other if other in fields.names() else "n_routed_experts"
+    num_experts = fields.integer(name, maximum=min(MAX_EXPERTS, MAX_EXPERT_LAYERS // num_layers))
+    if {name, "n_routed_experts"} <= {*fields.names()} and (
+        fields.integer("n_routed_experts") != num_experts
+    ):
+        raise fields.error(other, "but n_routed_experts, another name for it, differs")
+    num_chosen = fields.integer(CHOSEN)
+    if num_chosen > num_experts:
+        raise fields.error(CHOSEN, f"it must be at most {name}, {num_experts}")
+    inner = fields.integer(INNER_SIZE)
+    routing, normalises = read_routing(fields, model_type, num_experts, num_chosen)
+    return ExpertOptions(
+        num_experts,
+        num_chosen,
+        inner,
+        normalises,
+        dense_layers=dense_layers(fields, model_type, num_layers),
+        shared_size=inner * fields.integer("n_shared_experts", maximum=MAX_EXPERTS),
+        routing=routing,
+    )
 
 
 def _num_experts(fields: Fields, model_type: str, default: int) -> int:

@@ -16,10 +16,12 @@ from typing import Any
 
 from quire.base.errors import ConfigError, ModelError
 from quire.base.requests.pooling import PoolingSpec
-from quire.spec.cache_group import FULL, STATE, STEP, WINDOW, CacheGroup
+from quire.spec.cache_group import CHUNKED, FULL, LATENT, STATE, STEP, WINDOW, CacheGroup
 from quire.spec.config_defaults import DEFAULTS, defaults_of
 from quire.spec.config_fields import MAX_COUNT, Fields, read_object, with_floats
 from quire.spec.cuts import cut_evenly, cut_or_repeat, cut_vocabulary, layers_of_stage
+from quire.spec.deepseek.latent_attention import LATENT_TYPES, LatentAttention, latent_attention
+from quire.spec.deepseek.multi_token import MultiTokenLayer
 from quire.spec.encoders import (
     ENCODER_TYPES,
     check_encoder,
@@ -29,7 +31,7 @@ from quire.spec.encoders import (
 )
 from quire.spec.gguf.config import gguf_config
 from quire.spec.gguf.container import SUFFIX, GGUFFile, is_gguf
-from quire.spec.layer_windows import layer_windows, linear_layers
+from quire.spec.layer_windows import CHUNKED_TYPES, layer_windows, linear_layers
 from quire.spec.linear_attention import LinearAttention, linear_attention
 from quire.spec.media_families import (
     FAMILIES,
@@ -58,10 +60,12 @@ from quire.spec.rope_options import RopeOptions, longest_short, rope_options
 
 # Types of which quire runs only the text part, and the text part's type.
 NESTED = {
+    "llama4": "llama4_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 TIES, TIED = "tie_word_embeddings", ("gemma3",)  # types with a tied head by default
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # types that are another type under their own name
 PART_OF = "text_part_of"  # field of a made config: the whole model's type
 # Fields of the whole model's config that also apply to the text part. The first dtype wins.
 DTYPES = ("dtype", "torch_dtype")
@@ -69,12 +73,15 @@ SHARED = (*DTYPES, "bos_token_id", "eos_token_id", "quantization_config")
 
 
 def text_part(raw: dict[str, Any], *, has_class: bool = False) -> dict[str, Any]:
-    """Return the text part of a config, or the config itself if it has no text part.
+    """Return the text part of a config, or the config itself if it has no text part. A type that
+    is another one under its own name gets the other's name.
 
     has_class: whether to raise ModelError for a text part that quire has no class for; otherwise
     such a config is returned unchanged. Raises ModelError if the text part is of another model.
     """
     model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type in SAME_AS:
+        return raw | {"model_type": SAME_AS[model_type]}
     if not isinstance(model_type, str) or model_type not in (*NESTED, *FAMILIES):
         return raw
     inner = Fields(raw).inner(TEXT_PART) or Fields({})
@@ -152,6 +159,7 @@ class ModelSpec:
     linear_layers: tuple[int, ...] = field(default=(), repr=False)  # layers with linear attention
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     drafter: "ModelSpec | None" = field(default=None, repr=False)  # its layers follow this model's
+    multi_token: MultiTokenLayer | None = field(default=None, repr=False)  # if this is one
     stage: int = field(default=0, repr=False)
     num_stages: int = field(default=1, repr=False)
     num_ranks: int = field(default=1, repr=False)  # ranks that share each layer
@@ -166,7 +174,7 @@ class ModelSpec:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Return one group per distinct window, full attention first, then one of states.
+        """Return one group per distinct window or chunk, full attention first, then one of states.
 
         The drafter's groups come last."""
         if self.drafter is None:
@@ -189,7 +197,7 @@ class ModelSpec:
         windows = sorted(set(attending.values()), key=lambda w: (w is not None, w or 0))
         groups = [
             CacheGroup(
-                kind=STEP if self.is_encoder else FULL if window is None else WINDOW,
+                kind=self._kind(window),
                 layers=tuple(
                     layer for layer, w in attending.items() if w == window and layer in here
                 ),
@@ -205,6 +213,13 @@ class ModelSpec:
             groups.append(CacheGroup(STATE, layers, state_size=size))
         return tuple(groups)
 
+    def _kind(self, window: int | None) -> str:
+        if self.is_encoder:
+            return STEP
+        if window is not None:
+            return CHUNKED if self.model_type in CHUNKED_TYPES else WINDOW
+        return FULL if self.latent is None else LATENT
+
     @property
     def is_encoder(self) -> bool:
         """Whether quire runs the model as an encoder, which caches nothing."""
@@ -217,7 +232,7 @@ class ModelSpec:
         text = json.dumps(self.raw, sort_keys=True, default=repr)
         text += "" if self.implementation == QUIRE else f" {self.implementation}"
         text += f" {self.linear_layers}" if self.linear_layers else ""
-        text += f" {self.drafter}" if self.drafter is not None else ""
+        text += "".join(f" {each}" for each in (self.drafter, self.multi_token) if each is not None)
         place = self.stage, self.num_stages, self.num_ranks
         text += f" {place}" if place != (0, 1, 1) else ""
         text += f" {self.pooling}" if self.pooling is not None else ""
@@ -293,7 +308,21 @@ class ModelSpec:
 
     @property
     def rope(self) -> RopeOptions:
-        return rope_options(self.fields, self.head_dim, self.max_position)
+        return rope_options(self.fields, self.rotary_dim, self.max_position)
+
+    @property
+    def latent(self) -> LatentAttention | None:
+        """Read the sizes of latent attention; None for a model without it. Its heads share one
+        latent vector per token, so `num_kv_heads` is 1 and `head_dim` the vector's size."""
+        if self.implementation != QUIRE or self.model_type not in LATENT_TYPES:
+            return None
+        heads = self.num_heads * self.num_ranks
+        return latent_attention(self.fields, self.model_type, self.hidden_size, heads)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that the rotary embedding covers."""
+        return self.head_dim if self.latent is None else self.latent.rotated_dim
 
     @property
     def experts(self) -> ExpertOptions | None:
@@ -333,6 +362,7 @@ class ModelSpec:
         _ = self.experts
         if self.linear_layers:
             _ = self.linear_attention
+        _ = self.latent
         if self.model_type in ROTARY_TYPES:
             _ = self.rope
         elif self.model_type in ("gpt2", "opt"):
@@ -392,7 +422,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
     num_layers = fields.integer("num_hidden_layers", "n_layer", maximum=MAX_LAYERS)
     hidden = fields.integer("hidden_size", "n_embd")
     heads = fields.integer("num_attention_heads", "n_head", maximum=MAX_HEADS)
-    kv_heads = _kv_heads(fields, model_type, heads)
+    kv_heads, head_dim = _kv_sizes(fields, model_type, hidden, heads)
     spec = ModelSpec(
         model_type=model_type,
         num_layers=num_layers,
@@ -400,7 +430,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
         intermediate_size=_intermediate_size(fields, model_type, hidden),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_head_dim(fields, model_type, hidden, heads),
+        head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
         max_position=_max_position(fields, model_type),
         dtype=_dtype(fields),
@@ -425,6 +455,13 @@ def _max_position(fields: Fields, model_type: str) -> int:
     before = padding_rows(fields, model_type)
     minimum = before + MIN_POSITIONS
     return fields.integer(*POSITIONS, minimum=minimum, maximum=MAX_COUNT) - before
+
+
+def _kv_sizes(fields: Fields, model_type: str, hidden: int, heads: int) -> tuple[int, int]:
+    """Return the number of KV heads and the head dim."""
+    if model_type in LATENT_TYPES:
+        return 1, latent_attention(fields, model_type, hidden, heads).latent_dim
+    return _kv_heads(fields, model_type, heads), _head_dim(fields, model_type, hidden, heads)
 
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
@@ -452,6 +489,8 @@ def _intermediate_size(fields: Fields, model_type: str, hidden: int) -> int:
         return fields.integer("n_inner", default=4 * hidden)
     if model_type == "opt":
         return fields.integer("ffn_dim")
+    if model_type == "llama4_text":  # of layers without experts
+        return fields.integer("intermediate_size_mlp")
     if model_type == "qwen3_5_moe_text":  # all layers have experts
         return fields.integer("moe_intermediate_size", default=EXPERTS[model_type][2])
     if model_type in DEFAULTS:

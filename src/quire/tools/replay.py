@@ -22,6 +22,7 @@ from quire.base.errors import EngineError, RecordingDamaged
 from quire.base.events import Event, PrefixFound
 from quire.base.kv_orders import Order
 from quire.base.plan import Plan
+from quire.base.plugins import file_class
 from quire.base.settings.config import SchedulerConfig, row_capacity
 from quire.base.settings.kv_transfer import EVICTED
 from quire.engine.recording.calls import (
@@ -45,7 +46,13 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester, Named
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
+from quire.scheduler.policy.policies import (
+    EVICTION_POLICIES,
+    POLICIES,
+    make_block_hash,
+    make_eviction,
+    make_policy,
+)
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import STATE_VERSION, decode, restore, with_current_names
 
@@ -285,16 +292,21 @@ class _Replay:
         )
 
 
-def restored(segment: Segment, digester: Digester | None = None) -> Scheduler:
+def restored(
+    segment: Segment, digester: Digester | None = None, policy: str | None = None
+) -> Scheduler:
     """Return the scheduler as it was at the start of a segment.
 
-    digester: computes block names; by default with the recorded engine's hash. Raises EngineError,
-    and ConfigError if the hash's package is not installed."""
+    digester: computes block names; by default with the recorded engine's hash. policy: replaces the
+    recorded policy of an engine's start. Raises EngineError, and ConfigError if the hash's package
+    is not installed."""
     if digester is None:
         name = segment.header["settings"].get("prefix_caching_hash_algo", "sha256")
+        if file_class(name) is not None:
+            raise EngineError(f"the recording names a file of code, {name!r}; it is not loaded.")
         digester = Digester(make_block_hash(name))
     if segment.header["new"] is not None:
-        return _new_scheduler(segment.header, digester)
+        return _new_scheduler(segment.header, digester, policy)
     version = segment.header.get("state", 1)
     if version != STATE_VERSION:
         raise EngineError(
@@ -308,11 +320,14 @@ def restored(segment: Segment, digester: Digester | None = None) -> Scheduler:
     return scheduler
 
 
-def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
+def _new_scheduler(
+    header: dict[str, Any], digester: Digester, policy_name: str | None
+) -> Scheduler:
     """Create the scheduler of a new engine, as this version does.
 
     Recordings from an engine's start can be replayed even if the format of states has changed."""
     settings, parts = header["settings"], decode(header["new"])
+    _check_ours(settings)
     kv = KVManager(
         parts["groups"],
         parts["num_blocks"],
@@ -327,7 +342,7 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     max_tokens = config.max_num_batched_tokens or 0
     fingerprint = parts.get("fingerprint", b"")
     memory = Memory(kv, max_tokens, settings["watermark"], fingerprint, digester)
-    policy = make_policy(config.scheduling_policy)
+    policy = make_policy(policy_name or config.scheduling_policy)
     num_stores, kept = parts.get("num_stores", 0), parts.get("kept", EVICTED)
     num_stages = settings.get("pipeline_parallel_size", 1)
     length = row_capacity(settings["max_model_len"], settings.get("runner", "auto"))
@@ -335,6 +350,19 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     scheduler = Scheduler(memory, config, length, policy, num_stores, num_stages, kept, takes_media)
     scheduler.control(parts["rates"], header["now_s"])
     return scheduler
+
+
+def _check_ours(settings: dict[str, Any]) -> None:
+    """Raise EngineError for classes of packages or files. No engine records them, and a recording
+    must not choose which code runs here."""
+    for name, ours in (("scheduling_policy", POLICIES), ("eviction_policy", EVICTION_POLICIES)):
+        if (value := settings.get(name, next(iter(ours)))) not in ours:
+            raise EngineError(
+                f"the recording names {name}={value!r}, which is not one of quire's:"
+                f" {', '.join(ours)}. It cannot be replayed."
+            )
+    if settings.get("scheduler_extensions"):
+        raise EngineError("the recording names scheduler_extensions, which cannot be replayed.")
 
 
 def carry_out(scheduler: Scheduler, call: Call) -> Decisions:

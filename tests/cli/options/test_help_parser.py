@@ -46,7 +46,7 @@ def test_a_group_shows_its_settings_alone(capsys: pytest.CaptureFixture[str]) ->
 def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
     out = helped(capsys, "serve", "--help", "all")
     assert all(option.flag in out for option in all_options().values())
-    assert "enable-lora" not in out, "vLLM's own flags are answered, not offered"
+    assert "--grpc" not in out, "vLLM's own flags are answered, not offered"
     assert "bf16" not in out and "fcfs" not in out, "other names of values are not listed"
 
 

@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +65,7 @@ def test_plans_around_one_that_has_no_rows() -> None:
     """Such as one that only copies blocks for a store."""
     ones = np.ones(2, np.int32)
     full = Plan(step_id=1, rows=ones, num_tokens=ones, computed_bound=ones)
-    plans = [full, Plan(step_id=2), Plan(step_id=3), replace(full, step_id=4)]
+    plans = [full, Plan(step_id=2), Plan(step_id=3), full.replace(step_id=4)]
     fields = [plan_fields(plan, None) for plan in plans]
     writer, reader = PlanPrediction(), PlanPrediction()
     assert [reader.complete(writer.shorten(each)) for each in fields] == fields

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from quire.engine.client import remote
 from quire.engine.client.remote import RemoteClient
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core
-from quire.engine.wire.core_server import CoreReports, CoreServer
+from quire.engine.wire.core_server import CoreReports, CoreServer, Handlers
 from quire.engine.wire.wire import core_codec
 from quire.models.checkpoint.source import resolve_model
 from tests.support.models.reference_checkpoints import checkpoint, reference_tokens
@@ -43,7 +44,13 @@ PROMPT = [5, 17, 3, 60, 44, 8]
 class Served:
     """A core that serves in a thread, until `stop`."""
 
-    def __init__(self, folder: Path, core: EngineCore | None = None, depth: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        core: EngineCore | None = None,
+        depth: int = 1,
+        handlers: Handlers = MappingProxyType({}),
+    ) -> None:
         settings = SETTINGS | {"pipeline_depth": depth}
         config = config_from_flat(model=str(checkpoint("llama")), **settings)
         source = resolve_model(config.model.model)
@@ -55,7 +62,7 @@ class Served:
         listener.listen(8)
         ready = Ready(0, self.core.limits.vocab_size, MAX_LEN, 20, 4, {"model": "tiny"}, "memory")
         reports = CoreReports(lambda: "# metrics\n")
-        self.server = CoreServer(self.core, listener, ready, reports, MonotonicClock())
+        self.server = CoreServer(self.core, listener, ready, reports, MonotonicClock(), handlers)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
 

@@ -5,7 +5,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.structured_outputs import StructuredOutputsParams
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.request_maker import RequestMaker
 from quire.render.generation import GenerationDefaults
 from quire.render.grammars.structured import grammar_of
 from quire.render.renderer import RenderedPrompt

@@ -10,7 +10,7 @@ from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
 from quire.engine.client.output import OpenRequest, OutputProcessor
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.request_maker import RequestMaker
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from tests.support.render.tiny_tokenizers import tokenizer

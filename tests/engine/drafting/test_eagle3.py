@@ -18,8 +18,9 @@ from quire.base.requests.outputs import RequestOutput
 from quire.base.settings.config import config_from_flat
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.models.checkpoint.source import resolve_model
-from quire.tools.fit import Device, fit
-from tests.support.models.eagle_heads import (
+from quire.tools.devices import Device
+from quire.tools.sizing.fit import fit
+from tests.support.models.draft_heads import (
     DEMO_SHAPE,
     HeadByDefinition,
     HeadShape,

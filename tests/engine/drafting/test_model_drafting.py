@@ -107,7 +107,7 @@ def test_its_weights_are_part_of_the_cache_s_name(tmp_path: Path) -> None:
 
 def test_the_spec_of_the_model_itself_stays() -> None:
     config, source = config_of(checkpoint("qwen3"))
-    spec, nobody = with_drafter(build_runner(config, source).spec, None)
+    spec, nobody = with_drafter(build_runner(config, source).spec, None, source)
     assert nobody is None and spec.drafter is None
     assert spec.cache_groups == spec.own_groups
 

@@ -1,7 +1,7 @@
 """The model on a separate thread: the same answers, failures, ends and heartbeats."""
 
-import _thread
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +27,7 @@ from tests.support.engine.failing_core import Bench, prompt, with_poison
 from tests.support.models.reference_checkpoints import checkpoint
 
 WAIT_S = 60.0  # a limit, not a time that passes
+AGAIN_S = 5.0  # between two presses of Ctrl-C, of which the second is rarely needed
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +124,24 @@ def test_an_interrupt_is_the_callers_and_the_step_goes_on(
     inner, executor = gated
     executor.submit(Plan(7))
     assert inner.began.wait(WAIT_S)
-    timer = threading.Thread(target=_thread.interrupt_main)
+    main = threading.main_thread().ident
+    assert main == threading.get_ident(), "only the main thread is interrupted"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # another test may ignore it
+    is_raised = threading.Event()
+
+    def press() -> None:
+        """Send real signals. One that arrives just before the wait begins does not end it."""
+        signal.pthread_kill(main, signal.SIGINT)
+        while not is_raised.wait(AGAIN_S):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    ctrl_c = threading.Thread(target=press)
     with pytest.raises(KeyboardInterrupt):
-        timer.start()
+        ctrl_c.start()
         executor.next_result()
-    timer.join()
+    is_raised.set()
+    ctrl_c.join()
+    signal.signal(signal.SIGINT, before)
     inner.gate.release()
     assert executor.next_result().step_id == 7
 

@@ -19,9 +19,9 @@ from quire.base.messages import Abort, Drafted, Request
 from quire.base.plan import StepResult
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig, config_from_flat
-from quire.base.step_outputs import StepReader
 from quire.engine.attachments.order import Order
 from quire.engine.attachments.recorder import Recorder
+from quire.engine.client.output import StepReader
 from quire.engine.loop.attachment import Attachment, DoorWatcher, Given, Pending
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core
@@ -313,6 +313,9 @@ def test_our_own_attachments_are_in_their_order(tmp_path: Path) -> None:
         Order.RETAINED_FILES,
         Order.STORES,
         Order.GRAMMARS,
+        Order.LOADING,
+        Order.PAUSING,
+        Order.PAUSING,
         Order.DRAFTING,
         Order.RECORDER,
     ]

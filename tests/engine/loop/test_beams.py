@@ -94,7 +94,16 @@ def test_beams_are_transformers(
         searches.assert_as(str(i), reference_beams(prompt, width, 12, stops, **how))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "qwen3",
+        "mistral",
+        "gpt2",
+        pytest.param("llama4_text", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
+)
 def test_other_architectures_and_a_window(architecture: str) -> None:
     searches = Searches(checkpoint(architecture), max_num_seqs=8)
     searches.search("r", 4, 20)

@@ -5,7 +5,6 @@ the tokens of transformers. The engine must continue to serve, and no block may 
 tests run the bisection alone, on an executor that notes its plans.
 """
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -389,7 +388,7 @@ def test_nothing_is_guessed_when_a_step_is_repeated() -> None:
     plan, executor = make_plan(6), NotingExecutor({3})
     drafts = RowDraft(4, ints(1, 2, 3)), RowDraft(0, ints(1))
     more = ints(0, 3, 0, 0, 0, 1)
-    guessing = dataclasses.replace(plan, num_tokens=plan.num_tokens + more, drafts=drafts)
+    guessing = plan.replace(num_tokens=plan.num_tokens + more, drafts=drafts)
     result = bisect_step(executor, guessing)  # type: ignore[arg-type]
     assert set(result.row_errors) == {3} and result.num_accepted.tolist() == [1, 1, 1]
     num_tokens = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
@@ -404,4 +403,4 @@ def test_a_plan_of_which_nothing_was_carried_out() -> None:
     assert nothing.token_ids.tolist() == [[0], [0]] and nothing.row_errors == {}
     empty = restrict(plan, ints())
     assert bisect_step(NotingExecutor(set()), empty).token_ids.shape == (0, 1)  # type: ignore[arg-type]
-    assert dataclasses.replace(empty, released=ints()).num_scheduled_tokens == 0
+    assert empty.replace(released=ints()).num_scheduled_tokens == 0

@@ -18,7 +18,7 @@ from tests.support.engine.updates import run_to_end
 
 DOCS = Path(__file__).parents[3] / "docs" / "extend"
 PAGES = (DOCS / "scheduler.md", DOCS / "attachments.md")
-EXAMPLE = re.compile(r'^```python\n(""".*?)^```$', re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r'^```python\n((?:# \w+\.py\n)?""".*?)^```$', re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"^```python\n(core\..*?)^```$", re.MULTILINE | re.DOTALL)
 TEXT = "\n".join(page.read_text("utf-8") for page in PAGES)
 BLOCK, LENGTH, NUM_BLOCKS = 4, 64, 12

@@ -1,7 +1,5 @@
 """The paper's example of beam search on a live core, block number for block number (P fig. 9)."""
 
-import dataclasses
-
 import numpy as np
 
 from quire.base.clock import FakeClock
@@ -60,7 +58,7 @@ class Oracle(FakeDevice):
         for row in plan.sample_rows.tolist():
             output = tuple(self.tokens[row][len(PROMPT) : self.computed[row]])
             candidates[row] = self._likes(output)
-        return dataclasses.replace(result, candidates=candidates)
+        return result.replace(candidates=candidates)
 
     def _apply(self, plan: Plan) -> None:
         super()._apply(plan)

@@ -26,7 +26,8 @@ from quire.base.plan import Plan, StepResult
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import config_from_flat
-from quire.base.step_outputs import SequenceUpdate, StepReader
+from quire.base.step_outputs import SequenceUpdate
+from quire.engine.client.output import StepReader
 from quire.engine.executors.executor import Executor, InProcessExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler

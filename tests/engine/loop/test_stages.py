@@ -57,10 +57,12 @@ ARCHITECTURES = ("llama", "qwen3_moe", "qwen3_5", "mistral", "gpt2")
             pytest.param(*each, marks=pytest.mark.slow)
             for each in zip(ARCHITECTURES, cycle((1, 3)), strict=False)
         ),
+        pytest.param("llama4_text", 3, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_the_whole_model(architecture: str, depth: int) -> None:
-    """Greedy and sampled ones, with chunks, prefix hits and forks; a mixture, a hybrid, windows."""
+    """Greedy and sampled ones, with chunks, prefix hits and forks; a mixture, a hybrid, windows,
+    chunks."""
     found = samples(StagedGroups, architecture, pipeline_depth=depth)
     assert found.samples == samples_of_one(architecture)
 

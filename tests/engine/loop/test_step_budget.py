@@ -187,6 +187,24 @@ def test_a_disturbed_step_changes_nothing() -> None:
     assert len(sizes) > 35 and set(sizes[:-1]) == {40}
 
 
+@pytest.mark.parametrize("throttled", [0.3, 0.5, 0.7])
+def test_a_cpu_that_throttles_gets_smaller_steps_until_it_recovers(throttled: float) -> None:
+    """As on battery or when it is hot: all steps take longer, from one step to the next."""
+    cpu = Cpu(FakeClock(), SLOW * 3)
+    full = bounded_tokens(STEP_S * cpu.flops * THREADS / (2 * WEIGHTS))
+    core = engine(cpu, full)
+    decode(core, 3)
+    compute(core, cpu, [2000])
+    cpu.flops, cpu.read_s = cpu.flops * throttled, cpu.read_s / throttled
+    _, seconds = compute(core, cpu, [2000])
+    assert max(seconds[:2]) > 1.1 * STEP_S and max(seconds[4:]) <= MOST_GAP_S
+    assert core.scheduler.memory.rates.step_tokens <= 1.25 * throttled * full
+    cpu.flops, cpu.read_s = cpu.flops / throttled, cpu.read_s * throttled
+    _, seconds = compute(core, cpu, [3000, 2000])
+    assert max(seconds) <= MOST_GAP_S
+    assert core.scheduler.memory.rates.step_tokens >= 0.8 * full
+
+
 def plan_of(*num_tokens: int) -> Plan:
     """One row decodes, and others compute so many tokens."""
     counts = np.asarray([1, *num_tokens], np.int32)

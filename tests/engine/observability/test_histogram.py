@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from quire.engine.observability.metrics import REQUEST_S, TOKEN_S, Histogram, tokens_up_to
+from quire.engine.observability.metrics import (
+    FEW_VALUES,
+    REQUEST_S,
+    TOKEN_S,
+    Histogram,
+    tokens_up_to,
+)
 
 
 def test_a_bound_is_in_its_bucket_and_the_last_bucket_has_none() -> None:
@@ -14,8 +20,9 @@ def test_a_bound_is_in_its_bucket_and_the_last_bucket_has_none() -> None:
     assert histogram.total == pytest.approx(15.5 + 1e9)
 
 
-def test_many_values_at_once_count_as_one_by_one() -> None:
-    values = np.random.default_rng(0).lognormal(-3, 2, 1000)
+@pytest.mark.parametrize("num", [FEW_VALUES, FEW_VALUES + 1, 1000])
+def test_many_values_at_once_count_as_one_by_one(num: int) -> None:
+    values = np.random.default_rng(0).lognormal(-3, 2, num)
     values[:3] = TOKEN_S[0], TOKEN_S[5], TOKEN_S[-1]
     at_once, singly = Histogram(TOKEN_S), Histogram(TOKEN_S)
     at_once.observe_all(values)
@@ -23,7 +30,7 @@ def test_many_values_at_once_count_as_one_by_one() -> None:
     for value in values.tolist():
         singly.observe(value)
     assert at_once.cumulative() == singly.cumulative()
-    assert at_once.cumulative()[-1] == 1000
+    assert at_once.cumulative()[-1] == num
     assert at_once.total == pytest.approx(singly.total)
 
 

@@ -22,7 +22,7 @@ from quire.base.events import (
 from quire.base.messages import Abort
 from quire.base.settings.cache_config import CacheConfig
 from quire.base.settings.config import SchedulerConfig
-from quire.base.step_outputs import StepReader
+from quire.engine.client.output import StepReader
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics, RequestTimes
 from quire.scheduler.scheduler import Scheduler

@@ -85,6 +85,31 @@ def test_strangers_are_hung_up_on_and_others_come_in(
         assert arrivals.get(timeout=5).rank == 1
 
 
+def test_a_peer_that_drips_bytes_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handshake ends in time, although each single read succeeds."""
+    now_s = [0.0]
+
+    class Dripping(socket.socket):
+        limit_s: float | None = None
+
+        def settimeout(self, value: float | None) -> None:
+            self.limit_s = value
+
+        def sendall(self, data: object, flags: int = 0) -> None: ...
+
+        def recv(self, bufsize: int, flags: int = 0) -> bytes:
+            assert self.limit_s is not None
+            if self.limit_s < 1:
+                raise TimeoutError("timed out")
+            now_s[0] += 1
+            return b"x"
+
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now_s[0])
+    with Dripping() as peer, pytest.raises(TimeoutError):
+        authenticate(peer, SECRET)
+    assert now_s == [connections.HANDSHAKE_TIMEOUT_S]
+
+
 def test_more_strangers_than_it_talks_to_are_hung_up_on_at_once(
     door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]"
 ) -> None:

@@ -50,6 +50,12 @@ def test_other_layers(architecture: str) -> None:
 
 
 @pytest.mark.slow
+def test_latent_vectors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="latent attention; remove decode_context_parallel_size"):
+        LLM(str(text_checkpoint("deepseek_v3")), dtype="float64", **TWO)
+
+
+@pytest.mark.slow
 def test_in_stages() -> None:
     compare(TWO | {"pipeline_parallel_size": 2}, "multi_query", 120)
 

@@ -51,10 +51,19 @@ def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "ranks"),
-    [("qwen3_moe", TWO), ("qwen3_5", TWO), ("gpt_oss", TWO), ("gpt2", TWO), ("llama", FOUR)],
+    [
+        ("qwen3_moe", TWO),
+        ("qwen3_5", TWO),
+        ("gpt_oss", TWO),
+        ("gpt2", TWO),
+        ("deepseek_v3", TWO),
+        ("llama4_text", TWO),
+        ("llama", FOUR),
+    ],
 )
 def test_layers_of_all_kinds_are_shared(architecture: str, ranks: dict[str, Any]) -> None:
-    """Mixtures, states, sinks and windows; of four ranks two have the same heads."""
+    """Mixtures, states, sinks, windows, chunks and latent vectors. Of four ranks, two have the same
+    heads."""
     assert compare(ranks, architecture, 240).num_masked > 5
 
 
@@ -69,6 +78,19 @@ def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_guesses_of_the_text_are_tried_by_all_ranks() -> None:
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "llama4_text"])
+def test_preempted_rows_with_latent_vectors_or_chunks(architecture: str, mode: str) -> None:
+    """Preempted rows of a full pool have the answers of an engine with room."""
+    settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
+    found = answers_of(text_checkpoint(architecture), 30, **settings)
+    assert found.answers == alone(architecture, 240, ()).answers
+    assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "llama4_text"])
+def test_guesses_of_the_text_are_tried_by_all_ranks(architecture: str) -> None:
     guesses = {"method": "ngram", "num_speculative_tokens": 3}
-    assert compare(TWO, "llama", 240, speculative_config=json.dumps(guesses)).num_draft_tokens > 0
+    found = compare(TWO, architecture, 240, speculative_config=json.dumps(guesses))
+    assert found.num_draft_tokens > 0

@@ -14,6 +14,7 @@ from quire.base.plan import (
     Candidates,
     DraftAnswer,
     DraftOrder,
+    FrozenRecord,
     HostTokens,
     Move,
     MoveKind,
@@ -45,7 +46,8 @@ def same(one: Any, other: Any) -> None:
     if isinstance(one, np.ndarray):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert one.tobytes() == other.tobytes() and other.flags.writeable
-    elif isinstance(one, EncoderInput | EncoderRead):
+    elif isinstance(one, EncoderInput | EncoderRead | FrozenRecord):
+        assert type(one) is type(other)
         same(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
     elif dataclasses.is_dataclass(one):
         assert type(one) is type(other)
@@ -115,7 +117,7 @@ def test_results_keep_their_shape(num: int, width: int) -> None:
     )  # fmt: skip
     found_there = crossed(Done.of(2, result, answers=True), core_codec()).result
     if num == 0:  # nobody asks how wide nothing is
-        result = dataclasses.replace(result, token_ids=result.token_ids[:, :1])
+        result = result.replace(token_ids=result.token_ids[:, :1])
     same(result, found_there)
 
 

@@ -21,7 +21,7 @@ def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [STAGES, BOTH])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5", "gpt2", "deepseek_v3"])
 def test_mixtures_hybrids_and_stages_of_several_ranks(
     architecture: str, ranks: dict[str, Any]
 ) -> None:

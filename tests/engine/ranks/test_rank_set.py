@@ -14,12 +14,12 @@ from quire.engine.ranks.messages import (
     FromRank,
     Idle,
     Idled,
+    Stream,
     ToRank,
     core_codec,
     rank_codec,
 )
 from quire.engine.ranks.rank_set import Rank, RankSet, RankWatch
-from quire.engine.wire.wire import Stream
 
 WAIT_S = 10.0
 

@@ -14,8 +14,8 @@ import torch
 
 from quire.engine.ranks import rendezvous
 from quire.engine.ranks.core_store import CoreStore
+from quire.engine.ranks.messages import Stream
 from quire.engine.ranks.rendezvous import RendezvousTable, StoreCall, core_store_codec
-from quire.engine.wire.wire import Stream
 from quire.ops.collectives.torch_group import gloo_group
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.base.settings.config import config_from_flat
+from quire.engine.start import identity
 from quire.engine.start.build import make_scheduler
 from quire.models.checkpoint.source import resolve_model
 from quire.ops.weights.formats import variants
@@ -63,3 +65,21 @@ def test_what_does_not_leaves_them(built: BuiltRunner) -> None:
     )
     config = dataclasses.replace(built.config, cache=lfu)
     assert fingerprint(built, config=config) == fingerprint(built)
+
+
+def test_int8_blocks_of_a_gpu_have_the_version_of_their_layout(
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    int8 = dataclasses.replace(built.config.cache, kv_cache_dtype="int8")
+    config = dataclasses.replace(built.config, cache=int8)
+
+    def found() -> list[bytes]:
+        return [
+            fingerprint(built, device=torch.device("cuda")),
+            fingerprint(built, device=torch.device("cuda"), config=config),
+        ]
+
+    before = found()
+    monkeypatch.setattr(identity, "GPU_INT8_LAYOUT", 99)
+    after = found()
+    assert before[0] == after[0] and before[1] != after[1]

@@ -154,3 +154,14 @@ def test_a_command_logs_its_settings_without_secrets(kind: str) -> None:
         return
     assert all(re.match(rf"{TIME} (DEBUG|WARNING) quire: ", line) for line in lines[:-1])
     assert lines[-1] == "quire: port must be from 0 to 65535, got 99999."
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("info", False), ("debug", True)])
+def test_requests_of_a_download_are_shown_for_debugging_only(level: str, is_shown: bool) -> None:
+    code = (
+        "import logging; from quire.engine.wire.logs import begin_logging\n"
+        f"begin_logging({level!r})\n"
+        "logging.getLogger('httpx').info('GET'); logging.getLogger('quire').info('quire')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ("GET" in done.stderr, "quire" in done.stderr) == (is_shown, True)

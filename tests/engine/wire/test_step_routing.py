@@ -5,7 +5,8 @@ Covers `base/step_outputs.py`.
 
 import numpy as np
 
-from quire.base.step_outputs import Finish, RowName, SequenceUpdate, StepOutputs, StepReader
+from quire.base.step_outputs import Finish, RowName, SequenceUpdate, StepOutputs
+from quire.engine.client.output import StepReader
 from quire.engine.wire.core_server import StepRouter
 from quire.engine.wire.wire import LENGTH, client_codec, core_codec
 from tests.support.engine.updates import read

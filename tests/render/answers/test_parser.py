@@ -77,6 +77,8 @@ SAMPLES: list[tuple[str, list[Part]]] = [
      [Content('<tool_call>{"name": "f", "arguments": nul}</tool_call>')]),
     ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', call("f", '{"x": 1}')),
     ('<tool_call>{"id": [1], "name": "f", "arguments": {}, "y": 2}</tool_call>', call("f", "{}")),
+    ('<tool_call>{"name": "f", "args": {"x": 1}}</tool_call>',
+     [Content('<tool_call>{"name": "f", "args": {"x": 1}}</tool_call>')]),
     ('<tool_call>{"name": "f"}</tool_call>', call("f", "{}")),
     ('<tool_call>{"name": "f", "argum', [Content('<tool_call>{"name": "f", "argum')]),
     ('<tool_call>{"name": 3}</tool_call> x', [Content('<tool_call>{"name": 3}</tool_call> x')]),

@@ -180,9 +180,10 @@ class TestGraphs:
         with caplog.at_level(logging.WARNING, "quire"):
             found = run("triton", FEW, rounds=1, compilation=compilation)
         assert found == wanted_of_few()
-        assert sum("could not be recorded" in each.message for each in caplog.records) == 1
+        failures = [each.message for each in caplog.records if "not be recorded" in each.message]
+        assert len(failures) == len(set(failures)) > 1, "once for each kind of step"
         told = [entry[1] for entry in cuda.log if "record" in entry[1]]
-        assert told == ["begins to record", "ends recording"] and not cuda.capturing
+        assert told == ["begins to record", "ends recording"] * len(failures) and not cuda.capturing
         assert (("allocator", "put right") in cuda.log) == (where == "end")
         assert (COMPUTE, "replays") not in cuda.log
 
@@ -207,7 +208,7 @@ class TestGraphs:
         config = config_from_flat(model=path, attention_backend="triton", **SETTINGS)
         built = build_runner(config, resolve_model(path, None))
         cuda.allocated, cuda.peak = 1000, 1700
-        num_graphs = len(memory_plan.ladder(3)) + memory_plan.MAX_MIXED
+        num_graphs = len(memory_plan.ladder(3)) + memory_plan.MAX_OTHER_GRAPHS
         wanted = 700 + memory_plan.GRAPH_BYTES * num_graphs
         assert built.runner.graph_bytes(built.config) == wanted
 

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from quire.ops import moe
 from quire.ops.rows.step_inputs import StepInputs
+from quire.ops.sampling.device_drafts import Runs
+from quire.runner import memory_plan
 from quire.runner.gpu import graphs
-from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size, UsedSizes
+from quire.runner.gpu.graphs import DROPPED_TIMES, FIRST_TIMES, FIRST_TIMES_MIXED, Graphs
 from quire.runner.gpu.pieces import record
+from quire.runner.gpu.sizes import Drafted, Size, Sizes
+from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.memory_plan import ladder
 from quire.runner.step_ops import Needs, StepShape
 from tests.support.runner.late_device import LateDevice
@@ -52,7 +57,7 @@ class Decoder:
         pass
 
     def compute(self, *_: Any) -> Any:
-        pass
+        self.num_real = moe._num_real.get()  # of the tokens that reach experts
 
     def parts(self, needs: Needs) -> list[Any]:
         return []
@@ -97,6 +102,15 @@ def test_the_second_step_of_a_kind_is_recorded_and_the_largest_before_all() -> N
     assert found.find(3, 0, Needs(num_candidates=500)) is None
 
 
+def test_padding_reaches_no_expert() -> None:
+    """A step's number of tokens is the last entry of the rows' starts."""
+    decoder = Decoder()
+    found = make(4, decoder)
+    assert [found.find(2, 0, PLAIN) for _ in range(2)][1] is not None
+    assert decoder.num_real is not None and decoder.num_real.shape == (1,)
+    assert moe._num_real.get() is None
+
+
 @pytest.mark.parametrize("takes_any_lengths", [True, False])
 def test_mixed_steps_have_places_for_rows_and_tokens(takes_any_lengths: bool) -> None:
     """They are cut where attention must know lengths."""
@@ -116,11 +130,56 @@ def test_mixed_steps_have_places_for_rows_and_tokens(takes_any_lengths: bool) ->
     assert all(found.find(3, 4096, PLAIN) is None for _ in range(9))
 
 
-def test_not_every_kind_of_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_MIXED", 2)
-    found = make(4, Decoder())
-    recorded = [[found.find(4, tokens, PLAIN) for _ in range(9)][-1] for tokens in (16, 32, 48, 64)]
-    assert [each is not None for each in recorded] == [True, True, False, False]
+def test_the_least_recently_used_graph_is_dropped() -> None:
+    """Plain decoding steps are not; a dropped kind must occur often before it is recorded again."""
+    found = make(4, decoder := Decoder(), max_others=2)
+
+    def after(times: int, tokens: int) -> Any:
+        return [found.find(4, tokens, PLAIN) for _ in range(times)][-1]
+
+    first, second = after(9, 16), after(9, 32)
+    assert first is not None and second is not None
+    assert found.find(4, 16, PLAIN) is first
+    third = after(9, 48)
+    assert third is not None and third.size.tokens == 48, "in the place of the second"
+    assert found.find(4, 16, PLAIN) is first
+    larger = after(9, 32)
+    assert larger is not None and larger.size.tokens == 48, "meanwhile it uses a larger one"
+    own = after(DROPPED_TIMES, 32)
+    assert own is not None and own.size.tokens == 32
+    while found.record_next():
+        pass
+    assert len([size for size in decoder.sizes if not size.is_mixed]) == 3, "each, once"
+    assert found.find(4, 48, PLAIN) is third, "idle moments drop nothing"
+
+
+def test_a_recording_that_fails_costs_its_own_kind_alone(caplog: pytest.LogCaptureFixture) -> None:
+    decoder = Decoder()
+    gather = decoder.gather
+    num_tries = []
+
+    def fail_for_eight(shape: StepShape) -> Any:
+        if shape.num_samples == 8:
+            num_tries.append(1)
+            raise RuntimeError("a product of this size has no plan")
+        return gather(shape)
+
+    decoder.gather = fail_for_eight  # type: ignore[method-assign]
+    found = make(8, decoder)
+    recorded = [[found.find(rows, 0, PLAIN) for _ in range(5)][-1] for rows in (8, 4, 2)]
+    assert [each is not None for each in recorded] == [False, True, True]
+    while found.record_next():
+        pass
+    assert decoder.sizes == [Size(4), Size(2), Size(1)] and len(num_tries) == 1
+    assert len(caplog.messages) == 1 and "Size(rows=8" in caplog.text
+
+
+def test_a_mixed_step_has_room_for_at_most_128_tokens_more() -> None:
+    found = make(64, Decoder()).sizes
+    for num_tokens in range(513, 2049):
+        size = found.find(4, num_tokens)
+        assert size is not None and num_tokens <= size.tokens < num_tokens + 128
+    assert found.find(4, 1040) == Size(4, 1152)
 
 
 def test_without_memory_steps_are_launched_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,6 +191,44 @@ def test_without_memory_steps_are_launched_as_they_are(caplog: pytest.LogCapture
     assert found.find(1, 0, PLAIN) is not None, "what is there is used"
     assert not found.record_next()
     assert len(caplog.messages) == 1 and "enforce_eager" in caplog.text
+
+
+def test_a_first_step_uses_a_graph_with_room_and_more_needs() -> None:
+    found = make(64, decoder := Decoder())
+    most = Needs(True, True, None, 20)
+    assert [found.find(9, 0, most) for _ in range(2)][0] is None
+    assert [found.find(4, 600, most) for _ in range(4)][-1] is not None
+    recorded = len(decoder.sizes)
+    for needs in (PLAIN, FILTERED, Needs(num_candidates=5)):
+        small = found.find(3, 0, needs)
+        assert small is not None and small.size == Size(16)
+        assert found.find(3, 400, needs) is not None, "at most twice its tokens"
+        assert found.find(3, 30, needs) is None, "far too many"
+    for needs in (EDITED, Needs(has_masks=True)):
+        assert found.find(3, 0, needs) is None, "tables and masks of other steps"
+    assert len(decoder.sizes) == recorded
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 64, 256, 400])
+def test_the_warm_up_has_room_for_every_step(max_rows: int) -> None:
+    """Of up to twice its tokens, or of few."""
+    sizes, runs = Sizes(max_rows), Runs(1, 2, 100)
+    warm = sizes.warm(None, runs)
+    num_kinds = sum(1 if size.runs else 2 for size in warm)  # and with masks
+    assert len(warm) == len(set(warm)) and num_kinds <= memory_plan.MAX_WARM_GRAPHS
+    assert all(sizes.has(size) for size in warm)
+    rows = sorted({1, 2, 5, 60, 200, max_rows})
+    for num_rows in (each for each in rows if each <= max_rows):
+        for num_tokens in (0, 7, 100, 513, 1040, 2048):
+            for drafted in (None, Drafted(1, 1), Drafted(num_rows, 4, num_tokens > 0, runs)):
+                tokens = num_tokens or (0 if drafted is None else num_rows + drafted.total)
+                is_recorded = sizes.find(num_rows, tokens, drafted) is not None
+                if not is_recorded or 0 < tokens < num_rows:
+                    continue
+                found = [size for size in warm if size.holds(num_rows, tokens, drafted)]
+                assert found, (num_rows, tokens, drafted)
+                least = min(size.num_tokens for size in found)
+                assert least <= max(graphs.COVER_TOKENS, 2 * tokens, 2 * num_rows)
 
 
 def test_idle_moments_begin_with_what_was_used_before(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_recorded_whole(kind: str, devices: list[LateDevice], replays: Counter[b
 
 @pytest.mark.parametrize(
     "kind",
-    slow_but(["greedy", "filters", "logprobs", "filters and logprobs"], "filters and logprobs"),
+    slow_but(["greedy", "filters", "logprobs", "filters and logprobs"], "logprobs"),
 )
 def test_recorded_in_pieces(kind: str, devices: list[LateDevice], replays: Counter[bool]) -> None:
     check_recorded(kind, "piecewise", replays)

@@ -15,7 +15,7 @@ import torch
 from quire.base.messages import Request
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.settings.config import config_from_flat
-from quire.base.step_outputs import StepReader
+from quire.engine.client.output import StepReader
 from quire.engine.loop.recovery import combine
 from quire.engine.start.build import make_scheduler
 from quire.models.checkpoint import formats
@@ -170,7 +170,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, "recorded whole", "torch"))
+@pytest.mark.parametrize("way", slow_but(WAYS, "recorded whole"))
 def test_masked_steps_are_told_long_before_they_are_done(
     way: str,
     devices: list[LateDevice],  # noqa: F811

@@ -18,7 +18,7 @@ from quire.runner.warm.conditions import can_save_start
 from quire.spec.media_families import EncoderSize
 from quire.spec.model_spec import load_spec
 from quire.tools.devices import Device
-from quire.tools.fit import fit
+from quire.tools.sizing.fit import fit
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.media_engine import SETTINGS, WIDTH, Engine, vision_models
 

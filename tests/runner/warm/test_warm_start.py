@@ -2,7 +2,6 @@
 imported on the first call that needs it. Covers the whole folder, with `runner/warm/save_start.py`,
 `runner/warm/start_file.py` and `runner/warm/array_ops.py`."""
 
-import dataclasses
 import random
 import subprocess
 import sys
@@ -19,8 +18,9 @@ from quire.base.messages import Abort, Request
 from quire.base.plan import Plan, StepResult
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.settings.config import EngineConfig, config_from_flat
-from quire.base.step_outputs import SequenceUpdate, StepReader
+from quire.base.step_outputs import SequenceUpdate
 from quire.engine.attachments.loading import Loading
+from quire.engine.client.output import StepReader
 from quire.engine.start.build import BuiltCore, build_core
 from quire.models.checkpoint.source import resolve_model
 from quire.models.load.cache_files import STARTS, WEIGHTS, weight_cache
@@ -503,4 +503,4 @@ def test_a_result_says_how_long_it_took(model: tuple[Path, Path]) -> None:
     assert warm is not None
     found: StepResult = warm.run(Plan(step_id=3))
     assert found.step_id == 3 and found.duration_s > 0 and found.token_ids.shape == (0, 1)
-    assert dataclasses.asdict(found)["error"] is None
+    assert found.error is None

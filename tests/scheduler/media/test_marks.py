@@ -6,7 +6,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.messages import Fork, Request, Rewind
 from quire.base.requests.media_items import MediaItem
-from quire.base.requests.validation import check_fork
+from quire.base.requests.retention import check_fork
 from quire.kv.digest import extend_digests
 from tests.scheduler.media.test_media_inputs import scheduler_of
 from tests.scheduler.test_held import HeldBench

@@ -175,7 +175,7 @@ def test_what_a_step_encodes_is_shared_once_its_result_is_in(fails: bool) -> Non
     assert not second.encoder_reads and second.num_tokens[second.rows == row.row] == [3]
     result = answer(first)
     if fails:
-        result = replace(result, row_errors={int(first.rows[0]): "the step failed"})
+        result = result.replace(row_errors={int(first.rows[0]): "the step failed"})
     scheduler.update(result, 0.0)
     scheduler.check_invariants()
     third = planned(scheduler)

@@ -46,8 +46,8 @@ def error_of(response: Response) -> dict[str, Any]:
         ('{"prompt": NaN}', "prompt", "prompt must be a string, got NaN."),
         ('{"prompt": DEEP}', "prompt", "got a list of 1"),
         ('{"prompt": "a\\ud800"}', None, "valid Unicode"),
-        ("{}", "prompt", "either prompt (a text) or messages"),
-        ('{"prompt": "a", "messages": []}', "prompt", "either prompt"),
+        ("{}", "prompt", "give one of prompt (a text), messages"),
+        ('{"prompt": "a", "messages": []}', "prompt", "got prompt and messages"),
         ('{"messages": []}', "messages", "messages is empty"),
         ('{"messages": "hello"}', "messages", 'must be a list, got "hello"'),
         ('{"messages": [1]}', "messages[0]", "messages[0] must be an object, got 1"),
@@ -129,7 +129,9 @@ def test_a_body_of_another_type_is_refused(api: TestClient) -> None:
 
 def test_nul_is_a_character_like_others(api: TestClient) -> None:
     tokens = post(api, '{"prompt": "a\\u0000b"}').json()["tokens"]
-    assert post(api, json.dumps({"tokens": tokens}), "/detokenize").json() == {"prompt": "a\0b"}
+    assert post(api, json.dumps({"tokens": tokens}), "/detokenize").json() == {
+        "prompt": "a\0b", "content": "a\0b",
+    }  # fmt: skip
 
 
 def test_unknown_paths_and_methods(api: TestClient) -> None:

@@ -22,20 +22,37 @@ from quire.serve.app import create_app
 from quire.serve.bodies.open_body import body_class, check_neutral
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError
-from quire.serve.fields import IGNORED, REFUSED, TAKEN, Row, bodies, rows
+from quire.serve.fields import (
+    IGNORED,
+    REFUSED,
+    TAKEN,
+    Row,
+    bodies,
+    is_of_other_engine,
+    rows,
+)
 from tests.serve.api.conftest import small_engine
-from tests.serve.fields_page import main, page
+from tests.serve.fields_page import main, native_page, page
 from tests.structure.test_house import ROOT
 from tests.support.serve.fake_client import FakeClient
 
 MAX_LINES, MAX_COLUMNS = 250, 120
 MESSAGES = [{"role": "user", "content": "Hi"}]
+OPTIONS = {"num_predict": 2, "temperature": 0.5, "seed": 1}
+SAMPLING = {"max_new_tokens": 2, "temperature": 0.5, "sampling_seed": 1}
 BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "seed": 1},
     "completions": {"prompt": "Hi", "max_tokens": 2, "temperature": 0.5, "seed": 1},
     "responses": {"input": "Hi", "max_output_tokens": 2, "temperature": 0.5, "seed": 1},
     "messages": {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5, "seed": 1},
     "messages/count_tokens": {"messages": MESSAGES},
+    "api/chat": {"messages": MESSAGES, "stream": False, "options": OPTIONS},
+    "api/generate": {"prompt": "Hi", "stream": False, "options": OPTIONS},
+    "api/... options": OPTIONS,
+    "completion": {"prompt": "Hi", "n_predict": 2, "temperature": 0.5, "seed": 1},
+    "apply-template": {"messages": MESSAGES},
+    "generate": {"text": "Hi", "sampling_params": SAMPLING},
+    "generate sampling_params": SAMPLING,
     "tokenize": {"messages": MESSAGES},
     "detokenize": {"tokens": [10, 11]},
     "requests/ID/fork": {"max_tokens": 2, "temperature": 0.5, "seed": 1},
@@ -145,7 +162,9 @@ SAMPLES: dict[str, Sample] = {
     "previous_response_id": Sample("resp_none"),
     "prompt": Sample("Ho"),
     "tokenize prompt": Sample("Ho", {"messages": None}),
+    "messages cache_control": Sample({"type": "ephemeral"}),
     "prompt_cache_key": Sample("key"),
+    "prompt_cache_retention": Sample("24h"),
     "prompt_logprobs": Sample(1),
     "reasoning": Sample({"effort": "low"}),
     "reasoning_effort": Sample("low"),
@@ -153,6 +172,20 @@ SAMPLES: dict[str, Sample] = {
     "repetition_detection": Sample({"max_pattern_size": 9, "min_count": 3}),
     "repetition_penalty": Sample(1.5),
     "response_format": Sample({"type": "json_object"}),
+    "data_parallel_rank": Sample(0),
+    "extra_key": Sample("key"),
+    "input_ids": Sample([12, 13], {"text": None}),
+    "generate text": Sample("Ho"),
+    "logprob_start_len": Sample(0, {"return_logprob": True}),
+    "generate return_logprob": Sample(True),
+    "return_text_in_logprobs": Sample(True, {"return_logprob": True}),
+    "top_logprobs_num": Sample(2, {"return_logprob": True}),
+    "sampling_params": Sample(SAMPLING | {"top_k": 7}),
+    "max_new_tokens": Sample(3),
+    "min_new_tokens": Sample(1),
+    "no_stop_trim": Sample(True),
+    "sampling_seed": Sample(7),
+    "structural_tag": Sample({"format": {"type": "const_string", "value": "a"}}),
     "return_token_ids": Sample(True),
     "return_token_strs": Sample(True),
     "return_tokens_as_token_ids": Sample(True, {"logprobs": True}),
@@ -186,6 +219,27 @@ SAMPLES: dict[str, Sample] = {
     "responses tools": Sample(ITEM_TOOLS),
     "messages tools": Sample(CUSTOM_TOOLS),
     "messages/count_tokens tools": Sample(CUSTOM_TOOLS),
+    "api/chat stream": Sample(True),
+    "api/chat think": Sample(False),
+    "api/generate think": Sample(False),
+    "api/generate images": Sample(["iVBORw0KGgo="]),
+    "api/generate raw": Sample(True),
+    "api/chat top_logprobs": Sample(2, {"logprobs": True}),
+    "format": Sample("json"),
+    "completion n_probs": Sample(2),
+    "add_special": Sample(True, {"messages": None, "content": "Ho"}),
+    "content": Sample("Ho", {"messages": None}),
+    "with_pieces": Sample(True, {"messages": None, "content": "Ho"}),
+    "n_predict": Sample(3),
+    "response_fields": Sample(["content"]),
+    "return_tokens": Sample(True),
+    "t_max_predict_ms": Sample(1, {"grammar": 'root ::= "\\n" [a-z]{60}', "n_predict": 70}),
+    "samplers": Sample(["top_k"]),
+    "num_ctx": Sample(200, {"num_predict": None, "stop": ["a"]}),
+    "num_predict": Sample(3),
+    "options": Sample(OPTIONS | {"top_k": 7, "stop": ["zz"]}),
+    "repeat_last_n": Sample(0, {"repeat_penalty": 1.5}),
+    "repeat_penalty": Sample(1.5),
     "top_k": Sample(7),
     "top_logprobs": Sample(2, {"logprobs": True}),
     "responses top_logprobs": Sample(2, {"include": LOGPROBS}),
@@ -201,10 +255,13 @@ SAMPLES: dict[str, Sample] = {
 }  # fmt: skip
 # Taken where a model or a server allows it: the demo model and this server refuse the sample, by
 # the field's name.
-UNAVAILABLE = {"suffix", "logits_processors", "previous_response_id"}
+UNAVAILABLE = {"suffix", "logits_processors", "previous_response_id", "images"}
 UNUSUAL = {"whole number": 5, "text": "x"}
 ID_OR_TIME = re.compile(r'"created(_at)?":\d+|\b[a-z]+[-_][0-9a-f]{16,}\b')
-CHANCE = {"id", "created", "created_at", "completed_at", "usage"}
+CHANCE = {
+    "id", "created", "created_at", "completed_at", "usage", "total_duration", "load_duration",
+    "prompt_eval_duration", "eval_duration", "e2e_latency", "timings", "tokens_cached",
+}  # fmt: skip
 
 
 def sample_of(row: Row) -> Sample:
@@ -214,7 +271,8 @@ def sample_of(row: Row) -> Sample:
 
 
 def path_of(api: str) -> str:
-    return f"/{api}" if api.endswith("tokenize") else f"/v1/{api}"
+    is_short = api.endswith("tokenize") or is_of_other_engine(api)
+    return f"/{api}" if is_short else f"/v1/{api}"
 
 
 def without_ids(value: Any) -> Any:
@@ -228,6 +286,10 @@ def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict
     client: Any = context.client
     client.requests.clear()
     given = {key: value for key, value in body.items() if value is not None}
+    if name == "api/... options":
+        name, given = "api/chat", {"messages": MESSAGES, "stream": False, "options": given}
+    if name == "generate sampling_params":
+        name, given = "generate", {"text": "Hi", "sampling_params": given}
     path = path_of(name)
     if "/ID/" in path:
         kept = {"prompt": "Hi", "max_tokens": 2, "keep_s": 60, "n": 2, "seed": 1}
@@ -238,14 +300,15 @@ def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict
     value = without_ids(answer.json()) if is_json else ID_OR_TIME.sub("", answer.text)
     found: dict[str, Any] = {"status": answer.status_code, "response": value}
     error = answer.json().get("error") if is_json and answer.status_code >= 400 else None
-    found["error"] = error
+    found["error"] = {"message": error} if isinstance(error, str) else error
     found["model"] = answer.status_code == 404
-    found["prompt"] = value if "token" in name else None
+    found["prompt"] = value if "token" in name or name == "apply-template" else None
     if client.requests:
         request = client.requests[-1]
         found |= {f"Request.{key}": each for key, each in msgspec.structs.asdict(request).items()}
         params = msgspec.structs.asdict(request.params)
         found |= {f"SamplingParams.{key}": each for key, each in params.items()}
+        found["SamplingParams"] = params
         found["prompt"], found["grammar"] = request.prompt_token_ids, request.grammar
         if request.fork is not None:
             fork = msgspec.structs.asdict(request.fork)
@@ -290,7 +353,9 @@ def test_a_field_that_is_taken_sets_what_it_declares(
         changed = observed(*served, name, body | {row.field: sample.value})
         if row.field in UNAVAILABLE:
             assert changed["status"] in (400, 404), row
-            assert changed["error"]["param"] == row.field, (row, changed["error"])
+            error = changed["error"]
+            blamed = error.get("param", error["message"].partition("[")[0].partition(":")[0])
+            assert blamed == row.field, (row, error)
             continue
         before = observed(*served, name, body) if sample.others else plain
         if row.becomes != ("model",):
@@ -321,7 +386,7 @@ def test_a_field_that_is_refused_is_a_400_with_its_name_and_advice(
             error = observed(*served, name, BODIES[name] | {row.field: value})["error"]
             assert error["message"].startswith(f"{row.field}="), row
             assert row.advice in error["message"]
-            assert name.startswith("messages") or error["param"] == row.field
+            assert name.startswith(("messages", "api/")) or error["param"] == row.field
 
 
 def test_refused_fields_of_all_bodies_are_accepted_at_neutral_values_only() -> None:
@@ -350,13 +415,27 @@ def test_the_table_has_every_body_of_the_app(served: tuple[TestClient, ApiContex
     assert kinds <= set(bodies().values())
 
 
-def test_the_page_is_up_to_date(tmp_path: Path) -> None:
+def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0
-    text = page()
-    assert (tmp_path / "fields.md").read_text("utf-8") == text
-    assert (ROOT / "docs" / "use" / "fields.md").read_text("utf-8") == text, "run `make fields`"
-    lines = text.splitlines()
-    assert len(lines) <= MAX_LINES
-    assert all(len(line) <= MAX_COLUMNS for line in lines if not line.startswith("|"))
-    named = {row.field for row in rows()}
-    assert all(f"`{name}`" in text for name in named), json.dumps(sorted(named))
+    for name, text, is_native in (
+        ("fields.md", page(), False),
+        ("fields-native.md", native_page(), True),
+    ):
+        assert (tmp_path / name).read_text("utf-8") == text
+        assert (ROOT / "docs" / "use" / name).read_text("utf-8") == text, "run `make fields`"
+        lines = text.splitlines()
+        assert len(lines) <= MAX_LINES
+        assert all(len(line) <= MAX_COLUMNS for line in lines if not line.startswith("|"))
+        here = {api for api in bodies() if is_of_other_engine(api) == is_native}
+        inherited = {  # the page names the body of the other page that has them
+            (api, field)
+            for api, kind in bodies().items()
+            for other, base in bodies().items()
+            if api in here and other not in here and issubclass(kind, base)
+            for field in base.model_fields
+        }
+        assert is_native or not inherited
+        named = {
+            row.field for row in rows() if row.api in here and (row.api, row.field) not in inherited
+        }
+        assert all(f"`{field}`" in text for field in named), json.dumps(sorted(named))

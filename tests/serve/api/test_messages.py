@@ -160,6 +160,8 @@ def test_the_system_prompt_and_blocks_are_the_conversation_of_a_chat(shared: Tes
     assert message["content"][0]["text"] == expected.outputs[0].text
     usage = message["usage"]
     prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    prompt += usage["cache_creation_input_tokens"]
+    assert shared.delete(f"/v1/requests/{message['id']}").status_code == 200  # it is retained
     assert prompt == len(expected.prompt_token_ids or ())
 
 

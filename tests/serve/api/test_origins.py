@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from quire.serve.app import create_app
 from quire.serve.http.origins import SAFE_METHODS
+from quire.serve.native.refused import REFUSED
 from tests.serve.api.conftest import MakeContext
 
 HERE = "http://127.0.0.1:8000"
@@ -37,12 +38,16 @@ OWN = (
 )
 # Every route that is read with GET. Before a new one goes here: its handler changes nothing.
 READS = {
+    "/api/ps", "/api/tags", "/api/version", "/models", "/props", "/slots",
     "/", "/page/{name}", "/docs", "/openapi.json", "/health", "/ready", "/ping", "/load",
     "/version", "/metrics", "/v1/models", "/v1/models/{name:path}", "/tokenizer_info",
     "/v1/requests", "/v1/requests/{request_id}", "/v1/requests/{request_id}/tokens",
     "/v1/prefixes", "/v1/prefixes/{prefix_id}", "/v1/engine/live", "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/input_items", "/v1/files", "/v1/files/{file_id}",
     "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
+    "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate",
+    "/api/v0/models", "/api/v0/models/{name:path}", "/is_paused",
+    *(f"/v1/{path}{below}" for path in REFUSED for below in ("", "/{rest:path}")),
 }  # fmt: skip
 
 

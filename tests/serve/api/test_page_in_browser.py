@@ -313,6 +313,7 @@ def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tok
 # ---- the engine ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_map_shows_who_holds_blocks_and_the_dead_engine_comes_back(
     page: Any, client: FakeClient
 ) -> None:
@@ -408,7 +409,10 @@ COUNT_FRAMES = """async () => {
 
 
 @pytest.mark.slow
-def test_ten_thousand_blocks_move_smoothly(browser: Any, server_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["all", "grouped"])
+def test_ten_thousand_blocks_move_smoothly(
+    browser: Any, server_url: str, tmp_path: Path, order: str
+) -> None:
     """Ten frames a second, in each of which 500 blocks change and 100 flash."""
     path = tmp_path / "frames.jsonl"
     path.write_text("\n".join(json.dumps(frame) for frame in many_blocks(60)))
@@ -416,6 +420,9 @@ def test_ten_thousand_blocks_move_smoothly(browser: Any, server_url: str, tmp_pa
     page = context.new_page()
     page.goto(server_url)
     open_recording(page, path)
+    assert page.get_by_label("Order of the blocks").input_value() == "grouped"
+    page.get_by_text("10,000 of 10,000 blocks are free").wait_for()
+    page.get_by_label("Order of the blocks").select_option(order)
     page.get_by_role("button", name="Play", exact=True).click()
     fps, longest_ms = page.evaluate(COUNT_FRAMES)
     at = float(page.locator(".controls output").inner_text().split()[0])

@@ -90,7 +90,9 @@ def test_tokenize_a_text_and_back(api: TestClient, api_context: ApiContext) -> N
         "tokens": ids,
         "token_strs": tokenizer.tokens(ids),
     }
-    assert api.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello"}
+    assert api.post("/detokenize", json={"tokens": ids}).json() == {
+        "prompt": "Hello", "content": "Hello",
+    }  # fmt: skip
 
 
 def test_tokenize_a_conversation(api: TestClient, api_context: ApiContext) -> None:
@@ -120,7 +122,9 @@ def test_nothing_to_tokenize_is_nothing(api: TestClient) -> None:
         answer = api.post("/tokenize", json=body)
         assert answer.status_code == 200
         assert answer.json()["count"] == len(answer.json()["tokens"])
-    assert api.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert api.post("/detokenize", json={"tokens": []}).json() == {
+        "prompt": "", "content": "",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("token_id", [-1, 10**6, 10**30])

@@ -1,6 +1,5 @@
 """A core over a tiny model, for tests of steps that raise."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from quire.base.plan import Plan, StepResult
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import config_from_flat
-from quire.base.step_outputs import SequenceUpdate, StepReader
+from quire.base.step_outputs import SequenceUpdate
+from quire.engine.client.output import StepReader
 from quire.engine.executors.executor import InProcessExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
@@ -53,9 +53,7 @@ class Troubled:
             return result
         self.num_raised += 1
         if self.row_error >= 0:
-            return dataclasses.replace(
-                self.runner.run(plan), row_errors={self.row_error: "bad row"}
-            )
+            return self.runner.run(plan).replace(row_errors={self.row_error: "bad row"})
         if self.when == "after":
             self._run_without_counters(plan)
         raise RuntimeError("made to fail")

@@ -11,8 +11,9 @@ from quire.base.clock import FakeClock
 from quire.base.messages import Request
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
-from quire.base.step_outputs import SequenceUpdate, StepReader
+from quire.base.step_outputs import SequenceUpdate
 from quire.engine.attachments.grammars import GrammarAttachment
+from quire.engine.client.output import StepReader
 from quire.engine.executors.executor import Executor
 from quire.engine.executors.threaded import ThreadedExecutor
 from quire.engine.grammars.grammars import Grammars

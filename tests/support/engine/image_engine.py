@@ -18,6 +18,7 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.messages import Request
 from quire.base.requests.media_items import MediaItem
+from quire.render.answers.grammar import params_grammar
 from quire.render.renderer import RenderedPrompt
 from tests.support.models.multimodal import (
     IMAGE_TOKEN,
@@ -136,7 +137,7 @@ class Images:
     def request(self, llm: LLM, prompt: Prompt, params: SamplingParams) -> Request:
         """Make a request of a prompt."""
         rendered = self.rendered(prompt)
-        grammar = llm.engine.renderer.answer_grammar(params, rendered)
+        grammar = params_grammar(llm.engine.renderer, params, rendered)
         return llm.engine.requests.make(rendered, params, grammar=grammar)
 
     def ask(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire.base.messages import Cancel, Control, Request
-from quire.base.step_outputs import StepReader
+from quire.engine.client.output import StepReader
 from quire.engine.loop.attachment import Attachment, Given, Pending
 from quire.scheduler.decisions import Decisions
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.base.step_outputs import SequenceUpdate, StepOutputs, StepReader
+from quire.base.step_outputs import SequenceUpdate, StepOutputs
+from quire.engine.client.output import StepReader
 
 MAX_STEPS = 2000
 

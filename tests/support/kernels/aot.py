@@ -1,35 +1,72 @@
-"""Compiles kernels for sm_90 without a device: python -m tests.support.kernels.aot STEP MODULE ...
+"""Compiles kernels without a device: python -m tests.support.kernels.aot STEP MODULE ...
+[--capability 90] [--list CONFIGS]
 
 Prints JSON with one entry for each of the modules' CONFIGS. If a kernel has more than STEP of them,
 each STEPth from the first gets one. An entry holds registers, spilled bytes, shared memory, and
 whether the PTX has Hopper's matrix instructions. With STEP 1 it also checks the machine code, which
 takes longer to read. It counts products that are fused with sums although the source forbids it. It
 also counts conditional reads of a buffer that a loop's next loads write: Triton (3.6) lets these
-loads begin first. A process of its own, since kernels that are interpreted cannot be compiled.
+loads begin first. For kernels that wait for their predecessor it holds the order of memory
+instructions in the machine code. A process of its own, since kernels that are interpreted cannot be
+compiled.
+
+Attention is launched in more ways than its CONFIGS have. Their lists, as JSON:
+
+    python -m tests.support.kernels.aot spills ARCH    spills and late reads on a capability
+    python -m tests.support.kernels.aot latents ARCH   the same of latent attention
+    python -m tests.support.kernels.aot loads          copies and conversions of decoding rows
+    python -m tests.support.kernels.aot amd            whether AMD's gfx942 takes attention
+
+They differ in KV format, head size, tiles, and features that add code. float32 is absent: it spills
+registers everywhere (docs/inside/gpu.md).
 """
 
+import argparse
 import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from quire.ops.kernels.attention.attention import config as attention_config
+from quire.ops.kernels.attention.attention_tiles import WARP_GROUPS, Machine, machine_with
+from quire.ops.kernels.attention.latent import config as latent_config
 from quire.ops.kernels.launch import Config
 
-TARGET = GPUTarget("cuda", 90, 32)
+ARCH = 90
+ARCHS = (80, 86, 89, 90, 120)
+HAS_SPACE = (80, 90)  # for three stages
+HAS_FP8 = 89  # the least capability that converts e4m3
+SIZES = {64: 8, 80: 1, 96: 4, 128: 4, 192: 2, 256: 2}  # of heads, with query heads of a KV head
+# Of latent vectors and their values, with query heads: DeepSeek's, and MiniCPM3's.
+LATENTS = {(576, 512): (16, 20, 128), (288, 256): (40,)}
+ALL_SCORES = {"window": 128, "has_cap": True, "has_sinks": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "short": {"has_long": False}, "long": {}, "fixed": {"is_fixed": True},
+    "merging": {"has_long": False, "merges_last": True},
+}  # fmt: skip
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+PARAMETER = re.compile(r"^\s+\.param ", re.MULTILINE)
+# A barrier of the program comes before the release; between them is only the load of the ticket.
+RELEASE = re.compile(r"bar\.sync[^@]*@\S+ atom\.global\.sys\.release\.exch")
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+# A load, a store, the wait for earlier kernels, and the permission for the next one to begin.
+MEMORY = {"LDG": "L", "LDGSTS": "L", "STG": "S", "ACQBULK": "W", "PREEXIT": "P"}
+# An arrival: a barrier, a fence, an atomic addition, the end of what the cache held, a barrier.
+ARRIVAL = {"LDG": "L", "STG": "S", "BAR": "B", "MEMBAR": "M", "ATOMG": "A", "CCTL": "C"}
 
 
-def compile_config(config: Config, reads_machine_code: bool) -> dict[str, Any]:
-    """What the machine code takes."""
+def compile_for(config: Config, target: GPUTarget) -> Any:
+    """Return what Triton makes of a launch, by stage: `asm` has ttgir, ptx and cubin."""
     names = config.kernel.arg_names
     pointers = [name for name, kind in config.signature.items() if kind.startswith("*")]
     attributes = {
@@ -43,7 +80,12 @@ def compile_config(config: Config, reads_machine_code: bool) -> dict[str, Any]:
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if is_ordered(config):
         options["enable_fp_fusion"] = False
-    binary = triton.compile(source, target=TARGET, options=options)
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_config(config: Config, reads_machine_code: bool, arch: int = ARCH) -> dict[str, Any]:
+    """What the machine code takes."""
+    binary = compile_for(config, GPUTarget("cuda", arch, 32))
     registers, stack = _resources(binary.asm["cubin"])
     return {
         "kernel": config.name or config.kernel.__name__,
@@ -55,9 +97,24 @@ def compile_config(config: Config, reads_machine_code: bool) -> dict[str, Any]:
         and "wgmma.mma_async" in binary.asm["ptx"]
         and (not reads_machine_code or _has_wgmma(binary.asm["cubin"])),
         "needs_wgmma": config.needs_wgmma,
+        "parameters": len(PARAMETER.findall(binary.asm["ptx"])),
+        "arguments": sum(name not in config.constants for name in config.kernel.arg_names),
+        "system_releases": len(RELEASE.findall(binary.asm["ptx"])),
         "late_reads": late_reads(binary.asm["ttgir"]),
         "fused": binary.asm["ptx"].count("fma") if is_ordered(config) else None,
+        "memory": memory_order(machine_code(binary.asm["cubin"]))
+        if config.constants.get("AHEAD")
+        else None,
+        "arrival": memory_order(machine_code(binary.asm["cubin"]), ARRIVAL)
+        if "acq_rel" in binary.asm["ptx"]
+        else None,
     }
+
+
+def memory_order(machine_code: str, letters: dict[str, str] = MEMORY) -> str:
+    """The memory instructions and waits as letters, in the order of their addresses."""
+    found = re.findall(rf"\b({'|'.join(letters)})\b", machine_code)
+    return "".join(letters[name] for name in found)
 
 
 def late_reads(ttgir: str) -> int:
@@ -83,8 +140,9 @@ def late_reads(ttgir: str) -> int:
 
 def is_ordered(config: Config) -> bool:
     """Whether it is attention or its merge with one order of sums, launched without fusion."""
-    is_attention = config.kernel.__name__ == "_attention_kernel"
-    return (is_attention and config.constants["CHUNK"] > 0) or "AT_ONCE" in config.constants
+    name = config.kernel.__name__
+    is_attention = name in ("_attention_kernel", "_latent_kernel")
+    return name == "_ordered_kernel" or (is_attention and config.constants["CHUNK"] > 0)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -95,10 +153,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def _has_wgmma(cubin: bytes) -> bool:
     """Of 16 bits, or of e4m3."""
-    return re.search(r"\b[HQ]GMMA\b", _machine_code(cubin)) is not None
+    return re.search(r"\b[HQ]GMMA\b", machine_code(cubin)) is not None
 
 
-def _machine_code(cubin: bytes) -> str:
+def machine_code(cubin: bytes) -> str:
     return _run("nvdisasm", "-c", cubin)
 
 
@@ -110,15 +168,112 @@ def _run(tool: str, option: str, cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def machine_for(arch: int) -> Machine:
+    return machine_with(132, arch // 10 in WARP_GROUPS, arch in HAS_SPACE)
+
+
+def launches(arch: int) -> Iterator[tuple[str, Config]]:
+    """Yield the launches on a machine of the capability, with names."""
+    machine = machine_for(arch)
+    for kv_format in ("auto", "int8", "fp8") if arch >= HAS_FP8 else ("auto", "int8"):
+        for kind, given in KINDS.items():
+            for size, group_size in SIZES.items():
+                extras: list[dict[str, Any]] = [{}]
+                extras += [ALL_SCORES] * (size in (64, 256))
+                extras += [{"has_ends": True}] * (size in (128, 256) and kind in ("long", "fixed"))
+                extras += [{"stores_softmax": True}] * (size == 128)
+                extras += [{"dtype": torch.float16}] * (size == 128 and kv_format != "int8")
+                for extra in extras:
+                    named = {"kv_format": kv_format, "machine": machine} | given | extra
+                    name = f"{kv_format} {size} {kind} {' '.join(extra)}".strip()
+                    yield name, attention_config(size, group_size, **named)
+        if machine.has_warp_groups:
+            for size in (64, 128):
+                small = attention_config(size, SIZES[size], kv_format=kv_format,
+                               machine=machine.with_small_tiles)  # fmt: skip
+                yield f"{kv_format} {size} small", small
+
+
+def latent_launches(arch: int) -> Iterator[tuple[str, Config]]:
+    """The same of latent attention."""
+    machine = machine_for(arch)
+    for kv_format in ("auto", "int8", "fp8") if arch >= HAS_FP8 else ("auto", "int8"):
+        for kind, given in KINDS.items():
+            if "merges_last" in given:
+                continue  # latent attention always merges in a launch of its own
+            for sizes, heads in LATENTS.items():
+                for num_heads in heads:
+                    extras: list[dict[str, Any]] = [{}]
+                    extras += [{"dtype": torch.float16}] * (num_heads == 16 and kv_format == "auto")
+                    for extra in extras:
+                        named = {"has_long": True, "kv_format": kv_format} | given | extra
+                        made = latent_config(num_heads, sizes=sizes, machine=machine, **named)
+                        name = f"{kv_format} {sizes[0]} {kind} {num_heads} {' '.join(extra)}"
+                        yield name.strip(), made
+
+
+def spills_and_late_reads(found: Iterator[tuple[str, Config]], arch: int) -> list[dict[str, Any]]:
+    return [
+        {"name": name} | compile_config(each, reads_machine_code=False, arch=arch)
+        for name, each in found
+    ]
+
+
+def loads_and_conversions() -> list[dict[str, Any]]:
+    """Return, for decoding rows of each format: bytes of each copy into shared memory, and numbers
+    of slow conversions."""
+    found = []
+    for kv_format in ("auto", "int8", "fp8"):
+        binary = compile_for(
+            attention_config(128, has_long=False, kv_format=kv_format), GPUTarget("cuda", ARCH, 32)
+        )
+        code = machine_code(binary.asm["cubin"])
+        copies = re.findall(r"\bLDGSTS\.E\S*", code)
+        bits = [
+            int(size[1]) if (size := re.search(r"\.(64|128)$", copy)) else 32 for copy in copies
+        ]
+        slow = len(re.findall(r"\bF2F\.", code))
+        found.append({"kv_format": kv_format, "copies": [n // 8 for n in bits], "slow": slow})
+    return found
+
+
+def compiled_for_amd() -> list[dict[str, Any]]:
+    """Return the stages that Triton makes of decoding rows and of prompts for gfx942."""
+    target = GPUTarget("hip", "gfx942", 64)
+    machine = machine_with(304, has_warp_groups=False, has_space=False)
+    some = [attention_config(128, has_long=has_long, machine=machine) for has_long in (True, False)]
+    return [{"stages": list(compile_for(each, target).asm)} for each in some]
+
+
+LISTS: dict[str, Any] = {
+    "spills": lambda arch: spills_and_late_reads(launches(arch), arch),
+    "latents": lambda arch: spills_and_late_reads(latent_launches(arch), arch),
+    "loads": loads_and_conversions,
+    "amd": compiled_for_amd,
+}
+
+
 def main() -> None:
-    found, step = [], int(sys.argv[1])
-    for name in sys.argv[2:]:
+    if sys.argv[1] in LISTS:
+        print(json.dumps(LISTS[sys.argv[1]](*map(int, sys.argv[2:]))))
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("step", type=int)
+    parser.add_argument("modules", nargs="+")
+    parser.add_argument("--capability", type=int, default=ARCH)
+    parser.add_argument("--list", default="CONFIGS")
+    given = parser.parse_args()
+    found, step = [], given.step
+    for name in given.modules:
         of_kernels: dict[Any, list[Config]] = {}
-        for config in importlib.import_module(f"quire.ops.kernels.{name}").CONFIGS:
+        for config in getattr(importlib.import_module(f"quire.ops.kernels.{name}"), given.list):
             of_kernels.setdefault(config.kernel, []).append(config)
         for configs in of_kernels.values():
             some = configs[::step] if len(configs) > step else configs
-            found += [{"module": name} | compile_config(config, step == 1) for config in some]
+            found += [
+                {"module": name} | compile_config(config, step == 1, given.capability)
+                for config in some
+            ]
     print(json.dumps(found))
 
 

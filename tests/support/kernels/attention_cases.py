@@ -14,6 +14,7 @@ from quire.spec.cache_group import CacheGroup
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 HEAD_DIM = 32
+NUM_VALUES = 24  # elements of a latent vector that are also its value
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Case:
     """Rows given as (tokens before the step, tokens of the step).
 
     spans: (row, first, end) of positions whose tokens see each other, if the window lets them.
+    is_latent: whether one latent vector per token stands for keys and values; `kv_heads` is then 1.
     """
 
     rows: Sequence[tuple[int, int]]
@@ -28,9 +30,11 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
     spans: tuple[tuple[int, int, int], ...] = ()
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(self.rows))  # so that a case has a hash
@@ -66,8 +70,10 @@ class Case:
         return -(-sum(self.rows[row]) // self.block_size)
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
-        kind = "full" if self.window is None else "window"
-        group = CacheGroup(kind, (0, 1), self.kv_heads, HEAD_DIM, self.window)
+        kind = "chunked" if self.chunk else "full" if self.window is None else "window"
+        kind = "latent" if self.is_latent else kind
+        span = self.chunk or self.window
+        group = CacheGroup(kind, (0, 1), self.kv_heads, HEAD_DIM, span)
         return KVLayout((group,), (self.num_blocks,), self.block_size, dtype, CPU)
 
     def tables(self, seed: int = 0) -> list[list[int]]:
@@ -78,7 +84,8 @@ class Case:
 
 @dataclass
 class Contents:
-    """The whole sequences of all rows, and queries for all of their tokens (float64)."""
+    """The whole sequences of all rows, and queries for all of their tokens (float64). The values of
+    a latent case are the latent vectors, too."""
 
     q: list[torch.Tensor] = field(default_factory=list)
     k: list[torch.Tensor] = field(default_factory=list)
@@ -96,7 +103,7 @@ def make_contents(case: Case, seed: int = 0) -> Contents:
         ):
             shape = (before + new, heads, HEAD_DIM)
             values.append(torch.randn(shape, generator=generator, dtype=torch.float64))
-    return contents
+    return replace(contents, v=contents.k) if case.is_latent else contents
 
 
 def steps_of(
@@ -125,7 +132,7 @@ def run_backend(
             torch.cat([x[: row[0]] for x, row in zip(values, case.rows, strict=True)]).to(dtype)
             for values in (contents.k, contents.v)
         )
-        backend.write(1, k, v)
+        _write(backend, case, k, v)
     return run_step(backend, case, contents, step, dtype)
 
 
@@ -136,14 +143,24 @@ def run_step(
     step: AttentionStep,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Prepare, write and run the step alone: [T, N, H]."""
+    """Prepare, write and run the step alone: [T, N, H], [T, N, NUM_VALUES] of a latent case."""
     backend.prepare(step)
     q, k, v = (
         torch.cat([x[row[0] :] for x, row in zip(values, case.rows, strict=True)]).to(dtype)
         for values in (contents.q, contents.k, contents.v)
     )
-    backend.write(1, k, v)
-    return backend.run(1, q, Scores(HEAD_DIM**-0.5, case.soft_cap, case.sinks_N))
+    _write(backend, case, k, v)
+    scores = Scores(HEAD_DIM**-0.5, case.soft_cap, case.sinks_N)
+    if case.is_latent:
+        return backend.run_latent(1, q, scores, NUM_VALUES)
+    return backend.run(1, q, scores)
+
+
+def _write(backend: AttentionBackend, case: Case, k: torch.Tensor, v: torch.Tensor) -> None:
+    if case.is_latent:
+        backend.write_latent(1, k[:, 0])
+    else:
+        backend.write(1, k, v)
 
 
 def run_named(name: str, case: Case, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -153,7 +170,8 @@ def run_named(name: str, case: Case, dtype: torch.dtype, seed: int = 0) -> torch
 
 
 def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
-    """Attention of the step's tokens by one softmax per row, without blocks: [T, N, H]."""
+    """Attention of the step's tokens by one softmax per row, without blocks: [T, N, H], or
+    [T, N, NUM_VALUES] of a latent case."""
     outs = []
     sequences = zip(case.rows, contents.q, contents.k, contents.v, strict=True)
     for row, ((before, _), q, k, v) in enumerate(sequences):
@@ -169,13 +187,15 @@ def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
                 hidden &= ~((query >= first) & (query < end) & (key < end))
         if case.window is not None:
             hidden |= key <= query - case.window
+        if case.chunk is not None:
+            hidden |= key // case.chunk < query // case.chunk
         weights = scores.masked_fill(hidden, -torch.inf).exp()
         total = weights.sum(-1, keepdim=True)
         if case.sinks_N is not None:
             total += case.sinks_N.double().exp()[:, None, None]
         weights /= total
         outs.append(torch.einsum("nqc,cnh->qnh", weights, v))
-    return torch.cat(outs)
+    return torch.cat(outs)[..., : NUM_VALUES if case.is_latent else HEAD_DIM]
 
 
 @functools.cache

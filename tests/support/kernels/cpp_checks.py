@@ -13,8 +13,13 @@ CHECKS = ROOT / "tests" / "csrc"
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wno-psabi", "-pthread",
          f"-I{CSRC}", f"-I{CHECKS}"]  # fmt: skip
 
-# Sources of the core that a check needs beside its own.
-BESIDE = {"states": ("attention*.cpp", "row_ops.cpp")}
+# Patterns of the core's sources that a check needs.
+COMMON = ("parallel.cpp", "variants.cpp")
+SOURCES = {
+    "states": ("states*.cpp", "attention*.cpp", "row_ops.cpp", *COMMON),
+    "variants": ("variants.cpp",),
+    "vnni": (),
+}
 
 
 def tool(name: str, package: str) -> str:
@@ -26,11 +31,18 @@ def tool(name: str, package: str) -> str:
 
 
 def build(
-    check: str, compiler: str, folder: Path, *link_flags: str, flags: tuple[str, ...] = ()
+    check: str,
+    compiler: str,
+    folder: Path,
+    *link_flags: str,
+    flags: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
 ) -> Path:
-    """tests/csrc/check_<check>.cpp with the sources that it is about."""
-    patterns = (f"{check}*.cpp", *BESIDE.get(check, ()), "parallel.cpp", "variants.cpp")
+    """Build tests/csrc/check_<check>.cpp with the sources that it checks. without: parts of the
+    names of sources that are left out."""
+    patterns = SOURCES.get(check, (f"{check}*.cpp", *COMMON))
     sources = [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
+    sources = [path for path in sources if not any(part in path.name for part in without)]
 
     def compiled(source: Path) -> str:
         to = folder / f"{source.stem}.o"

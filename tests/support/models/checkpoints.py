@@ -129,6 +129,41 @@ HYBRID_EXPERTS = HYBRID | {
     "num_experts_per_tok": 4,
 }
 
+# Chunks and periods shorter than most prompts; the second layer has experts, the last no rotation.
+LLAMA4 = LLAMA | {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 7,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "floor_scale": 5,
+    "attn_scale": 0.3,
+}
+LATENT = LLAMA | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
+# Four groups of two experts, of which a token reaches two groups.
+ROUTED = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+DEEPSEEK_YARN = YARN_ROPE | {"rope_theta": 500.0, "mscale": 0.7, "mscale_all_dim": 1.3}
+
 # name -> (model_type, config)
 VARIANTS = {
     "llama": ("llama", LLAMA),
@@ -293,6 +328,34 @@ VARIANTS = {
             "tie_word_embeddings": False,
         },
     ),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4_some": (
+        "llama4_text",
+        LLAMA4
+        | {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [0, 1, 1, 0],
+            "layer_types": ["full_attention", "full_attention"] + ["chunked_attention"] * 2,
+            "moe_layers": [0, 3],
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500.0},
+        },
+    ),
+    "llama4_plain": (
+        "llama4_text",
+        LLAMA4
+        | {
+            "num_hidden_layers": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": None,
+            "attn_temperature_tuning": False,
+            "moe_layers": [],
+            "rms_norm_eps": 0.1,
+            "rope_parameters": YARN_ROPE | {"rope_theta": 500.0},
+        },
+    ),
     "cohere2": ("cohere2", COHERE2),
     "cohere2_biases": (
         "cohere2",
@@ -333,6 +396,84 @@ VARIANTS = {
         },
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID_EXPERTS),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT | ROUTED | {"topk_method": "group_limited_greedy", "rope_parameters": DEEPSEEK_YARN},
+    ),
+    # As V2 Lite: neither compressed queries nor groups.
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        LATENT
+        | ROUTED
+        | {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT | ROUTED | {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3_some": (
+        "deepseek_v3",
+        LATENT
+        | ROUTED
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "num_experts_per_tok": 7,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", QWEN3 | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_plain": (
+        "glm4_moe",
+        QWEN3
+        | ROUTED
+        | {
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0},
+            "tie_word_embeddings": True,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        LATENT | ROUTED | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    # As GGUF files can say it: dense layers come first, and MiniCPM's scales are its own.
+    "glm4_moe_lite_plain": (
+        "glm4_moe_lite",
+        LATENT | ROUTED | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "minicpm3_plain": ("minicpm3", LATENT | {"v_head_dim": 8}),
+    "minicpm3": ("minicpm3", LATENT | {"scale_emb": 3.0, "scale_depth": 1.1, "dim_model_base": 8}),
+    # Beyond 4 tokens by the long factors, as transformers.
+    "minicpm3_long": (
+        "minicpm3",
+        LATENT
+        | {
+            "v_head_dim": None,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "scale_depth": None,
+            "dim_model_base": None,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.5, 2.0, 3.0],
+                "factor": 1.5,
+                "original_max_position_embeddings": 4,
+            },
+        },
+    ),
     "gpt2_scaled": ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 24}),
 }
 

@@ -23,6 +23,10 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "glm4_moe": "glm4moe",
 }
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NAMES = {
@@ -64,6 +68,25 @@ NAMES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    # DeepSeek, GLM 4.5 and MiniCPM 3
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    # layers for multi-token prediction
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "eh_proj": "nextn.eh_proj",
+    "embed_tokens": "nextn.embed_tokens",
+    "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
     # GPT-2
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
@@ -83,7 +106,12 @@ NAMES = {
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
 }
-WITHOUT_KIND = {"sinks": "attn_sinks.weight", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+WITHOUT_KIND = {
+    "sinks": "attn_sinks.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "e_score_correction_bias": "exp_probs_b.bias",
+}
 AFTER = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -94,7 +122,7 @@ OWN_NAMES: dict[str, dict[str, str]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm"},
-    **{kind: {"post_attention_layernorm": "post_attention_norm"} for kind in HYBRID},
+    **{kind: {"post_attention_layernorm": "post_attention_norm"} for kind in (*HYBRID, "glm4_moe")},
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
@@ -110,7 +138,7 @@ KEYS = {
     "attention.value_length": ("head_dim",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps"),
-    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_used_count": ("num_experts_per_tok",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
 }
@@ -151,9 +179,13 @@ OWN_KEYS: dict[str, dict[str, str]] = {
         for kind in HYBRID
     },
 }
+IN_ONE = "kv_b_in_one"  # field of a test's config: write a file of llama.cpp before April 2025
+SPLIT_HEADS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+ROUTED = (*SPLIT_HEADS, "glm4_moe")
+LATENT = (*SPLIT_HEADS, "minicpm3")
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
 PATTERNS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-TURN_PARTS = ("phi3", "glm4", "gpt_neox", *HYBRID)
+TURN_PARTS = ("phi3", "glm4", "glm4_moe", "gpt_neox", *HYBRID)
 
 
 def metadata(config: Config) -> dict[str, Any]:
@@ -172,11 +204,52 @@ def metadata(config: Config) -> dict[str, Any]:
     found["feed_forward_length"] = inner
     if kind in HYBRID:
         found |= _linear(config)
+    if kind in ROUTED:
+        found |= _routed(config)
+    if kind in LATENT:
+        found.pop("attention.value_length", None)  # head_dim is another size here
+        found |= _latent(config)
     if kind in PATTERNS:
         found |= _pattern(config, PATTERNS[kind])
     if kind != "gpt2":
         found |= _rope(config)
     return found
+
+
+def _routed(config: Config) -> dict[str, Any]:
+    dense = config.get("first_k_dense_replace", 0)
+    found = {
+        "leading_dense_block_count": dense,
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_gating_func": 1 if config["model_type"] == "deepseek_v2" else 2,
+    }
+    if config.get("norm_topk_prob"):
+        found["expert_weights_norm"] = True
+    if config.get("n_group") is not None:
+        found["expert_group_count"] = config["n_group"]
+        found["expert_group_used_count"] = config["topk_group"]
+    return found
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Lengths: of DeepSeek's files those of one KV head, the compressed vector, and of its heads
+    besides; of MiniCPM's only those of a head's query."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    query = config["qk_nope_head_dim"] + rotated
+    found = {"attention.kv_lora_rank": rank, "rope.dimension_count": rotated}
+    if config.get("q_lora_rank") is not None:
+        found["attention.q_lora_rank"] = config["q_lora_rank"]
+    if config["model_type"] == "minicpm3":
+        return found | {"attention.key_length": query}
+    if config.get(IN_ONE):
+        return found | {
+            "attention.key_length": query,
+            "attention.value_length": config["v_head_dim"],
+        }
+    found |= {"attention.head_count_kv": 1, "attention.key_length": rank + rotated}
+    found |= {"attention.value_length": rank, "attention.key_length_mla": query}
+    return found | {"attention.value_length_mla": config["v_head_dim"]}
 
 
 def _pattern(config: Config, every: int) -> dict[str, Any]:
@@ -210,6 +283,8 @@ def _rope(config: Config) -> dict[str, Any]:
     if rope.get("rope_type") == "yarn":
         length = rope["original_max_position_embeddings"]
         found["rope.scaling.original_context_length"] = length
+        if rope.get("mscale_all_dim") is not None:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if config["model_type"] in TURN_PARTS:
         part = rope.get("partial_rotary_factor", 1.0)
         found["rope.dimension_count"] = int(part * head_dim(config))
@@ -311,6 +386,21 @@ def _arranged_linear(name: str, values: Array, config: Config) -> Array:
         return np.ascontiguousarray(in_turn(values.T).T)
     first = 2 * keys * config["linear_key_head_dim"] if "qkv" in name or "conv1d" in name else 0
     return np.concatenate((values[:first], in_turn(values[first:])))
+
+
+def with_split_heads(tensors: Mapping[str, Array], config: Config) -> dict[str, Array]:
+    """Part the keys' weights of compressed vectors from the values', transposed for each head."""
+    found: dict[str, Array] = {}
+    for name, values in tensors.items():
+        stem, is_such, _ = name.partition("kv_b_proj")
+        if not is_such or config["model_type"] not in SPLIT_HEADS or config.get(IN_ONE):
+            found[name] = values
+            continue
+        by_head = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+        keys, others = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+        found[f"{stem}k_b_proj.weight"] = np.ascontiguousarray(keys.swapaxes(1, 2))
+        found[f"{stem}v_b_proj.weight"] = np.ascontiguousarray(others)
+    return found
 
 
 def with_split_inputs(tensors: Mapping[str, Array], config: Config) -> dict[str, Array]:

@@ -20,6 +20,7 @@ from tests.support.models.gguf_facts import (
     metadata,
     rope_tensors,
     tensor_name,
+    with_split_heads,
     with_split_inputs,
     with_stacked_experts,
 )
@@ -146,15 +147,21 @@ def _mxfp4(blocks: Array) -> Array:
 
 
 def convert(
-    folder: Path, path: Path, kind: int = F32, extra: Mapping[str, Any] | None = None
+    folder: Path,
+    path: Path,
+    kind: int = F32,
+    extra: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The checkpoint of a directory as one GGUF file. extra: more metadata."""
+    """The checkpoint of a directory as one GGUF file. extra: more metadata. metadata: in the place
+    of the config's."""
     config = json.loads((folder / "config.json").read_text())
     held: dict[str, Array] = {}
     for file in weight_files(folder):
         held |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
     tensors = {}
-    for name, values in with_stacked_experts(with_split_inputs(held, config)).items():
+    held = with_split_heads(with_split_inputs(held, config), config)
+    for name, values in with_stacked_experts(held).items():
         theirs = tensor_name(name, config["model_type"])
         is_matrix = theirs.endswith(".weight") and "ssm_conv1d" not in theirs
         own_kind = kind if is_matrix else F32  # biases of experts are matrices, too
@@ -162,7 +169,8 @@ def convert(
     if "output.weight" in tensors and config.get("tie_word_embeddings"):
         del tensors["output.weight"]
     tensors |= {name: stored(values, F32) for name, values in rope_tensors(config).items()}
-    return write_gguf(path, model_metadata(config) | dict(extra or {}), tensors)
+    own = model_metadata(config) if metadata is None else dict(metadata)
+    return write_gguf(path, own | dict(extra or {}), tensors)
 
 
 def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tiny random checkpoints written by transformers, and what transformers itself makes of them."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,20 @@ LLAMA_LIKE: dict[str, Any] = {
     "max_position_embeddings": MAX_POSITION,
     # Weights so large that the next token depends on all that came before it.
     "initializer_range": 0.3,
+}
+LATENT = LLAMA_LIKE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
+ROUTED = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
 }
 CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, LLAMA_LIKE),
@@ -81,6 +96,17 @@ CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
             "initializer_range": 0.3,
         },
     ),
+    # Without compressed queries and groups of experts, as V2 Lite.
+    "deepseek_v2": (
+        tf.DeepseekV2Config,
+        tf.DeepseekV2ForCausalLM,
+        LATENT | ROUTED | {"q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        tf.DeepseekV3Config,
+        tf.DeepseekV3ForCausalLM,
+        LATENT | ROUTED | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2},
+    ),
 }
 ARCHITECTURES = tuple(CONFIGS)
 IN_TURN = LLAMA_LIKE | {"layer_types": ["sliding_attention", "full_attention"]}
@@ -92,7 +118,8 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 5.0, 9.0],
     "factor": 4.0,
 }
-# Families made of the same parts in other ways. The first three and gpt_oss have windows in turn.
+# Families made of the same parts in other ways. The first three and gpt_oss have windows in turn,
+# llama4_text has chunks.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gemma2": (
         tf.Gemma2Config,
@@ -134,10 +161,30 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "linear_value_head_dim": 6,
         },
     ),
+    "glm4_moe": (tf.Glm4MoeConfig, tf.Glm4MoeForCausalLM, LLAMA_LIKE | ROUTED),
+    "minicpm3": (
+        tf.MiniCPM3Config,
+        tf.MiniCPM3ForCausalLM,
+        LATENT | {"q_lora_rank": 24, "scale_emb": 2.0, "dim_model_base": 16},
+    ),
     "gpt_oss": (
         tf.GptOssConfig,
         tf.GptOssForCausalLM,
         LLAMA_LIKE | MIXTURE | {"head_dim": 16, "sliding_window": WINDOW, "swiglu_limit": 2.0},
+    ),
+    "llama4_text": (  # the first layer has chunks, the second has experts and no rotation
+        tf.Llama4TextConfig,
+        tf.Llama4ForCausalLM,
+        LLAMA_LIKE
+        | {
+            "head_dim": 16,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 6,
+            "floor_scale": 5,
+        },
     ),
 }
 MULTI_QUERY = LLAMA_LIKE | {"num_key_value_heads": 1}
@@ -274,3 +321,22 @@ def reference_beams(
         if score > -1e8:
             found.append((tuple(tokens[:end]), score))
     return found
+
+
+@cache
+def changed(architecture: str, seed: int) -> Path:
+    """Return a checkpoint whose weights differ from those of `checkpoint(architecture)`."""
+    folder = fresh_directory()
+    shutil.copytree(checkpoint(architecture), folder, dirs_exist_ok=True)
+    save_file(changed_tensors(architecture, seed), folder / "model.safetensors")
+    return folder
+
+
+def changed_tensors(architecture: str, seed: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of `changed` by name."""
+    numbers = torch.Generator().manual_seed(seed)
+    tensors = load_file(checkpoint(architecture) / "model.safetensors")
+    return {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=numbers).to(tensor.dtype)
+        for name, tensor in sorted(tensors.items())
+    }

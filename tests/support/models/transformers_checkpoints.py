@@ -106,7 +106,7 @@ def _exact(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -117,9 +117,9 @@ def _exact(
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(num_tokens, num_tokens).tril().bool()
-    scores = scores.masked_fill(~mask, -torch.inf)
+    if attention_mask is None:
+        attention_mask = torch.ones(num_tokens, num_tokens).tril().bool()
+    scores = scores.masked_fill(~attention_mask, -torch.inf)
     if s_aux is not None:
         sinks = s_aux.to(scores).reshape(1, -1, 1, 1).expand(1, -1, num_tokens, 1)
         scores = torch.cat((scores, sinks), -1)

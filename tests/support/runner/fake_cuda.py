@@ -26,6 +26,7 @@ class FakeStream:
     def __init__(self, cuda: "FakeCuda", name: str) -> None:
         self.cuda, self.name = cuda, name
         self.device = torch.device("cuda", 0)
+        self.cuda_stream = 1
         self.events: list[FakeEvent] = []  # recorded here, or waited for here
 
     def wait_event(self, event: "FakeEvent") -> None:
@@ -85,6 +86,11 @@ class FakeGraph:
         if self.cuda.fails_to_end:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.is_recorded = True
+        self.cuda.graphs.append(self)
+
+    def raw_cuda_graph_exec(self) -> int:
+        assert self.is_recorded
+        return 1 + self.cuda.graphs.index(self)
 
     def replay(self) -> None:
         assert self.is_recorded and not self.cuda.capturing
@@ -99,6 +105,7 @@ class FakeCuda:
         self.log: Log = []
         self.pool = (0, 7)
         self.capturing: set[str] = set()
+        self.graphs: list[FakeGraph] = []
         self.fails_to_end = False
         self.sync_debug_mode = 0
         self.allocated, self.peak, self.free, self.total = 0, 0, 80 << 30, 100 << 30
@@ -109,7 +116,13 @@ class FakeCuda:
         """Put it in the place of torch.cuda, and take `pin_memory` and devices away from torch."""
         for name in ("Stream", "Event", "CUDAGraph"):
             monkeypatch.setattr(torch.cuda, name, _type_of(self, name))
-        for name in ("current_stream", "stream", "get_sync_debug_mode", "set_sync_debug_mode"):
+        for name in (
+            "current_stream",
+            "set_stream",
+            "stream",
+            "get_sync_debug_mode",
+            "set_sync_debug_mode",
+        ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         told = {
             "graph_pool_handle": lambda: self.pool,
@@ -138,6 +151,9 @@ class FakeCuda:
 
     def current_stream(self, device: Any = None) -> FakeStream:
         return getattr(self._here, "stream", self._default)
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self._here.stream = stream
 
     @contextmanager
     def stream(self, stream: FakeStream | None) -> Iterator[None]:

@@ -162,8 +162,8 @@ class EncoderPlans:
             )
             for start in plan.started
         )
-        return dataclasses.replace(
-            plan, started=started, encoder_inputs=tuple(inputs), encoder_reads=tuple(reads)
+        return plan.replace(
+            started=started, encoder_inputs=tuple(inputs), encoder_reads=tuple(reads)
         )
 
     def _of_row(self, row: int) -> list[MediaItem]:

@@ -1,6 +1,5 @@
 """Masks for some requests' rows: a function of the request, the sequence and the position."""
 
-import dataclasses
 import zlib
 from collections.abc import Set
 
@@ -42,4 +41,4 @@ def with_masks(
     promise = MaskPromise()
     words = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
     promise.put(TokenMasks(rows, words[:, None]))
-    return dataclasses.replace(plan, masked_rows=rows), promise
+    return plan.replace(masked_rows=rows), promise

@@ -29,7 +29,7 @@ from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
 from quire.kv.table import NULL
 from quire.scheduler.core.sequence import Sequence, State
-from quire.spec.cache_group import STATE, CacheGroup
+from quire.spec.cache_group import CHUNKED, STATE, CacheGroup
 
 Work = tuple[Plan, MaskPromise | None]
 
@@ -274,6 +274,8 @@ class FakeDevice:
             if group.kind == STATE:
                 continue
             first = max(0, position - group.window + 1) if group.window else 0
+            if group.kind == CHUNKED and group.window:
+                first = position // group.window * group.window
             for p in range(first, position + 1):
                 found = self.slots[g][self._slot(g, row, p)]
                 sees |= found == GARBAGE

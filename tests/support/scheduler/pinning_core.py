@@ -11,7 +11,7 @@ from quire.base.messages import Request
 from quire.base.plan import Plan
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
-from quire.base.step_outputs import StepReader
+from quire.engine.client.output import StepReader
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory

@@ -87,6 +87,45 @@ MESSAGES = {
     " structured_outputs thinking_token_budget": "Anthropic's API has no such field, and quire adds"
     " none",
 }
+OLLAMA = {
+    "prompt_token_ids": "a prompt is text",
+    "n best_of use_beam_search beam_width length_penalty early_stopping": "there is one answer",
+    "max_tokens": "num_predict below 1 is what fits, and one above it is reduced",
+    "logprobs": "the number is top_logprobs, as in chats",
+    "logit_bias allowed_token_ids bad_words dry_multiplier dry_base dry_allowed_length"
+    " dry_penalty_last_n dry_sequence_breakers xtc_probability xtc_threshold logits_processors"
+    " min_tokens stop_token_ids repetition_detection prompt_logprobs logprob_token_ids"
+    " prompt_logprob_token_ids prompt_logprob_start stream_interval truncate_prompt_tokens"
+    " truncation_side keep_s kv_transfer_params structured_outputs thinking_token_budget": "Ollama"
+    " has no such field, and quire adds none",
+}
+NATIVE = {
+    "n best_of use_beam_search beam_width length_penalty early_stopping": "there is one answer",
+    "max_tokens": "n_predict below 0 is what fits, and one above it is reduced",
+    "logprobs": "n_probs begins at 0",
+    "allowed_token_ids bad_words logits_processors min_tokens stop_token_ids repetition_detection"
+    " prompt_logprobs logprob_token_ids prompt_logprob_token_ids prompt_logprob_start"
+    " stream_interval truncate_prompt_tokens truncation_side keep_s kv_transfer_params"
+    " structured_outputs thinking_token_budget": "llama.cpp has no such field, and quire adds none",
+}
+SGLANG = {
+    "best_of use_beam_search beam_width length_penalty early_stopping": "SGLang has no such field",
+    "logprobs prompt_logprobs": "the number is top_logprobs_num, which begins at 0",
+    "allowed_token_ids bad_words dry_multiplier dry_base dry_allowed_length dry_penalty_last_n"
+    " dry_sequence_breakers xtc_probability xtc_threshold logits_processors repetition_detection"
+    " logprob_token_ids prompt_logprob_token_ids prompt_logprob_start truncate_prompt_tokens"
+    " truncation_side keep_s kv_transfer_params thinking_token_budget structured_outputs": "SGLang"
+    " has no such field, and quire adds none",
+}
+SGLANG_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "sampling_seed", "stop", "logit_bias", "n", "max_new_tokens",
+    "min_new_tokens", "stop_token_ids", "stream_interval",
+)  # fmt: skip
+OLLAMA_OPTIONS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repeat_penalty", "seed", "stop",
+)  # fmt: skip
 ONE_OUTPUT = {
     "n best_of use_beam_search beam_width length_penalty early_stopping": "several outputs are"
     " refused, whatever else is set",
@@ -159,8 +198,11 @@ class Door:
         return self.knock({self.own_name(name): value for name, value in fields.items()})
 
 
-def refused(status: int, error: Fields) -> Refusal:
-    param = str(error.get("param") or "").partition("[")[0].partition(".")[0]
+def refused(status: int, error: Fields | str) -> Refusal:
+    if isinstance(error, str):  # Ollama's
+        return Refusal(status, "", None, error)
+    param = str(error.get("param") or "").removeprefix("sampling_params.")
+    param = param.partition("[")[0].partition(".")[0]
     return Refusal(status, param, error.get("code"), error["message"])
 
 
@@ -217,6 +259,26 @@ def _in_messages(body: Fields) -> Fields:
     return body
 
 
+def _in_content(body: Fields) -> Fields:
+    return {"content": "fox"} | body
+
+
+def _with_options(body: Fields) -> Fields:
+    options = {name: body.pop(name) for name in OLLAMA_OPTIONS if name in body}
+    return body | {"options": options | {"num_predict": 4}}
+
+
+def _with_sampling(body: Fields) -> Fields:
+    sampling = {name: body.pop(name) for name in SGLANG_SAMPLING if name in body}
+    if "input_ids" not in body:
+        body = {"text": "fox"} | body
+    return body | {"sampling_params": {"max_new_tokens": 4} | sampling}
+
+
+def _with_chat_options(body: Fields) -> Fields:
+    return _with_options(_in_messages(body))
+
+
 def _behind(body: Fields) -> Fields:
     return body if "token_ids" in body else {"prompt": " and"} | body
 
@@ -255,6 +317,26 @@ def http_doors(app: App, held_id: str) -> list[Door]:
         Door("messages", app.door("/v1/messages", anthropic, _in_messages),
              name | {"stop": "stop_sequences"}, because(PINS, IS_KEY, MESSAGES), EMPTY_TEXT,
              "/v1/messages", has_params=False),
+        Door("ollama chat", app.door("/api/chat", {"messages": "fox"}, _with_chat_options),
+             name | {"repetition_penalty": "repeat_penalty"}, because(PINS, IS_KEY, OLLAMA),
+             EMPTY_TEXT, "/api/chat", has_params=False),
+        Door("ollama generate", app.door("/api/generate", {"prompt": "fox", "raw": True},
+             _with_options), {"repetition_penalty": "repeat_penalty"},
+             because(PINS, IS_KEY, OLLAMA), {"no text": "it loads the model"}, "/api/generate",
+             has_params=False),
+        Door("llama.cpp", app.door("/completion", {"prompt": "fox", "n_predict": 4}),
+             ids | {"repetition_penalty": "repeat_penalty"}, because(PINS, IS_KEY, NATIVE),
+             path="/completion"),
+        Door("sglang", app.door("/generate", {}, _with_sampling),
+             {"prompt": "text", "prompt_token_ids": "input_ids", "seed": "sampling_seed",
+              "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"},
+             because(PINS, IS_KEY, SGLANG), path="/generate"),
+        Door("lm studio chat", app.door("/api/v0/chat/completions", chat, _in_messages),
+             name | {"logprobs": "top_logprobs"}, because(PINS, IS_KEY, CHAT),
+             EMPTY_TEXT | {"max_tokens below 0": "-1 is what fits, as LM Studio's clients send it"},
+             "/api/v0/chat/completions"),
+        Door("lm studio", app.door("/api/v0/completions", base), ids,
+             because(PINS, IS_KEY, NO_NAMED_PROMPT), path="/api/v0/completions"),
         Door("stream", app.stream, ids, because(PINS, IS_KEY, NO_NAMED_PROMPT, OPEN, {
             "data_parallel_rank": "a header of the connection, which holds for all its requests",
         }), path="/v1/stream"),
@@ -282,9 +364,24 @@ def pooling_doors(app: App) -> list[Door]:
     rerank = app.door("/rerank", {"query": "fox", "documents": "fox"}, lambda body: body | {
         "documents": [body["documents"]],
     })  # fmt: skip
+    embed = {"prompt": "input", "prompt_token_ids": "input"}
+    cut = {
+        "truncate_prompt_tokens truncation_side": "truncate is a switch",
+    }  # fmt: skip
     return [
+        Door("ollama embed", app.door("/api/embed", {"input": "fox", "truncate": False}), embed,
+             because(POOLED, IS_KEY, cut), {"no ids": "nothing to embed"}, "/api/embed",
+             has_params=False),
+        Door("ollama embeddings", app.door("/api/embeddings", {"prompt": "fox"}), {},
+             because(POOLED, IS_KEY, texts, cut), {"text too long": "it is cut"},
+             "/api/embeddings", has_params=False),
+        Door("llama.cpp embedding", app.door("/embedding", {}, _in_content),
+             {"prompt": "content", "prompt_token_ids": "content"}, because(POOLED, IS_KEY, cut),
+             path="/embedding"),
         Door("embeddings", app.door("/v1/embeddings", {"input": "fox"}), ids,
              because(POOLED, IS_KEY), path="/v1/embeddings"),
+        Door("lm studio embeddings", app.door("/api/v0/embeddings", {"input": "fox"}), ids,
+             because(POOLED, IS_KEY), path="/api/v0/embeddings"),
         Door("score", app.door("/v1/score", {"text_2": "fox"}, _in_text_1), {"prompt": "text_2"},
              because(POOLED, IS_KEY, texts), path="/v1/score"),
         Door("rerank", rerank, {"prompt": "documents"}, because(POOLED, IS_KEY, texts),

@@ -50,9 +50,13 @@ class FakeClient:
             settings={
                 "model": config.model.model,
                 "logits_processors": config.logits_processors,
+                "enable_lora": config.lora.enable_lora,
+                "max_lora_rank": config.lora.max_lora_rank,
             },
             memory=engine.memory.describe(),
             pooling=engine.spec.pooling,
+            architecture=engine.spec.model_type,
+            weights_bytes=engine.memory.weights_bytes,
         )
         self.requests: list[Request] = []  # as they were queued
         self.num_aborted = 0  # of those, whose reader left early

@@ -7,9 +7,9 @@ from quire.base.plan import Move, MoveKind, Plan
 from quire.base.settings.config import config_from_flat
 from quire.models.checkpoint.source import resolve_model
 from quire.tools.devices import SPEEDS, find_gpu
-from quire.tools.fit import Fit, fit
 from quire.tools.simulate import roofline
 from quire.tools.simulate.roofline import roofline_of
+from quire.tools.sizing.fit import Fit, fit
 from quire.tools.step_times import Attention, Roofline, StepLoad
 
 

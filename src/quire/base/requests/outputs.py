@@ -4,7 +4,7 @@ The classes have the names and fields of vLLM's output classes. Numbers are nump
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from quire.base.plan import Float64
 from quire.base.prefix import PrefixReport
@@ -25,6 +25,13 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 SampleLogprobs = list[dict[int, Logprob]]
 
 
+class WeightsSpan(NamedTuple):
+    """Tokens of a continuation made by the same weights, up to the next span."""
+
+    first_token: int  # index in the continuation
+    version: str
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One continuation of a prompt."""
@@ -38,6 +45,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # stop string or stop token id; None for an end token
     error: Failure | None = None  # set for the reasons error and timeout
+    # weights of the tokens, if they were replaced before the end (`update_weights`)
+    weights_versions: tuple[WeightsSpan, ...] = ()
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -161,6 +161,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         return self.use_beam_search or self.num_samples > self.n
 
     @property
+    def width_field(self) -> str:
+        """Name of the field that sets the number of sequences."""
+        name = "beam_width" if self.use_beam_search else "best_of"
+        return "n" if getattr(self, name) is None else name
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar limits the answer."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 

@@ -1,21 +1,19 @@
 """Validation of requests, shared by the client, which reports errors early, and the core."""
 
-import array
 import math
 from dataclasses import dataclass
 
 import msgspec
 
-from quire.base.clock import duration_rule, is_duration
-from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, UNSUPPORTED, WRONG_RUNNER, RequestError
-from quire.base.messages import Draft, Request, RetainedRequest
-from quire.base.requests.media_items import items_before
+from quire.base.clock import MAX_DURATION_S, duration_rule
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
+from quire.base.messages import Draft, Request
 from quire.base.requests.pooling import plain_id
+from quire.base.requests.retention import check_open, check_pin, check_retainable
 from quire.base.requests.sampling_params import SamplingParams, processor_name
 
 PROMPT = "prompt"  # field that errors name, whatever its name in the API
 MAX_LENGTHS = {"cache_salt": 1024, "stop_token_ids": 1024, "tenant": 256}
-MAX_KEEP_S = 86400
 INT32 = 2**31
 
 
@@ -59,7 +57,7 @@ class RequestLimits:
             check_pin(request)
         if request.keep_s or request.fork is not None:
             check_retainable(request, request.keep_s)
-        name = width_field(params)
+        name = params.width_field
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
                 f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs};"
@@ -84,7 +82,7 @@ class RequestLimits:
         if not -INT32 <= request.priority < INT32:
             message = f"priority must be an integer of 32 bits, got {request.priority}."
             raise RequestError(message, "priority")
-        if not is_duration(request.timeout_s):
+        if not 0.0 <= request.timeout_s <= MAX_DURATION_S:  # also for NaN
             rule = duration_rule("for none")
             message = f"timeout_s must be {rule}, got {request.timeout_s!r}."
             raise RequestError(message, "timeout_s")
@@ -138,7 +136,7 @@ class RequestLimits:
         stops = {token for token in request.stop_token_ids if token < self.vocab_size}
         num_others, num_beams = self.vocab_size - len(stops), request.params.num_samples
         if num_beams > num_others:
-            name = width_field(request.params)
+            name = request.params.width_field
             raise RequestError(
                 f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that"
                 " do not stop a beam; request fewer beams or give fewer stop_token_ids.",
@@ -176,105 +174,6 @@ def gives_no_text() -> RequestError:
     )
 
 
-def check_open(params: SamplingParams) -> None:
-    """Raise RequestError if a prompt with these parameters cannot arrive in pieces."""
-    if params.num_samples > 1 or params.use_beam_search:
-        raise RequestError(
-            "a prompt sent in pieces has one output; remove n, best_of and beam search.",
-            "use_beam_search" if params.use_beam_search else width_field(params),
-            UNSUPPORTED,
-        )
-    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
-        if getattr(params, name) is not None:
-            raise RequestError(
-                f"{name} is not possible for a prompt sent in pieces; remove it.", name, UNSUPPORTED
-            )
-
-
-def check_pin(request: Request) -> None:
-    """Raise RequestError if a request is not suitable for pinning a prefix."""
-    params, pin_s = request.params, request.pin_s
-    if pin_s is None or not is_duration(pin_s):
-        rule = duration_rule("to keep the prefix")
-        raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.", "ttl_s")
-    if not 0 < request.pin_share <= 1:
-        message = f"pin_share must be above 0 and at most 1, got {request.pin_share}."
-        raise RequestError(message, "pin_share")
-    is_one = not request.is_open and params.num_samples == 1 and not params.use_beam_search
-    if not is_one or request.grammar or params.prompt_logprobs is not None:
-        raise RequestError(
-            "a pinned prefix is one whole prompt without an output; remove n, best_of, beam search,"
-            " the grammar and prompt_logprobs."
-        )
-
-
-def check_retainable(request: Request, keep_s: float) -> None:
-    """Raise RequestError if a request cannot be retained, or is not a valid fork."""
-    params, fork = request.params, request.fork
-    if not 0 <= keep_s <= MAX_KEEP_S:
-        raise RequestError(
-            f"keep_s must be a number of seconds from 0 (not retained) to {MAX_KEEP_S}, a day, got"
-            f" {keep_s!r}.",
-            "keep_s",
-        )
-    if request.pin_s is not None or request.pools:
-        raise RequestError("only generated sequences can be retained or forked; remove keep_s.")
-    if keep_s and (params.use_beam_search or params.is_ranked):
-        raise RequestError(
-            "keep_s is not possible with beam search or best_of, which drop sequences; remove one"
-            " of them.",
-            "keep_s",
-        )
-    if fork is None:
-        return
-    if not 1 <= fork.num_tokens <= len(request.prompt_token_ids):
-        raise RequestError(
-            f"a fork at token {fork.num_tokens} cannot begin a prompt of"
-            f" {len(request.prompt_token_ids)} tokens."
-        )
-    if fork.takes_over and params.num_samples > 1:
-        raise RequestError("a fork with n above 1 cannot replace its source; set n to 1.")
-
-
-def check_fork(request: Request, sources: list[RetainedRequest]) -> int:
-    """Check that a fork begins with its source's tokens, and return the number of shared tokens.
-
-    sources: the source, or an empty list. A fork without its source is computed like any other
-        prompt, and 0 is returned. Raises RequestError if tokens, salt or adapter differ, or if
-        media items of a missing source are needed."""
-    fork, num_items = request.fork, 0
-    if fork is None:
-        return 0
-    for source in sources:
-        if fork.num_tokens > source.num_tokens or not _begins(request, source.tokens):
-            raise RequestError(
-                f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
-                f" {fork.request_id!r}; it may have been rewound. Get its tokens again."
-            )
-        num_items = len(items_before(source.media, fork.num_tokens))
-        for name in ("cache_salt", "adapter_id"):
-            if getattr(request, name) != getattr(source, name):
-                raise RequestError(
-                    f"{name} must be the same as that of the source of the fork.", name
-                )
-    if num_items < fork.num_items:
-        raise RequestError(
-            f"request {fork.request_id!r} no longer has the {fork.num_items} images and videos"
-            f" among its first {fork.num_tokens} tokens; send the whole prompt with its images."
-        )
-    return fork.num_tokens if sources else 0
-
-
-def _begins(request: Request, tokens: bytes) -> bool:
-    """Return whether the tokens that a fork shares are the first of these (int32)."""
-    assert request.fork is not None, "it is not a fork"
-    try:
-        begins = array.array("i", request.prompt_token_ids[: request.fork.num_tokens])
-    except OverflowError:
-        return False
-    return tokens.startswith(begins.tobytes())
-
-
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
     """Raise RequestError if one of these prompt tokens does not exist; token_ids must not be
     empty."""
@@ -299,9 +198,3 @@ def _check_named_in_prompt(request: Request) -> None:
             " each.",
             "prompt_logprob_token_ids",
         )
-
-
-def width_field(params: SamplingParams) -> str:
-    """Return the name of the field that sets the number of sequences."""
-    name = "beam_width" if params.use_beam_search else "best_of"
-    return "n" if getattr(params, name) is None else name

@@ -32,8 +32,8 @@ class CacheConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "data type of cached keys and values: the model's (`auto`), `int8`, or `fp8` on GPUs of"
-        " compute capability 8.9 or later",
+        "data type of cached keys and values: the model's (`auto`), `int8`, or `fp8` (on CPUs, and"
+        " on GPUs of compute capability 8.9 or later)",
         choices=("auto", "int8", "fp8"),
         words={"fp8_e4m3": "fp8"},
     )

@@ -17,6 +17,8 @@ from quire.base.clock import is_duration
 from quire.base.errors import ConfigError
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
+    EXTENSIONS,
+    GPU_ATTENTION,
     HOOKS,
     LOGITS_PROCESSORS,
     POLICIES,
@@ -28,13 +30,16 @@ from quire.base.settings.fields import (
     check_duration,
     check_installed,
     json_object,
+    list_of,
     number_of,
     setting,
 )
 from quire.base.settings.kv_events import parse_kv_events
+from quire.base.settings.lora import LoraConfig, ServedAdapters
 from quire.base.settings.parallel import ParallelConfig
-from quire.base.settings.secrets import Secret, SecretUrl, public_value, wrap_secrets
+from quire.base.settings.secrets import Secret, public_value, wrap_secrets
 from quire.base.settings.server_media import ServerMedia
+from quire.base.settings.server_reports import ServerReports
 from quire.base.settings.several_models import SeveralModels
 from quire.base.settings.speculation import parse_speculation
 
@@ -230,10 +235,13 @@ class SchedulerConfig:
     scheduling_policy: str = setting(
         "two-level",
         "order of waiting requests: `fifo` (arrival), `srtf` (shortest remaining prompt), or"
-        " `two-level` (`srtf` within batches of 8 arrivals)",
+        " `two-level` (`srtf` within batches of 8 arrivals); or `FILE.py:CLASS`",
         choices=("fifo", "srtf", "two-level"),
         words={"fcfs": "fifo", "priority": "fifo"},
         plugins=POLICIES,
+    )
+    scheduler_extensions: tuple[str, ...] = setting(
+        (), "sources of prefix hits and rules of the scheduler, of packages or `FILE.py:CLASS`"
     )
     preemption_mode: str = setting(
         "auto",
@@ -273,12 +281,13 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     device: str = setting("auto", "device that runs the model", choices=("auto", "cpu", "cuda"))
     attention_backend: str = setting(
         "auto",
         "attention kernels: `cpu` (C++ core), `torch`, `reference` or `triton` (GPU); `auto` takes"
-        " the fastest that supports the model",
-        choices=("auto", "cpu", "torch", "reference", "triton"),
+        " the fastest. Other names: `docs/inside/gpu.md`",
+        choices=("auto", "cpu", "torch", "reference", *GPU_ATTENTION),
         plugins=ATTENTION_BACKENDS,
     )
     compilation: str = setting(
@@ -288,22 +297,22 @@ class EngineConfig:
         choices=("full", "piecewise"),
     )
     enforce_eager: bool = setting(False, "launch each kernel by itself, without CUDA graphs")
+    graph_warmup: bool = setting(False, "record graphs for all steps before the server is ready")
     deterministic: bool = setting(
         False,
         "make results bit-identical in any batch, chunking or preemption, and with prefix hits"
         " (GPU with triton; slower)",
     )
-    debug_transfers: bool = setting(
-        False, "fail when a step makes the host wait for the GPU, for debugging"
-    )
+    native_launch: bool = setting(False, "launch recorded GPU steps in C++; not yet run on a GPU")
+    debug_transfers: bool = setting(False, "fail when a step makes the host wait for the GPU")
     logits_processors: tuple[str, ...] = setting(
-        (), "installed logits processors that requests may name"
+        (), "logits processors that requests may name, of packages or `FILE.py:CLASS`"
     )
     speculative_config: str | None = setting(
         None,
         "method of speculative decoding; for example"
         ' `{"method": "ngram", "num_speculative_tokens": 4}`; methods are ngram, suffix,'
-        " draft_model, eagle3, forced and none",
+        " draft_model, eagle3, mtp, forced and none",
     )
     kv_events_config: str | None = setting(
         None,
@@ -346,13 +355,19 @@ class EngineConfig:
         check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
         check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
         check_installed(LOGITS_PROCESSORS, self.logits_processors)
+        check_installed(EXTENSIONS, self.scheduler.scheduler_extensions)
         parse_speculation(self.speculative_config)
         parse_kv_events(self.kv_events_config)
+        if self.lora.enable_lora and self.parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "enable_lora: adapters do not work with stages; remove pipeline_parallel_size, or"
+                " use tensor_parallel_size."
+            )
         check_choices(self, self.model, self.cache, self.scheduler, self.parallel)
 
 
 @dataclass(frozen=True)
-class ServerConfig(ServerMedia, SeveralModels):
+class ServerConfig(ServerMedia, ServerReports, SeveralModels, ServedAdapters):
     """The HTTP server and its processes (`quire serve`)."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network interface")
@@ -431,7 +446,9 @@ class ServerConfig(ServerMedia, SeveralModels):
     )
     trust_request_chat_template: bool = setting(False, "let requests bring their own chat template")
     hooks: tuple[str, ...] = setting(
-        (), "installed hooks, such as safety filters, that see prompts and outputs in this order"
+        (),
+        "hooks, such as safety filters, that see prompts and outputs in this order; of packages or"
+        " `FILE.py:CLASS`",
     )
     hook_timeout: float = setting(
         5.0, "time limit of one hook call; the request fails after it", unit="seconds"
@@ -440,9 +457,6 @@ class ServerConfig(ServerMedia, SeveralModels):
         None, "directory that stores `/v1/files` and `/v1/batches`; without it both are disabled"
     )
     files_gb: float = setting(10.0, "maximum size of `--files-dir`", unit="GB")
-    usage_log: str | None = setting(
-        None, "file that gets one JSON line per finished request: name of its API key, and tokens"
-    )
     requests_per_minute: tuple[int, ...] = setting(
         (), "request limit of an API key, one number for all keys or one per key; 0 is no limit"
     )
@@ -450,16 +464,6 @@ class ServerConfig(ServerMedia, SeveralModels):
         (),
         "limit of prompt and output tokens of an API key, one number for all or one per key; 0 is"
         " no limit",
-    )
-    otlp_traces_endpoint: str | None = setting(
-        None,
-        "URL of an OpenTelemetry collector that gets one span per request (`quire[otel]`)",
-        secrecy=SecretUrl,
-    )
-    metrics_prefix: str = setting(
-        "quire",
-        "prefix of metric names; `vllm` adds vLLM's names for its dashboards and routers",
-        choices=("quire", "vllm"),
     )
     ssl_keyfile: str | None = setting(None, "PEM file with the private key for HTTPS")
     ssl_certfile: str | None = setting(None, "PEM file with the certificate for HTTPS")
@@ -472,13 +476,16 @@ class ServerConfig(ServerMedia, SeveralModels):
     def __post_init__(self) -> None:
         ServerMedia.__post_init__(self)
         SeveralModels.__post_init__(self)
+        ServedAdapters.__post_init__(self)
         wrap_secrets(self)
         check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
         check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
         path = self.root_path
         is_path = not path or (path.startswith("/") and not path.endswith("/"))
         check(is_path, "root_path", path, "empty, or like /quire")
-        origins = [part for origin in self.allowed_origins for part in _list_of(origin)]
+        origins = [
+            part for origin in self.allowed_origins for part in list_of("allowed_origins", origin)
+        ]
         object.__setattr__(self, "allowed_origins", tuple(origins))
         hosts = self.allowed_hosts
         is_name = all(name and not set(name) & set("/:@ ") for name in hosts)
@@ -532,26 +539,12 @@ class ServerConfig(ServerMedia, SeveralModels):
         return self.pin_share or 1 / len(set(self.api_key))
 
 
-def _list_of(text: str) -> list[str]:
-    """Return the items of a JSON list, which vLLM's flags accept, or the text itself."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"allowed_origins must be origins or a JSON list of them, got {text!r} ({error})."
-        ) from error
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ConfigError(f"allowed_origins must be a list of strings, got {text!r}.")
-    return value
-
-
 SECTIONS: Mapping[str, Any] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
+    "lora": LoraConfig,
 }
 
 

@@ -51,6 +51,22 @@ def json_object(name: str, given: str | None) -> dict[str, Any]:
     return value
 
 
+def list_of(name: str, text: str) -> list[str]:
+    """Return the items of a JSON list, which vLLM's flags accept, or the text itself. Raises
+    ConfigError."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name} must be texts or a JSON list of them, got {text!r} ({error})."
+        ) from error
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{name} must be a list of strings, got {text!r}.")
+    return value
+
+
 def number_of(name: str, value: Any, words: dict[str, int]) -> Any:
     """Return the number for a word such as `auto`; other values unchanged. Raises ConfigError."""
     if not isinstance(value, str):

@@ -8,12 +8,22 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.base.plugins import DRAFTERS, all_names, is_installed
 
 NGRAM, SUFFIX = "ngram", "suffix"
 FORCED, NONE = "forced", "none"  # only tokens that a grammar forces; no draft tokens at all
-DRAFT_MODEL, EAGLE3 = "draft_model", "eagle3"
-WITH_MODEL = (DRAFT_MODEL, EAGLE3)  # methods with a draft model or head
+DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
+WITH_MODEL = (DRAFT_MODEL, EAGLE3)  # methods with a draft model or head of its own checkpoint
+# vLLM's names of `mtp`, which name the type of the model.
+MTP_ALIASES = (
+    "deepseek_mtp",
+    "glm4_moe_mtp",
+    "glm4_moe_lite_mtp",
+    "qwen3_next_mtp",
+    "qwen3_5_mtp",
+)
 NUM_TOKENS = 4  # default number of draft tokens per row
+MTP_TOKENS = 1  # the default for `mtp`, whose layer is trained for one token
 RUN = 5  # default length of the token run that an n-gram must match
 MAX_DRAFT_TOKENS = 32
 MAX_ANSWERS = 100_000
@@ -31,6 +41,7 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         NONE: (),
         DRAFT_MODEL: ("model",),
         EAGLE3: ("model",),
+        MTP: (),
     }
 )
 
@@ -51,16 +62,28 @@ class Speculation:
 
     ngram: the tokens after the same run earlier in the text.
     suffix: the most frequent continuation, also in other answers.
+    a plug-in's name, or FILE.py:CLASS: what its class proposes (docs/extend/drafters.md).
     draft_model, eagle3: a small model, or a head on the model.
+    mtp: the model's own layer for multi-token prediction.
     With every method but `none`, tokens that a grammar forces are also used as draft tokens.
     """
 
-    method: str
+    method: str  # one of FIELDS_OF, or a plug-in's name
     num_tokens: int  # maximum draft tokens per row and step
     longest_run: int = RUN  # maximum tokens of a matched run
     shortest_run: int = RUN  # minimum tokens of a matched run
     suffixes: Suffixes = Suffixes()
     model: str | None = None  # draft model or head, for WITH_MODEL
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a model, a head or a layer proposes the draft tokens."""
+        return self.method in (*WITH_MODEL, MTP)
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether a class of a package or a file proposes the draft tokens."""
+        return self.method not in FIELDS_OF
 
     @property
     def num_forced(self) -> int:
@@ -101,11 +124,14 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
     if not isinstance(fields, Mapping):
         raise ConfigError(f'speculative_config must be like {{"method": "ngram"}}, got {given!r}.')
     method = fields.get("method", NGRAM)
-    if method not in FIELDS_OF:
-        raise ConfigError(
-            f"speculative_config's method must be one of {', '.join(FIELDS_OF)}, got {method!r}."
-        )
-    names = (*COMMON, *FIELDS_OF[method])
+    method = MTP if method in MTP_ALIASES else method
+    is_plugin = isinstance(method, str) and method not in FIELDS_OF
+    if not isinstance(method, str) or (
+        is_plugin and not is_installed(DRAFTERS, method, tuple(FIELDS_OF))
+    ):
+        known = all_names(DRAFTERS, FIELDS_OF)
+        raise ConfigError(f"speculative_config's method must be one of {known}, got {method!r}.")
+    names = (*COMMON, *FIELDS_OF.get(method, ()))
     if unknown := sorted(set(fields) - set(names)):
         raise ConfigError(
             f"speculative_config has no {', '.join(map(repr, unknown))} for the method {method}; it"
@@ -118,7 +144,11 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
         )
     if method in (FORCED, NONE):
         return Speculation(method, _num_tokens(fields, MAX_DRAFT_TOKENS))
+    if method == MTP:
+        return Speculation(method, _num_tokens(fields, MTP_TOKENS))
     num = _num_tokens(fields, NUM_TOKENS)
+    if is_plugin:
+        return Speculation(method, num)
     if method in WITH_MODEL:
         return Speculation(method, num, model=_model(fields, method))
     longest = _count(fields, "prompt_lookup_max", fields.get("prompt_lookup_min") or RUN)

@@ -1,4 +1,4 @@
-"""`quire bench throughput|serve|calibrate`: measures an engine in this process, or a server."""
+"""`quire bench throughput|latency|serve|calibrate`: measures an engine or a running server."""
 
 import argparse
 from typing import Any
@@ -7,6 +7,7 @@ from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_settings, given_settings
 from quire.tools.bench.arguments import (
     add_calibrate_arguments,
+    add_latency_arguments,
     add_serve_arguments,
     add_throughput_arguments,
 )
@@ -14,6 +15,8 @@ from quire.tools.bench.arguments import (
 THROUGHPUT = """Run all requests at once through an engine in this process. Print the tokens per
 second, and the limits of the machine's arithmetic and memory. The output has the form of `vllm
 bench throughput`."""
+LATENCY = """Run one batch of requests at a time through an engine in this process. Print how long a
+batch takes. The output has the form of `vllm bench latency`."""
 SERVE = """Send requests to a running server with OpenAI's API and print their latencies. The output
 has the form of `vllm bench serve`. The server's `usage` counts the tokens."""
 
@@ -23,7 +26,7 @@ a step. `quire simulate --fit` reads the output file."""
 USUAL = (
     "base_url", "model", "dataset_name", "dataset_path", "num_prompts", "random_input_len",
     "random_output_len", "request_rate", "max_concurrency", "save_result", "output_json", "rounds",
-    "seconds",
+    "seconds", "batch_size", "num_iters", "input_len", "output_len",
 )  # fmt: skip
 
 
@@ -37,12 +40,13 @@ def add_command(commands: Commands) -> None:
     kinds = parser.add_subparsers(
         required=True,
         prog="quire bench",
-        metavar="KIND (throughput, serve, calibrate)",
+        metavar="KIND (throughput, latency, serve, calibrate)",
         title="kinds",
     )
-    _add(kinds, "throughput", "throughput of an engine in this process", THROUGHPUT, run_throughput)
+    _add(kinds, "throughput", "throughput of an engine in this process", THROUGHPUT, run_engine)
+    _add(kinds, "latency", "time of a batch in an engine in this process", LATENCY, run_engine)
     _add(kinds, "serve", "latency and throughput of a running server", SERVE, run_serve)
-    _add(kinds, "calibrate", "times of steps, for `quire simulate`", CALIBRATE, run_calibrate)
+    _add(kinds, "calibrate", "times of steps, for `quire simulate`", CALIBRATE, run_engine)
 
 
 def _add(
@@ -58,10 +62,13 @@ def _add(
         help=text,
         description=description,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, kind=name)
     parser.show_usually(*USUAL)
     if name == "throughput":
         add_throughput_arguments(parser)
+        add_settings(parser)
+    elif name == "latency":
+        add_latency_arguments(parser)
         add_settings(parser)
     elif name == "calibrate":
         add_calibrate_arguments(parser)
@@ -70,18 +77,13 @@ def _add(
         add_serve_arguments(parser)
 
 
-def run_throughput(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
-    from quire.tools.bench import throughput
+def run_engine(arguments: argparse.Namespace) -> int:
+    """Run a benchmark of an engine in this process; return the exit status."""
+    from quire.tools.bench import calibrate, latency, throughput
 
-    return throughput.run(arguments, given_settings(arguments))
-
-
-def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
-    from quire.tools.bench import calibrate
-
-    return calibrate.run(arguments, given_settings(arguments))
+    kinds = {"throughput": throughput, "latency": latency, "calibrate": calibrate}
+    status: int = kinds[arguments.kind].run(arguments, given_settings(arguments))
+    return status
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

@@ -181,12 +181,16 @@ def _torch(report: Report, cpu: machine.Cpu, has_gpu: bool) -> None:
 
 
 def _core(report: Report, cpu: machine.Cpu) -> None:
-    from quire.ops.host import native, threads
+    from quire.ops.host import fast_cores, native, threads
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         core = native.core()
     report.facts["C++ core"] = {"present": core is not None, "threads": threads.num_threads()}
+    found = fast_cores.core_speeds()
+    report.facts["cores of quire serve"] = {"chosen": found.reason} | {
+        f"GFLOP/s of CPU {number}": round(speed / 1e9) for number, speed in found.speeds.items()
+    }
     if core is not None:
         _kernels(report)
     else:

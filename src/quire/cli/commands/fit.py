@@ -9,13 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from quire.base.errors import OutOfMemory
 from quire.base.settings.config import config_from_flat
 from quire.cli.model_files import DEVICE_HELP, find_config, find_device
 from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_some_settings, given_settings
+from quire.spec.cache_group import CHUNKED
 
 if TYPE_CHECKING:
-    from quire.tools.fit import Alternative, Fit
+    from quire.spec.model_spec import ModelSpec
+    from quire.tools.sizing.alternatives import Alternative
+    from quire.tools.sizing.fit import DoesNotFit, Fit
 
 SETTINGS = (
     "model", "model_impl", "revision", "dtype", "max_model_len", "load_format", "quantization",
@@ -52,13 +56,16 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from quire.tools.fit import fit
+    from quire.tools.sizing.fit import DoesNotFit, fit
 
     settings = given_settings(arguments)
     device = find_device(settings.pop("device", "auto"))
     config = config_from_flat(**settings)
     source = find_config(config.model)
-    found = fit(config, source, device)
+    try:
+        found = fit(config, source, device)
+    except DoesNotFit as error:
+        raise OutOfMemory("\n".join((str(error), *_what_fits(error)))) from error
     if arguments.json:
         print(json.dumps(as_data(found), indent=2))
     else:
@@ -104,6 +111,7 @@ def as_data(found: "Fit") -> dict[str, Any]:
         },
         "requests": [asdict(each) for each in found.requests],
         "alternatives": [asdict(each) for each in found.alternatives],
+        "gguf_files": [asdict(each) for each in found.gguf_files],
         "warnings": list(found.warnings),
     }
 
@@ -137,8 +145,10 @@ def _lines(found: "Fit") -> Iterator[str]:
         [["tokens each", *lengths], ["requests", *(f"{each.at_once:,}" for each in found.requests)]]
     )
     yield f"with other formats (requests of {memory.max_model_len:,} tokens)"
-    head = ["weights", "KV", "weights", "KV pool", "tokens", "requests", ""]
-    yield from _table([head, *(_cells(each) for each in found.alternatives)])
+    yield from _formats(found.alternatives, found.spec)
+    if found.gguf_files:
+        yield f"as a GGUF file (requests of {memory.max_model_len:,} tokens)"
+        yield from _formats(found.gguf_files, found.spec)
     if found.warnings:
         yield "warnings"
         yield from (f"  ! {each}" for each in found.warnings)
@@ -180,15 +190,43 @@ def _of_groups(found: "Fit") -> Iterator[tuple[str, str]]:
             text = f"{_size(group.block_bytes)} per state"
         text += f" in {group.num_layers} layer{'s' if group.num_layers > 1 else ''}"
         if group.window is not None:
-            text += f" with a window of {group.window:,}"
+            kind = "chunks" if group.kind == CHUNKED else "a window"
+            text += f" with {kind} of {group.window:,}"
         if len(found.groups) > 1:
             text += f": {group.num_blocks:,} {'blocks' if group.token_bytes else 'states'}"
         yield "KV", text
 
 
+def _what_fits(error: "DoesNotFit") -> list[str]:
+    """Return a table of the formats with which a shorter request fits; empty without any."""
+    fitting = [each for each in error.formats if each.longest]
+    if not fitting:
+        return []
+    rows = [
+        [each.weights, each.kv, _size(each.weights_bytes), f"{each.longest:,}", f"{each.usual:,}"]
+        for each in fitting
+    ]
+    head = ["weights", "KV", "weights", "longest request", _usual(error.spec)]
+    return ["with --max-model-len auto these fit:", *_table([head, *rows])]
+
+
+def _formats(formats: Sequence["Alternative"], spec: "ModelSpec") -> Iterator[str]:
+    """Yield a table of formats. longest: tokens of the longest request that fits."""
+    names = ["weights", "KV", "weights", "KV pool", "tokens", "requests", "longest"]
+    yield from _table([[*names, _usual(spec), ""], *map(_cells, formats)])
+
+
+def _usual(spec: "ModelSpec") -> str:
+    """Return the heading of the number of usual requests that fit at once."""
+    from quire.tools.sizing.alternatives import usual_length
+
+    return f"{usual_length(spec):,} each"
+
+
 def _cells(each: "Alternative") -> list[str]:
     sizes = [_size(each.weights_bytes), _size(each.pool_bytes) if each.pool_bytes else "-"]
-    return [each.weights, each.kv, *sizes, f"{each.num_slots:,}", f"{each.at_once:,}", each.note]
+    counts = (each.num_slots, each.at_once, each.longest, each.usual)
+    return [each.weights, each.kv, *sizes, *(f"{count:,}" for count in counts), each.note]
 
 
 def _section(title: str, *facts: tuple[str, str]) -> Iterator[str]:

@@ -4,10 +4,11 @@ FastAPI; its child processes do."""
 import argparse
 import dataclasses
 import os
+import sys
 from typing import Any
 
-from quire.base.errors import ConfigError
-from quire.base.settings.config import ServerConfig
+from quire.base.errors import ConfigError, ModelError
+from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.base.settings.secrets import KEY_VARIABLES
 from quire.cli.options.help_parser import Commands
 from quire.cli.served_models import served_models
@@ -35,12 +36,16 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the server until it ends, and return the exit status."""
+    from quire.cli.model_files import may_quantise
     from quire.serve.supervisor import serve, serve_several
 
     check_several(arguments.settings)
     given = given_for_all(arguments)
     server = ServerConfig(**(keys_of_environment() | given_server_settings(arguments)))
     models = served_models(arguments.settings.get("models"), given, server)
+    if len(models) == 1 and may_quantise(models[0].engine):
+        _check_certificate(server)  # before a download
+        models = [dataclasses.replace(models[0], engine=_fitting(models[0].engine))]
     if len(models) > 1 or server.idle_unload_s:
         check_together(models, server)
         _check_certificate(server)
@@ -56,6 +61,23 @@ def run(arguments: argparse.Namespace) -> int:
         return serve_node(engine, devices, settings, server.restart_engine)
     _check_certificate(server)
     return serve(engine, server, arguments.log_level)
+
+
+def _fitting(engine: EngineConfig) -> EngineConfig:
+    """Return the settings with a quantization if the model needs one to fit, and print it."""
+    from quire.cli.model_files import fitting_quantization, quantization_notice
+    from quire.models.checkpoint.source import resolve_source
+
+    try:
+        source = resolve_source(engine.model)
+        quantization = fitting_quantization(engine, source)
+    except ModelError:  # the server reports it, after the checks of its own settings
+        return engine
+    if quantization is None:
+        return engine
+    print(quantization_notice(quantization, source), file=sys.stderr, flush=True)
+    model = dataclasses.replace(engine.model, quantization=quantization)
+    return dataclasses.replace(engine, model=model)
 
 
 def keys_of_environment() -> dict[str, Any]:

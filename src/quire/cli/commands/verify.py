@@ -7,6 +7,7 @@ comparison failed.
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from quire.base.errors import ConfigError, QuireError
@@ -47,6 +48,11 @@ def add_command(commands: Commands) -> None:
         help="checkpoint that transformers reads instead of MODEL, such as the source of a"
         " conversion",
     )  # fmt: skip
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="compare only the exact model and the engine as given; run this first",
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="file for the whole report")
     add_some_settings(parser, SETTINGS)
 
@@ -63,13 +69,23 @@ def run(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 0:
         raise ConfigError(f"--tokens must be at least 0, got {arguments.tokens}.")
-    from quire.tools.verify.report import WITHIN, as_data, lines
+    from quire.serve.processes.progress import time_left
+    from quire.tools.verify.report import WITHIN, Run, as_data, lines
     from quire.tools.verify.verify import Comparison, verify
 
     config = config_from_flat(**given_settings(arguments))
-    comparison = Comparison(config, arguments.prompt, arguments.tokens, arguments.against)
+    comparison = Comparison(
+        config, arguments.prompt, arguments.tokens, arguments.against, is_quick=arguments.quick
+    )
+    began, num_done = time.monotonic(), 0
 
-    report = verify(comparison, lambda run: print(f"  {run.name}", file=sys.stderr))
+    def show(run: Run, num_runs: int) -> None:
+        nonlocal num_done
+        num_done += 1
+        left = time_left(num_done, num_runs, time.monotonic() - began)
+        print(f"  {num_done}/{num_runs} {run.name}, {left}", file=sys.stderr)
+
+    report = verify(comparison, show)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(as_data(report), indent=2) + "\n", "utf-8")
     for line in lines(report):

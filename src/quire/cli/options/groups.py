@@ -21,17 +21,13 @@ class Group:
 GROUPS = (
     Group(
         "model",
-        "model files, tokenizer, length and data type",
+        "model files, tokenizer, length, data type, quantization",
         (
             "model", "tokenizer", "revision", "tokenizer_revision", "max_model_len", "dtype",
             "load_format", "weight_cache", "seed", "hf_overrides", "runner", "convert",
-            "pooler_config", "model_impl", "torch_compile",
+            "pooler_config", "model_impl", "torch_compile", "quantization",
+            "quantization_group_size", "quantized_head",
         ),
-    ),
-    Group(
-        "quantization",
-        "quantization of the weights",
-        ("quantization", "quantization_group_size", "quantized_head"),
     ),
     Group(
         "chat",
@@ -47,8 +43,8 @@ GROUPS = (
         "running requests, step size, order, preemption",
         (
             "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "scheduling_policy",
-            "preemption_mode", "long_prefill_token_threshold", "pipeline_depth", "watermark",
-            "max_encoder_tokens", "encoder_cache_tokens",
+            "scheduler_extensions", "preemption_mode", "long_prefill_token_threshold",
+            "pipeline_depth", "watermark", "max_encoder_tokens", "encoder_cache_tokens",
         ),
     ),
     Group(
@@ -66,8 +62,8 @@ GROUPS = (
         "device",
         "device, attention kernels and CUDA graphs",
         (
-            "device", "attention_backend", "compilation", "enforce_eager", "deterministic",
-            "debug_transfers",
+            "device", "attention_backend", "compilation", "enforce_eager", "graph_warmup",
+            "deterministic", "native_launch", "debug_transfers",
         ),
     ),
     Group(
@@ -90,8 +86,11 @@ GROUPS = (
     ),
     Group(
         "models",
-        "several models on one server",
-        ("max_loaded_models", "idle_unload_s", "model_wait_s"),
+        "several models on one server, and adapters (LoRA)",
+        (
+            "max_loaded_models", "idle_unload_s", "model_wait_s", "enable_lora", "lora_modules",
+            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_roots",
+        ),
     ),
     Group(
         "security",
@@ -117,8 +116,8 @@ GROUPS = (
         "logs",
         "logs, metrics, traces and recordings",
         (
-            "log_level", "log_format", "disable_log_stats", "usage_log", "metrics_prefix",
-            "otlp_traces_endpoint", "record", "record_tokens", "record_max_mb",
+            "log_level", "log_format", "disable_log_stats", "log_requests", "usage_log",
+            "metrics_prefix", "otlp_traces_endpoint", "record", "record_tokens", "record_max_mb",
         ),
     ),
 )  # fmt: skip
@@ -146,7 +145,14 @@ VARIABLES = {
 # Other environment variables.
 OTHER_VARIABLES = {
     "QUIRE_NUM_THREADS": "threads of the C++ core in each process; by default one per usable core",
+    "QUIRE_ALL_CORES": "`1` lets the engine of `quire serve` use slow cores, too; by default it"
+    " stays on the fast ones if they have most of the speed",
     "QUIRE_CPU_VARIANT": "kernels of the C++ core, such as `avx2`; by default the fastest",
+    "QUIRE_OVERLAP_LAUNCHES": "`1` lets GPU kernels overlap; off by default, as no GPU has run it",
+    "QUIRE_MERGE_IN_ATTENTION": "`1` merges attention's parts in the same launch; off by"
+    " default, as no GPU has run it",
+    "QUIRE_STREAM_PRODUCTS": "`1` computes products of 5 to 64 rows by stream-K on GPUs; off by"
+    " default, as no GPU has run it",
     "QUIRE_KV_SECRET": "secret that engines with `serve://` and `peer://` stores share",
     "QUIRE_RANK_TOKEN": "secret that the machines of `--nnodes` share",
     "HF_HOME": "directory of the models that were downloaded from Hugging Face",

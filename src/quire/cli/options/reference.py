@@ -25,7 +25,7 @@ SETTINGS_HEAD = f"""\
 
 Every setting is a flag of `quire serve` and a key of the YAML file that `--config FILE` reads.
 Settings of the engine are flags of other commands, too, and arguments of `LLM(...)` in Python. The
-groups Server, Models and Security, and rows marked "Not in `LLM(...)`", are not of the engine.
+groups Server and Security, and rows marked "Not in `LLM(...)`", are not of the engine.
 
 - The key of a flag is its name without the dashes: `--max-model-len 4k` is `max-model-len: 4k`.
   Python has underscores: `max_model_len=4096`. Flags and keys may have either.
@@ -109,7 +109,7 @@ def _row(option: Option, group: Group) -> str:
 def _value(option: Option) -> str:
     """Return the kind of an option's value, with its unit."""
     if option.choices:
-        more = [" or an installed package's"] if option.is_open else []
+        more = [" or a plug-in's"] if option.is_open else []
         return ", ".join(f"`{choice}`" for choice in option.shown_choices) + "".join(more)
     words = "".join(f" or `{word}`" for word in option.words)
     kind = "JSON" if option.name in JSON_SETTINGS else option.unit or KINDS[option.kind]

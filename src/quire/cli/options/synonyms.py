@@ -58,7 +58,7 @@ SPECULATION = (
 )
 STEP = "use --max-num-batched-tokens, the maximum number of tokens in one step"
 BATCHING = "requests are always batched continuously"
-ADAPTERS = "LoRA adapters are not supported; merge the adapter into the model's weights"
+ADAPTERS = "use --enable-lora and --lora-modules NAME=DIR"
 
 FLAGS = (
     # Model
@@ -150,8 +150,6 @@ FLAGS = (
             "-to --timeout", LLAMA),
     _switch("--log-level debug", "--verbose --log-verbose", LLAMA, OLLAMA),
     _switch("--log-format json", "--json-output", TGI),
-    _advice("requests are not logged; --record keeps what the scheduler did",
-            "--log-requests", SGLANG),
     # Clients: chat, generate, bench
     _same("--url", "--endpoint --base-url --api-base", "clients"),
     _same("--temperature", "--temp", LLAMA),
@@ -165,15 +163,9 @@ FLAGS = (
 SYNONYMS = {flag: each for each in FLAGS for flag in each.flags}
 # Commands of other engines, and what to run instead.
 COMMANDS = {
-    "run": "use `quire chat MODEL`, or `quire generate` for one prompt",
     "start": "use `quire serve MODEL`",
     "server": "use `quire serve MODEL`",
-    "launch": "use `quire serve MODEL`",
     "api-server": "use `quire serve MODEL`",
-    "pull": "run `quire serve ID`: a model is downloaded when it is first used",
-    "list": "ask a running server: `curl http://127.0.0.1:8000/v1/models`",
-    "ps": "ask a running server: `curl http://127.0.0.1:8000/v1/models`",
-    "stop": "press Ctrl-C in the terminal of `quire serve`, or send it SIGTERM",
     "complete": "use `quire generate PROMPT`",
     "benchmark": "use `quire bench`",
     "help": "use `quire --help`, or `quire COMMAND --help`",

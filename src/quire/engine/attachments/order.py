@@ -5,6 +5,7 @@ RETAINED_FILES  closes before requests end, so that no file is deleted then
 STORES          ends open requests and saves the cache, while all others still answer
 GRAMMARS        follow the last decisions before drafts are made from them
 LOADING
+PAUSING         marks what no other attachment has marked
 OTHERS          plug-ins (`Attachment.order`)
 DRAFTING        sees the plan after all attachments that may have changed its inputs
 KV_EVENTS
@@ -24,6 +25,7 @@ class Order(enum.IntEnum):
     STORES = 20
     GRAMMARS = 30
     LOADING = 40
+    PAUSING = 45
     OTHERS = Attachment.order
     DRAFTING = 60
     KV_EVENTS = 70

@@ -79,8 +79,13 @@ def check_recordable(config: EngineConfig) -> None:
         if value not in ours:
             raise ConfigError(
                 f"record={config.record!r} cannot record the {name} {value!r}, which another"
-                f" package provides; remove record, or use one of {', '.join(ours)}."
+                f" package or a file provides; remove record, or use one of {', '.join(ours)}."
             )
+    if config.scheduler.scheduler_extensions:
+        raise ConfigError(
+            f"record={config.record!r} cannot record scheduler_extensions, whose state is not"
+            " quire's; remove one of them."
+        )
 
 
 class Recorder(DoorWatcher):

@@ -13,6 +13,7 @@ import msgspec
 from quire.base.messages import Request
 from quire.base.requests.sampling_params import SamplingParams
 from quire.render.answers.format import AnswerFormat
+from quire.render.answers.grammar import params_grammar
 from quire.render.renderer import RenderedPrompt, Renderer
 
 
@@ -38,8 +39,9 @@ def checked_grammar(
 ) -> str:
     """Return the grammar of an answer, compiled once within limits; empty for an answer that may be
     anything. form: of the template that made a conversation. Raise RequestError."""
-    grammar = renderer.answer_grammar(params, prompt, form)
-    return renderer.grammars.check(grammar).text if grammar else ""
+    if not params.is_constrained:
+        return ""
+    return renderer.grammars.check(params_grammar(renderer, params, prompt, form)).text
 
 
 async def checked_grammar_async(
@@ -49,5 +51,7 @@ async def checked_grammar_async(
     form: AnswerFormat | None = None,
 ) -> str:
     """Do the same without holding up the event loop."""
-    grammar = renderer.answer_grammar(params, prompt, form)
-    return (await renderer.grammars.check_async(grammar)).text if grammar else ""
+    if not params.is_constrained:
+        return ""
+    grammar = params_grammar(renderer, params, prompt, form)
+    return (await renderer.grammars.check_async(grammar)).text

@@ -5,6 +5,7 @@
 `AsyncClient` says what each method means; its implementations do not repeat it.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol, cast
@@ -13,6 +14,8 @@ from quire.base.errors import STEP_FAILED, RequestError, StepFailed
 from quire.base.live import LiveFrame
 from quire.base.messages import PinnedPrefix, Ready, Request, RetainedRequest
 from quire.base.requests.outputs import RequestOutput
+
+PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class AsyncClient(Protocol):
@@ -108,6 +111,19 @@ class AsyncClient(Protocol):
         """Stop using all blocks that were cached before."""
         ...
 
+    async def update_weights(self, path: str, version: str = "") -> str:
+        """Load other weights from a path that the core's process can read. Return
+        their version once later tokens are made by them: the given one, or a number. Raise
+        RequestError if they cannot be used; the old ones stay then."""
+        ...
+
+    async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
+        """Stop all requests between two steps, or continue them. Requests that arrive meanwhile
+        wait. drains: let the present requests finish first, unless the engine is paused already.
+        None: change nothing. Return whether the engine is paused, once no step runs or it
+        continues."""
+        ...
+
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         """End requests of any client, or all of them. Their readers get what there is, with
         finish_reason `abort`. Return the ids of the requests that were open."""
@@ -186,6 +202,12 @@ class ForwardingClient(AsyncClient):
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()
 
+    async def update_weights(self, path: str, version: str = "") -> str:
+        return await self._client.update_weights(path, version)
+
+    async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
+        return await self._client.pause(is_paused, drains)
+
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         return await self._client.cancel(request_ids, tenant)
 
@@ -214,3 +236,17 @@ async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
     if not found:
         raise RequestError("the prefix was pinned, but its ttl_s has passed already; raise ttl_s.")
     return found[0]
+
+
+async def pause(client: AsyncClient, mode: str, *, clear_cache: bool) -> None:
+    """Pause an engine as vLLM's `/pause` does. mode: `abort` ends running requests with their
+    output so far, `wait` lets them finish first, `keep` freezes them. clear_cache: whether to stop
+    using the blocks cached so far. Raises RequestError for another mode."""
+    if mode not in PAUSE_MODES:
+        raise RequestError(f"mode={mode!r} is unknown; use {', '.join(PAUSE_MODES)}.", "mode")
+    if mode == "abort":  # the ends are reported by plans, so the pause waits for them
+        await asyncio.gather(client.pause(True, drains=True), client.cancel(None))
+    else:
+        await client.pause(True, drains=mode == "wait")
+    if clear_cache:
+        await client.reset_prefix_cache()

@@ -5,8 +5,10 @@ asyncio, which says what methods of the same names mean.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from quire.base.clock import Clock
+from quire.base.errors import RequestError
 from quire.base.messages import (
     Abort,
     Append,
@@ -21,6 +23,7 @@ from quire.base.messages import (
 )
 from quire.base.requests.outputs import RequestOutput
 from quire.base.step_outputs import Finish
+from quire.engine.attachments.weight_updates import WeightUpdates
 from quire.engine.client.output import ABORTED, OpenRequest, OutputProcessor
 from quire.engine.loop.core import EngineCore
 from quire.render.tokens.tokenizer import Tokenizer
@@ -29,11 +32,19 @@ from quire.render.tokens.tokenizer import Tokenizer
 class InProcessClient:
     """Owns its core, without processes or sockets."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer | None, clock: Clock) -> None:
-        self.core = core
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer | None,
+        clock: Clock,
+        updates: WeightUpdates | None = None,
+    ) -> None:
+        self.core, self._updates = core, updates
         self._tokenizer = tokenizer
         self._clock = clock
         self._outputs = OutputProcessor()
+        if updates is not None:
+            updates.on_change = self._outputs.change_weights
 
     @property
     def num_unfinished(self) -> int:
@@ -83,6 +94,22 @@ class InProcessClient:
 
     def reset_prefix_cache(self) -> None:
         self.core.control(ResetPrefixCache())
+
+    def update_weights(self, path: Path, version: str = "") -> tuple[str, list[RequestOutput]]:
+        """See `AsyncClient.update_weights`. Steps of open requests go on meanwhile; also return
+        the outputs that are due."""
+        if self._updates is None:
+            raise RequestError("this engine cannot replace its weights.")
+        ended: list[str | None] = []
+        version = self._updates.begin(path, version, ended.append)
+        outputs: list[RequestOutput] = []
+        while not ended:
+            if not self.core.has_work:
+                self._updates.wait()
+            outputs += self.step()
+        if ended[0] is not None:
+            raise RequestError(ended[0])
+        return version, outputs
 
     def prefixes(self) -> list[PinnedPrefix]:
         return self.core.prefixes()

@@ -8,11 +8,12 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
-from quire.base.errors import EngineDead
+from quire.base.errors import EngineDead, RequestError
 from quire.base.live import LiveFrame
 from quire.base.messages import (
     Cancelled,
     CancelRequests,
+    Done,
     GetLive,
     GetMetrics,
     GetPrefixes,
@@ -27,16 +28,19 @@ from quire.base.messages import (
     ResetPrefixCache,
     RetainedRequest,
     Rewind,
+    SetPause,
     TimelineText,
     ToCore,
     Unpin,
+    UpdateWeights,
 )
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.wire.core_choice import check_core
 
 ANSWER_S = 60.0  # time limit for the core's answer
+LOAD_S = 3600.0  # the same for an order that loads weights, or waits for a step
 
-Answer = Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live
+Answer = Metrics | TimelineText | Prefixes | HeldList | Cancelled | Done | Live
 
 
 class QuestionClient(AsyncClient):
@@ -97,14 +101,22 @@ class QuestionClient(AsyncClient):
         found = await self._query(lambda number: CancelRequests(number, request_ids, tenant))
         return cast(list[str], found)
 
-    async def _query(self, question: Callable[[int], ToCore]) -> Any:
+    async def update_weights(self, path: str, version: str = "") -> str:
+        done = await self._query(lambda number: UpdateWeights(number, path, version), LOAD_S)
+        return _checked(cast(Done, done)).weights_version
+
+    async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
+        done = await self._query(lambda number: SetPause(number, is_paused, drains), LOAD_S)
+        return _checked(cast(Done, done)).is_paused
+
+    async def _query(self, question: Callable[[int], ToCore], limit_s: float = ANSWER_S) -> Any:
         number, self._num_questions = self._num_questions, self._num_questions + 1
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(question(number))
-            return await asyncio.wait_for(answer, ANSWER_S)
+            return await asyncio.wait_for(answer, limit_s)
         except TimeoutError:
-            text = f"the engine has not answered for {ANSWER_S:g} s; try again in a moment."
+            text = f"the engine has not answered for {limit_s:g} s; try again in a moment."
             raise EngineDead(text) from None
         finally:
             del self._questions[number]
@@ -133,4 +145,13 @@ def _content_of(message: Answer) -> object:
         return message.frame
     if isinstance(message, Prefixes):
         return message.prefixes
+    if isinstance(message, Done):
+        return message
     return message.request_ids if isinstance(message, Cancelled) else message.text
+
+
+def _checked(done: Done) -> Done:
+    """Return the reply to an order. Raises RequestError if the order failed."""
+    if done.error is not None:
+        raise RequestError(done.error)
+    return done

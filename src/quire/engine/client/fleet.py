@@ -202,6 +202,18 @@ class FleetClient(AsyncClient):
         assert self._choice is not None
         self._choice.forget_all()
 
+    async def update_weights(self, path: str, version: str = "") -> str:
+        if len(self._clients) > 1:
+            raise RequestError(
+                f"the weights of {len(self._clients)} cores cannot be replaced together yet; use"
+                " one core (data_parallel_size=1)."
+            )
+        return await self._clients[0].update_weights(path, version)
+
+    async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
+        clients = (self._clients[core] for core in self._usable())
+        return any(await asyncio.gather(*(each.pause(is_paused, drains) for each in clients)))
+
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         found = await self._query(lambda client: client.cancel(request_ids, tenant))
         return [name for names in found.values() for name in names]

@@ -1,7 +1,7 @@
-"""The client's side of a request: what the core's steps gave, to what the user gets.
+"""The client's side of a request: from the core's step outputs to the user's output.
 
-In: `StepOutputs`, in order. Out: requests that have something to show, and an `Abort` for each
-sequence that a stop string ended. Only this side sees stop strings; later output of such a
+In: `StepOutputs`, in order. Out: requests with new output, and an `Abort` for each sequence that a
+stop string ended. Only this side sees stop strings; later output of such a
 sequence is dropped.
 """
 
@@ -23,7 +23,6 @@ from quire.base.step_outputs import (
     RowName,
     SequenceUpdate,
     StepOutputs,
-    StepReader,
 )
 from quire.engine.client.logprobs import PromptLogprobCollector
 from quire.engine.client.sample import Sample
@@ -35,12 +34,28 @@ ABORTED = Finish("abort")
 Ending = Abort | Rewind  # message to the core about a sequence that ends here
 
 
+class StepReader:
+    """Tracker of the sequence that holds each row, fed with all outputs of one core in order."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, RowName] = {}
+
+    def tokens(self, outputs: StepOutputs) -> list[tuple[RowName, int]]:
+        """Return the tokens of sequences without other output, each with its sequence."""
+        names = self._names
+        for name in outputs.names:
+            names[name.row] = name
+        rows, token_ids = outputs.rows.tolist(), outputs.token_ids.tolist()
+        return [(names[row], token_id) for row, token_id in zip(rows, token_ids, strict=True)]
+
+
 class OutputProcessor:
     """All requests of one client that are not finished. Not thread-safe."""
 
     def __init__(self) -> None:
         self._requests: dict[str, OpenRequest] = {}
         self._reader = StepReader()
+        self._version = ""  # of the weights; empty until the first update
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -59,14 +74,22 @@ class OutputProcessor:
         name = request.request_id
         if name in self._requests:
             raise RequestError(f"request id {name!r} is in use; give each request its own.")
-        self._requests[name] = OpenRequest(request, prompt_text, tokenizer, arrival_s)
-        return self._requests[name]
+        opened = self._requests[name] = OpenRequest(request, prompt_text, tokenizer, arrival_s)
+        if self._version:
+            opened.change_weights(self._version)
+        return opened
+
+    def change_weights(self, version: str) -> None:
+        """Note that other weights make all later tokens."""
+        self._version = version
+        for request in self._requests.values():
+            request.change_weights(version)
 
     def process(
         self, outputs: StepOutputs, now_s: float
     ) -> "tuple[list[OpenRequest], list[Ending]]":
-        """Take in what a step gave; the requests that have something to show, and how sequences
-        are to be ended. Outputs of requests that are not followed are dropped."""
+        """Apply the outputs of a step. Return the requests with new output, and messages to the
+        core that end sequences. Outputs of unknown requests are dropped."""
         aborts: list[Ending] = []
         touched: dict[OpenRequest, None] = {}
         for name, token_id in self._reader.tokens(outputs):
@@ -87,8 +110,10 @@ class OutputProcessor:
     def append(
         self, request_id: str, token_ids: list[int], is_last: bool, limits: RequestLimits
     ) -> None:
-        """Extend an open prompt. Raise RequestError if the prompt cannot
-        take it in, which stays as it was, or if the request has ended."""
+        """Extend an open prompt.
+
+        Raises RequestError if the request has ended, or if the prompt would become too long; it
+        then stays unchanged."""
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(f"no request {request_id!r} is open; it may have ended.")
@@ -165,8 +190,15 @@ class OpenRequest:
         prompt, hides = self._prompt_token_ids, self._request.hides_logprobs
         prompt += token_ids
         if is_last:  # the text of the output continues that of the whole prompt
+            versions = self._samples[0].versions
             self.only = Sample(0, prompt, self._params, self._tokenizer, hides)
-            self._samples = [self.only]
+            self._samples, self.only.versions = [self.only], versions
+
+    def change_weights(self, version: str) -> None:
+        """Note that other weights make all later tokens of the open samples."""
+        for sample in self._samples:
+            if sample.finish is None:
+                sample.change_weights(version)
 
     def take_token(self, name: RowName, token_id: int, now_s: float) -> Sequence[Ending]:
         """Take in the token of a sequence that got nothing else; as `take`."""

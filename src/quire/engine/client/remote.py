@@ -29,7 +29,9 @@ from quire.base.messages import (
     Request,
     Steer,
     ToCore,
+    WeightsChanged,
 )
+from quire.base.plugins import short_name
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.validation import RequestLimits
 from quire.base.step_outputs import Failure, Finish, StepOutputs
@@ -60,7 +62,7 @@ def limits_of(ready: Ready) -> RequestLimits:
         ready.max_model_len,
         ready.max_logprobs,
         ready.max_num_seqs,
-        tuple(ready.settings.get("logits_processors", ())),
+        tuple(map(short_name, ready.settings.get("logits_processors", ()))),
         takes_functions=False,
         pools=ready.pooling is not None,
         has_text_pairs=ready.pooling is not None and ready.pooling.has_text_pairs,
@@ -350,10 +352,13 @@ class RemoteClient(QuestionClient):
             if box is not None:
                 kind = EngineBusy if message.is_busy else RequestError
                 box.fail(kind(message.message, message.field, message.code))
+        elif isinstance(message, WeightsChanged):
+            self._outputs.change_weights(message.version)
         elif not isinstance(message, Ready):
             self._take_answer(message)
         else:
             self._ready = message
+            self._outputs.change_weights(message.weights_version)
             self._is_alive = True
             self._changed.set()
 

@@ -1,14 +1,10 @@
 """From rendered prompts and parameters to requests: ids, seeds, the tokens that end a sequence."""
 
 import hashlib
-import secrets
-
-import msgspec
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
-from quire.base.requests.pooling import SECOND_TEXT
-from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.structured_outputs import FIELD
 from quire.base.settings.kv_transfer import FIELD as FIELD_OF_TRANSFER
 from quire.base.settings.kv_transfer import transfer_of
@@ -21,8 +17,8 @@ from quire.render.tokens.tokenizer import Tokenizer
 MAKER_STRIDE = 1 << 40  # requests of one maker
 
 
-class RequestMaker:
-    """Makes the requests of one engine.
+class TextRequestMaker:
+    """Makes requests for generated text, of one engine (see `RequestMaker` for the others).
 
     engine_seed, maker_id: requests without a seed get one from these and their running number.
     stream_interval: that of all requests at least.
@@ -107,44 +103,6 @@ class RequestMaker:
             kv_transfer=kv_transfer,
             media=prompt.media,
         )
-
-    def make_pin(
-        self,
-        prompt: RenderedPrompt,
-        ttl_s: float,
-        prefix_id: str | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        share: float = 1.0,
-    ) -> Request:
-        """Make a request that pins a prompt for ttl_s seconds, 0.0 for good. prefix_id: random if
-        absent. share: the tenant's part of the room for pinned prefixes."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        name = prefix_id or f"prefix-{secrets.token_hex(8)}"
-        request = self.make(prompt, params, name, cache_salt, tenant=tenant)
-        return msgspec.structs.replace(request, pin_s=ttl_s, pin_share=share)
-
-    def make_pooling(
-        self,
-        prompt: RenderedPrompt,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-        timeout_s: float = 0.0,
-        *,
-        has_text_pairs: bool = False,
-    ) -> Request:
-        """Make a request for what a prompt comes to, of a model that pools: it ends with its first
-        token, which stands for that. has_text_pairs: see PoolingSpec."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        made = self.make(prompt, params, request_id, cache_salt, priority, tenant, timeout_s)
-        ids = prompt.token_ids
-        if has_text_pairs and prompt.second is not None:
-            first, second = ids[: prompt.second], ids[prompt.second :]
-            ids = [*first, *(each + SECOND_TEXT for each in second)]
-        return msgspec.structs.replace(made, pools=True, prompt_token_ids=ids)
 
 
 def _check_textless(params: SamplingParams, grammar: str) -> None:

@@ -6,7 +6,7 @@ The token that ended a sequence is among its token ids, but not in its text.
 import numpy as np
 
 from quire.base.plan import Candidates
-from quire.base.requests.outputs import CompletionOutput, Logprob
+from quire.base.requests.outputs import CompletionOutput, Logprob, WeightsSpan
 from quire.base.requests.repetition import RepetitionDetectionParams
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Finish
@@ -27,7 +27,7 @@ class Sample:
     __slots__ = (
         "_detokenizer", "_interval", "_is_end_sent", "_logprobs", "_params", "_text", "_watch",
         "cumulative_logprob", "finish", "index", "num_preemptions", "num_sent", "token_ids",
-        "was_stopped",
+        "versions", "was_stopped",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class Sample:
         self.num_preemptions = 0
         self.finish: Finish | None = None
         self.was_stopped = False
+        self.versions: tuple[WeightsSpan, ...] = ()
         self.cumulative_logprob: float | None = None
         self._params = params
         self._interval = params.stream_interval or 1
@@ -100,6 +101,13 @@ class Sample:
         if finish is not None:
             self.end(finish)
 
+    def change_weights(self, version: str) -> None:
+        """Note that other weights make the tokens after those so far."""
+        span, before = WeightsSpan(len(self.token_ids), version), self.versions
+        if before and before[-1].first_token == span.first_token:
+            before = before[:-1]
+        self.versions = (*before, span)
+
     def _repeats(self, token_id: int) -> bool:
         """Return whether the text ends with a repetition and is long enough to end."""
         assert self._watch is not None
@@ -128,6 +136,7 @@ class Sample:
             None if finish is None else finish.reason,
             None if finish is None else finish.stop_reason,
             None if finish is None else finish.error,
+            self.versions,
         )
 
     def _take_candidates(self, candidates: Candidates) -> None:

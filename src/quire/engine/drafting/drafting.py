@@ -29,6 +29,7 @@ from quire.engine.drafting.draft_pace import (
     lengths,
     planned_drafts,
 )
+from quire.engine.drafting.plugin_drafter import History, PluginDrafters
 from quire.engine.drafting.suffixes import Answers, SuffixDrafter
 from quire.engine.grammars.grammars import Grammars
 from quire.ops.sampling.find_runs import SEARCHED, find_runs
@@ -124,7 +125,7 @@ def rest_after(num_misses: int) -> int:
 class DraftState:
     """Drafting state of one sequence."""
 
-    history: SuffixDrafter | None  # for the suffix method
+    history: History | None  # for the suffix method and for plug-ins
     chance: Chance
     verified: PlannedDraft | None = None  # draft tokens that the last plan with some verified
     num_misses: int = 0  # steps in a row without draft tokens, or in which none paid off
@@ -161,7 +162,8 @@ class Proposal(NamedTuple):
 
 
 class Drafting:
-    """Drafter on the host for all sequences of an engine. grammars: of the requests.
+    """Drafter on the host for all sequences of an engine. grammars: of the requests. plugin: maker
+    of a plug-in's drafters, if the method is a plug-in.
 
     A sequence that has had no draft tokens for a while rests for some steps, to save look-ups. If
     no sequence has had draft tokens, the whole drafter rests.
@@ -171,8 +173,14 @@ class Drafting:
     the others (`holds_back`). It waits if drafting should gain more than the device loses by
     waiting for the host. If not, plans follow each other as they do without drafts."""
 
-    def __init__(self, speculation: Speculation, grammars: Grammars, num_rows: int) -> None:
-        self._settings, self._grammars = speculation, grammars
+    def __init__(
+        self,
+        speculation: Speculation,
+        grammars: Grammars,
+        num_rows: int,
+        plugin: PluginDrafters | None = None,
+    ) -> None:
+        self._settings, self._grammars, self._plugin = speculation, grammars, plugin
         self._only_forced = speculation.method == FORCED
         is_suffix, is_ngram = speculation.method == SUFFIX, speculation.method == NGRAM
         runs = speculation.shortest_run, speculation.longest_run
@@ -372,9 +380,11 @@ class Drafting:
         for sequence in [s for s in self._of if s.state is State.ENDED]:
             self._of.pop(sequence).catch_up(sequence, self._of_all)
 
-    def _of_tokens(self, sequence: Sequence) -> SuffixDrafter | None:
-        """Return a new suffix drafter for a sequence; None if the method is not `suffix`."""
+    def _of_tokens(self, sequence: Sequence) -> History | None:
+        """Return a new drafter of a sequence's tokens; None if the method has none."""
         settings, request = self._settings, sequence.request
+        if self._plugin is not None:
+            return self._plugin.history()
         if settings.method != SUFFIX:
             return None
         writer = self._answers.writer(request.tenant, request.cache_salt)

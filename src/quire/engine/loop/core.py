@@ -11,7 +11,6 @@ the outputs. A caller that also waits for other events uses `rest_s` and `advanc
 All else around a step attaches to this loop (`loop/attachment.py`).
 """
 
-import dataclasses
 import logging
 
 import msgspec
@@ -21,7 +20,7 @@ from quire.base.errors import EngineError
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.base.requests.validation import RequestLimits
-from quire.base.step_outputs import StepOutputs
+from quire.base.step_outputs import SequenceUpdate, StepOutputs
 from quire.engine.executors.executor import Executor
 from quire.engine.loop.attachment import Phase
 from quire.engine.loop.bell import Bell
@@ -54,7 +53,7 @@ class EngineCore(Front):
         self.bell = Bell()
         self._rates = StepRates(executor.copy_bytes_per_s(), step_budget)
         self._carried_over: Plan | None = None  # skipped; the next plan includes its rest
-        self._dropped = StepOutputs()  # ends of requests that no taken result has reported
+        self._dropped: list[SequenceUpdate] = []  # ends that no taken result has reported
         self.control(self._rates.known)
         executor.start(self.bell.ring)
 
@@ -111,9 +110,7 @@ class EngineCore(Front):
         decisions = self.schedule()
         plan = decisions.plan
         self._has_nothing_to_plan = plan is None
-        if decisions.outputs:
-            details = [*self._dropped.details, *decisions.outputs.details]
-            self._dropped = StepOutputs(details=details)
+        self._dropped += decisions.outputs.details
         if plan is not None:
             self._submit(plan, NO_SAMPLING if decisions.sampling is None else decisions.sampling)
         return plan
@@ -128,7 +125,7 @@ class EngineCore(Front):
         if result.error is not None:
             return self._recover(step, result.error)
         if len(carried_out.rows):
-            rates = self._rates.observe(carried_out, result)
+            rates = self._rates.observe(step, result)
             if rates is not None:
                 self.control(rates)
         step.result = result
@@ -142,8 +139,8 @@ class EngineCore(Front):
 
     def take_dropped(self) -> StepOutputs:
         """Return the outputs of requests that ended without a result."""
-        dropped, self._dropped = self._dropped, StepOutputs()
-        return dropped
+        dropped, self._dropped = self._dropped, []
+        return StepOutputs(details=dropped)
 
     def wait_for_answers(self) -> None:
         """Pass the attachments' answers to the scheduler; if there are none, wait up to
@@ -280,10 +277,10 @@ class EngineCore(Front):
             # Perhaps no part of the plan was carried out. All but its moves may be repeated; the
             # result shows whether the moves are lost.
             empty = omit_rows(part, set(part.rows.tolist()))
-            self._carried_over = dataclasses.replace(empty, moves=())
+            self._carried_over = empty.replace(moves=())
         outputs = self._update(combine(failed.plan, [(part, result)]), later)
         for step in later:
-            again = dataclasses.replace(step.plan, moves=()) if has_stages else step.plan
+            again = step.plan.replace(moves=()) if has_stages else step.plan
             self._submit(again, step.sampling, step.omitted)
         self._death = None
         return outputs
@@ -300,8 +297,9 @@ class EngineCore(Front):
         for step, omitted in zip(later, decisions.omitted, strict=True):
             step.omitted = omitted
         outputs = decisions.outputs
-        if dropped := self.take_dropped().details:
-            outputs = msgspec.structs.replace(outputs, details=[*dropped, *outputs.details])
+        if self._dropped:
+            details = [*self.take_dropped().details, *outputs.details]
+            outputs = msgspec.structs.replace(outputs, details=details)
         for update, finish in outputs.finished:
             if finish.reason == "error" and finish.error is not None:
                 name = update.request_id

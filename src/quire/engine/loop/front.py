@@ -4,14 +4,15 @@ It also has the subscribers of events, and the questions that callers ask."""
 import logging
 from collections.abc import Callable
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 from quire.base.clock import Clock
 from quire.base.errors import EngineError, RequestError
 from quire.base.events import Event
 from quire.base.messages import Control, PinnedPrefix, Request, RetainedRequest
 from quire.base.plan import StepResult
-from quire.base.requests.validation import RequestLimits, check_fork
+from quire.base.requests.retention import check_fork
+from quire.base.requests.validation import RequestLimits
 from quire.engine.loop.attachment import (
     Attachment,
     Doors,
@@ -29,7 +30,7 @@ from quire.scheduler.views import RequestView, SchedulerView
 logger = logging.getLogger("quire")
 
 Subscriber = Callable[[Event], None]
-Result = TypeVar("Result")
+Method = tuple[Attachment, Callable[..., Any]]  # an attachment, and a method of it
 
 
 class Attachments:
@@ -51,9 +52,9 @@ class Attachments:
         self._index()
 
     def accept(self, request: Request) -> Request:
-        for each in self._accept:
+        for each, accept in self._accept:
             try:
-                request = each.accept(request)
+                request = accept(request)
             except RequestError:
                 raise
             except Exception as error:
@@ -61,17 +62,16 @@ class Attachments:
         return request
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        self._call(self._hear, lambda each: each.hear(given, decisions))
+        self._call(self._hear, given, decisions)
 
     def answers(self, now: float) -> list[Control]:
-        return list(chain.from_iterable(self._call(self._answers, lambda each: each.answers(now))))
+        return list(chain.from_iterable(self._call(self._answers, now)))
 
     def before_plan(self, num_in_flight: int) -> list[Control]:
-        found = self._call(self._before_plan, lambda each: each.before_plan(num_in_flight))
-        return list(chain.from_iterable(found))
+        return list(chain.from_iterable(self._call(self._before_plan, num_in_flight)))
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
-        self._call(self._on_step, lambda each: each.on_step(step, phase))
+        self._call(self._on_step, step, phase)
 
     def close(self, loop: Loop) -> None:
         """Close all attachments, in order, even if some of them raise."""
@@ -91,14 +91,12 @@ class Attachments:
         """Whether the next plan waits until no plan is in flight."""
         return any(each.pending.holds_plans for each in self._pending)
 
-    def _call(
-        self, attachments: list[Attachment], call: Callable[[Attachment], Result]
-    ) -> list[Result]:
-        """Return the results of the attachments that do not raise."""
-        results: list[Result] = []
-        for each in attachments:
+    def _call(self, methods: list[Method], *arguments: Any) -> list[Any]:
+        """Call a method of attachments. Return the results of the attachments that do not raise."""
+        results: list[Any] = []
+        for each, method in methods:
             try:
-                results.append(call(each))
+                results.append(method(*arguments))
             except Exception as error:
                 self._fail(each, error)
         return results
@@ -118,9 +116,12 @@ class Attachments:
             default = getattr(Attachment, method)
             return [each for each in self.all if getattr(type(each), method) is not default]
 
-        self._accept, self._hear = overriding("accept"), overriding("hear")
-        self._answers, self._before_plan = overriding("answers"), overriding("before_plan")
-        self._on_step, self._pending = overriding("on_step"), overriding("pending")
+        def methods(name: str) -> list[Method]:
+            return [(each, getattr(each, name)) for each in overriding(name)]
+
+        self._accept, self._hear = methods("accept"), methods("hear")
+        self._answers, self._before_plan = methods("answers"), methods("before_plan")
+        self._on_step, self._pending = methods("on_step"), overriding("pending")
 
 
 class Front:

@@ -89,24 +89,24 @@ class StepRates:
         step_tokens = 0 if step_budget is None else step_budget.num_tokens
         self.known = MeasuredRates(copy_bytes_per_s=copy_bytes_per_s, step_tokens=step_tokens)
 
-    def observe(self, plan: Plan, result: StepResult) -> MeasuredRates | None:
+    def observe(self, step: StepInFlight, result: StepResult) -> MeasuredRates | None:
         """Record the time of a step; return the rates if they have changed."""
         step_tokens = self.known.step_tokens
-        prefill_rate = self._prefill_rate(plan, result)
+        prefill_rate = self._prefill_rate(step.num_tokens, result.duration_s)
         if self._step_budget is not None:
-            step_tokens = self._step_budget.observe(plan, result.duration_s)
+            step_tokens = self._step_budget.observe(step.carried_out, result.duration_s)
         rates = MeasuredRates(prefill_rate, self.known.copy_bytes_per_s, step_tokens)
         if rates == self.known:
             return None
         self.known = rates
         return rates
 
-    def _prefill_rate(self, plan: Plan, result: StepResult) -> float:
-        num_tokens, known = plan.num_scheduled_tokens, self.known.prefill_tokens_per_s
+    def _prefill_rate(self, num_tokens: int, duration_s: float) -> float:
+        known = self.known.prefill_tokens_per_s
         min_tokens = min(PREFILL_TOKENS, self.known.step_tokens or PREFILL_TOKENS)
-        if num_tokens < min_tokens or result.duration_s <= 0:
+        if num_tokens < min_tokens or duration_s <= 0:
             return known
-        rate = num_tokens / result.duration_s
+        rate = num_tokens / duration_s
         if abs(rate - known) <= RATE_CHANGE * known:
             return known
         return rate if known == 0 else (known + rate) / 2

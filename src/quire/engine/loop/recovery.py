@@ -69,7 +69,7 @@ def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = No
     bisection = _Bisection(executor, plan.without_drafts, masks)
     bisection.begin()
     result = combine(plan, bisection.done, bisection.errors)
-    return dataclasses.replace(result, lost_swaps=bisection.has_lost_swaps)
+    return result.replace(lost_swaps=bisection.has_lost_swaps)
 
 
 def give_rows_up(executor: "Executor", plan: Plan, error: str) -> StepResult:
@@ -78,14 +78,14 @@ def give_rows_up(executor: "Executor", plan: Plan, error: str) -> StepResult:
     bisection = _Bisection(executor, plan, None)
     bisection.do_rest_alone()
     result = combine(plan, bisection.done)
-    return dataclasses.replace(result, error=error, lost_swaps=bisection.has_lost_swaps)
+    return result.replace(error=error, lost_swaps=bisection.has_lost_swaps)
 
 
 def give_all_up(plan: Plan, later: Iterable[Plan], error: str) -> StepResult:
     """Return the result of a failed plan of a model with stages. Some stages may have carried out
     parts of it and of later plans, so nothing of them counts."""
     has_swaps = any(move.kind == "swap_out" for each in (plan, *later) for move in each.moves)
-    return dataclasses.replace(combine(plan, []), error=error, lost_swaps=has_swaps)
+    return combine(plan, []).replace(error=error, lost_swaps=has_swaps)
 
 
 class _Bisection:
@@ -154,7 +154,7 @@ class _Bisection:
         moves = [_filling(move, needed, self._moved) for move in self.plan.moves]
         swaps = () if self.done or self._is_without_swaps else ("swap_out",)
         selected = [move for move in moves if len(move.source) and move.kind in (*swaps, *FILLING)]
-        return dataclasses.replace(part, moves=tuple(selected))
+        return part.replace(moves=tuple(selected))
 
     def do_rest_alone(self) -> bool:
         """Carry out the rest of the plan, if it has swaps and was not repeated yet. Return whether
@@ -205,8 +205,7 @@ def restrict(plan: Plan, rows: Int32, ended: Set[int] = frozenset()) -> Plan:
     row_set = set(rows.tolist()) | (set(plan.idle_rows) - ended)
     new = plan.new_forks
     forked = tuple(f for f in plan.forked if f not in new or f.parent in row_set)
-    return dataclasses.replace(
-        plan,
+    return plan.replace(
         rows=plan.rows[selected],
         num_tokens=plan.num_tokens[selected],
         computed_bound=plan.computed_bound[selected],
@@ -247,8 +246,7 @@ def _leftover(plan: Plan, released: Set[int]) -> Plan:
     """Return the rest of a plan that the next plan must include. released: rows released since."""
     started = tuple(start for start in plan.started if start.row not in released)
     forked = tuple(f for f in plan.forked if not {f.parent, f.child} & released)
-    return dataclasses.replace(
-        plan,
+    return plan.replace(
         started=started,
         forked=forked,
         host_tokens=tuple(host for host in plan.host_tokens if host.row not in released),
@@ -262,8 +260,7 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
     """Return a plan that also does, first, the rest of a plan without rows."""
     left = _leftover(left, set(plan.released.tolist()))
     first, then = left.block_writes, plan.block_writes
-    return dataclasses.replace(
-        plan,
+    return plan.replace(
         released=np.concatenate([left.released, plan.released]),
         started=left.started + plan.started,
         forked=left.forked + plan.forked,
@@ -285,7 +282,7 @@ def reduce_plan(plan: Plan, omitted: Set[int], left: Plan | None) -> Plan:
     reduced = omit_rows(plan, omitted)
     if len(plan.rows) and not len(reduced.rows):
         moves = tuple(move for move in reduced.moves if move.kind != "copy")
-        reduced = dataclasses.replace(reduced, moves=moves)
+        reduced = reduced.replace(moves=moves)
     return reduced if left is None else with_leftover(reduced, left)
 
 
@@ -315,8 +312,7 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
         whole.row_errors.update(result.row_errors)
         unservable += result.unservable_rows
     whole.row_errors.update(errors or {})
-    return dataclasses.replace(
-        whole,
+    return whole.replace(
         unservable_rows=unservable,
         duration_s=sum(result.duration_s for _, result in parts),
         lost_swaps=any(result.lost_swaps for _, result in parts),
@@ -328,8 +324,7 @@ def _rows_alone(plan: Plan) -> Plan:
     """Return a plan with only its rows and what these need."""
     nothing, idle = np.empty(0, np.int32), set(plan.idle_rows)
     written = set(plan.block_writes.row.tolist()) - idle
-    return dataclasses.replace(
-        plan,
+    return plan.replace(
         released=nothing,
         started=tuple(start for start in plan.started if start.row not in idle),
         block_writes=_writes_of(plan.block_writes, written),

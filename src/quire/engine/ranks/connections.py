@@ -10,7 +10,7 @@ The secret itself is never sent. Messages with a length are read only after both
 neither encrypted nor signed, so the network between the machines must be trusted.
 
 The core listens at one address, never at all of them. It disconnects a peer that fails to
-authenticate or sends nothing for LIMIT_S; each such peer occupies a thread until then.
+authenticate within HANDSHAKE_TIMEOUT_S; each such peer occupies a thread until then.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ MAGIC = b"quire-3\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ROLE = struct.Struct("<BI")
-HANDSHAKE_TIMEOUT_S = 5.0  # timeout of each read and write of the handshake
+HANDSHAKE_TIMEOUT_S = 5.0  # timeout of connecting, and of a handshake's reads and writes
 MAX_HANDSHAKES = 32  # peers that authenticate at the same time
 SILENT_MS = 5_000  # data that an agent does not receive for this time ends the connection
 
@@ -139,10 +140,11 @@ class AuthenticatingListener:
 def authenticate(sock: socket.socket, secret: bytes) -> Arrival:
     """Authenticate a connecting peer, and prove to it that this side has the secret too. Raises
     OSError, ValueError or EngineError if the handshake fails."""
+    deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     own = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(MAGIC + own)
-    data = _read(sock, len(MAGIC) + NONCE_BYTES + ROLE.size + PROOF_BYTES)
+    data = _read(sock, len(MAGIC) + NONCE_BYTES + ROLE.size + PROOF_BYTES, deadline_s)
     head, proof = data[:-PROOF_BYTES], data[-PROOF_BYTES:]
     if not head.startswith(MAGIC):
         raise EngineError("it is not a quire rank, or it has another version")
@@ -164,14 +166,15 @@ def connect(address: Address, secret: bytes, role: Role, rank: int) -> socket.so
     except OSError as error:
         raise Unreachable(f"no core answers at {address}: {error}") from None
     try:
-        sock.settimeout(HANDSHAKE_TIMEOUT_S)
-        greeting = _read(sock, len(MAGIC) + NONCE_BYTES)
+        deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        greeting = _read(sock, len(MAGIC) + NONCE_BYTES, deadline_s)
         if not greeting.startswith(MAGIC):
             raise EngineError(f"{address} is not a quire core, or it has another version.")
         their, own = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
         head = MAGIC + own + ROLE.pack(role, rank)
         sock.sendall(head + _proof(secret, b"rank", their, head))
-        if not hmac.compare_digest(_read(sock, PROOF_BYTES), _proof(secret, b"core", own, their)):
+        proof = _read(sock, PROOF_BYTES, deadline_s)
+        if not hmac.compare_digest(proof, _proof(secret, b"core", own, their)):
             raise EngineError(f"{address} does not have the secret of this start.")
     except OSError as error:
         sock.close()
@@ -190,9 +193,11 @@ def _proof(secret: bytes, side: bytes, nonce: bytes, transcript: bytes) -> bytes
     return hmac.digest(secret, b"quire " + side + b"\n" + nonce + transcript, hashlib.sha256)
 
 
-def _read(sock: socket.socket, size: int) -> bytes:
+def _read(sock: socket.socket, size: int, deadline_s: float) -> bytes:
+    """Read `size` bytes before a deadline on the monotonic clock, however slowly they arrive."""
     data = b""
     while len(data) < size:
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
         more = sock.recv(size - len(data))
         if not more:
             raise ConnectionError("the connection was closed")

@@ -9,7 +9,7 @@ from quire.base.settings.config import EngineConfig, flat_settings
 from quire.base.settings.secrets import public_value
 from quire.base.version import QUIRE_VERSION
 from quire.models.checkpoint.source import ModelSource, load_format_of
-from quire.spec.gguf.container import is_gguf
+from quire.spec.gguf.container import gguf_parts, is_gguf
 
 OWN = ("node_rank",)  # settings that differ on each machine
 # Settings that may differ from machine 0's.
@@ -79,7 +79,7 @@ def different(here: Mapping[str, str], there: Mapping[str, str]) -> str:
 def _files(directory: Path, is_dummy: bool) -> list[bytes]:
     """Identify a model's files by its config and the weights' names and sizes."""
     if is_gguf(directory):
-        return [f"{directory.name} {directory.stat().st_size}".encode()]
+        return [f"{part.name} {part.stat().st_size}".encode() for part in gguf_parts(directory)]
     weights = [] if is_dummy else sorted(directory.glob("*.safetensors"))
     sizes = [f"{path.name} {path.stat().st_size}".encode() for path in weights]
     config = directory / "config.json"

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from quire.engine.ranks.messages import Stream
 from quire.engine.ranks.rendezvous import StoreAnswer, StoreCall, rank_store_codec
-from quire.engine.wire.wire import Stream
 
 LOOK_S = 0.005  # between two checks whether a rank has set a key
 LIMIT = timedelta(seconds=300)

@@ -15,7 +15,7 @@ the step counts as failed (runner/stage.py). Within a stage, all ranks fail or n
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from quire.base.errors import EngineError, RankLost
@@ -25,12 +25,14 @@ from quire.base.step_progress import StepProgress
 from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.ranks.messages import (
+    AdapterLoaded,
     Beat,
     Done,
     Drafted,
     FromRank,
     Idle,
     Idled,
+    LoadAdapter,
     Masks,
     Order,
     Step,
@@ -121,6 +123,21 @@ class RankExecutor:
             raise EngineError(f"drafting failed: {found.error}")
         return found.answer
 
+    def load_adapter(self, slot: int, adapter_id: str, path: str) -> None:
+        """Load an adapter into a slot of all ranks, and wait. One thread at a time may call this.
+        Raises EngineError with a rank's error, or RankLost."""
+        self.steps.check()
+        self.steps.link.send(LoadAdapter(slot, adapter_id, path))
+        errors: list[str] = []
+        for _ in self.steps.times:
+            found = self.steps.adapter_answers.get()
+            if isinstance(found, RankLost):
+                self.steps.adapter_answers.put(found)  # further calls raise it too
+                raise found
+            errors += [] if found.error is None else [found.error]
+        if errors:
+            raise EngineError(errors[0])
+
     def close(self) -> None:
         self._processes.close()
 
@@ -135,6 +152,7 @@ class RankSteps:
         self.link = link
         self.results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
         self.draft_answers: SimpleQueue[Drafted | RankLost] = SimpleQueue()
+        self.adapter_answers: SimpleQueue[AdapterLoaded | RankLost] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
         self.progress = StepProgress()
         self.times = [RankTimes() for _ in range(num_ranks)]
@@ -194,6 +212,8 @@ class RankSteps:
                     self._stragglers.begin(time.monotonic())  # steps after the order start now
             if rank == self._answering:
                 self.draft_answers.put(message)
+        elif isinstance(message, AdapterLoaded):
+            self.adapter_answers.put(message)
         elif isinstance(message, Idled):
             self._num_idling -= 1
             self._idles = self._idles and message.has_more
@@ -202,6 +222,7 @@ class RankSteps:
         """Record the loss of the ranks, and raise it in all waiting and later calls."""
         self._loss = error
         self.draft_answers.put(error)
+        self.adapter_answers.put(error)
         self.results.put(error)
         self.on_result()
 
@@ -273,9 +294,9 @@ class RankSteps:
             return
         answer = step.answers[self._answering]
         has_lost = any(each.lost_swaps for each in step.answers.values())
-        result = replace(answer.result, lost_swaps=has_lost)
+        result = answer.result.replace(lost_swaps=has_lost)
         if failed := step.failed():
-            result = replace(result, error=step.answers[min(failed)].error)
+            result = result.replace(error=step.answers[min(failed)].error)
         self.results.put(result)
         self.on_result()
 

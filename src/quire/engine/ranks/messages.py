@@ -1,7 +1,7 @@
 """Messages between a core, its ranks and their node agents: length-prefixed msgpack of structs.
 
-    core    Begin  Least  Step ... Masks ... Order ... Idle ... (end of the stream: end)
-    rank    Joined Loading* Least Loaded   Done ...  Guessed ... Idled  Beat ...    Failed
+    core    Begin  Least  Step ... Masks ... Order ... Idle ... LoadAdapter ... (stream ends: end)
+    rank    Joined Loading* Least Loaded   Done ...  Guessed ... Idled  AdapterLoaded  Beat  Failed
 
     core    StartRank ... Farewell            (end of the stream: kill the rank)
             Refused                           instead, and the stream ends
@@ -11,9 +11,10 @@ A plan is plain data and is sent as a struct. Nothing is pickled. Arrays are byt
 float32; fields next to an array of several dimensions give its shape.
 """
 
-from dataclasses import replace
+import socket
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,11 +24,13 @@ from quire.base.plan import DraftAnswer, DraftOrder, Int32, Plan, StepResult
 from quire.base.settings.config import EngineConfig
 from quire.base.settings.secrets import reveal_secret
 from quire.engine.executors.loaded import LoadedElsewhere
-from quire.engine.wire.wire import Codec
+from quire.engine.wire.wire import READ_BYTES, Codec
 from quire.models.checkpoint.source import ModelSource
 
 MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step can have many candidates
 MAX_AGENT_BYTES = 1 << 24
+
+T = TypeVar("T")
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +89,20 @@ class Idle(msgspec.Struct, frozen=True, tag=True):
     """Core to rank: use an idle moment, for example to record graphs."""
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: load its part of an adapter into a slot, while it runs steps."""
+
+    slot: int
+    adapter_id: str
+    path: str
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: the adapter is loaded, or why it cannot be."""
+
+    error: str | None = None
+
+
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """Rank to core: the rank is connected. facts: digests by name that all ranks must share."""
 
@@ -132,7 +149,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
         assert self.found is not None
         num = len(self.found.num_accepted)
         shaped = self.found.token_ids.reshape(num, -1 if num else 1)
-        return replace(self.found, token_ids=shaped)
+        return self.found.replace(token_ids=shaped)
 
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
@@ -173,8 +190,10 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     starved_s: float = 0.0
 
 
-ToRank = Begin | PoolMinimum | Step | Masks | Order | Idle
-FromRank = Joined | Loading | PoolMinimum | Loaded | Failed | Done | Drafted | Idled | Beat
+ToRank = Begin | PoolMinimum | Step | Masks | Order | Idle | LoadAdapter
+FromRank = (
+    Joined | Loading | PoolMinimum | Loaded | Failed | Done | Drafted | Idled | Beat | AdapterLoaded
+)
 
 
 class Endpoint(msgspec.Struct, frozen=True, tag=True):
@@ -275,3 +294,29 @@ def _as_typed(kind: Any, value: Any) -> Any:
     if kind is Path:
         return Path(value)
     return np.frombuffer(bytearray(value), np.int32 if kind == Int32 else np.float32)
+
+
+class Stream(Generic[T]):
+    """Blocking connection. Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket, codec: Codec[T]) -> None:
+        self.socket = sock
+        self._codec = codec
+        self._frames = codec.frames()
+        self._sending = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message, waiting for room. Raises OSError if the connection has ended."""
+        data = self._codec.encode(message)
+        with self._sending:
+            self.socket.sendall(data)
+
+    def receive(self) -> list[T] | None:
+        """Wait for bytes, and return the messages that they complete; None at the stream's end."""
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        return [self._codec.decode(body) for body in self._frames.feed(data)]

@@ -32,13 +32,13 @@ from quire.engine.ranks.messages import (
     Refused,
     Started,
     StartRank,
+    Stream,
     ToAgent,
     agent_codec,
 )
 from quire.engine.ranks.processes import STOPPED, RankChild, ended_with
 from quire.engine.ranks.rank_set import LOOK_S
 from quire.engine.wire.spawn import end_child
-from quire.engine.wire.wire import Stream
 from quire.runner.memory_plan import available_cpu_bytes
 
 logger = logging.getLogger("quire")

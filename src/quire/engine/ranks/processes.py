@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from quire.base.errors import EngineError, RankLost
-from quire.engine.ranks.messages import core_codec
+from quire.engine.ranks.messages import Stream, core_codec
 from quire.engine.ranks.rank_set import END_S, LOOK_S, Rank, RankWatch
 from quire.engine.wire.spawn import end_child, start_child
-from quire.engine.wire.wire import READ_BYTES, Stream
+from quire.engine.wire.wire import READ_BYTES
 from quire.runner.memory_plan import available_cpu_bytes
 
 CONFIRM_S = 0.5  # time for which all looks must find a process stopped

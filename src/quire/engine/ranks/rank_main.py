@@ -35,6 +35,7 @@ from quire.engine.executors.local import LocalModel, build_local
 from quire.engine.observability.starvation import Starvation, read_threads
 from quire.engine.ranks.consistency import facts_of
 from quire.engine.ranks.messages import (
+    AdapterLoaded,
     Beat,
     Begin,
     Done,
@@ -44,17 +45,18 @@ from quire.engine.ranks.messages import (
     Idle,
     Idled,
     Joined,
+    LoadAdapter,
     Loaded,
     Loading,
     Masks,
     Order,
     PoolMinimum,
     Step,
+    Stream,
     ToRank,
     rank_codec,
 )
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
-from quire.engine.wire.wire import Stream
 from quire.models.checkpoint.rank_place import RankPlace
 from quire.models.checkpoint.source import resolve_source
 from quire.ops.collective import ALONE, RankGroup
@@ -228,6 +230,10 @@ class RankLoop:
             self._link.send(self._draft(message))
         elif isinstance(message, Idle):
             self._link.send(Idled(has_more=_useful(local.idle)))
+        elif isinstance(message, LoadAdapter):
+            threading.Thread(
+                target=self._load_adapter, args=(message,), name="quire-adapters", daemon=True
+            ).start()
         else:
             raise EngineError(f"a rank does not expect {type(message).__name__}")
 
@@ -270,6 +276,18 @@ class RankLoop:
 
     def _send(self, number: int, result: StepResult) -> None:
         self._link.send(Done.of(number, result, answers=self._answers))
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        """Load an adapter alongside the steps, and report the result."""
+        error = None
+        try:
+            self._local.built.load_adapter(message.slot, message.adapter_id, message.path)
+        except QuireError as raised:
+            error = str(raised)
+        except Exception as raised:
+            error = f"the adapter cannot be loaded: {type(raised).__name__}: {raised}"
+        with contextlib.suppress(CoreDisconnected):
+            self._link.send(AdapterLoaded(error))
 
     def _draft(self, message: Order) -> Drafted:
         try:

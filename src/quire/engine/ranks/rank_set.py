@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.base.errors import QuireError, RankLost
-from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec
-from quire.engine.wire.wire import Stream
+from quire.engine.ranks.messages import Failed, FromRank, Stream, ToRank, core_codec
 
 END_S = 5.0  # for a rank to end by itself
 LOOK_S = 0.3  # between two checks of conditions that cause no event

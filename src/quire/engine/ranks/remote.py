@@ -34,13 +34,14 @@ from quire.engine.ranks.messages import (
     Refused,
     Started,
     StartRank,
+    Stream,
     core_agent_codec,
     core_codec,
 )
 from quire.engine.ranks.rank_set import END_S, Rank, RankWatch
 from quire.engine.ranks.rendezvous import RendezvousTable, core_store_codec
 from quire.engine.wire.spawn import spin_settings
-from quire.engine.wire.wire import Codec, Stream
+from quire.engine.wire.wire import Codec
 
 logger = logging.getLogger("quire")
 
@@ -285,8 +286,13 @@ class RemoteRanks:
         if calls is None:
             self._watch.selector.unregister(stream.socket)
         for call in calls or ():
+            try:
+                answer = self._table.answer(call)
+            except ValueError as error:
+                self._watch.give_up(rank.number, f"sent a malformed call to the store: {error}")
+                return
             with contextlib.suppress(OSError):  # the next read detects a closed connection
-                stream.send(self._table.answer(call))
+                stream.send(answer)
 
     def _start_ranks(self) -> None:
         variables = {

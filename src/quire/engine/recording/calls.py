@@ -10,7 +10,6 @@ A plan is written as its differences from a prediction, which is made from the p
 steady decoding little more than the step number remains.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ CONTINUES = "goes on"  # reason of an end, if the next segment continues this on
 STICKY = (
     "rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates", "masked_rows",
 )  # fmt: skip
-PLAN_FIELDS = tuple(item.name for item in dataclasses.fields(Plan))
+PLAN_FIELDS = Plan.__struct_fields__
 
 Fields = dict[str, Any]
 

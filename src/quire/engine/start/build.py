@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
 from quire.base.plan import DraftAnswer, DraftOrder
+from quire.base.plugins import short_name
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.cache_config import SERVE, CacheConfig
 from quire.base.settings.config import EngineConfig, public_settings
+from quire.base.settings.lora import LoraConfig
 from quire.base.settings.secrets import SecretUrl
 from quire.base.settings.speculation import (
     DRAFT_MODEL,
@@ -25,17 +27,20 @@ from quire.base.settings.speculation import (
     speculation_of,
 )
 from quire.base.step_progress import StepProgress
+from quire.engine.attachments.adapters import AdapterAttachment, LoadAdapter, NoAdapters
 from quire.engine.attachments.drafting import DraftingAttachment
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.kv_events import publish_events
 from quire.engine.attachments.loading import Loading
 from quire.engine.attachments.on_demand import OnDemand
+from quire.engine.attachments.pausing import Pausing
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable, make_directory
 from quire.engine.attachments.retained_files import RetainedFiles, save_retained
 from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.attachments.weight_updates import Swap, WeightUpdates
 from quire.engine.client.client import InProcessClient
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.request_maker import RequestMaker
 from quire.engine.connectors.connections import Connections, Worker
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
@@ -45,14 +50,16 @@ from quire.engine.connectors.worker import StoreWorker
 from quire.engine.drafting.device_drafting import DeviceDrafting
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.drafting.model_drafting import DrafterTraits, ModelDrafting
+from quire.engine.drafting.plugin_drafter import PluginDrafters
 from quire.engine.executors.executor import Executor, InProcessExecutor
-from quire.engine.executors.loaded import LoadedModel
+from quire.engine.executors.loaded import LoadedElsewhere, LoadedModel
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary
 from quire.engine.loop.attachment import Attachment
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.start.identity import fingerprint_of
+from quire.engine.start.plugin_parts import check_plugins
 from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import build_text_side, check_same_tokens, read_vocabulary
@@ -74,12 +81,14 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
 from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.gguf.container import GGUFFile, is_gguf
 from quire.spec.media_families import whole_fields
 from quire.spec.model_spec import ModelSpec, read_config
 
 if TYPE_CHECKING:
     from quire.engine.ranks.launch import Ranks
     from quire.ops.blocks.host_blocks import HostBlocks
+    from quire.runner.setup.built import BuiltRunner
 
 
 def connect_stores(
@@ -152,7 +161,8 @@ class Engine:
 @dataclass(frozen=True)
 class DeviceSide:
     """Loaded model with its executor. draft: runs a drafter's order. host_blocks: host memory of
-    the blocks, if it is in this process. progress: receiver of reports of progress in a step."""
+    the blocks, if it is in this process. progress: receiver of reports of progress in a step.
+    load_adapter: loads an adapter into a slot; None if the model takes none."""
 
     model: LoadedModel
     executor: Executor
@@ -160,19 +170,22 @@ class DeviceSide:
     host_blocks: "HostBlocks | None" = None
     rank_times: Sequence[RankTimes] = ()
     progress: StepProgress = field(default_factory=StepProgress)
+    load_adapter: LoadAdapter | None = None
 
 
 @dataclass(frozen=True)
 class BuiltCore:
     """Core with a loaded model. config: configuration with all derived values. grammars: grammars
     of the core's requests. rank_times: live step times of its ranks. progress: receiver of reports
-    of progress within a step."""
+    of progress within a step. updates, pausing: orders of a trainer to the core."""
 
     core: EngineCore
     config: EngineConfig
     spec: ModelSpec
     memory: MemoryPlan
     grammars: Grammars
+    updates: WeightUpdates
+    pausing: Pausing
     rank_times: Sequence[RankTimes] = ()
     progress: StepProgress = field(default_factory=StepProgress)
 
@@ -195,7 +208,7 @@ def build_engine(
         built = build_core(config, source, clock, progress, ranks)
     publish_events(built.core, built.config)
     pin_configured(built.core, config.cache, text)
-    client = InProcessClient(built.core, text.tokenizer, clock)
+    client = InProcessClient(built.core, text.tokenizer, clock, built.updates)
     return Engine(client, text.renderer, text.requests, built.config, built.spec, built.memory)
 
 
@@ -239,6 +252,7 @@ def _build_core(
 ) -> BuiltCore:
     _check_record(config)
     check_before_loading(config, source)
+    check_plugins(config)
     if config.cache.pin_prefix is not None:
         read_entries(Path(config.cache.pin_prefix))
     _check_drafter(config, source)
@@ -257,7 +271,7 @@ def _build_core(
             config.model.max_model_len or 0,
             config.max_logprobs,
             config.scheduler.max_num_seqs or 0,
-            config.logits_processors,
+            tuple(map(short_name, config.logits_processors)),
             takes_functions=ranks is None,
             pools=built.spec.pooling is not None,
             has_text_pairs=built.spec.pooling is not None and built.spec.pooling.has_text_pairs,
@@ -268,6 +282,7 @@ def _build_core(
     if (limit := config.scheduler.max_num_queued_reqs) is not None:
         core.attach(QueueLimit(core.scheduler, limit))
     connect_stores(core, config.cache, side.host_blocks, built.backend_name, clock)
+    core.attach(_adapters(core, config.lora, side.load_adapter))
     if isinstance(built, WarmModel):
         core.attach(Loading(built.needs_whole, built.load, core.bell.ring))
     grammars = _make_grammars(core, built, source)
@@ -288,9 +303,46 @@ def _build_core(
         core.attach(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
+    updates, pausing = WeightUpdates(core, lambda path: _stage(built, path)), Pausing(core)
+    core.attach(updates)
+    core.attach(pausing)
     return BuiltCore(
-        core, config, built.spec, built.memory, grammars, side.rank_times, side.progress
+        core,
+        config,
+        built.spec,
+        built.memory,
+        grammars,
+        updates,
+        pausing,
+        side.rank_times,
+        side.progress,
     )
+
+
+def _stage(built: LoadedModel, path: Path) -> Swap:
+    """Load new weights for a model in this process; return the swap. Raises ConfigError for a
+    model in other processes, and as `stage_weights` does."""
+    if isinstance(built, LoadedElsewhere):
+        raise ConfigError("the weights of ranks cannot be replaced; use one process.")
+    import_torch()
+    from quire.runner.setup.new_weights import stage_weights, swap_weights
+
+    whole = built.load_whole() if isinstance(built, WarmModel) else cast("BuiltRunner", built)
+    model = stage_weights(whole, path)
+
+    def swap() -> None:
+        if isinstance(built, WarmModel):
+            built.take_over()
+        swap_weights(whole, model)
+
+    return swap
+
+
+def _adapters(core: EngineCore, lora: LoraConfig, load: LoadAdapter | None) -> Attachment:
+    """Create the attachment that loads adapters, or refuses requests that need one."""
+    if not lora.enable_lora or load is None:
+        return NoAdapters()
+    return AdapterAttachment(load, lora.max_loras, core.bell.ring, core.scheduler.requests)
 
 
 def _make_drafting(
@@ -305,6 +357,9 @@ def _make_drafting(
     if built.drafter_reads_target is None or drafter is None:
         scheduler, is_ngram = core.scheduler, speculation.method == NGRAM
         needs_host = scheduler.depth == 1 or scheduler.has_stages or scheduler.memory.kv.has_states
+        if speculation.is_plugin:
+            plugin = PluginDrafters(speculation, built.spec.vocab_size)
+            return Drafting(speculation, grammars, num_rows, plugin)
         kind = DeviceDrafting if is_ngram and not needs_host else Drafting
         return kind(speculation, grammars, num_rows)
     traits = DrafterTraits(
@@ -376,6 +431,7 @@ def _load(
             executor.draft,
             rank_times=executor.times,
             progress=executor.progress,
+            load_adapter=executor.load_adapter,
         )
     if (warm := start_warm(config, source)) is not None:
         return DeviceSide(warm, InProcessExecutor(warm), warm.run_draft, progress=warm.progress)
@@ -388,7 +444,8 @@ def _load(
         lambda: build_runner(config, source, progress), config.device, is_threaded=depth > 1
     )
     memory = local.built.runner.backend.host_blocks
-    return DeviceSide(local.built, local.executor, local.draft, memory)
+    load = local.built.load_adapter
+    return DeviceSide(local.built, local.executor, local.draft, memory, load_adapter=load)
 
 
 def start_ranks(config: EngineConfig) -> "Ranks | None":
@@ -446,11 +503,24 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
 
 def _log_start(built: LoadedModel, source: ModelSource) -> None:
     logger.info(
-        "model %s (%s, %s) on %s, attention: %s",
+        "model %s (%s, %s, weights: %s) on %s, attention: %s, context: %s tokens",
         source.name, built.spec.type_name, str(built.dtype).removeprefix("torch."),
-        built.device_type, built.backend_name,
+        _weights_in_words(built, source), built.device_type, built.backend_name,
+        f"{built.memory.max_model_len:,}",
     )  # fmt: skip
     if built.draft_source is not None and built.spec.drafter is not None:
         drafter = built.spec.drafter
-        logger.info("guesses: %s (%s)", built.draft_source.name, drafter.model_type)
+        logger.info("draft model: %s (%s)", built.draft_source.name, drafter.model_type)
     logger.info("%s", built.memory.describe())
+
+
+def _weights_in_words(built: LoadedModel, source: ModelSource) -> str:
+    """Return how weights are quantised: as requested, as a checkpoint stores them, or not at
+    all."""
+    requested = built.config.model.quantization
+    if requested is not None:
+        return "not quantized" if requested == "none" else requested
+    if is_gguf(source.directory):
+        return GGUFFile(source.directory).describe()
+    stored = built.spec.quantization
+    return "not quantized" if stored is None else stored.method

@@ -14,6 +14,7 @@ from quire.models.checkpoint.source import ModelSource, load_format_of
 from quire.models.load.cache_files import file_identity
 from quire.ops.host.native_types import BLOCK_LAYOUT
 from quire.ops.weights.formats import ATTENTION, FORMATS, chosen_variants
+from quire.spec.cache_group import GPU_INT8_LAYOUT
 
 
 def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
@@ -52,10 +53,10 @@ def _of_drafter(built: LoadedModel) -> tuple[str, ...]:
 
 
 def _kernels(built: LoadedModel) -> str:
-    """Name the native core's block layout and the instruction sets that round its values. Kernels
-    of integers are omitted: they give the same bits with all instruction sets."""
+    """Name the block layout (on a GPU only for int8) and the instruction sets that round its
+    values. Kernels of integers are omitted: they give the same bits with all instruction sets."""
     if built.device_type != "cpu":
-        return ""
+        return repr(GPU_INT8_LAYOUT) if built.config.cache.kv_cache_dtype == "int8" else ""
     dtype = str(built.dtype).removeprefix("torch.")
     chosen = chosen_variants(each for each in (dtype, ATTENTION) if each in FORMATS)
     return repr((BLOCK_LAYOUT, chosen))

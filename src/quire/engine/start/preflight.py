@@ -4,7 +4,12 @@ Every way to start an engine runs them first, so that a wrong path fails at once
 torch or other packages, because the supervisor runs them before it starts its processes.
 """
 
-from quire.base.settings.config import EngineConfig, ModelConfig
+from pathlib import Path
+
+from quire.base.errors import ConfigError, ModelError
+from quire.base.settings.config import EngineConfig, ModelConfig, ServerConfig
+from quire.base.settings.lora import parse_modules
+from quire.models.checkpoint.adapter_files import read_adapter
 from quire.models.checkpoint.files import checkpoint_files
 from quire.models.checkpoint.source import TEXT_FILES, ModelSource, load_format_of, resolve_model
 from quire.render.answers.detect import check_names
@@ -28,6 +33,19 @@ def check_before_loading(config: EngineConfig, source: ModelSource) -> None:
     load_spec(source.directory).check_length(model.max_model_len)
     if load_format_of(config, source) != "dummy":
         checkpoint_files(source.directory)
+
+
+def check_adapters(config: EngineConfig, server: ServerConfig) -> None:
+    """Raise ConfigError if a server's adapters are not adapters, or if adapters are disabled."""
+    modules, lora = parse_modules(server.lora_modules), config.lora
+    if (modules or server.lora_roots) and not lora.enable_lora:
+        name = "lora_modules" if modules else "lora_roots"
+        raise ConfigError(f"{name} needs adapters; set enable_lora, or remove it.")
+    for module in modules:
+        try:
+            read_adapter(Path(module.path), lora.max_lora_rank)
+        except ModelError as error:
+            raise ConfigError(f"lora_modules: the adapter {module.name!r}: {error}") from error
 
 
 def check_conversations(config: ModelConfig, source: ModelSource) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from quire.base.errors import ConfigError, ModelError
 from quire.base.settings.config import ModelConfig
 from quire.base.settings.fields import json_object
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.request_maker import RequestMaker
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
 from quire.engine.start.preflight import tokenizer_source
 from quire.models.checkpoint.source import ModelSource

@@ -10,9 +10,10 @@ import contextlib
 import logging
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -27,6 +28,8 @@ from quire.base.messages import (
     Cancel,
     Cancelled,
     CancelRequests,
+    Done,
+    FromCore,
     GetLive,
     GetMetrics,
     GetPrefixes,
@@ -39,18 +42,75 @@ from quire.base.messages import (
     Ready,
     Refused,
     Request,
+    SetPause,
     Steer,
     TimelineText,
     ToCore,
+    UpdateWeights,
 )
 from quire.base.step_outputs import StepOutputs
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.heartbeat import Heartbeat
 from quire.engine.observability.live import LiveFrames
 from quire.engine.wire.core_choice import OpenLoad
-from quire.engine.wire.wire import NO_RESOURCES, CoreConnection, core_codec
+from quire.engine.wire.wire import NO_RESOURCES, READ_BYTES, Codec, Frames, core_codec
 
+MAX_READS = 16  # reads from one client before other clients and the next plan have their turn
 NO_CLIENT = -1
+
+
+class CoreConnection:
+    """Core's end of one client's connection, which never waits for the client."""
+
+    def __init__(self, sock: socket.socket, client_id: int, codec: Codec[ToCore]) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.client_id = client_id
+        self._codec = codec
+        self._frames = Frames()
+        self._unsent = bytearray()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def receive(self) -> list[ToCore] | None:
+        """Return the messages received so far; None if the client has disconnected.
+
+        Raises EngineError for a malformed message, after which the stream is unusable.
+        """
+        messages: list[ToCore] = []
+        for _ in range(MAX_READS):
+            try:
+                data = self.socket.recv(READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return messages
+            except OSError:
+                return None
+            if not data:
+                return None
+            messages += [self._codec.decode(body) for body in self._frames.feed(data)]
+            if len(data) < READ_BYTES:
+                break
+        return messages
+
+    def send(self, message: FromCore) -> None:
+        """Send as much as the socket accepts now; `flush` sends the rest."""
+        self._unsent += self._codec.encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send more of the unsent bytes, or drop them if the client has disconnected."""
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._unsent.clear()
+
+    def close(self) -> None:
+        self.socket.close()
 
 
 class StepRouter:
@@ -69,10 +129,10 @@ class StepRouter:
         for name, owner in zip(outputs.names, named, strict=True):
             self._owner_of_row[name.row] = owner
         detailed = [self._owner(update.request_id) for update in outputs.details]
-        owners = self._owner_of_row[outputs.rows]
+        owners = self._owner_of_row[outputs.rows.astype(np.int64)]  # int32 would take longer
         clients = _distinct(owners) | {*named, *detailed}
-        if len(clients) == 1:
-            return dict.fromkeys(clients - {NO_CLIENT}, outputs)
+        if len(clients) == 1 and NO_CLIENT not in clients:
+            return {clients.pop(): outputs}
         return {
             client: StepOutputs(
                 outputs.rows[owners == client],
@@ -89,7 +149,7 @@ class StepRouter:
 
 
 def _distinct(owners: npt.NDArray[np.int64]) -> set[int]:
-    if len(owners) and (owners == owners[0]).all():
+    if len(owners) and not np.count_nonzero(owners != owners[0]):
         return {int(owners[0])}
     return set(np.unique(owners).tolist())
 
@@ -114,8 +174,14 @@ class CoreReports:
     timeline_text: Callable[[str, str | None], str] = lambda request_id, tenant: ""
 
 
+Reply = Callable[[FromCore], None]
+Handlers = Mapping[type, Callable[[Any, Reply], None]]  # by type, UpdateWeights and SetPause
+
+
 class CoreServer:
-    """Server of an `EngineCore` for clients that connect to `listener`, a listening Unix socket."""
+    """Server of an `EngineCore` for clients that connect to `listener`, a listening Unix socket.
+
+    handlers: functions that take a trainer's orders, each with a function to reply."""
 
     def __init__(
         self,
@@ -124,12 +190,14 @@ class CoreServer:
         ready: Ready,
         reports: CoreReports,
         clock: Clock,
+        handlers: Handlers = MappingProxyType({}),
     ) -> None:
         self.core = core
         self._listener = listener
-        self._ready = ready
+        self.ready = ready
         self._reports = reports
         self._clock = clock
+        self._handlers = handlers
         self._live = LiveFrames(core, clock)
         self._codec = core_codec()
         self._clients: dict[int, CoreConnection] = {}
@@ -250,7 +318,7 @@ class CoreServer:
         self._num_clients += 1
         self._clients[client.client_id] = client
         self._selector.register(sock, selectors.EVENT_READ, client)
-        client.send(msgspec.structs.replace(self._ready, client_id=client.client_id))
+        client.send(msgspec.structs.replace(self.ready, client_id=client.client_id))
         self._watch(client)
 
     def _rest_from_accepting(self, error: OSError) -> None:
@@ -317,8 +385,22 @@ class CoreServer:
         elif isinstance(message, Steer):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
+        elif isinstance(message, UpdateWeights | SetPause):
+            handle = self._handlers.get(type(message), _refuse)
+            handle(message, lambda reply: self._reply(client, reply))
         else:
             self.core.control(message)
+
+    def _reply(self, client: CoreConnection, message: FromCore) -> None:
+        """Send a message to a client that may have disconnected since it asked."""
+        if client.client_id in self._clients:
+            client.send(message)
+            self._watch(client)
+
+    def announce(self, message: FromCore) -> None:
+        """Send a message to all clients, between two steps."""
+        for client in list(self._clients.values()):
+            self._reply(client, message)
 
     def _append(self, client: CoreConnection, message: Append) -> None:
         """Pass appended prompt tokens to the core; if they are invalid, abort the request."""
@@ -349,6 +431,10 @@ class CoreServer:
         for request_id in mine:
             self._disown(request_id)
             self.core.control(Abort(request_id))
+
+
+def _refuse(message: UpdateWeights | SetPause, reply: Reply) -> None:
+    reply(Done(message.question_id, "this engine does not take this order."))
 
 
 def _refused(request_id: str, error: RequestError) -> Refused:

@@ -23,6 +23,7 @@ from quire.base.errors import ConfigError
 from quire.base.settings.secrets import Secret
 
 FORMAT_VARIABLE = "QUIRE_LOG_FORMAT"  # child processes inherit it
+HTTP_LIBRARIES = ("httpx", "httpx2")  # of huggingface_hub
 FORMATS = TEXT, JSON = "text", "json"
 # Attributes of every record, which are not given as `extra`.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id"}
@@ -35,6 +36,9 @@ def begin_logging(level: str, process: str = "") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(make_formatter(log_format(), process, is_terminal=sys.stderr.isatty()))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level != "debug":  # their log has a line for each request of a download
+        for library in HTTP_LIBRARIES:
+            logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def choose_format(given: str | None) -> None:

@@ -7,9 +7,7 @@ died. Nothing is pickled. Messages of other types are rejected.
 """
 
 import errno
-import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +23,6 @@ MAX_MESSAGE_BYTES = 1 << 30
 READ_BYTES = 1 << 18
 # Errors of `accept` after which an immediate retry would fail too.
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-MAX_READS = 16  # reads from one client before other clients and the next plan have their turn
 
 T = TypeVar("T")
 
@@ -105,86 +102,6 @@ class Frames:
             yield bytes(self._buffer[start:end])
             at = end
         del self._buffer[:at]
-
-
-class Stream(Generic[T]):
-    """Blocking connection. Any thread may send; one thread receives."""
-
-    def __init__(self, sock: socket.socket, codec: Codec[T]) -> None:
-        self.socket = sock
-        self._codec = codec
-        self._frames = codec.frames()
-        self._sending = threading.Lock()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send a message, waiting for room. Raises OSError if the connection has ended."""
-        data = self._codec.encode(message)
-        with self._sending:
-            self.socket.sendall(data)
-
-    def receive(self) -> list[T] | None:
-        """Wait for bytes, and return the messages that they complete; None at the stream's end."""
-        try:
-            data = self.socket.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            return None
-        return [self._codec.decode(body) for body in self._frames.feed(data)]
-
-
-class CoreConnection:
-    """Core's end of one client's connection, which never waits for the client."""
-
-    def __init__(self, sock: socket.socket, client_id: int, codec: Codec[ToCore]) -> None:
-        sock.setblocking(False)
-        self.socket = sock
-        self.client_id = client_id
-        self._codec = codec
-        self._frames = Frames()
-        self._unsent = bytearray()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def receive(self) -> list[ToCore] | None:
-        """Return the messages received so far; None if the client has disconnected.
-
-        Raises EngineError for a malformed message, after which the stream is unusable.
-        """
-        messages: list[ToCore] = []
-        for _ in range(MAX_READS):
-            try:
-                data = self.socket.recv(READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return messages
-            except OSError:
-                return None
-            if not data:
-                return None
-            messages += [self._codec.decode(body) for body in self._frames.feed(data)]
-            if len(data) < READ_BYTES:
-                break
-        return messages
-
-    def send(self, message: FromCore) -> None:
-        """Send as much as the socket accepts now; `flush` sends the rest."""
-        self._unsent += self._codec.encode(message)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send more of the unsent bytes, or drop them if the client has disconnected."""
-        try:
-            while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self._unsent.clear()
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def _array_to_bytes(value: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.base.errors import ModelError
-from quire.spec.gguf.container import is_gguf
+from quire.spec.gguf.container import gguf_parts, is_gguf
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def checkpoint_files(path: Path) -> list[Path]:
     """List the files that hold the weights. Raises ModelError if there are none."""
-    return [path] if is_gguf(path) else weight_files(path)
+    return gguf_parts(path) if is_gguf(path) else weight_files(path)
 
 
 def has_weights(directory: Path) -> bool:

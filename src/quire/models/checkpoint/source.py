@@ -1,5 +1,7 @@
 """Find a model: in a directory, a GGUF file, the package (demo model, named shapes), or on the hub.
 
+The models that Ollama and LM Studio have downloaded are found by their names there.
+
 No torch here: the API process resolves a model as well, for its tokenizer.
 
 `hf_overrides` changes values in a model's config.json. The changed copy is a directory of links to
@@ -23,8 +25,17 @@ from quire.base.errors import ConfigError, ModelError, ModelNotFound
 from quire.base.files import user_cache
 from quire.base.settings.config import EngineConfig, ModelConfig
 from quire.base.settings.fields import json_object
+from quire.models.checkpoint.files import weight_files
+from quire.models.library.gguf_choice import (
+    GGUFCandidate,
+    best_choice,
+    machine_memory_bytes,
+    named_choice,
+)
+from quire.models.library.hub_model import HubRequest, hub_model
+from quire.models.library.local import directory_candidates, find_lm_studio, find_ollama
 from quire.spec.config_fields import read_object
-from quire.spec.gguf.container import is_gguf
+from quire.spec.gguf.container import gguf_parts, is_gguf, part_of
 
 CONFIG = "config.json"
 MAX_DIRECTORIES = 64  # maximum number of directories; the oldest are removed
@@ -112,7 +123,8 @@ CONFIG_ONLY = ("config.json",)
 UNUSED_PATTERNS = ["consolidated*", "original/*"]
 
 _WHAT_TO_DO = (
-    "Give a local directory, a GGUF file, a Hugging Face id that this machine can reach, or `demo`."
+    "Give a local directory, a GGUF file, a Hugging Face id that this machine can reach, a name of"
+    " `quire list`, or `demo`."
 )
 
 
@@ -148,10 +160,12 @@ def resolve_model(
     *,
     progress: bool = True,
     files: tuple[str, ...] = ALL_FILES,
+    refresh: bool = False,
 ) -> ModelSource:
     """Find the model, downloading it if it is a hub id. progress: whether to show progress bars.
 
     files: patterns of the files to download; TEXT_FILES and CONFIG_ONLY exclude the weights.
+    refresh: whether to look for a newer revision on the hub and verify checksums.
 
     Raises ModelNotFound if the model does not exist, and ModelError for an unknown shape.
     """
@@ -159,18 +173,65 @@ def resolve_model(
         return ModelSource(_packaged("quire", "demo"), "auto", DEMO)
     if name.startswith(SHAPE_PREFIX):
         return _shape(name)
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        return ModelSource(directory, "auto", directory.resolve().name)
-    if is_gguf(directory):
-        return ModelSource(directory, "auto", directory.stem)
-    if directory.exists():
-        raise ModelNotFound(
-            f"{name} is a file; a model is a directory with a config.json, or a GGUF file."
-        )
-    if not _looks_like_hub_id(name):
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_path(name, path)
+    if revision is None and (found := _of_other_programs(name)):
+        return found
+    plain = name.removeprefix("https://").removeprefix("huggingface.co/").removeprefix("hf.co/")
+    if not _looks_like_hub_id(plain):
         raise ModelNotFound(f"there is no directory {name}. {_WHAT_TO_DO}")
-    return ModelSource(_download(name, revision, progress, files), "auto", name)
+    request = HubRequest(plain, revision, files, _is_whole, UNUSED_PATTERNS, progress, refresh)
+    return ModelSource(hub_model(request, _WHAT_TO_DO), "auto", plain)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Return whether a directory has all weight files of a checkpoint."""
+    try:
+        return bool(weight_files(directory))
+    except ModelError:
+        return False
+
+
+def _from_path(name: str, path: Path) -> ModelSource:
+    """Return the source of a directory or a GGUF file. Raises ModelNotFound for another file."""
+    if path.is_dir():
+        candidates = [] if (path / CONFIG).exists() else directory_candidates(path)
+        if not candidates:
+            return ModelSource(path, "auto", path.resolve().name)
+        return _gguf(_best(candidates, name))
+    if is_gguf(path):
+        return _gguf(gguf_parts(path)[0])
+    raise ModelNotFound(
+        f"{name} is a file; a model is a directory with a config.json, or a GGUF file."
+    )
+
+
+def _gguf(path: Path) -> ModelSource:
+    """Return the source of a GGUF file, which is the first part of a split model."""
+    part = part_of(path.name)
+    return ModelSource(path, "auto", path.stem if part is None else part.prefix)
+
+
+def _of_other_programs(name: str) -> ModelSource | None:
+    """Return a model that Ollama or LM Studio has downloaded; None if neither has."""
+    if (model := find_ollama(name)) is not None:
+        return ModelSource(model.path, "auto", name)
+    repo, _, tag = name.partition(":")
+    candidates = find_lm_studio(repo)
+    if tag:
+        with contextlib.suppress(ModelNotFound):  # the hub may have it
+            found = named_choice(candidates, tag, repo).candidate
+            return ModelSource(Path(found.files[0]), "auto", name)
+        return None
+    return ModelSource(_best(candidates, name), "auto", name) if candidates else None
+
+
+def _best(candidates: list[GGUFCandidate], where: str) -> Path:
+    """Return the best file for this machine. Raises ModelError if none fits."""
+    if len(candidates) == 1:
+        return Path(candidates[0].files[0])
+    return Path(best_choice(candidates, machine_memory_bytes(), where).candidate.files[0])
 
 
 def load_format_of(config: EngineConfig, source: ModelSource) -> str:
@@ -200,32 +261,3 @@ def _packaged(package: str, directory: str) -> Path:
 def _looks_like_hub_id(name: str) -> bool:
     """Return whether a name has the form NAME or OWNER/NAME and is not a path."""
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
-
-
-def _download(name: str, revision: str | None, progress: bool, patterns: tuple[str, ...]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils.tqdm import tqdm
-
-    class NoBar(tqdm):
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            tqdm.__init__(self, *args, **(kwargs | {"disable": True}))
-
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=UNUSED_PATTERNS,
-                tqdm_class=None if progress else NoBar,
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        at = f" at revision {revision!r}" if revision else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        reason = reason.removeprefix("Got: ").rstrip(".")
-        raise ModelNotFound(
-            f"{name!r} is not a directory, and the Hugging Face hub did not return it{at}:"
-            f" {reason}. {_WHAT_TO_DO}"
-        ) from error

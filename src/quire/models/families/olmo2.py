@@ -41,7 +41,7 @@ class Olmo2Attention(DecoderAttention):
 
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """See DecoderAttention."""
-        rotary_rows, backend = step
+        rotary_rows, backend, _ = step
         assert rotary_rows is not None, "all layers turn queries and keys"
         q, k, v = self.qkv(x_TD).split(self._sizes, dim=1)
         q, k = self._normed(q, k)
@@ -69,7 +69,7 @@ class PartNorm(RMSNorm):
 
     def by_sum(self, x: torch.Tensor, sums_T2: torch.Tensor, index: int) -> torch.Tensor:
         """Normalise x [T, D] by column `index` of the sums of squares over all ranks, [T, 2]."""
-        return rms_norm_by_sum(x, self.weight, sums_T2, index, self._num_summed, self._eps)
+        return rms_norm_by_sum(x, self.weight, sums_T2, index, self._num_summed, self.eps)
 
     def sources(self) -> list[Source]:
         return [replace(source, rows=self._rows) for source in super().sources()]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.models.gguf import codebooks
 from quire.spec.gguf.container import TensorKind
 
 Records = npt.NDArray[Any]
@@ -38,6 +39,7 @@ LAYOUTS: dict[str, np.dtype[Any]] = {
     "Q6_K": np.dtype(
         [("q", "u1", (2, 64)), ("high", "u1", (2, 32)), ("scales", "i1", (16,)), SCALE]
     ),
+    **codebooks.LAYOUTS,
 }
 
 
@@ -46,6 +48,11 @@ def dequantise(kind: TensorKind, rows: Bytes) -> Values:
     layout = LAYOUTS[kind.name]
     blocks = np.ascontiguousarray(rows).reshape(-1).view(layout)
     with np.errstate(all="ignore"):  # a damaged scale gives inf or nan, as anywhere else
+        if kind.name in codebooks.DECODERS:
+            scales, codes = codebooks.DECODERS[kind.name](blocks)
+            values = codes.astype(np.float32)
+            values *= scales[..., None]
+            return values.reshape(len(rows), -1)
         return FORMATS[kind.name](blocks).reshape(len(rows), -1)
 
 

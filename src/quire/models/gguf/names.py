@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire.spec.deepseek.multi_token import TYPES
 from quire.spec.gguf.container import TensorEntry
 from quire.spec.model_spec import ModelSpec
 
@@ -59,6 +60,22 @@ SHARED = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+ROUTED = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj",  # both parts of it (latent_heads.py)
+    "attn_v_b": "self_attn.kv_b_proj",
+}
 LINEAR = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -113,6 +130,10 @@ BY_TYPE = {
         ffn_up_exps="block_sparse_moe.experts.{}.w3",
         ffn_down_exps="block_sparse_moe.experts.{}.w2",
     ),
+    "deepseek_v2": QWEN_MOE.but(**ROUTED, **LATENT),
+    "deepseek_v3": QWEN_MOE.but(**ROUTED, **LATENT),
+    "glm4_moe": QWEN_MOE.but(post_attention_norm="post_attention_layernorm", **ROUTED),
+    "minicpm3": DECODER.but(**LATENT),
     "gpt_oss": QWEN_MOE.but(
         post_attention_norm="post_attention_layernorm",
         ffn_gate_inp="mlp.router",
@@ -136,6 +157,13 @@ BY_TYPE = {
     "qwen3_5_text": DECODER.but(**LINEAR),
     "qwen3_5_moe_text": QWEN_MOE.but(**SHARED, **LINEAR),
 }
+
+
+def is_prediction_layer(name: str, spec: ModelSpec) -> bool:
+    """Return whether a tensor belongs to layers for multi-token prediction, which are not read."""
+    found = IN_LAYER.fullmatch(name)
+    has_such = spec.model_type in TYPES
+    return has_such and found is not None and int(found.group(1)) >= spec.num_layers
 
 
 def our_names(place: TensorEntry, spec: ModelSpec) -> list[str]:

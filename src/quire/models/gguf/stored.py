@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from quire.models.checkpoint.formats import StoredFormat
 from quire.models.gguf.names import our_names
+from quire.models.gguf.repacked import WIDE, packed_kind
 from quire.models.gguf.value_heads import stored_kind
 from quire.models.outline import PLAIN, Part
 from quire.models.quantised.sizes import check_inputs
@@ -50,14 +51,20 @@ def stored_format(
     """Return the packed format of a layer that these tensors fill; None if one of them is missing
     or not quantised. outputs: number of outputs by tensor name.
 
-    The core multiplies every quantised format of GGUF directly, also layers that mix formats.
+    The core multiplies every quantised format of GGUF, also layers that mix formats.
     """
     if not outputs or any(name not in kinds or kinds[name].is_float for name in outputs):
         return None
     stretches: list[tuple[int, Quantization]] = []
     for name, count in outputs.items():
-        format = FORMATS[kinds[name].name]
+        format = format_of(kinds[name])
         if stretches and stretches[-1][1] == format:
             count += stretches.pop()[0]
         stretches.append((count, format))
     return StoredFormat(tuple(stretches), as_blocks=True)
+
+
+def format_of(kind: TensorKind) -> Quantization:
+    """Return the packed format of a quantised tensor."""
+    packed = packed_kind(kind)
+    return Quantization(WIDE, packed.block_size) if packed.name == WIDE else FORMATS[packed.name]

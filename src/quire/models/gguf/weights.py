@@ -20,12 +20,14 @@ from quire.base.errors import ModelError
 from quire.models.checkpoint.formats import StoredFormat
 from quire.models.checkpoint.sources import Part, Source
 from quire.models.gguf.dequantise import dequantise
-from quire.models.gguf.names import IN_LAYER, our_names
+from quire.models.gguf.latent_heads import KEYS, VALUES, joined_heads
+from quire.models.gguf.names import is_prediction_layer, our_names
+from quire.models.gguf.repacked import packed_kind, repacked
 from quire.models.gguf.stored import kinds_by_name, stored_format
 from quire.models.gguf.value_heads import column_order, row_order
 from quire.models.parts.layers import Embedding, Linear, LMHead
 from quire.models.quantised.sizes import check_inputs
-from quire.spec.gguf.container import GGUFFile, TensorKind
+from quire.spec.gguf.container import KINDS, GGUFFile, TensorKind
 from quire.spec.gguf.metadata import OF_CONFIG
 from quire.spec.linear_attention import HYBRID_TYPES
 from quire.spec.model_spec import ModelSpec
@@ -58,14 +60,16 @@ class GGUFTensor:
         return self.stored.nbytes
 
     def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Return the blocks of rows `start` to `stop` - 1 in quire's order, uint8 [rows, bytes].
+        """Return the blocks of rows `start` to `stop` - 1 in quire's order, uint8 [rows, bytes], as
+        the core packs them.
 
         A row consists of whole blocks. A permutation of columns must move whole blocks as well.
         """
         rows = self._rows(start, stop)
-        if self.columns is None:
-            return rows
-        return self._blocks(rows, self.columns[:: self.kind.block_size] // self.kind.block_size)
+        if self.columns is not None:
+            size = self.kind.block_size
+            rows = self._blocks(rows, self.columns[::size] // size)
+        return repacked(self.kind, rows)
 
     def _blocks(
         self, rows: npt.NDArray[np.uint8], block_indices: npt.NDArray[np.int64]
@@ -90,8 +94,10 @@ class GGUFTensor:
         # GGUF files do not transpose the matrices of gpt2, although its checkpoints do.
         expected_shape = source.whole_shape
         if as_blocks:  # in a merged layer, only the longest rows of bytes fill theirs
-            kind, columns = self.kind, source.columns
-            num_bytes = min(self.stored.shape[1], destination.shape[1])
+            kind, columns = packed_kind(self.kind), source.columns
+            num_values = self.stored.shape[1] * self.kind.block_size // self.kind.block_bytes
+            num_bytes = num_values // kind.block_size * kind.block_bytes
+            num_bytes = min(num_bytes, destination.shape[1])
             if columns is not None:
                 num_bytes = columns.count // kind.block_size * kind.block_bytes
             else:
@@ -188,9 +194,15 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
     """Yield the tensors of the file in turn, and each expert separately. A tensor without a name in
     quire's layers keeps its own. Raises ModelError for a shape that no layer can have."""
     for place in file.tensors.values():
-        if place.name in OF_CONFIG or _is_prediction_layer(place.name, spec):
+        if place.name in OF_CONFIG or is_prediction_layer(place.name, spec):
+            continue
+        if VALUES.fullmatch(place.name):  # joined with the keys' part
             continue
         names, shape = our_names(place, spec), place.shape
+        if KEYS.fullmatch(place.name):
+            joined = joined_heads(file, place)
+            yield GGUFTensor(names[0], KINDS[0], joined.shape, joined.view(np.uint8))
+            continue
         if len(shape) > 1 and names != [place.name] and EXPERTS in place.name:
             shape = shape[1:]
         elif place.name.endswith(SHARED_GATE) and len(shape) == 1:
@@ -213,13 +225,6 @@ def _is_offset_norm(name: str, spec: ModelSpec) -> bool:
     """Return whether a file holds 1 + weight where checkpoints hold the weight."""
     is_such = spec.model_type.startswith("gemma") or spec.model_type in HYBRID_TYPES
     return is_such and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
-
-
-def _is_prediction_layer(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor belongs to layers for multi-token prediction, which are not run."""
-    found = IN_LAYER.fullmatch(name)
-    is_hybrid = spec.model_type in HYBRID_TYPES
-    return is_hybrid and found is not None and int(found.group(1)) >= spec.num_layers
 
 
 def _row_order(

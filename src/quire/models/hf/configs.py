@@ -108,7 +108,7 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"transformers {__version__} does not support models of type {model_type!r}; a newer"
-            " one may. Code that comes with a checkpoint is never run."
+            " one may. Code that comes with a checkpoint is never run, also with trust_remote_code."
         )
     values = {name: value for name, value in raw.items() if name not in IGNORED_FIELDS}
     try:

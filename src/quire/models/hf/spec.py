@@ -40,7 +40,7 @@ def transformers_spec(
         model_type=fields.text("model_type", ""),
         num_layers=len(facts),
         hidden_size=hidden,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
+        intermediate_size=_intermediate_size(config, hidden),
         num_heads=facts[0].num_heads,
         num_kv_heads=facts[0].num_kv_heads,
         head_dim=facts[0].head_dim,
@@ -69,6 +69,13 @@ def _has_own_head(raw: dict[str, Any], found: Architecture, directory: Path) -> 
     except ModelError:  # the loader reports the missing files
         return True
     return any(name.endswith(HEAD) for name in names)
+
+
+def _intermediate_size(config: Any, hidden: int) -> int:
+    """Return the size of the largest feed-forward layer, as Gemma 3n has one size per layer."""
+    found = getattr(config, "intermediate_size", None)
+    sizes = found if isinstance(found, list) else [found]
+    return max((each for each in sizes if isinstance(each, int)), default=0) or 4 * hidden
 
 
 def _max_position(config: Any) -> int:

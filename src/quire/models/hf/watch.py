@@ -111,6 +111,8 @@ def _why_it_fails(model: Any, found: Watch, error: Exception) -> str:
         return NO_ATTENTION
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     where = found.running[-1] if found.running else found.name
+    if isinstance(error, NotImplementedError) or "meta tensor" in reason:
+        return f"{where} computes by the values of its inputs, whose sizes cannot be known before"
     return f"its forward pass, run without memory, fails in {where}: {reason}"
 
 

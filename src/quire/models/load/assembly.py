@@ -29,7 +29,7 @@ from quire.models.parts.layers import (
     set_weight,
 )
 from quire.models.parts.pooling_layers import CLASSIFIER_TENSORS
-from quire.models.quantised.layers import QuantisedLayer
+from quire.models.quantised.layers import QUANTISABLE, Quantisable, QuantisedLayer
 from quire.models.registry import can_share, class_of
 from quire.ops.host.host_memory import HugeMemory, forget_pages, passing_memory
 from quire.ops.weights.device_weights import pack_merged
@@ -258,7 +258,7 @@ class Assembly:
     def _pack(self, unit: Unit) -> None:
         for layer in unit.modules:
             found = self.stored.get(layer)
-            if isinstance(found, QuantisedLayer) and isinstance(layer, Linear | LMHead):
+            if isinstance(found, QuantisedLayer) and isinstance(layer, QUANTISABLE):
                 self._fill_quantised(layer, found, unit.arrived)
             elif layer in self._parts and isinstance(layer, Linear | LMHead):
                 self._pack_parts(layer, unit)
@@ -286,7 +286,7 @@ class Assembly:
                     source.fill(unit.arrived[source.name])
 
     def _fill_quantised(
-        self, layer: Linear | LMHead, found: QuantisedLayer, arrived: dict[str, torch.Tensor]
+        self, layer: Quantisable, found: QuantisedLayer, arrived: dict[str, torch.Tensor]
     ) -> None:
         if found.stays_quantised:
             pieces, dtype = found.pieces(layer.sources(), arrived), layer.weight.dtype

@@ -46,7 +46,7 @@ Bytes = npt.NDArray[np.uint8]
 
 MAGIC = b"QUIREWTS"
 HEADER = struct.Struct("<8sQQQ32s")
-PAGE = 4096
+PAGE_BYTES = 4096
 MAX_INDEX_BYTES = 1 << 26
 WEIGHTS, STARTS, UNFINISHED = ".weights", ".start", ".tmp"  # suffixes of file names
 WRITTEN_AT_ONCE = 64 << 20  # large writes give the page cache large pages
@@ -101,7 +101,7 @@ def read_contents(file: int, key: str) -> Contents:
     """Read the index of an opened file and map its data. Raises one of UNUSABLE for a file that
     `write_contents` did not write for this key."""
     magic, start, num_bytes, index_bytes, digest = HEADER.unpack(_read_bytes(file, 0, HEADER.size))
-    if magic != MAGIC or index_bytes > MAX_INDEX_BYTES or start % PAGE:
+    if magic != MAGIC or index_bytes > MAX_INDEX_BYTES or start % PAGE_BYTES:
         raise ValueError("it is damaged (its header)")
     text = _read_bytes(file, HEADER.size, index_bytes)
     if hashlib.sha256(text).digest() != digest:
@@ -192,7 +192,7 @@ def _remove_unused(path: Path) -> bool:
 def _head(index: dict[str, Any], num_bytes: int) -> tuple[Bytes, int]:
     """Return the header with the index, and the offset of the data."""
     text = json.dumps(index).encode()
-    start = aligned(HEADER.size + len(text), PAGE)
+    start = aligned(HEADER.size + len(text), PAGE_BYTES)
     digest = hashlib.sha256(text).digest()
     header = HEADER.pack(MAGIC, start, num_bytes, len(text), digest)
     return np.frombuffer(header + text, np.uint8), start
@@ -235,9 +235,8 @@ class _Writer:
         self._start, self._used = self._start + num_bytes, self._used - num_bytes
 
 
-PAGE_BYTES = 4096
 WHOLE_BYTES = 64 << 20
-START_BYTES = 1 << 24
+MIN_START_BYTES, MAX_START_BYTES = 1 << 24, 1 << 27  # a safetensors header has at most 100 MB
 PAGES, MAX_TENSORS = 1024, 4096
 
 
@@ -250,17 +249,19 @@ def file_identity(path: Path) -> list[Any]:
             while piece := file.read(1 << 20):
                 digest.update(piece)
         else:
-            digest.update(file.read(START_BYTES))
-            for start in _page_offsets(path, facts.st_size):
+            ranges = _ranges(path)
+            header_bytes = min((start for start, _ in ranges), default=0)
+            digest.update(file.read(min(max(header_bytes, MIN_START_BYTES), MAX_START_BYTES)))
+            for start in _page_offsets(ranges, facts.st_size):
                 digest.update(os.pread(file.fileno(), PAGE_BYTES, start))
     return [path.name, facts.st_size, facts.st_mtime_ns, digest.hexdigest()]
 
 
-def _page_offsets(path: Path, size: int) -> Iterable[int]:
+def _page_offsets(ranges: Sequence[tuple[int, int]], size: int) -> Iterable[int]:
     """List the offsets of the pages of a large file that its digest covers, in order."""
     last = size - PAGE_BYTES
     spread = {last * i // (PAGES - 1) for i in range(PAGES)}
-    middles = {(start + end) // 2 for start, end in _ranges(path)[:MAX_TENSORS]}
+    middles = {(start + end) // 2 for start, end in ranges[:MAX_TENSORS]}
     return sorted(spread | {min(max(0, middle), last) for middle in middles})
 
 
@@ -268,7 +269,7 @@ def _ranges(path: Path) -> list[tuple[int, int]]:
     """List the first byte of each tensor and the byte after its last; empty for other formats."""
     try:
         if is_gguf(path):
-            places = GGUFFile(path).tensors.values()
+            places = GGUFFile(path, is_whole=False).tensors.values()
             return [(place.start, place.start + place.num_bytes) for place in places]
         return sorted(tensor_ranges(path).values())
     except ModelError:

@@ -57,7 +57,8 @@ class LoadOptions:
     its place. `dummy` reads no files, and uses random numbers of this seed. formats: by default,
     weights that a GGUF file quantises keep its format (gguf/stored.py) if the core multiplies it.
     cache: cache of packed weights, if any. max_bytes: limit of all weights; None for no limit.
-    place: position of the rank whose part of the model is loaded.
+    place: position of the rank whose part of the model is loaded. check_bytes: called with the
+    bytes of the packed weights before any is read; it may raise OutOfMemory.
     """
 
     load_format: str = "auto"
@@ -66,6 +67,7 @@ class LoadOptions:
     cache: WeightCache | None = None
     max_bytes: int | None = None
     place: RankPlace = WHOLE
+    check_bytes: Callable[[int], object] | None = None
 
 
 def load_model(
@@ -97,6 +99,8 @@ def load_model(
         stored = formats_of_file(directory, spec, model, dtype, device, formats)
     entry, num_bytes = None, planned_bytes(model, dtype, device, formats, stored)
     _check_room(num_bytes, options.max_bytes)
+    if options.check_bytes is not None:
+        options.check_bytes(num_bytes)
     if cache is not None and can_pack_natively(dtype, device):
         part = options.place.numbers
         made_with = (spec.identity, dtype, formats, _kernels(dtype, formats, stored), part)

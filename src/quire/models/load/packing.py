@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.models.checkpoint.formats import AS_THEY_ARE, StoredFormat, WeightFormats
 from quire.models.parts.experts import StackedExperts
+from quire.models.parts.head_linear import HeadLinear
 from quire.models.parts.layers import Embedding, Linear, LMHead, set_weight
 from quire.models.quantised.layers import QuantisedLayer
 from quire.ops.host.host_memory import HugeMemory
@@ -43,6 +44,8 @@ def pack_modules(
             _pack(module, format_of(module, formats), memory, stored)
         elif isinstance(module, StackedExperts):
             module.pack(formats.layers)
+        elif isinstance(module, HeadLinear):
+            module.pack()
 
 
 def _pack(
@@ -103,12 +106,16 @@ def planned_bytes(
     """Predict model_bytes of this model after packing. The model may still be without memory."""
     device_packing = packing(dtype, device)
     packed = [m for m in model.modules() if isinstance(m, Linear | LMHead)]
+    heads = [module for module in model.modules() if isinstance(module, HeadLinear)]
     experts = _stacked_experts(model) if device_packing.is_gpu else []
-    owned = {id(weight) for weight in (*(module.weight for module in packed), *experts)}
+    owned = {id(weight) for weight in (*(each.weight for each in (*packed, *heads)), *experts)}
     plain = {id(w): _bytes(w) for w in _weights(model) if id(w) not in owned}
     total = sum(plain.values())
     total += sum(
         device_packing.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts
+    )
+    total += sum(
+        each.shape[0] * device_packing.weight_bytes(each.shape[1:], None) for each in heads
     )
     for module in packed:
         if isinstance(module, Linear):

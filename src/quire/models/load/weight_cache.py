@@ -36,8 +36,10 @@ from quire.models.load.cache_files import (
 from quire.models.parts.layers import Layer
 from quire.ops.host.native import INTERFACE_VERSION
 from quire.ops.host.pages import ALIGNMENT, aligned
+from quire.ops.weights.opaque import OpaqueWeight
 from quire.ops.weights.pack import packed_view
-from quire.ops.weights.packed import Packed, PackedParts, PackedWeight
+from quire.ops.weights.packed import PackedParts, PackedWeight
+from quire.ops.weights.packed_heads import PackedHeads, heads_view
 
 logger = logging.getLogger("quire")
 
@@ -135,6 +137,9 @@ def indexed(model: nn.Module) -> tuple[list[dict[str, Any]], list[Bytes]]:
         if isinstance(weight, PackedWeight | PackedParts):
             piece = weight.data
             entry |= {"numbers": [part.layout for part in weight.parts]}
+        elif isinstance(weight, PackedHeads):
+            piece = weight.data
+            entry |= {"heads": weight.layout}
         else:
             piece = weight.detach().contiguous().view(-1).view(torch.uint8)
             entry |= {"dtype": str(weight.dtype).removeprefix("torch.")}
@@ -145,13 +150,13 @@ def indexed(model: nn.Module) -> tuple[list[dict[str, Any]], list[Bytes]]:
     return list(found.values()), pieces
 
 
-def _read(contents: Contents, model: nn.Module) -> list[nn.Parameter | Packed]:
+def _read(contents: Contents, model: nn.Module) -> list[nn.Parameter | OpaqueWeight]:
     """Return the weights in the order of all_weights. Raises one of UNUSABLE for a file that
     `store` did not write for this model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the read-only mapping
         data = torch.frombuffer(contents.mapped, dtype=torch.uint8)[contents.start :]
-    by_name: dict[str, nn.Parameter | Packed] = {}
+    by_name: dict[str, nn.Parameter | OpaqueWeight] = {}
     shapes = {name: getattr(module, own).shape for name, module, own in all_weights(model)}
     for entry in contents.index["weights"]:
         expected_shape = shapes[entry["names"][0]]
@@ -163,11 +168,18 @@ def _read(contents: Contents, model: nn.Module) -> list[nn.Parameter | Packed]:
     return [by_name[name] for name in shapes]
 
 
-def _weight(entry: dict[str, Any], shape: torch.Size, data: torch.Tensor) -> nn.Parameter | Packed:
+def _weight(
+    entry: dict[str, Any], shape: torch.Size, data: torch.Tensor
+) -> nn.Parameter | OpaqueWeight:
     begin, num_bytes = entry["offset"], entry["nbytes"]
     if not 0 <= begin <= begin + num_bytes <= len(data) or begin % ALIGNMENT:
         raise ValueError(f"{entry['names']} lie outside of it")
     piece = data[begin : begin + num_bytes]
+    if "heads" in entry:
+        heads = heads_view(piece, entry["heads"])
+        if sorted(heads.shape) != sorted(shape):  # turned, or as in the checkpoint
+            raise ValueError(f"{entry['names']} have another shape")
+        return heads
     if "numbers" in entry:
         packed = packed_view(piece, entry["numbers"])
         if packed.shape != tuple(shape):

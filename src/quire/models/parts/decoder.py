@@ -9,7 +9,7 @@ adds both in one operation.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -33,8 +33,9 @@ from quire.models.parts.options import DecoderOptions
 from quire.models.parts.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import Scores
-from quire.ops.elementwise import concatenate, scale, soft_cap
+from quire.ops.elementwise import add, concatenate, scale, soft_cap
 from quire.ops.embedding import add_features, place
+from quire.ops.fused_linear import ACTIVATIONS
 from quire.spec.cuts import Cut
 from quire.spec.model_spec import ModelSpec
 from quire.spec.rope_options import RopeOptions
@@ -69,10 +70,22 @@ class LayerPlace(NamedTuple):
 
 
 class LayerStep(NamedTuple):
-    """The inputs of a step that all layers share. rotary_rows: None for layers without RoPE."""
+    """The inputs of a step that all layers share. rotary_rows: None for layers without RoPE.
+    positions_T: as Model's forward has them."""
 
     rotary_rows: torch.Tensor | None
     backend: AttentionBackend
+    positions_T: torch.Tensor
+
+
+class HeadWeights(Protocol):
+    """The norm of query and key heads: weights [N + K, H], and what is added to the mean square."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
 
 
 class DecoderAttention(nn.Module):
@@ -110,7 +123,7 @@ class DecoderAttention(nn.Module):
             outputs, orders = [parts], [fused_rows(orders, sizes, size, by_head=by_head)]
         inputs = spec.hidden_size if width is None else width
         self.qkv = Linear(names_qkv, inputs, outputs, factory, bias=options.qkv_bias, orders=orders)
-        self.qk_norm = None
+        self.qk_norm: HeadWeights | None = None
         if options.qk_norm:
             self.qk_norm = head_norm(at, name, order)
         self.output = attention_output(at, name_output)
@@ -119,21 +132,33 @@ class DecoderAttention(nn.Module):
         self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
 
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        rotary_rows, backend = step
+        out_TD: torch.Tensor = self.output(self._attend(self.qkv(x_TD), step))
+        return out_TD
+
+    def fuses(self, x_TD: torch.Tensor) -> bool:
+        """See FusedPart."""
+        return self.qkv.fuses(x_TD, has_norm=True) and self.output.fuses(x_TD)
+
+    def add_to(self, x_TD: torch.Tensor, norm: RMSNorm, step: LayerStep) -> torch.Tensor:
+        """See FusedPart."""
+        read_TM = self._attend(self.qkv.forward_normed(x_TD, norm), step)
+        return self.output.forward_added(read_TM, x_TD)
+
+    def _attend(self, qkv_TO: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        """Return what the heads read, [T, N * H], for projected queries, keys and values."""
+        rotary_rows, backend, _ = step
         heads, kv_heads = self._heads, self._kv_heads
-        qkv_TMH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qkv_TMH = qkv_TO.view(-1, heads + 2 * kv_heads, self._head_dim)
         norm = self.qk_norm
         sinks_N = None if self.sinks is None else self.sinks.weight
         if rotary_rows is None:
             assert norm is None, "norms of heads come with rotation"
             q_TNH, k_TKH, v_TKH = qkv_TMH.split([heads, kv_heads, kv_heads], dim=1)
-            plain: torch.Tensor = self.output(self.attention(q_TNH, k_TKH, v_TKH, backend, sinks_N))
-            return plain
+            return self.attention(q_TNH, k_TKH, v_TKH, backend, sinks_N)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         layer = self.attention.layer
         q_TNH = backend.rotary_write(layer, qkv_TMH, kv_heads, rotary_rows, weight, eps)
-        out: torch.Tensor = self.output(self.attention.stored(q_TNH, backend, sinks_N))
-        return out
+        return self.attention.stored(q_TNH, backend, sinks_N)
 
 
 class GatedMLP(nn.Module):
@@ -161,8 +186,41 @@ class GatedMLP(nn.Module):
         self._gate = activation(at.spec.layers.activation, GATES)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self._gate(self.gate_up(x_TD)))
+        out: torch.Tensor = self.down(self.gate_up.forward_gated(x_TD, self._gate))
         return out
+
+    def fuses(self, x_TD: torch.Tensor) -> bool:
+        """See FusedPart."""
+        is_known = self._gate in ACTIVATIONS
+        return is_known and self.gate_up.fuses(x_TD, has_norm=True) and self.down.fuses(x_TD)
+
+    def add_to(self, x_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """See FusedPart."""
+        inner_TF = self.gate_up.forward_normed(x_TD, norm, self._gate)
+        return self.down.forward_added(inner_TF, x_TD)
+
+
+FusedPart = DecoderAttention | GatedMLP
+"""Parts of a layer that can be fused with their norm and their residual addition. `fuses` returns
+whether the tokens of x [T, D] are; `add_to` then returns x + part(norm(x)), [T, D]."""
+
+
+def after_norm(
+    norm: nn.Module,
+    part: nn.Module,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    *step: LayerStep,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a part of a layer on norm(x + residual). Return its output and x + residual, both [T, D].
+    If the part is fused, return their sum and None."""
+    # A subclass may compute something else than the fused operations do.
+    is_plain = type(part) in (DecoderAttention, GatedMLP) and type(norm) is RMSNorm
+    if is_plain and cast(FusedPart, part).fuses(x_TD):
+        total_TD = x_TD if residual_TD is None else add(x_TD, residual_TD)
+        return cast(FusedPart, part).add_to(total_TD, cast(RMSNorm, norm), *step), None
+    x_TD, residual_TD = norm(x_TD, residual_TD)
+    return part(x_TD, *step), residual_TD
 
 
 class DecoderLayerKind(Protocol):
@@ -193,13 +251,11 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output of the feed-forward layer and the residual stream before it, both
-        [T, D]; their sum is the stream after this layer."""
-        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.attention(x_TD, step)
-        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        [T, D]; their sum is the stream after this layer. Fused layers return the sum and None."""
+        x_TD, residual_TD = after_norm(self.attention_norm, self.attention, x_TD, residual_TD, step)
+        return after_norm(self.mlp_norm, self.mlp, x_TD, residual_TD)
 
 
 class SandwichLayer(DecoderLayer):
@@ -291,7 +347,7 @@ class Decoder(Model):
             self.embedding = Embedding(table, vocabulary, size, factory)
         ropes = [layer_rope(spec, options, layer) for layer in here]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
-        self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
+        self._rotaries = [Rotary(kind, spec.rotary_dim, factory) for kind in kinds]
         self._kind_of_layer = [-1 if rope is None else kinds.index(rope) for rope in ropes]
         self.layers = nn.ModuleList(
             self.layer_kind(LayerPlace(spec, options, layer, names[layer], factory))
@@ -329,8 +385,10 @@ class Decoder(Model):
     ) -> torch.Tensor:
         """See Model."""
         x_TD, residual_TD = self._begin(input_ids_T, inputs_embeds_TD, intermediate_TE)
-        steps = [LayerStep(rotary(positions_T), attention) for rotary in self._rotaries]
-        steps.append(LayerStep(None, attention))  # the last, of kind -1
+        steps = [
+            LayerStep(rotary(positions_T), attention, positions_T) for rotary in self._rotaries
+        ]
+        steps.append(LayerStep(None, attention, positions_T))  # the last, of kind -1
         reads = self.reads
         for number, layer, kind in zip(self._here, self.layers, self._kind_of_layer, strict=True):
             if reads is not None:
@@ -342,9 +400,11 @@ class Decoder(Model):
         if reads is not None:
             reads.keep(self._here.stop, x_TD, residual_TD)
         if self.norm is None:
-            assert residual_TD is not None, "a stage has layers"
-            return concatenate(x_TD, residual_TD)
+            # After fused layers x is the whole stream.
+            return concatenate(x_TD, torch.zeros_like(x_TD) if residual_TD is None else residual_TD)
         hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
+        if reads is not None:
+            reads.keep(self._here.stop + 1, hidden_TD, None)
         return hidden_TD
 
     def _begin(

@@ -13,6 +13,7 @@ from torch import nn
 from quire.base.errors import ConfigError
 from quire.models.model import Model
 from quire.models.parts.experts import StackedExperts
+from quire.models.parts.head_linear import HeadLinear
 from quire.models.parts.layers import Embedding, Linear, LMHead
 from quire.ops.gpu import kernels_for
 from quire.ops.precision import FixedOrderWeight
@@ -37,6 +38,13 @@ def make_deterministic(model: nn.Module) -> None:
         raise ConfigError(
             "deterministic needs a model with quire's operations; this one runs code of"
             " transformers, whose sums have no fixed order."
+        )
+    if any(
+        isinstance(module, HeadLinear) and isinstance(module.weight, torch.Tensor)
+        for module in model.modules()
+    ):
+        raise ConfigError(
+            "deterministic has no kernel for the products of heads in latent attention; remove it."
         )
     made: dict[int, FixedOrderWeight | GPUWeight] = {}
     for name, weight in _multiplied(model):

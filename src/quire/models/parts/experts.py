@@ -10,16 +10,22 @@ quantised checkpoint have their own layers on a GPU too, until they are loaded.
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from quire.models.checkpoint.sources import Part, Rows, Source, Stretches, rows_of
-from quire.models.parts.layers import Layer, Linear, ParamFactory, is_added_elsewhere
+from quire.models.parts.layers import (
+    Layer,
+    Linear,
+    ParamFactory,
+    is_added_elsewhere,
+)
 from quire.ops.collective import all_reduce
 from quire.ops.elementwise import ClampedGate
-from quire.ops.moe import moe_experts, moe_route
+from quire.ops.moe import moe_experts, moe_route, moe_route_groups
 from quire.ops.weights.device_weights import Weight, pack_experts, stacked_weights
 from quire.ops.weights.formats import Quantization
 from quire.spec.cuts import Cut
@@ -117,6 +123,20 @@ class Router(Linear):
         self, name: str, size: int, num_experts: int, factory: ParamFactory, bias: bool = False
     ) -> None:
         super().__init__([name], size, [num_experts], factory, bias=bias)
+
+
+class RouteBias(Layer):
+    """A bias per expert that is added to its score for the choice of experts (DeepSeek-V3)."""
+
+    neutral = MappingProxyType({"weight": 0.0})
+
+    def __init__(self, router: str, num_experts: int, factory: ParamFactory) -> None:
+        super().__init__()
+        self._name = f"{router}.e_score_correction_bias"
+        self.weight = factory.exact_parameter(num_experts)
+
+    def sources(self) -> list[Source]:
+        return [Source(self._name, self.weight)]
 
 
 class ExpertLinear(Linear):
@@ -293,7 +313,11 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.options, size, count = options, spec.hidden_size, options.num_experts
-        self.router = Router(f"{name}.{form.router}", size, count, factory, bias=form.has_bias)
+        router = f"{name}.{form.router}"
+        self.router = Router(router, size, count, factory, bias=form.has_bias)
+        self.route_bias = None
+        if options.routing is not None and options.routing.is_sigmoid:
+            self.route_bias = RouteBias(router, count, factory)
         kind = experts_class(factory.device)
         if spec.quantization is not None:
             kind = ExpertList
@@ -303,10 +327,18 @@ class SparseMLP(nn.Module):
         self._group = None if all(part.is_whole for part in parts) else place.tensor
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        options = self.options
-        ids_TC, weights_TC = moe_route(self.router(x_TD), options.num_chosen, options.normalises)
+        ids_TC, weights_TC = self._route(self.router(x_TD))
         out_TD: torch.Tensor = self.experts(x_TD, ids_TC, weights_TC)
         return out_TD if self._group is None else all_reduce(out_TD, self._group)
+
+    def _route(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's experts and their weights, [T, C]."""
+        options, bias = self.options, self.route_bias
+        chosen = options.num_chosen, options.normalises
+        if options.routing is None:
+            return moe_route(logits_TE, *chosen)
+        bias_E = None if bias is None else bias.weight
+        return moe_route_groups(logits_TE, *chosen, options.routing, bias_E)
 
     def finish(self, device: torch.device) -> None:
         """Convert the loaded experts to the form that the device multiplies."""

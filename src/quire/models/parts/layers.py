@@ -18,7 +18,8 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.models.checkpoint.rank_place import WHOLE, RankPlace
-from quire.models.checkpoint.sources import ALL, Source, Stretches, rows_of
+from quire.models.checkpoint.sources import ALL, Rows, Source, Stretches, rows_of
+from quire.ops.adapters import AdapterSlots, add_adapters
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import Scores
 from quire.ops.collective import RankGroup, all_reduce
@@ -33,6 +34,18 @@ from quire.ops.elementwise import (
     silu_mul,
 )
 from quire.ops.embedding import embedding, part_of_embedding
+from quire.ops.fused_linear import (
+    ACTIVATIONS as FUSED_GATES,
+)
+from quire.ops.fused_linear import (
+    Gate,
+    fuses,
+    gates,
+    linear_add,
+    linear_gate,
+    normed_gate,
+    normed_linear,
+)
 from quire.ops.host.host_memory import HugeMemory
 from quire.ops.linear import linear
 from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
@@ -80,8 +93,9 @@ class Layer(nn.Module):
         return next(source for source in self.sources() if source.name == name)
 
 
-def set_weight(layer: Layer, weight: Weight) -> None:
-    """Replace a layer's `weight`. A packed weight becomes a plain attribute, not a parameter."""
+def set_weight(layer: Layer, weight: torch.Tensor | OpaqueWeight) -> None:
+    """Replace a layer's `weight`, such as [N, K]. A packed weight becomes a plain attribute, not a
+    parameter."""
     if weight is layer.weight:
         return
     del layer.weight
@@ -100,6 +114,8 @@ class Linear(Layer):
     """
 
     keeps_dtype = False  # whether quantization skips this layer
+    # Slots for adapters, and the layer's number there; set where adapters are enabled.
+    adapted: tuple[AdapterSlots, int] | None = None
 
     def __init__(
         self,
@@ -129,7 +145,31 @@ class Linear(Layer):
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         out_TO = linear(x_TI, self.weight, self.bias)
+        if self.adapted is not None:
+            add_adapters(out_TO, x_TI, *self.adapted)
         return out_TO if self._group is None else all_reduce(out_TO, self._group)
+
+    def forward_gated(self, x_TD: torch.Tensor, gate: Gate) -> torch.Tensor:
+        """Return the gate's result for the outputs, [T, O / 2], by one launch if possible."""
+        if self._group is None and gate in FUSED_GATES and gates(x_TD, self.weight):
+            return linear_gate(x_TD, self.weight, self.bias, gate)
+        return gate(self.forward(x_TD))
+
+    def fuses(self, x_TD: torch.Tensor, *, has_norm: bool = False) -> bool:
+        """Return whether one launch computes `forward_normed`, with has_norm, or `forward_added`
+        for the tokens of x [T, D]."""
+        return self._group is None and fuses(x_TD, self.weight, has_norm=has_norm)
+
+    def forward_normed(
+        self, x_TD: torch.Tensor, norm: "RMSNorm", gate: Gate | None = None
+    ) -> torch.Tensor:
+        """Return the outputs for norm(x), [T, O], or the gate's result for them, [T, O / 2]."""
+        operands = x_TD, norm.weight, norm.eps, self.weight, self.bias
+        return normed_linear(*operands) if gate is None else normed_gate(*operands, gate)
+
+    def forward_added(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> torch.Tensor:
+        """Return the outputs plus the residual, [T, O]."""
+        return linear_add(x_TI, self.weight, self.bias, residual_TO)
 
     def sources(self) -> list[Source]:
         names, taken = self._names, [rows.taken() for rows in self._rows]
@@ -152,6 +192,21 @@ class Linear(Layer):
                 for name, part, (rows, order) in zip(names, biases, taken, strict=True)
             ]
         return parts
+
+    @property
+    def module_rows(self) -> tuple[tuple[str, Rows], ...]:
+        """Return each checkpoint module and its rows, in the order of the outputs."""
+        return tuple(zip(self._names, self._rows, strict=True))
+
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether the checkpoint holds the weight as [inputs, outputs]."""
+        return self._transposed
+
+    @property
+    def columns(self) -> Cut | None:
+        """Return this rank's part of the inputs; None for all."""
+        return self._columns
 
     def stretches(self, name: str) -> Stretches:
         """See Layer."""
@@ -271,7 +326,7 @@ class RMSNorm(Layer):
         self, name: str, size: int, eps: float, factory: ParamFactory, offset: float = 0.0
     ) -> None:
         super().__init__()
-        self._name, self._eps, self._offset = name, eps, offset
+        self._name, self.eps, self._offset = name, eps, offset
         self.weight = factory.exact_parameter(size) if offset else factory.parameter(size)
 
     def forward(
@@ -279,8 +334,8 @@ class RMSNorm(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised sum and the sum, each [T, D]; without a residual the sum is x."""
         if residual_TD is None:
-            return rms_norm(x_TD, self.weight, self._eps), x_TD
-        return add_rms_norm(x_TD, residual_TD, self.weight, self._eps)
+            return rms_norm(x_TD, self.weight, self.eps), x_TD
+        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
     def sources(self) -> list[Source]:
         return [Source(f"{self._name}.weight", self.weight, offset=self._offset)]

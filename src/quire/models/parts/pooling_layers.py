@@ -170,11 +170,11 @@ def _needed(files: Sequence[Path], names: tuple[str, ...]) -> torch.Tensor:
 
 
 def _tensor(files: Iterable[Path], names: tuple[str, ...]) -> torch.Tensor | None:
-    """Return one of these tensors from the first file that holds any; None without one."""
+    """Return the first of these names from the first file that holds any; None without one."""
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
-                for name in set(names) & set(opened.keys()):
+                for name in (each for each in names if each in opened.keys()):  # noqa: SIM118
                     found: torch.Tensor = opened.get_tensor(name)
                     return found
         except (SafetensorError, OSError) as error:

@@ -15,6 +15,7 @@ from torch import nn
 from quire.base.errors import ModelError
 from quire.models.checkpoint.files import TensorHeader, listed
 from quire.models.checkpoint.sources import Source
+from quire.models.parts.head_linear import HeadLinear
 from quire.models.parts.layers import Linear, LMHead
 from quire.models.quantised import awq, float4, float8, gptq, integers, packed
 from quire.models.quantised.cutting import step_of, take_inputs, take_outputs
@@ -25,6 +26,8 @@ from quire.ops.weights.stored_rows import StoredRows, selected
 from quire.spec import quantization_config as forms
 from quire.spec.quantization_config import QuantizationConfig, StoredWeight
 
+Quantisable = Linear | LMHead | HeadLinear  # layers that checkpoints may hold quantised
+QUANTISABLE = (Linear, LMHead, HeadLinear)
 WEIGHT = ".weight"
 PLAIN = ("F64", "F32", "F16", "BF16")
 
@@ -182,7 +185,7 @@ def quantised_layers(
     """
     found: dict[nn.Module, QuantisedLayer] = {}
     for layer in model.modules():
-        if not isinstance(layer, Linear | LMHead):
+        if not isinstance(layer, QUANTISABLE):
             continue
         sources = [each for each in layer.sources() if each.destination.dim() == 2]
         biases = {each.name for each in layer.sources() if each.destination.dim() == 1}
@@ -193,7 +196,8 @@ def quantised_layers(
         outputs = {each.name: each.destination.shape[0] for each in sources}
         # A part of sorted inputs has groups of unequal sizes, which kernels cannot multiply.
         cuts_sorted = any(p.cuts_sorted_groups for p in quantised.values())
-        found[layer] = QuantisedLayer(quantised, outputs, stays_quantised and not cuts_sorted)
+        stays = stays_quantised and not cuts_sorted and not isinstance(layer, HeadLinear)
+        found[layer] = QuantisedLayer(quantised, outputs, stays)
         if found[layer].stays_quantised:
             for part in quantised.values():
                 part.check(headers)

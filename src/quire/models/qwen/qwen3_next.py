@@ -63,7 +63,7 @@ class GatedAttention(nn.Module):
         self.attention = Attention(layer, Scores(size**-0.5))
 
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        rotary_rows, backend = step
+        rotary_rows, backend, _ = step
         assert rotary_rows is not None, "all layers of this kind turn queries and keys"
         heads, kv_heads, size = self._heads, self._kv_heads, self._head_dim
         all_heads = self.gate_qkv(x_TD).view(-1, 2 * (heads + kv_heads), size)

@@ -1,16 +1,18 @@
 """Interface of attention backends (P 4.1, T 4.2.2).
 
 Shape legend: T tokens of the step, S scheduled rows, N query heads, K KV heads, H head dim, B
-blocks of a group's pool, P tokens per block, L longest block table of the step.
+blocks of a group's pool, P tokens per block, L longest block table of the step (in latent
+attention, elements of a latent vector).
 
 A step concatenates the tokens of S rows. Row s has `query_lens[s]` tokens; the last of them has
 position `context_lens[s] - 1` in its sequence. The row's block table lists the blocks with its keys
 and values: position p is in block `table[p // P]` at offset `p % P`.
-A token at position i attends to positions j with `max(0, i - window + 1) <= j <= i`. If it has an
-end after i, it attends up to `j < end`.
+A token at position i attends to positions j with `max(0, i - window + 1) <= j <= i`, or in a
+chunked group `i - i % window <= j <= i`. If it has an end after i, it attends up to `j < end`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32, Scores
 from quire.ops.blocks.host_blocks import HostBlocks
 from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary
-from quire.spec.cache_group import CacheGroup
+from quire.spec.cache_group import CHUNKED, LATENT, CacheGroup
 
 
 class Part(NamedTuple):
@@ -33,6 +35,10 @@ class Part(NamedTuple):
 
     out_TNH: torch.Tensor
     log_sums_TN: torch.Tensor
+
+
+# Makes keys [C, N, H] and values [C, N, num_values] of C latent vectors, [C, L].
+Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class AttentionBackend(ABC):
@@ -51,6 +57,17 @@ class AttentionBackend(ABC):
     name: str
     can_be_recorded = False
     takes_any_lengths = False
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether layers have states, which a recorded step with draft tokens settles."""
+        return False
+
+    def prefers_uncut(self, context_lens: Int32) -> bool:
+        """Return whether a step of rows with one new token each is better run with `is_uncut`.
+        context_lens: [S]. The answer may depend on earlier steps, as some layouts are known then.
+        """
+        return False
 
     @abstractmethod
     def prepare(self, step: AttentionStep) -> None:
@@ -74,6 +91,32 @@ class AttentionBackend(ABC):
             f"attention_backend {self.name} cannot share a sequence's tokens with other ranks;"
             " remove decode_context_parallel_size."
         )
+
+    def write_latent(self, layer: int, latent_TL: torch.Tensor) -> None:
+        """Store this step's latent vectors, [T, L], in the blocks of the layer's latent group.
+        Raises ConfigError in a backend without latent attention."""
+        raise _has_no_latents(self)
+
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """Return absorbed multi-head latent attention (DeepSeek-V2, section 2.1), [T, N,
+        num_values], contiguous. All heads read the same vectors: a key is a whole latent vector,
+        and its value the vector's first `num_values` elements. Call `write_latent` before it.
+        Raises ConfigError in a backend without latent attention."""
+        raise _has_no_latents(self)
+
+    def prefers_expanded(self, min_tokens: int) -> bool:
+        """Return whether to attend by `run_expanded` instead of `run_latent` in the prepared step.
+        min_tokens: new tokens per row from which that takes fewer products."""
+        return False
+
+    def run_expanded(
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, expand: Expand, num_values: int
+    ) -> torch.Tensor:
+        """Attend with keys and values that `expand` makes of the cached latent vectors; return
+        [T, N, num_values], contiguous. Needed only if `prefers_expanded` may be true."""
+        raise _has_no_latents(self)
 
     def prepare_states(self, step: AttentionStep) -> None:
         """Prepare a step that runs only layers with states. Call it after the previous step's
@@ -161,6 +204,15 @@ class ForwardingBackend(AttentionBackend):
     def __init__(self, inner: AttentionBackend) -> None:
         self.inner = inner
 
+    @property
+    def has_states(self) -> bool:
+        """See AttentionBackend."""
+        return self.inner.has_states
+
+    def prefers_uncut(self, context_lens: Int32) -> bool:
+        """See AttentionBackend."""
+        return self.inner.prefers_uncut(context_lens)
+
     def prepare(self, step: AttentionStep) -> None:
         """See AttentionBackend."""
         self.inner.prepare(step)
@@ -186,6 +238,24 @@ class ForwardingBackend(AttentionBackend):
     def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
         return self.inner.run_part(layer, q_TNH, scores)
+
+    def write_latent(self, layer: int, latent_TL: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        self.inner.write_latent(layer, latent_TL)
+
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.inner.run_latent(layer, q_TNL, scores, num_values)
+
+    def prefers_expanded(self, min_tokens: int) -> bool:
+        """See AttentionBackend."""
+        return self.inner.prefers_expanded(min_tokens)
+
+    def run_expanded(self, *given: Any) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.inner.run_expanded(*given)
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
         """See AttentionBackend."""
@@ -237,10 +307,33 @@ class KVLayout:
         return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
 
 
+def first_seen(group: CacheGroup, positions: torch.Tensor) -> torch.Tensor | None:
+    """Return the first position that the token at each position attends to, [...]; it may be below
+    0. None if tokens of the group attend to all earlier ones. positions: [...]."""
+    if group.window is None:
+        return None
+    if group.kind == CHUNKED:
+        return positions - positions % group.window
+    return positions - group.window + 1
+
+
 def _keeps_no_states(backend: AttentionBackend) -> ConfigError:
     return ConfigError(
         f"attention_backend {backend.name} cannot run models whose layers have states."
     )
+
+
+def _has_no_latents(backend: AttentionBackend) -> ConfigError:
+    return ConfigError(
+        f"attention_backend {backend.name} cannot run models with latent attention; remove"
+        " attention_backend to use one that can."
+    )
+
+
+def why_no_latents(layout: KVLayout) -> str | None:
+    """Return the reason why a backend without latent attention cannot serve the layout."""
+    has_latents = any(group.kind == LATENT for group in layout.groups)
+    return "it has no latent attention" if has_latents else None
 
 
 def refuse_kv_format(backend: str, layout: KVLayout) -> None:

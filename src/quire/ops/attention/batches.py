@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.attention.base import KVLayout
+from quire.ops.attention.base import KVLayout, first_seen
 from quire.ops.attention_inputs import AttentionStep
 from quire.ops.host.host_memory import to_device
 from quire.spec.cache_group import CacheGroup
@@ -67,7 +67,7 @@ class BatchBuilder:
     """Builder of the batches of one cache group."""
 
     def __init__(self, group: CacheGroup, layout: KVLayout) -> None:
-        self._window = group.window
+        self._group = group
         self._block_size = layout.block_size
         self._device, self._dtype = layout.device, layout.dtype
         budget = CPU_BATCH_BYTES if layout.device.type == "cpu" else GPU_BATCH_BYTES
@@ -107,9 +107,9 @@ class BatchBuilder:
     def _num_blocks(self, context_lens: Ints, query_lens: Ints, ends: Ints) -> Ints:
         """Count the blocks, from the first visible one on, that queries before `ends` can see."""
         visible = context_lens - query_lens + ends
-        if self._window is not None:
+        if self._group.window is not None:
             # The first block may hold up to P - 1 tokens that the first query does not see.
-            visible = np.minimum(visible, self._window + ends + self._block_size - 2)
+            visible = np.minimum(visible, self._group.window + ends + self._block_size - 2)
         return -(-visible // self._block_size)
 
     def _sort_rows(self, query_lens: Ints, num_blocks_S: Ints) -> Iterator[Ints]:
@@ -173,9 +173,9 @@ class BatchBuilder:
         return self._index((starts[rows][:, None] + np.arange(num_queries)).ravel())
 
     def _first_block(self, context_lens_R: torch.Tensor, num_queries: int) -> torch.Tensor:
-        if self._window is None:
+        first_R = first_seen(self._group, context_lens_R - num_queries)
+        if first_R is None:
             return torch.zeros_like(context_lens_R)
-        first_R = context_lens_R - num_queries - self._window + 1
         return first_R.clamp_(min=0) // self._block_size
 
     def _spans(
@@ -197,8 +197,8 @@ class BatchBuilder:
             queries_RQ1 = positions_RQ[:, first:end, None]
             last_RQ1 = queries_RQ1 if last_RQ is None else last_RQ[:, first:end, None]
             hidden_RQC = keys_R1C > last_RQ1
-            if self._window is not None:
-                hidden_RQC |= keys_R1C <= queries_RQ1 - self._window
+            if (first_RQ1 := first_seen(self._group, queries_RQ1)) is not None:
+                hidden_RQC |= keys_R1C < first_RQ1
             bias_RQC = torch.zeros(hidden_RQC.shape, dtype=self._dtype, device=self._device)
             bias_RQC.masked_fill_(hidden_RQC, -torch.inf)
             yield Span(first, end, context, bias_RQC[:, None])

@@ -25,7 +25,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.ops.attention.base import AttentionBackend, ForwardingBackend, KVLayout
+from quire.base.errors import ConfigError
+from quire.ops.attention.base import (
+    AttentionBackend,
+    ForwardingBackend,
+    KVLayout,
+    why_no_latents,
+)
 from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from quire.ops.blocks.host_blocks import HostBlocks
 from quire.ops.collective import RankGroup, all_gather, all_to_all
@@ -43,6 +49,11 @@ def share_context(layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> Atte
     Raises ConfigError for blocks that cannot be divided."""
     if ranks.size == 1 or not any(map(_is_divided, layout.groups)):
         return make(layout)
+    if why_no_latents(layout) is not None:
+        raise ConfigError(
+            "ranks cannot divide the tokens of a sequence with latent attention; remove"
+            " decode_context_parallel_size."
+        )
     return ContextShared(layout, make, ranks)
 
 

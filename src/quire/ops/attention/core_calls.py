@@ -6,10 +6,11 @@ from typing import NamedTuple
 from quire.ops.host.native import needed_core
 from quire.ops.host.native_types import CoreKV, CorePlan
 from quire.ops.host.threads import num_threads
-from quire.spec.cache_group import STEP, CacheGroup
+from quire.spec.cache_group import LATENT, STEP, CacheGroup, equal_parts
 from quire.spec.config_fields import MAX_COUNT
 
-KV_FORMATS = ("float32", "bfloat16", "float16", "int8")  # by the core's number
+KV_FORMATS = ("float32", "bfloat16", "float16", "int8", "fp8")  # by the core's number
+MAX_PART_HEADS = 32  # heads sharing latent vectors that a thread computes together
 
 
 class StepAddresses(NamedTuple):
@@ -25,10 +26,18 @@ class StepAddresses(NamedTuple):
 
 
 def kv_layer(
-    group: CacheGroup, num_blocks: int, block_size: int, kv_format: str, addresses: tuple[int, int]
+    group: CacheGroup,
+    num_blocks: int,
+    block_size: int,
+    kv_format: str,
+    addresses: tuple[int, int],
+    num_values: int = 0,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> CoreKV:
     """Return a layer's keys and values as the core's type. addresses: addresses of the keys and
-    of the values. kv_format: one of KV_FORMATS."""
+    of the values. kv_format: one of KV_FORMATS. num_values: elements of a latent vector that are
+    its value, 0 for layers without latent vectors. scales: divisors of stored fp8 keys and
+    values."""
     return needed_core().KvLayer(
         format=KV_FORMATS.index(kv_format),
         heads=group.num_kv_heads,
@@ -37,6 +46,9 @@ def kv_layer(
         head_dim=group.head_dim,
         keys=addresses[0],
         values=addresses[1],
+        num_values=num_values,
+        key_scale=scales[0],
+        value_scale=scales[1],
     )
 
 
@@ -50,13 +62,19 @@ def cut_step(
     split: bool = True,
     cascade: bool = True,
 ) -> None:
-    """Cut a step's work in a cache group; store it in `plan`. split, cascade: see CpuBackend."""
+    """Cut a step's work in a cache group; store it in `plan`. split, cascade: see CpuBackend.
+
+    The heads that share latent vectors are cut into parts, each like the queries of a KV head."""
+    kv_heads = group.num_kv_heads
+    if group.kind == LATENT:
+        kv_heads = equal_parts(queries_per_kv_head, MAX_PART_HEADS)
+        queries_per_kv_head //= kv_heads
     plan.prepare(
         **step._asdict(),
         block_size=block_size,
-        window=group.window or 0,
+        window=group.kernel_window,
         num_later_seen=_num_later_seen(group),
-        kv_heads=group.num_kv_heads,
+        kv_heads=kv_heads,
         group=queries_per_kv_head,
         head_dim=group.head_dim,
         num_threads=num_threads(),

@@ -6,6 +6,7 @@ A step's work is cut once per cache group, for all of its layers. A query's resu
 in any batch, with any chunks of its sequence, and on any number of threads.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +22,12 @@ from quire.ops.host.native import address, core, needed_core
 from quire.ops.host.native_types import CoreKV, CorePlan, CoreRows
 from quire.ops.host.threads import num_threads
 from quire.ops.registry import op
+from quire.ops.weights import formats
 from quire.ops.weights.formats import ATTENTION, chosen_variant
 from quire.ops.weights.packed import ELEMENTS
+from quire.spec.cache_group import LATENT
 
-KV_FORMATS = ("auto", "int8")
+KV_FORMATS = ("auto", "int8", "fp8")
 
 
 def why_not(layout: KVLayout) -> str | None:
@@ -34,7 +37,13 @@ def why_not(layout: KVLayout) -> str | None:
     if layout.dtype not in ELEMENTS:
         return f"it has float32, bfloat16 and float16, not {layout.dtype}"
     if layout.kv_format not in KV_FORMATS:
-        return f"it stores keys and values as {' or '.join(KV_FORMATS)}, not {layout.kv_format!r}"
+        return f"it stores keys and values as auto, int8 or fp8, not {layout.kv_format!r}"
+    bytes_of_number = layout.dtype.itemsize if layout.kv_format == "auto" else 1
+    sizes = [group.head_dim for group in layout.groups if group.kind == LATENT]
+    if any(size * bytes_of_number % 4 for size in sizes):
+        return f"latent vectors must have a multiple of 4 bytes, got {sizes} numbers"
+    if layout.kv_format == "fp8" and any(0 < group.head_dim < 4 for group in layout.groups):
+        return "fp8 needs heads of at least 4 numbers"
     return "the C++ core was not built" if core() is None else None
 
 
@@ -51,7 +60,8 @@ class CpuBackend(MovesBlocks):
 
     states: layers with states. variant: instruction set, a name from `variants`.
     split, cascade: whether work may be cut along contexts, and whether rows that share blocks may
-    read them together. Neither changes any bit of the results.
+    read them together. Neither changes any bit of the results. scales: of a layer's fp8 keys and
+    values, 1 if absent.
     """
 
     name = "cpu"
@@ -63,6 +73,7 @@ class CpuBackend(MovesBlocks):
         variant: str | None = None,
         split: bool = True,
         cascade: bool = True,
+        scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
         reason = why_not(layout)
         if reason is not None:
@@ -72,10 +83,11 @@ class CpuBackend(MovesBlocks):
         self._step: AttentionStep | None = None
         self._memory = KVMemory(layout)
         self.variant = variant_number(variant or chosen_variant(multiplied_as(layout)))
+        self._scales = dict(scales or {})
         self.states = StatesInCore(self._memory, layout, self.variant)
         self._layers = {
-            layer: self._layer_kv(*location)
-            for layer, location in self._memory.location.items()
+            layer: self._layer_kv(layer)
+            for layer in self._memory.location
             if layer not in self.states
         }
         self._options = (split, cascade)
@@ -126,6 +138,9 @@ class CpuBackend(MovesBlocks):
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Store this step's keys and values, [T, K, H] each, in their slots."""
+        self._store(layer, k_TKH, v_TKH)
+
+    def _store(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         kv = self._layers[layer]
         slots_T = self.slots(kv.group)
         assert len(slots_T) == len(k_TKH) == len(v_TKH), "one key and one value per slot"
@@ -146,7 +161,7 @@ class CpuBackend(MovesBlocks):
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         sinks = 0 if scores.sinks_N is None else address(scores.sinks_N, torch.float32)
-        self._attend(layer, q_TNH, out_TNH, scores, (sinks, 0))
+        self._attend(self._layers[layer], q_TNH, out_TNH, scores, (sinks, 0))
         return out_TNH
 
     def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
@@ -154,20 +169,35 @@ class CpuBackend(MovesBlocks):
         out_TNH = torch.empty(q_TNH.shape, dtype=torch.float32)
         sums_TN2 = torch.empty(*q_TNH.shape[:2], 2)
         sums = address(sums_TN2, torch.float32)
-        self._attend(layer, q_TNH, out_TNH, scores, (0, sums))
+        self._attend(self._layers[layer], q_TNH, out_TNH, scores, (0, sums))
         largest_TN, sum_TN = sums_TN2.unbind(-1)
         return Part(out_TNH, largest_TN + sum_TN.log())
 
+    @op("latent_write")
+    def write_latent(self, layer: int, latent_TL: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        self._store(layer, latent_TL[:, None], latent_TL[:, None])
+
+    @op("latent_attention")
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        out_TNV = torch.empty(*q_TNL.shape[:2], num_values, dtype=q_TNL.dtype)
+        kv = self._layer_kv(layer, num_values)
+        sinks = 0 if scores.sinks_N is None else address(scores.sinks_N, torch.float32)
+        self._attend(kv, q_TNL, out_TNV, scores, (sinks, 0))
+        return out_TNV
+
     def _attend(
         self,
-        layer: int,
+        kv: LayerKV,
         q_TNH: torch.Tensor,
         out_TNH: torch.Tensor,
         scores: Scores,
         addresses: tuple[int, int],
     ) -> None:
         """Attend into `out`. addresses: of the sinks and of the memory for sums, 0 for none."""
-        kv = self._layers[layer]
         self._core.paged_attention(
             self.plan(kv.group, q_TNH.shape[1] // kv.kv.heads),
             kv.kv,
@@ -221,17 +251,24 @@ class CpuBackend(MovesBlocks):
             cascade=cascade,
         )
 
-    def _layer_kv(self, group: int, index: int) -> LayerKV:
+    def _layer_kv(self, layer: int, num_values: int | None = None) -> LayerKV:
+        """Return a layer's keys and values. num_values: elements of a latent vector that are its
+        value, all of them by default."""
+        group, index = self.location(layer)
         layout, kv = self._layout, self._memory.kv[group]
+        is_latent, size = layout.groups[group].kind == LATENT, layout.groups[group].head_dim
         dtype = str(layout.dtype).removeprefix("torch.")
-        layer = kv_layer(
+        k_scale, v_scale = self._scales.get(layer, (1.0, 1.0))
+        found = kv_layer(
             layout.groups[group],
             layout.num_blocks[group],
             layout.block_size,
             dtype if layout.kv_format == "auto" else layout.kv_format,
-            (kv[0, index].data_ptr(), kv[1, index].data_ptr()),
+            (kv[0, index].data_ptr(), kv[-1, index].data_ptr()),
+            (num_values or size) if is_latent else 0,
+            (k_scale, k_scale if is_latent else v_scale),  # a latent vector is stored once
         )
-        return LayerKV(group, layer)
+        return LayerKV(group, found)
 
     def _head_rows(self, x: torch.Tensor) -> CoreRows:
         """Return rows [T, heads, H] as the core's type."""
@@ -269,7 +306,7 @@ def variants() -> dict[str, int]:
 
 
 def variant_number(name: str) -> int:
-    """Return a variant's number. An instruction set for which attention has no code has the
-    features of the best one, so it gets that number."""
-    numbers = variants()
-    return numbers.get(name, max(numbers.values()))
+    """Return a variant's number in attention. An instruction set for which attention has no code
+    gets the number of the best one below it."""
+    own = formats.variant_numbers()[name]
+    return max(number for number in variants().values() if number <= own)

@@ -1,7 +1,8 @@
 """Block memory of a backend's cache groups, and moves of whole blocks.
 
 Shape legend: Y layers of a group, K KV heads, B blocks, P tokens per block, H head dim.
-Keys and values of a group have the layout [2, Y, K, B, P, H]. Within a block the C++ core orders
+Keys and values of a group have the layout [2, Y, K, B, P, H], latent vectors [1, Y, 1, B, P, L].
+Within a block the C++ core orders
 keys differently (csrc/attention.h).
 """
 
@@ -20,8 +21,8 @@ class KVMemory:
     """Block memory of all cache groups on the device and on the host.
 
     kv[g]: tensor of group g, zeros that occupy no memory before they are written. For int8 and fp8
-    it holds bytes; an int8 row is H values and their scale. A group of states has
-    [1, Y, 1, B, 1, state_size]. All layers of a STEP group share one layer's memory.
+    it holds bytes; an int8 row is H values, and a scale elsewhere in its block. A group of states
+    has [1, Y, 1, B, 1, state_size]. All layers of a STEP group share one layer's memory.
     place[layer]: (group, index in the group). host: host-memory blocks, by group.
     """
 

@@ -1,7 +1,7 @@
 """Attention by plain loops, in any dtype and on any device; the reference for tests of the others.
 
 Shape legend: as in `base.py`, and Q tokens of one row. A layer's keys and values are
-[2, B, P, K, H].
+[2, B, P, K, H], and its latent vectors [1, B, P, 1, L].
 
 Equation 4 of P 4.1: blocks of a row are read one after the other. A running maximum and a running
 sum of the softmax make one pass over the blocks enough.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quire.ops.attention.base import KVLayout, Part, refuse_kv_format
+from quire.ops.attention.base import Expand, KVLayout, Part, first_seen, refuse_kv_format
 from quire.ops.attention.states import StateLayers, StateRow, state_rows
 from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from quire.ops.blocks.host_blocks import HostBlocks
@@ -60,11 +60,7 @@ class ReferenceBackend(StateLayers):
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Store the step's keys and values, [T, K, H] each, in their slots."""
-        assert self._step is not None, "prepare() comes before write()"
-        slots_T = self._step.slots_T[self._group_of_layer[layer]]
-        blocks_T, offsets_T = slots_T // self._layout.block_size, slots_T % self._layout.block_size
-        self._kv[layer][0, blocks_T, offsets_T] = k_TKH
-        self._kv[layer][1, blocks_T, offsets_T] = v_TKH
+        self._store(layer, torch.stack([k_TKH, v_TKH]))
 
     @op("attention")
     def run(
@@ -86,6 +82,31 @@ class ReferenceBackend(StateLayers):
             log_sums_TN[tokens] = softmax.log_sums()
         return Part(out_TNH, log_sums_TN)
 
+    @op("latent_write")
+    def write_latent(self, layer: int, latent_TL: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        self._store(layer, latent_TL[None, :, None])
+
+    @op("latent_attention")
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        out_TNV = q_TNL.new_empty(*q_TNL.shape[:2], num_values)
+        for tokens, softmax in self._softmaxes(layer, q_TNL, scores):
+            out_TNV[tokens] = softmax.result()[..., :num_values].to(q_TNL.dtype)
+        return out_TNV
+
+    @op("expanded_attention")
+    def run_expanded(
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, expand: Expand, num_values: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        out_TNV = q_TNH.new_empty(*q_TNH.shape[:2], num_values)
+        for tokens, softmax in self._softmaxes(layer, q_TNH, scores, expand):
+            out_TNV[tokens] = softmax.result().to(q_TNH.dtype)
+        return out_TNV
+
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks in all layers of the group."""
         for layer in self._layout.groups[group].layers:
@@ -102,10 +123,18 @@ class ReferenceBackend(StateLayers):
         for layer in self._layout.groups[group].layers:
             self._host.load(self._layers.index(layer), source, destination)
 
+    def _store(self, layer: int, vectors_VTKH: torch.Tensor) -> None:
+        """Store keys and values, or latent vectors, in the step's slots."""
+        assert self._step is not None, "prepare() comes before write()"
+        slots_T = self._step.slots_T[self._group_of_layer[layer]]
+        blocks_T, offsets_T = slots_T // self._layout.block_size, slots_T % self._layout.block_size
+        self._kv[layer][:, blocks_T, offsets_T] = vectors_VTKH
+
     def _softmaxes(
-        self, layer: int, q_TNH: torch.Tensor, scores: Scores
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, expand: Expand | None = None
     ) -> Iterator[tuple[slice, "OnlineSoftmax"]]:
-        """Yield the tokens of each row, and their softmax over all keys that they see."""
+        """Yield the tokens of each row, and their softmax over all keys that they see. expand:
+        makes keys and values of stored latent vectors; None for the stored ones."""
         assert self._step is not None, "prepare() comes before run()"
         group = self._group_of_layer[layer]
         starts = self._step.query_starts_S1.tolist()
@@ -113,7 +142,7 @@ class ReferenceBackend(StateLayers):
         for row, context_len in enumerate(self._step.context_lens_S.tolist()):
             tokens = slice(starts[row], starts[row + 1])
             softmax = OnlineSoftmax(q_TNH[tokens], scores)
-            self._add_row(softmax, layer, context_len, tables[row], tokens)
+            self._add_row(softmax, layer, context_len, tables[row], tokens, expand)
             yield tokens, softmax
 
     def _add_row(
@@ -123,16 +152,17 @@ class ReferenceBackend(StateLayers):
         context_len: int,
         table: list[int],
         tokens: slice,
+        expand: Expand | None,
     ) -> None:
         """Add one row's keys and values, block by block, to the softmax of its Q newest tokens."""
         assert self._step is not None, "prepare() comes before run()"
         block_size = self._layout.block_size
-        window = self._layout.groups[self._group_of_layer[layer]].window
+        group = self._layout.groups[self._group_of_layer[layer]]
         first_query = context_len - softmax.num_queries
-        first_key = 0 if window is None else max(0, first_query - window + 1)
+        first_key = group.first_needed(first_query)
         device = self._layout.device
         query_Q1 = torch.arange(first_query, context_len, device=device)[:, None]
-        last_Q1 = query_Q1
+        first_Q1, last_Q1 = first_seen(group, query_Q1), query_Q1
         if self._step.ends_T is not None:
             ends_Q = torch.from_numpy(self._step.ends_T[tokens])
             last_Q1 = torch.maximum(query_Q1, ends_Q.to(device)[:, None] - 1)
@@ -141,18 +171,22 @@ class ReferenceBackend(StateLayers):
             length = min(block_size, context_len - start)
             key_P = torch.arange(start, start + length, device=device)
             allowed_QP = key_P <= last_Q1
-            if window is not None:
-                allowed_QP &= key_P > query_Q1 - window
-            k_PKH, v_PKH = self._kv[layer][:, table[index], :length]
+            if first_Q1 is not None:
+                allowed_QP &= key_P >= first_Q1
+            vectors_VPKH = self._kv[layer][:, table[index], :length]
+            k_PKH, v_PKH = vectors_VPKH[0], vectors_VPKH[-1]
+            if expand is not None:
+                k_PKH, v_PKH = expand(k_PKH[:, 0])
             softmax.add(k_PKH, v_PKH, allowed_QP)
 
 
 def _memory(group: CacheGroup, num_blocks: int, layout: KVLayout) -> torch.Tensor:
-    """Allocate a layer's memory: keys and values [2, B, P, K, H], or states [1, B, 1, 1, size]."""
+    """Allocate a layer's memory: [2, B, P, K, H] for keys and values. Latent vectors need
+    [1, B, P, 1, L], and states [1, B, 1, 1, size]."""
     if group.kind == STATE:
         shape = (1, num_blocks, 1, 1, group.state_size)
         return lazy_zeros(shape, accumulation_dtype(layout.dtype), layout.device)
-    shape = (2, num_blocks, layout.block_size, group.num_kv_heads, group.head_dim)
+    shape = (group.vectors, num_blocks, layout.block_size, group.num_kv_heads, group.head_dim)
     return lazy_zeros(shape, layout.dtype, layout.device)
 
 
@@ -170,7 +204,7 @@ class OnlineSoftmax:
         if scores.sinks_N is not None:
             self._max_NQ1.copy_(scores.sinks_N[:, None, None])
             self._sum_NQ1.fill_(1.0)
-        self._values_NQH = torch.zeros_like(self._q_NQH)
+        self._values_NQV: torch.Tensor | None = None
 
     @property
     def num_queries(self) -> int:
@@ -189,12 +223,16 @@ class OnlineSoftmax:
         weights_NQP = torch.exp(scores_NQP - base_NQ1)
         correction_NQ1 = torch.exp(self._max_NQ1 - base_NQ1)
         self._sum_NQ1 = self._sum_NQ1 * correction_NQ1 + weights_NQP.sum(dim=-1, keepdim=True)
-        self._values_NQH = self._values_NQH * correction_NQ1 + weights_NQP @ v_NPH
+        values_NQV = weights_NQP @ v_NPH
+        if self._values_NQV is not None:
+            values_NQV += self._values_NQV * correction_NQ1
+        self._values_NQV = values_NQV
         self._max_NQ1 = new_max_NQ1
 
     def result(self) -> torch.Tensor:
         """Return the weighted means of the values, [Q, N, H]."""
-        return (self._values_NQH / self._sum_NQ1).transpose(0, 1)
+        assert self._values_NQV is not None, "a query sees at least its own key"
+        return (self._values_NQV / self._sum_NQ1).transpose(0, 1)
 
     def log_sums(self) -> torch.Tensor:
         """Return the logarithms of the sums of all e^score, [Q, N]."""

@@ -10,6 +10,7 @@ from quire.base.errors import ConfigError
 from quire.ops.attention import cpu, triton_gpu
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention.package_prompts import KERNELS, PackageBackend, fastest_for_prompts
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.triton_gpu import TritonBackend
@@ -23,6 +24,8 @@ BACKENDS: dict[str, Callable[[KVLayout], AttentionBackend]] = {
     "reference": ReferenceBackend,
     "triton": TritonBackend,
 }
+SMALL_TILES = "triton_64"  # triton with small tiles for prompts
+NAMES = ("auto", *BACKENDS, SMALL_TILES, *KERNELS)
 
 
 def make_backend(
@@ -32,8 +35,8 @@ def make_backend(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Build the backend called `name`, with its KV tensors. `auto` selects quire's fastest backend
-    for the layout; plug-ins may add names.
+    """Build the backend called `name`, with its KV tensors. `auto` selects the fastest backend for
+    the layout; on a GPU, it measures installed packages. Plug-ins may add names.
 
     kv_scales: factors of a layer's fp8 keys and values, 1 if absent; plug-ins do not receive them.
     deterministic: whether a query's bits must not depend on how steps divide its sequence. Raises
@@ -43,23 +46,34 @@ def make_backend(
         return make_within_step(name, layout)
     if name == "auto":
         name = fastest(layout)
-    if name in BACKENDS and layout.kv_format == "fp8":
+        if name == "triton" and not deterministic:
+            name = fastest_for_prompts(layout)
+    if name in NAMES and layout.kv_format == "fp8":
         _check_fp8(name, layout)
-    if name == "triton":
-        scales = kv_scales if layout.kv_format == "fp8" else None
-        return TritonBackend(layout, scales=dict(scales or {}), deterministic=deterministic)
+    scales = dict(kv_scales or {}) if layout.kv_format == "fp8" else {}
+    if name == "triton" or (name == SMALL_TILES and not deterministic):
+        return TritonBackend(
+            layout,
+            scales=scales,
+            deterministic=deterministic,
+            has_small_tiles=name == SMALL_TILES,
+        )
     if deterministic:
         raise ConfigError(
             f"deterministic needs attention_backend triton, which is for GPUs, not {name}; remove"
             " one of them."
         )
+    if name == "cpu":
+        return CpuBackend(layout, scales=scales)
     if name in BACKENDS:
         return BACKENDS[name](layout)
-    kind, names = plugins.ATTENTION_BACKENDS, ("auto", *BACKENDS)
-    if not plugins.is_installed(kind, name, names):
-        known = plugins.all_names(kind, names)
+    if name in KERNELS:
+        return PackageBackend(layout, KERNELS[name]())
+    kind = plugins.ATTENTION_BACKENDS
+    if not plugins.is_installed(kind, name, NAMES):
+        known = plugins.all_names(kind, NAMES)
         raise ConfigError(f"attention_backend must be one of {known}, got {name!r}.")
-    found = plugins.load_plugin(kind, name, names)
+    found = plugins.load_plugin(kind, name, NAMES)
     if not issubclass(found, AttentionBackend):
         raise ConfigError(
             f"attention_backend {name!r} cannot be used: {found.__name__} must be a subclass of"
@@ -70,18 +84,20 @@ def make_backend(
 
 
 def _check_fp8(name: str, layout: KVLayout) -> None:
-    """Raise ConfigError for a backend without fp8. If triton, which supports fp8, cannot be used
-    here, the error gives the reason."""
-    reason = triton_gpu.why_not(layout)
-    if reason is None and name == "triton":
+    """Raise ConfigError for a backend without fp8. If the device's backend that supports fp8
+    cannot be used here, the error gives the reason."""
+    is_triton = name in ("triton", SMALL_TILES) or layout.device.type != "cpu"
+    needed = "triton" if is_triton else "cpu"
+    reason = triton_gpu.why_not(layout) if is_triton else cpu.why_not(layout)
+    if reason is None and name in (needed, SMALL_TILES):
         return
     if reason is None:
         raise ConfigError(
             f"kv_cache_dtype fp8 is not supported by attention_backend {name}; remove"
-            " attention_backend, or use triton."
+            f" attention_backend, or use {needed}."
         )
     raise ConfigError(
-        f"kv_cache_dtype fp8 needs attention_backend triton, which cannot be used here: {reason};"
+        f"kv_cache_dtype fp8 needs attention_backend {needed}, which cannot be used here: {reason};"
         " use kv_cache_dtype int8 or auto."
     )
 

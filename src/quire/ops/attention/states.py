@@ -146,7 +146,7 @@ class RecordedInputs(ForwardingBackend):
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
         """See AttentionBackend."""
-        self.record_convolution(layer, select_rows(x_TC, self.indices_G), weight_CW)
+        self.record_convolution(layer, self._own(x_TC), weight_CW)
         return self.inner.convolve(layer, x_TC, weight_CW)
 
     def delta_rule(
@@ -159,8 +159,7 @@ class RecordedInputs(ForwardingBackend):
         heads: DeltaHeads,
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        recorded = DeltaInputs(select_rows(gates_TG, self.indices_G), rate_N, shift_N, heads)
-        self.record_rule(layer, recorded)
+        self.record_rule(layer, DeltaInputs(self._own(gates_TG), rate_N, shift_N, heads))
         return self.inner.delta_rule(layer, qkv_TC, gates_TG, rate_N, shift_N, heads)
 
     def record_convolution(self, layer: int, x_GC: torch.Tensor, weight_CW: torch.Tensor) -> None:
@@ -170,6 +169,10 @@ class RecordedInputs(ForwardingBackend):
     def record_rule(self, layer: int, inputs: DeltaInputs) -> None:
         """Record a delta rule's inputs."""
         self._rules[layer] = inputs
+
+    def _own(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of rows with drafts, [G, C]."""
+        return select_rows(x_TC, self.indices_G)
 
     def settle(self, num_tokens: Int32) -> None:
         """Store the states after the first `num_tokens` tokens of each row with drafts."""
@@ -192,8 +195,11 @@ class RecordedInputs(ForwardingBackend):
             query_lens_host=num_tokens,
             context_lens_host=contexts,
         )
+        self._run_layers(part, None if len(taken) == lens.sum() else to_device(taken, device))
+
+    def _run_layers(self, part: AttentionStep, index: torch.Tensor | None) -> None:
+        """Run the layers with states on recorded tokens. index: of these tokens; None: all."""
         self.inner.prepare_states(part)
-        index = None if len(taken) == lens.sum() else to_device(taken, device)
         for layer, (x_GC, weight_CW) in self._convolutions.items():
             rule = self._rules[layer]
             gates_GG = rule.gates_GG
@@ -202,6 +208,51 @@ class RecordedInputs(ForwardingBackend):
             qkv_TC = self.inner.convolve(layer, x_GC, weight_CW)
             numbers = rule.rate_N, rule.shift_N
             self.inner.delta_rule(layer, qkv_TC, gates_GG, *numbers, rule.heads)
+
+
+class RecordedOnDevice(RecordedInputs):
+    """RecordedInputs for a graph: only the device knows which rows have draft tokens, and how many
+    were accepted. has_drafts: bool [S], on the device. num_tokens: G, at least the tokens of all
+    rows with drafts; tokens after these are any of the step."""
+
+    def __init__(
+        self, inner: AttentionBackend, has_drafts_S: torch.Tensor, num_tokens: int
+    ) -> None:
+        super().__init__(inner, np.zeros(0, bool))
+        self._has_drafts_S, self._num_tokens = has_drafts_S, num_tokens
+
+    def prepare(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        lens_S = step.query_starts_S1.diff() * self._has_drafts_S
+        self._step, self._ends_S = step, lens_S.cumsum(0)
+        self.indices_G = self._tokens(step.query_starts_S1[:-1], lens_S)
+        self.indices_G.clamp_(max=len(step.positions_T) - 1)
+        self.inner.prepare(replace(step, has_drafts_S=self._has_drafts_S))
+
+    def settle_up_to(self, contexts_S: torch.Tensor) -> None:
+        """Store the states after the first tokens of each row with drafts, up to these numbers of
+        tokens of its sequence, [S] on the device."""
+        step = self._step
+        assert step is not None, "prepare comes first"
+        lens_S = step.query_starts_S1.diff()
+        taken_S = (contexts_S - (step.context_lens_S - lens_S)) * self._has_drafts_S
+        starts_S1 = torch.nn.functional.pad(taken_S.cumsum(0), (1, 0))
+        part = replace(
+            step,
+            query_starts_S1=starts_S1.int(),
+            context_lens_S=contexts_S.int(),
+            has_drafts_S=None,
+        )
+        index_G = self._tokens(self._ends_S - lens_S * self._has_drafts_S, taken_S)
+        self._run_layers(part, index_G.clamp_(max=self._num_tokens - 1))
+
+    def _tokens(self, starts_S: torch.Tensor, lens_S: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the first lens [S] tokens after each of starts [S], row after row,
+        [G] int64."""
+        ends_S = lens_S.cumsum(0)
+        at_G = torch.arange(self._num_tokens, device=ends_S.device)
+        row_G = torch.searchsorted(ends_S, at_G, right=True).clamp_(max=len(ends_S) - 1)
+        return at_G + (starts_S - ends_S + lens_S)[row_G]
 
 
 NORM_EPS = 1e-6  # of queries and keys

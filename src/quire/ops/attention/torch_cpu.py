@@ -11,6 +11,8 @@ rows with equally many new tokens and about equally long contexts. Per layer eac
 
 with so few keys and values that they stay in the cache in between. The query heads of a KV head are
 treated as further queries of it, so keys and values are never repeated.
+
+Latent vectors have the layout [1, Y, 1, B, P, L], and are both keys and values.
 """
 
 import math
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quire.ops.attention.base import KVLayout, Part, refuse_kv_format
+from quire.ops.attention.base import Expand, KVLayout, Part, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
 from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.attention.states import StatesInBlocks
@@ -106,7 +108,7 @@ def _by_products(
         weights_BJC = torch.cat([scores_BJC.to(dtype), sinks_BJ1.to(dtype)], -1).softmax(-1)
         weights_BJC = weights_BJC[..., :-1]
     out_BJH = torch.bmm(weights_BJC.to(v_BCH.dtype), v_BCH)
-    return out_BJH.view(heads, rows, group, queries, size).permute(1, 3, 0, 2, 4)
+    return out_BJH.view(heads, rows, group, queries, -1).permute(1, 3, 0, 2, 4)
 
 
 def _by_fused_operation(
@@ -123,7 +125,7 @@ def _by_fused_operation(
     out_RKJH = torch.nn.functional.scaled_dot_product_attention(
         q_RKJH, k_KRCH.transpose(0, 1), v_KRCH.transpose(0, 1), attn_mask=bias_R1JC, scale=scale
     )
-    return out_RKJH.view(rows, heads, group, queries, size).permute(0, 3, 1, 2, 4)
+    return out_RKJH.view(rows, heads, group, queries, -1).permute(0, 3, 1, 2, 4)
 
 
 class TorchBackend(StatesInBlocks):
@@ -171,11 +173,50 @@ class TorchBackend(StatesInBlocks):
         kv[0].index_copy_(1, slots_T, k_TKH.transpose(0, 1))
         kv[1].index_copy_(1, slots_T, v_TKH.transpose(0, 1))
 
+    @op("latent_write")
+    def write_latent(self, layer: int, latent_TL: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        g, index = self._location_of_layer[layer]
+        self._kv[g][0, index, 0].flatten(0, 1).index_copy_(0, self._slots_T[g], latent_TL)
+
     @op("attention")
     def run(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend batch by batch, [T, N, H]."""
+        return self._run(layer, q_TNH, scores, out_TNH)
+
+    @op("latent_attention")
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self._run(layer, q_TNL, scores, None)[..., :num_values].contiguous()
+
+    def prefers_expanded(self, min_tokens: int) -> bool:
+        """See AttentionBackend. On a CPU a token's bits must not depend on its step's chunks."""
+        assert self._step is not None, "prepare() comes first"
+        is_gpu, lens = self._layout.device.type != "cpu", self._step.query_lens_host
+        return is_gpu and bool(lens.sum() >= min_tokens * len(lens))
+
+    @op("expanded_attention")
+    def run_expanded(
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, expand: Expand, num_values: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        g, index = self._location_of_layer[layer]
+        out_TNV = q_TNH.new_empty(*q_TNH.shape[:2], num_values)
+        for batch in self._batches[g]:
+            latent_1RCL, _ = self._gather(self._kv[g][:, index], batch)
+            num_rows = latent_1RCL.shape[1]
+            made = (x.unflatten(0, (num_rows, -1)) for x in expand(latent_1RCL.flatten(0, 2)))
+            k_NRCH, v_NRCV = (x_RCNX.permute(2, 0, 1, 3) for x_RCNX in made)
+            _attend(batch, q_TNH, k_NRCH, v_NRCV, scores, out_TNV)
+        return out_TNV
+
+    def _run(
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None
+    ) -> torch.Tensor:
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         g, index = self._location_of_layer[layer]
@@ -198,16 +239,17 @@ class TorchBackend(StatesInBlocks):
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a batch's keys and values, [K, R, C, H] each, in memory that the next batch
-        reuses. New memory per gather would cost more than the gather: its pages must be mapped."""
-        _, heads, _, block_size, size = kv.shape
-        shape = (2, heads, batch.blocks.numel(), block_size, size)
+        reuses. New memory per gather would cost more than the gather: its pages must be mapped.
+        Both are the latent vectors in a latent group."""
+        vectors, heads, _, block_size, size = kv.shape
+        shape = (vectors, heads, batch.blocks.numel(), block_size, size)
         count = math.prod(shape)
         if self._scratch.numel() < count:
             self._scratch = self._scratch.new_empty(count)
         gathered = self._scratch[:count].view(shape)
         torch.index_select(kv, 2, batch.blocks, out=gathered)
-        k_KRCH, v_KRCH = gathered.view(2, heads, batch.num_rows, -1, size)
-        return k_KRCH, v_KRCH
+        gathered = gathered.view(vectors, heads, batch.num_rows, -1, size)
+        return gathered[0], gathered[-1]
 
 
 def _attend(
@@ -221,7 +263,7 @@ def _attend(
     """Write the attention of the batch's tokens to `out`."""
     spans = [weigh(*given, scores) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
     out_RQKGH = spans[0] if len(spans) == 1 else torch.cat(spans, dim=1)
-    out_TNH[batch.tokens] = out_RQKGH.reshape(-1, *q_TNH.shape[1:])
+    out_TNH[batch.tokens] = out_RQKGH.reshape(-1, *out_TNH.shape[1:])
 
 
 def _attend_part(

@@ -30,6 +30,17 @@ class TracedAttention(AttentionBackend):
         """Return zeros, [T, N, H]."""
         return q_TNH.new_zeros(q_TNH.shape)
 
+    @op("latent_write")
+    def write_latent(self, layer: int, latent_TL: torch.Tensor) -> None:
+        """Do nothing; the call is recorded. latent: [T, L]."""
+
+    @op("latent_attention")
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """Return zeros, [T, N, num_values]."""
+        return q_TNL.new_zeros(*q_TNL.shape[:2], num_values)
+
     @op("convolve")
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
         """Return zeros, [T, C]."""

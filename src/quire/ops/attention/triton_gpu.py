@@ -34,10 +34,10 @@ from quire.base.errors import ConfigError
 from quire.ops.attention.base import KVLayout, Part
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention.states import stored_table
-from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Scores
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32, Scores
 from quire.ops.host.host_memory import to_device
 from quire.ops.registry import op
-from quire.spec.cache_group import STATE
+from quire.spec.cache_group import LATENT, STATE
 
 if TYPE_CHECKING:
     from quire.ops.kernels.attention.attention_plan import Cut, Work
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_FORMATS = ("auto", "int8", "fp8")
 MAX_HEAD_DIM = 256
+MAX_LATENT = 640  # elements of a latent vector
 PARTS_BYTES = 256 << 20  # of a layer's unmerged results; above it work is cut into fewer parts
 
 
@@ -68,8 +69,12 @@ def why_not(layout: KVLayout) -> str | None:
         if (major, minor) < (8, 9):
             return f"fp8 needs a GPU of compute capability 8.9, this one has {major}.{minor}"
     sizes = [group.head_dim for group in layout.groups]
-    if max(sizes, default=0) > MAX_HEAD_DIM:
-        return f"it has heads of up to {MAX_HEAD_DIM} numbers, not {max(sizes)}"
+    for group in layout.groups:
+        limit, vectors = MAX_HEAD_DIM, "heads"
+        if group.kind == LATENT:
+            limit, vectors = MAX_LATENT, "latent vectors"
+        if group.head_dim > limit:
+            return f"it has {vectors} of up to {limit} numbers, not {group.head_dim}"
     if layout.kv_format == "int8" and any(size % 4 for size in sizes):
         return f"int8 needs heads of a multiple of 4 numbers, got {sizes}"
     return None
@@ -83,6 +88,9 @@ class TritonBackend(MovesBlocks):
     group's heads and window replace the values in `cut`.
     scales: by layer with fp8 keys and values, the factors that stored keys and values are
     multiplied by.
+    has_small_tiles: prompts in tiles of 64 rows instead of 128, for heads of up to 128 numbers.
+    merges_last: whether a decoding step merges parts without a launch of its own (`Work.arrivals`);
+    None for the environment variable.
     """
 
     name = "triton"
@@ -96,6 +104,8 @@ class TritonBackend(MovesBlocks):
         cut: "Cut | None" = None,
         chunks: "Chunks | None" = None,
         scales: dict[int, tuple[float, float]] | None = None,
+        has_small_tiles: bool = False,
+        merges_last: bool | None = None,
     ) -> None:
         reason = why_not(layout)
         if reason is not None:
@@ -103,18 +113,25 @@ class TritonBackend(MovesBlocks):
         from quire.ops.kernels.attention import (
             attention,
             attention_plan,
+            attention_tiles,
             attention_write,
             delta_chunks,
             delta_rule,
+            latent,
             rotary_write,
             states,
         )
+        from quire.ops.kernels.launch import merges_last as is_switched_on
 
-        self._rotary = rotary_write
+        self._merges_last = is_switched_on() if merges_last is None else merges_last
+        self._rotary, self._latent, self._tiles = rotary_write, latent, attention_tiles
         self._states, self._delta_rule, self._delta_chunks = states, delta_rule, delta_chunks
         self._chunks = chunks or delta_chunks.Chunks()
         self._attention, self._plan, self._write = attention, attention_plan, attention_write
-        self._cut = replace(cut or attention_plan.Cut(), is_fixed=deterministic)
+        machine = attention_tiles.machine_of(layout.device)
+        self._machine = machine.with_small_tiles if has_small_tiles else machine
+        usual = attention_plan.Cut(long_rows=self._machine.long_rows)
+        self._cut = replace(cut or usual, is_fixed=deterministic)
         self.takes_any_lengths = not deterministic
         self._layout = layout
         self._memory = KVMemory(layout)
@@ -128,12 +145,18 @@ class TritonBackend(MovesBlocks):
             for layer, (g, index) in self._location.items()
             if layout.groups[g].kind != STATE
         }
-        self._machine = attention.machine_of(layout.device)
         self._programs = 0 if cut else self._machine.num_programs
         self._work: list[Work | None] = [None] * len(layout.groups)
+        self._planned = [0] * len(layout.groups)  # query heads of a KV head that work was cut for
+        self._cuts: dict[int, Cut] = {}  # of the groups that have run
         self._step: AttentionStep | None = None
         self._ends_T: torch.Tensor | None = None
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # for states: read, stored
+
+    @property
+    def has_states(self) -> bool:
+        """See AttentionBackend."""
+        return any(group.kind == STATE for group in self._layout.groups)
 
     def prepare(self, step: AttentionStep) -> None:
         """Accept a step. Its work is cut when a group's first layer runs."""
@@ -144,6 +167,12 @@ class TritonBackend(MovesBlocks):
         """See AttentionBackend."""
         self._step, self._tables = step, {}
         self._ends_T = None if step.ends_T is None else to_device(step.ends_T, self._layout.device)
+
+    def prefers_uncut(self, context_lens: Int32) -> bool:
+        """See AttentionBackend. The device would cut none of these rows in any group."""
+        return bool(self._cuts) and all(
+            cut.leaves_uncut(context_lens) for cut in self._cuts.values()
+        )
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -199,6 +228,23 @@ class TritonBackend(MovesBlocks):
         largest_TN, sums_TN = sums_TN2.unbind(-1)
         return Part(out_TNH, (largest_TN + sums_TN.log2()) * math.log(2))
 
+    @op("latent_write")
+    def write_latent(self, layer: int, latent_TL: torch.Tensor) -> None:
+        """See AttentionBackend. Slot -1 writes nothing."""
+        assert self._step is not None, "prepare comes first"
+        slots_T = self._step.slots_T[self._location[layer][0]]
+        self._write.write_latents(self._layers[layer], latent_TL, slots_T)
+
+    @op("latent_attention")
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        if len(q_TNL) == 0:
+            return q_TNL.new_empty(0, q_TNL.shape[1], num_values)
+        kv, work = self._layers[layer], self._work_for(layer, q_TNL)
+        return self._latent.latent_attention(q_TNL, kv, work, scores, self._machine, num_values)
+
     @op("convolve")
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
         """See AttentionBackend."""
@@ -247,20 +293,34 @@ class TritonBackend(MovesBlocks):
         group_size = num_heads // self._layers[layer].num_heads
         return self._work_of(self._location[layer][0], num_heads, group_size, size)
 
+    def _cut_of(self, group: int, group_size: int, size: int) -> "Cut":
+        """Return the rules by which a group's work is cut."""
+        if self._layout.groups[group].kind == LATENT:
+            layout = self._layout
+            rows = self._tiles.latent_rows(self._machine, layout.dtype, layout.kv_format)
+            return self._cut.of_latents(group_size, rows)
+        window = self._layout.groups[group].kernel_window
+        return self._cut.of_group(group_size, window, size, self._layout.dtype.itemsize)
+
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
         """Return the prepared step's work for the layers of a group. It is cut once per step."""
         work = self._work[group]
-        if work is None or work.cut.group_size != group_size:
-            step = self._step
+        if work is None or self._planned[group] != group_size:
+            self._planned[group], step = group_size, self._step
             assert step is not None, "prepare comes first"
-            window = self._layout.groups[group].window
-            cut = self._cut.of_group(group_size, window, size, self._layout.dtype.itemsize)
+            cut = self._cut_of(group, group_size, size)
             if self._programs:
-                cut = replace(cut, items=max(1, self._programs * group_size // num_heads))
+                cut = replace(cut, items=max(1, self._programs * cut.group_size // num_heads))
+            self._cuts[group] = cut
+            if step.is_uncut and not cut.is_fixed:
+                cut = replace(cut, max_splits=1)
             slot_bytes = 4 * num_heads * (size + 2)
             while cut.fewer is not None and slot_bytes * _slots(cut, step) > PARTS_BYTES:
                 cut = cut.fewer
-            work = self._plan.plan_work(cut, step, step.block_tables_SL[group], self._ends_T)
+            is_latent = self._layout.groups[group].kind == LATENT
+            heads = num_heads // group_size if self._merges_last and not is_latent else 0
+            table_SL = step.block_tables_SL[group]
+            work = self._plan.plan_work(cut, step, table_SL, self._ends_T, heads)
             self._work[group] = work
         return work
 

@@ -7,6 +7,11 @@ This module does not import torch.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
 BLOCK_LAYOUT = 6  # version of stored keys and values; raised when their bytes or rounding change
 
 
@@ -68,6 +73,18 @@ class CoreGroup(Protocol):
     def abort(self) -> None: ...
 
 
+class CoreAdapters(Protocol):
+    """Adapters in the slots of a device (csrc/adapters.h). parts: address of down, address of up,
+    rank, first output, number of outputs, scale. groups: slots and the rows that use them."""
+
+    def set(
+        self, slot: int, layer: int, element: int, inputs: int,
+        parts: Sequence[tuple[int, int, int, int, int, float]], /,
+    ) -> None: ...  # fmt: skip
+    def clear(self, slot: int, /) -> None: ...
+    def begin_step(self, groups: Sequence[tuple[int, Sequence[int]]], /) -> None: ...
+
+
 class CoreProgram(Protocol):
     """A model's forward pass (csrc/program.h)."""
 
@@ -78,10 +95,12 @@ class CoreProgram(Protocol):
     def time_phases(self, on: bool, /) -> None: ...
     def add_layer(self, group: int, kv: CoreKV, /) -> None: ...
     def add_state_layer(self, group: int, states: CoreStates, /) -> None: ...
+    def use_adapters(self, adapters: CoreAdapters, /) -> None: ...
     def add_experts(
         self, *, gate_up: Sequence[CoreWeight], down: Sequence[CoreWeight],
         gate_up_biases: Sequence[int], down_biases: Sequence[int], first: int, all: int,
-        num_chosen: int, normalises: bool, alpha: float, limit: float,
+        num_chosen: int, normalises: bool, alpha: float, limit: float, groups: tuple[int, int],
+        is_sigmoid: bool, scale: float, route_bias: int,
     ) -> None: ...  # fmt: skip
     def add(
         self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,
@@ -96,6 +115,17 @@ class CoreProgram(Protocol):
     ) -> None: ...  # fmt: skip
 
 
+class CoreLauncher(Protocol):
+    """Launcher of a GPU's recorded steps (csrc/step_launcher.h). Arrays are contiguous."""
+
+    def launch(
+        self, slot: int, mail_slot: int, rows: Int32, num_tokens: Int32, sample_rows: Int32,
+        sample_indices: "npt.NDArray[np.int64]", deltas: Int32, num_runs: int, graph: int, /,
+    ) -> int: ...  # fmt: skip
+    def is_done(self, mail_slot: int, ticket: int, num_flags: int, /) -> bool: ...
+    def wait(self, mail_slot: int, ticket: int, num_flags: int, timeout_s: float, /) -> None: ...
+
+
 class Core(Protocol):
     """Module `quire._core`."""
 
@@ -107,7 +137,7 @@ class Core(Protocol):
     def AttentionPlan(self) -> CorePlan: ...
     def KvLayer(
         self, *, format: int, heads: int, num_blocks: int, block_size: int, head_dim: int,
-        keys: int, values: int,
+        keys: int, values: int, num_values: int, key_scale: float, value_scale: float,
     ) -> CoreKV: ...  # fmt: skip
     def HeadRows(self, *, data: int, element: int, stride: int) -> CoreRows: ...
     def StatePlan(self) -> CoreStatePlan: ...
@@ -119,9 +149,16 @@ class Core(Protocol):
     def SharedGroup(
         self, path: str, rank: int, size: int, slot_bytes: int, timeout_s: float, /
     ) -> CoreGroup: ...
+    def Adapters(self, num_slots: int, num_layers: int, /) -> CoreAdapters: ...
     def Program(
         self, widths: Sequence[int], indices: Sequence[int], arena: int, variant: int, /
     ) -> CoreProgram: ...
+
+    def StepLauncher(
+        self, *, driver: str, stream: int, function: int, num_threads: int, shared_bytes: int,
+        max_programs: int, block: int, arguments: Sequence[int], varying: Sequence[int],
+        plan: Sequence[int], mail: int, mail_layout: Sequence[int],
+    ) -> CoreLauncher: ...  # fmt: skip
 
     # --- attention ---
     def attention_variants(self) -> list[tuple[str, int]]: ...
@@ -212,6 +249,10 @@ class Core(Protocol):
     def linear(
         self, out: int, x: int, bias: int, element: int, rows: int, x_stride: int,
         out_stride: int, weight: CoreWeight, num_threads: int, /,
+    ) -> None: ...  # fmt: skip
+    def head_products(
+        self, out: int, x: int, element: int, rows: int, strides: tuple[int, int],
+        weights: Sequence[CoreWeight], num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
 

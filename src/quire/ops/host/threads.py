@@ -61,7 +61,7 @@ def usable_cores() -> int:
     """Return the number of cores that this process's affinity and control group allow. Two threads
     of one core count once, because they share its vector units."""
     allowed = _affinity()
-    cores = {_siblings(cpu) for cpu in allowed}
+    cores = {siblings(cpu, TOPOLOGY) for cpu in allowed}
     quota = cpu_quota(CGROUP)
     return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
 
@@ -100,9 +100,9 @@ def _affinity() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _siblings(cpu: int) -> str:
+def siblings(cpu: int, topology: Path) -> str:
     """Return a name for the core that this logical CPU is a thread of."""
-    return _read(TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+    return _read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
 def _read(path: Path) -> str | None:

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config
+from quire.ops.kernels.launch import Config, kernel
 
 BLOCK = 1024
 
 
-@triton.jit
+@kernel()
 def _embedding_kernel(
     ids_ptr, weight_ptr, out_ptr, num_rows, num_columns, num_blocks, row_stride, BLOCK: tl.constexpr
 ):
@@ -50,7 +50,7 @@ def embedding(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     return out_TD
 
 
-@triton.jit
+@kernel()
 def _features_kernel(
     ids_ptr,
     x_ptr,

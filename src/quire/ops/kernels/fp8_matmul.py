@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import INTERPRETED, Config, stages_that_fit
+from quire.ops.kernels.launch import INTERPRETED, Config, kernel, stages_that_fit
 from quire.ops.weights.gpu_weights import GPUWeight
 
 CHUNK = 128
@@ -34,7 +34,7 @@ NUM_WARPS, NUM_STAGES = 8, 4
 LARGEST = 448.0
 
 
-@triton.jit
+@kernel()
 def _round_kernel(
     x_ptr,
     codes_ptr,
@@ -82,7 +82,7 @@ def scale_of(largest, LARGEST: tl.constexpr):
     return tl.where(largest > 0.0, tl.div_rn(largest, tl.zeros_like(largest) + LARGEST), 1.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _product_kernel(
     x_ptr,
     x_scales_ptr,

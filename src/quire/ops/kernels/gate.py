@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config
+from quire.ops.kernels.launch import Config, kernel
 
 BLOCK = 1024  # 16 bytes of gate and of up for each of 128 threads
 SILU, GELU, GELU_TANH, CLAMPED = 0, 1, 2, 3
@@ -27,6 +27,25 @@ def clamped_factors(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def factors(gate, up, like_ptr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the two factors of a gate's result. As in the reference, an activated gate is rounded
+    to the dtype that the pointer has."""
+    if ACTIVATION == 1:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == 2:
+        # x (1 + tanh(u)) / 2 = x / (1 + e^(-2u))
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate / (1.0 + tl.exp(-inner))
+    elif ACTIVATION == 3:
+        gate, up = clamped_factors(gate, up, ALPHA, LIMIT)
+    else:
+        gate = gate / (1.0 + tl.exp(-gate))
+    if ACTIVATION != 3:
+        gate = gate.to(like_ptr.dtype.element_ty).to(tl.float32)
+    return gate, up
+
+
+@kernel()
 def _gate_kernel(
     gate_up_ptr,
     out_ptr,
@@ -45,24 +64,12 @@ def _gate_kernel(
     gate_ptr = gate_up_ptr + row * token_stride
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + num_columns + at, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == 1:
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACTIVATION == 2:
-        # x (1 + tanh(u)) / 2 = x / (1 + e^(-2u))
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-inner))
-    elif ACTIVATION == 3:
-        gate, up = clamped_factors(gate, up, ALPHA, LIMIT)
-    else:
-        gate = gate / (1.0 + tl.exp(-gate))
-    if ACTIVATION != 3:
-        # As in the reference, the gate is rounded to the dtype before it is multiplied.
-        gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
+    gate, up = factors(gate, up, out_ptr, ACTIVATION, ALPHA, LIMIT)
     out = (gate * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_columns + at, out, mask=inside)
 
 
-@triton.jit
+@kernel()
 def _sigmoid_mul_kernel(
     x_ptr, gate_ptr, out_ptr, num_columns, num_blocks, x_stride, gate_stride, BLOCK: tl.constexpr
 ):
@@ -78,7 +85,7 @@ def _sigmoid_mul_kernel(
     tl.store(out_ptr + row * num_columns + at, out, mask=inside)
 
 
-@triton.jit
+@kernel()
 def _soft_cap_kernel(x_ptr, out_ptr, num_elements, cap, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements

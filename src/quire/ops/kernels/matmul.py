@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
+from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, kernel, stages_that_fit
 
 ROW_GROUP = 8  # tiles of rows that share a tile of the weight
 
@@ -49,7 +49,7 @@ def tile_for(num_outputs: int, dtype: torch.dtype) -> Tile:
     return WIDE if num_outputs >= WIDE_OUTPUTS else NARROW
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _matmul_kernel(
     x_ptr,
     weight_ptr,

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from quire.ops.elementwise import ClampedGate
 from quire.ops.kernels.gate import clamped_factors
-from quire.ops.kernels.launch import Config, dot_dtype, next_power_of_2
+from quire.ops.kernels.launch import Config, dot_dtype, kernel, next_power_of_2
 from quire.ops.kernels.moe_sort import sort_by_expert, tile_bounds
 
 Biases = tuple[torch.Tensor, torch.Tensor]  # of gate and up [E, G], and of down [E, D]
@@ -83,7 +83,7 @@ def tile_for(
 # ---- routing ---------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _route_kernel(
     logits_ptr,
     ids_ptr,
@@ -164,7 +164,7 @@ def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@kernel(do_not_specialize=["max_tiles"])
 def _up_kernel(
     x_ptr,
     gate_up_ptr,
@@ -226,7 +226,7 @@ def _up_kernel(
     tl.store(out, values.to(inner_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@kernel(do_not_specialize=["max_tiles"])
 def _down_kernel(
     inner_ptr,
     down_ptr,
@@ -277,7 +277,7 @@ def _down_kernel(
     tl.store(out, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _sum_kernel(parts_ptr, out_ptr, size, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr):
     """Write to out[token] the sum of its experts' parts, in the order of its ids."""
     token = tl.program_id(0).to(tl.int64)
@@ -299,11 +299,12 @@ def grouped_experts(
     biases: Biases | None = None,
     clamped: ClampedGate | None = None,
     has_others: bool = False,
+    num_real: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `moe_experts`, [T, D], by products over the tokens of each expert."""
     (num_experts, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
     num_pairs = ids_TC.numel()
-    order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.pairs, has_others)
+    order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.pairs, has_others, num_real)
     max_tiles = tiles_3M.shape[1]
     inner_PF = x_TD.new_empty(num_pairs, inner_size)
     parts_PD = memory_of_parts(x_TD, num_pairs, size, has_others)
@@ -355,12 +356,13 @@ def sum_of_pairs(parts_PD: torch.Tensor, num_chosen: int) -> torch.Tensor:
 # ---- a few tokens ----------------------------------------------------------------------------
 
 
-@triton.jit
+@kernel()
 def _few_up_kernel(
     x_ptr,
     ids_ptr,
     gate_up_ptr,
     bias_ptr,
+    num_real_ptr,
     inner_ptr,
     x_row,
     NUM_CHOSEN: tl.constexpr,
@@ -372,10 +374,15 @@ def _few_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
 ):
     """Write BLOCK_N outputs of silu(gate) * up to inner[pair]. NUM_EXPERTS: number of this rank's
-    experts if other ranks have some, else 0. For pairs of other ranks no weights are read."""
+    experts if other ranks have some, else 0. For pairs of other ranks, and with HAS_PADDING of all
+    but the first num_real tokens, no weights are read."""
     pair = tl.program_id(1)
+    if HAS_PADDING:  # noqa: SIM102 (the condition is compiled away)
+        if pair // NUM_CHOSEN >= tl.load(num_real_ptr):
+            return
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     x_at = x_ptr + (pair // NUM_CHOSEN).to(tl.int64) * x_row
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -403,13 +410,14 @@ def _few_up_kernel(
     tl.store(out, values.to(inner_ptr.dtype.element_ty), mask=columns < INNER)
 
 
-@triton.jit
+@kernel()
 def _few_down_kernel(
     inner_ptr,
     ids_ptr,
     weights_ptr,
     down_ptr,
     bias_ptr,
+    num_real_ptr,
     out_ptr,
     NUM_CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
@@ -418,10 +426,14 @@ def _few_down_kernel(
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
 ):
     """Write BLOCK_N outputs of the sum over a token's experts of weight * down(inner) to
     out[token]."""
     token = tl.program_id(1)
+    if HAS_PADDING:  # noqa: SIM102 (the condition is compiled away)
+        if token >= tl.load(num_real_ptr):
+            return
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     bias_N = tl.zeros([BLOCK_N], tl.float32)
@@ -460,6 +472,7 @@ def few_experts(
     biases: Biases | None = None,
     clamped: ClampedGate | None = None,
     has_others: bool = False,
+    num_real: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `moe_experts`, [T, D], without sorting: the weights of its experts are read for each
     token separately."""
@@ -469,12 +482,14 @@ def few_experts(
     gate_up_bias, down_bias = biases or (gate_up_EGD, down_EDF)
     shared = {"NUM_CHOSEN": num_chosen, "SIZE": size, "INNER": inner_size}
     shared |= {"HAS_BIAS": bool(biases), "NUM_EXPERTS": len(down_EDF) if has_others else 0}
+    shared |= {"HAS_PADDING": num_real is not None}
+    num_real = ids_TC if num_real is None else num_real  # a placeholder is not read
     _few_up_kernel[(triton.cdiv(inner_size, FEW_OUTPUTS), ids_TC.numel())](
-        x_TD, ids_TC, gate_up_EGD, gate_up_bias, inner_PF, x_TD.stride(0),
+        x_TD, ids_TC, gate_up_EGD, gate_up_bias, num_real, inner_PF, x_TD.stride(0),
         BLOCK_N=FEW_OUTPUTS, BLOCK_K=FEW_INPUTS, **_gate_of(clamped), **shared,
     )  # fmt: skip
     _few_down_kernel[(triton.cdiv(size, FEW_SUMS), len(x_TD))](
-        inner_PF, ids_TC, weights_TC, down_EDF, down_bias, out_TD,
+        inner_PF, ids_TC, weights_TC, down_EDF, down_bias, num_real, out_TD,
         BLOCK_N=FEW_SUMS, BLOCK_K=FEW_INNER, **shared,
     )  # fmt: skip
     return out_TD
@@ -490,12 +505,14 @@ def moe_experts(
     biases: Biases | None = None,
     clamped: ClampedGate | None = None,
     has_others: bool = False,
+    num_real: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `quire.ops.moe.moe_experts`, [T, D], of experts stored in one tensor, without waiting
     for the device.
 
     is_fixed: whether the order of sums is the same for any number of tokens. has_others: whether an
-    id of E stands for experts of other ranks.
+    id of E stands for experts of other ranks. num_real: int32 [1], the number of tokens that are
+    not padding; the results of the others have any values.
     """
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
@@ -503,13 +520,13 @@ def moe_experts(
     arguments = (_rows(x_TD), ids_TC.contiguous(), weights_TC.contiguous(), gate_up_EGD, down_EDF)
     if is_fixed:
         tile = TILE_OF_FLOAT32 if x_TD.dtype.itemsize > 2 else FIXED_TILE
-        return grouped_experts(*arguments, tile, biases, clamped, has_others)
+        return grouped_experts(*arguments, tile, biases, clamped, has_others, num_real)
     if len(x_TD) <= FEW_TOKENS:
-        return few_experts(*arguments, biases, clamped, has_others)
+        return few_experts(*arguments, biases, clamped, has_others, num_real)
     device = x_TD.device
     takes_largest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     tile = tile_for(ids_TC.numel(), len(down_EDF), x_TD.dtype, takes_largest)
-    return grouped_experts(*arguments, tile, biases, clamped, has_others)
+    return grouped_experts(*arguments, tile, biases, clamped, has_others, num_real)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -519,7 +536,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 # ---- compiled ahead of time: sizes of Qwen3-30B-A3B and some of gpt-oss, in bfloat16 -----------
 
-_INTEGERS = ("ids_ptr", "order_ptr", "tiles_ptr")
+_INTEGERS = ("ids_ptr", "order_ptr", "tiles_ptr", "num_real_ptr")
 _POINTERS = dict.fromkeys(_INTEGERS, "*i32") | {"weights_ptr": "*fp32"}
 _DIVISIBLE = ("num_experts", "logits_row", "size", "inner_size", "x_row")
 
@@ -549,6 +566,7 @@ def _product_configs(tile: Tile, clamped: ClampedGate | None = None) -> list[Con
 OSS = ClampedGate(1.702, 7.0)
 _FEW = {"NUM_CHOSEN": 8, "SIZE": 2048, "INNER": 768, "HAS_BIAS": False, "NUM_EXPERTS": 0}
 _FEW_OSS = {"NUM_CHOSEN": 4, "SIZE": 2880, "INNER": 2880, "HAS_BIAS": True, "NUM_EXPERTS": 0}
+_WHOLE, _PADDED = {"HAS_PADDING": False}, {"HAS_PADDING": True}
 _UP, _DOWN = (
     {"BLOCK_N": FEW_OUTPUTS, "BLOCK_K": FEW_INPUTS},
     {"BLOCK_N": FEW_SUMS, "BLOCK_K": FEW_INNER},
@@ -560,10 +578,10 @@ CONFIGS = [
     *(config for tile in (*TILES.values(), LARGEST_TILE) for config in _product_configs(tile)),
     _config(_sum_kernel, {"NUM_CHOSEN": 8, "WIDTH": SUM_WIDTH}),
     *_product_configs(LARGEST_TILE, OSS),
-    _config(_few_up_kernel, _FEW | _UP | _gate_of(None)),
-    _config(_few_down_kernel, _FEW | _DOWN),
-    _config(_few_up_kernel, _FEW | {"NUM_EXPERTS": 64} | _UP | _gate_of(None)),
-    _config(_few_down_kernel, _FEW | {"NUM_EXPERTS": 64} | _DOWN),
-    _config(_few_up_kernel, _FEW_OSS | _UP | _gate_of(OSS)),
-    _config(_few_down_kernel, _FEW_OSS | _DOWN),
+    _config(_few_up_kernel, _FEW | _WHOLE | _UP | _gate_of(None)),
+    _config(_few_down_kernel, _FEW | _WHOLE | _DOWN),
+    _config(_few_up_kernel, _FEW | _PADDED | {"NUM_EXPERTS": 64} | _UP | _gate_of(None)),
+    _config(_few_down_kernel, _FEW | _PADDED | {"NUM_EXPERTS": 64} | _DOWN),
+    _config(_few_up_kernel, _FEW_OSS | _PADDED | _UP | _gate_of(OSS)),
+    _config(_few_down_kernel, _FEW_OSS | _PADDED | _DOWN),
 ]

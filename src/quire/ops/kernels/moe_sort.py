@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 
 SMALL_CHUNK, CHUNK = 128, 1024  # pairs that one program sorts
 TILES_OF_A_PROGRAM = 32
@@ -36,18 +36,31 @@ def tile_bounds(tiles_ptr, max_tiles):
     return tile, first, tl.load(tiles_ptr + 2 * max_tiles + tile)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(ids_ptr, counts_ptr, num_pairs, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit
+def _real_pairs(num_pairs, num_real_ptr, NUM_CHOSEN: tl.constexpr):
+    """Return the number of pairs of tokens that are not padding; NUM_CHOSEN 0: there is none."""
+    if NUM_CHOSEN > 0:
+        num_pairs = tl.minimum(num_pairs, tl.load(num_real_ptr) * NUM_CHOSEN)
+    return num_pairs
+
+
+@kernel(do_not_specialize=["num_pairs"])
+def _count_kernel(
+    ids_ptr, num_real_ptr, counts_ptr, num_pairs, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
+    num_pairs = _real_pairs(num_pairs, num_real_ptr, NUM_CHOSEN)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + at, mask=at < num_pairs, other=0)
     counts = tl.histogram(ids, WIDTH, mask=at < num_pairs)
     tl.store(counts_ptr + chunk * WIDTH + tl.arange(0, WIDTH), counts)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "max_tiles", "num_experts"])
+@kernel(do_not_specialize=["num_pairs", "num_chunks", "max_tiles", "num_experts"])
 def _sort_kernel(
     ids_ptr,
+    num_real_ptr,
     counts_ptr,
     order_ptr,
     tiles_ptr,
@@ -55,6 +68,7 @@ def _sort_kernel(
     num_chunks,
     max_tiles,
     num_experts,
+    NUM_CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_AT_ONCE: tl.constexpr,
@@ -64,6 +78,7 @@ def _sort_kernel(
 ):
     """Sort a chunk of pairs in each of the first num_chunks programs; write tiles in the others."""
     program = tl.program_id(0)
+    num_pairs = _real_pairs(num_pairs, num_real_ptr, NUM_CHOSEN)
     experts = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
     before = tl.zeros([WIDTH], tl.int32)  # pairs of each expert in earlier chunks
@@ -108,7 +123,11 @@ def _sort_kernel(
 
 
 def sort_by_expert(
-    ids_TC: torch.Tensor, num_experts: int, tile_pairs: int, has_others: bool = False
+    ids_TC: torch.Tensor,
+    num_experts: int,
+    tile_pairs: int,
+    has_others: bool = False,
+    num_real: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort pairs of ids [T, C] by expert, in one or two launches, and cut them into tiles of one
     expert.
@@ -116,7 +135,8 @@ def sort_by_expert(
     Return the order, int32 [P], and the tiles, int32 [3, M]: expert, begin and end in the order. A
     tile has at most tile_pairs pairs. M is the maximum number of tiles; unused tiles have begin and
     end 0. has_others: whether there are pairs of expert num_experts, which come last and in no
-    tile.
+    tile. num_real: int32 [1], the number of tokens that are not padding; the pairs of the others
+    are neither in the order nor in a tile.
     """
     num_pairs, device = ids_TC.numel(), ids_TC.device
     width = next_power_of_2(num_experts + has_others)
@@ -126,11 +146,16 @@ def sort_by_expert(
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles_3M = torch.empty(3, max_tiles, dtype=torch.int32, device=device)
     counts = order_P
+    padding = {"NUM_CHOSEN": 0 if num_real is None else ids_TC.shape[1]}
+    num_real = ids_TC if num_real is None else num_real  # a placeholder is not read
     if num_chunks > 1:
         counts = torch.empty(num_chunks, width, dtype=torch.int32, device=device)
-        _count_kernel[(num_chunks,)](ids_TC, counts, num_pairs, WIDTH=width, CHUNK=chunk)
+        _count_kernel[(num_chunks,)](
+            ids_TC, num_real, counts, num_pairs, WIDTH=width, CHUNK=chunk, **padding
+        )
     _sort_kernel[(num_chunks + triton.cdiv(max_tiles, TILES_OF_A_PROGRAM),)](
         ids_TC,
+        num_real,
         counts,
         order_P,
         tiles_3M,
@@ -145,6 +170,7 @@ def sort_by_expert(
         BLOCK_M=tile_pairs,
         ONE_CHUNK=num_chunks == 1,
         num_warps=_sort_warps(chunk),
+        **padding,
     )
     return order_P, tiles_3M
 
@@ -159,21 +185,30 @@ def _sort_warps(chunk: int) -> int:
     return 4 if chunk <= SMALL_CHUNK else 8
 
 
-_COUNT_SIGNATURE = {"ids_ptr": "*i32", "counts_ptr": "*i32", "num_pairs": "i32"}
+_COUNT_SIGNATURE = {"ids_ptr": "*i32", "num_real_ptr": "*i32", "counts_ptr": "*i32"}
+_COUNT_SIGNATURE |= {"num_pairs": "i32"}
 _SORT_SIGNATURE = _COUNT_SIGNATURE | {"order_ptr": "*i32", "tiles_ptr": "*i32"}
 _SORT_SIGNATURE |= {"num_chunks": "i32", "max_tiles": "i32", "num_experts": "i32"}
 
 
-def _sort_config(chunk: int, is_only: bool) -> Config:
+def _sort_config(chunk: int, is_only: bool, num_chosen: int) -> Config:
     constants: dict[str, Any] = {"WIDTH": 128, "CHUNK": chunk, "BLOCK_M": 16}
     constants |= {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE, "TILES": TILES_OF_A_PROGRAM}
-    constants |= {"ONE_CHUNK": is_only}
+    constants |= {"ONE_CHUNK": is_only, "NUM_CHOSEN": num_chosen}
     return Config(_sort_kernel, _SORT_SIGNATURE, constants, num_warps=_sort_warps(chunk))
 
 
 CONFIGS = [
-    Config(_count_kernel, _COUNT_SIGNATURE, {"WIDTH": 128, "CHUNK": CHUNK}),
-    _sort_config(SMALL_CHUNK, True),
-    _sort_config(CHUNK, True),
-    _sort_config(CHUNK, False),
+    config
+    for num_chosen in (0, 8)
+    for config in (
+        Config(
+            _count_kernel,
+            _COUNT_SIGNATURE,
+            {"NUM_CHOSEN": num_chosen, "WIDTH": 128, "CHUNK": CHUNK},
+        ),
+        _sort_config(SMALL_CHUNK, True, num_chosen),
+        _sort_config(CHUNK, True, num_chosen),
+        _sort_config(CHUNK, False, num_chosen),
+    )
 ]

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2, overlaps, pdl_option, wait_if
 
 TILE = 1024  # numbers of a gated norm's program, 8 for each of 128 threads
 
 
-@triton.jit
+@kernel()
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -26,10 +26,14 @@ def _rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < num_columns
+    weight_at = (row % rows_per_token) * weight_row + at
+    weight = tl.load(weight_ptr + weight_at, mask=inside, other=0.0).to(tl.float32)
+    wait_if(AHEAD)
     x = tl.load(x_ptr + row * num_columns + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         before = tl.load(residual_ptr + row * num_columns + at, mask=inside, other=0.0)
@@ -38,8 +42,6 @@ def _rms_norm_kernel(
         tl.store(total_ptr + row * num_columns + at, total, mask=inside)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / num_columns + eps)
-    weight_at = (row % rows_per_token) * weight_row + at
-    weight = tl.load(weight_ptr + weight_at, mask=inside, other=0.0).to(tl.float32)
     y = x * scale * weight
     tl.store(out_ptr + row * num_columns + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -85,7 +87,9 @@ def _launch(
         eps,
         HAS_RESIDUAL=residual_TD is not None,
         WIDTH=width,
+        AHEAD=overlaps(x_TD.device),
         num_warps=_num_warps(width),
+        **pdl_option(overlaps(x_TD.device)),
     )
 
 
@@ -93,7 +97,7 @@ def _num_warps(width: int) -> int:
     return min(16, max(1, width // 512))
 
 
-@triton.jit
+@kernel()
 def _gated_norm_kernel(
     x_ptr,
     gate_ptr,
@@ -178,14 +182,20 @@ _SIGNATURE = {
     "eps": "fp32",
 }
 
-CONFIGS = [
-    Config(
+
+def _config(width: int, has_residual: bool, is_ahead: bool = False) -> Config:
+    return Config(
         _rms_norm_kernel,
         _SIGNATURE,
-        {"HAS_RESIDUAL": has_residual, "WIDTH": width},
+        {"HAS_RESIDUAL": has_residual, "WIDTH": width, "AHEAD": is_ahead},
         num_warps=_num_warps(width),
         divisible=("num_columns",),
     )
+
+
+OVERLAPPING = [_config(4096, True, is_ahead=True)]
+CONFIGS = [
+    _config(width, has_residual)
     for width in (128, 1024, 4096, 8192)
     for has_residual in (False, True)
 ] + [

@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
+from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, kernel, stages_that_fit
 from quire.ops.weights.gpu_layout import GPULayout, layout_of
 from quire.ops.weights.gpu_weights import BITS, GPUWeight
 
@@ -263,7 +263,7 @@ def sums_of_chunks(
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "chunks_of_split"])
+@kernel(do_not_specialize=["num_tokens", "chunks_of_split"])
 def _matmul_kernel(
     x_ptr,
     codes_ptr,
@@ -333,7 +333,7 @@ def _matmul_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@kernel(do_not_specialize=["num_tokens", "num_splits"])
 def _add_kernel(
     parts_ptr,
     bias_ptr,

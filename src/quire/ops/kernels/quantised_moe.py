@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, dot_dtype
+from quire.ops.kernels.launch import Config, dot_dtype, kernel
 from quire.ops.kernels.moe import memory_of_parts, sum_of_pairs
 from quire.ops.kernels.moe_sort import sort_by_expert, tile_bounds
 from quire.ops.kernels.quantised import (
@@ -55,7 +55,7 @@ def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype, is_fixed: boo
     return next((tile for tile in (FEW, SOME) if average <= tile.tokens), largest)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@kernel(do_not_specialize=["max_tiles"])
 def _grouped_kernel(
     x_ptr,
     codes_ptr,
@@ -143,15 +143,17 @@ def moe_experts(
     gate: Gate,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     has_others: bool = False,
+    num_real: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `quire.ops.moe.moe_experts`, [T, D], of experts stored in one weight, without waiting
-    for the device. gate: makes [P, F] of [P, G]. biases: [E, G] and [E, D]. has_others: see
-    moe.moe_experts."""
+    for the device. gate: makes [P, F] of [P, G]. biases: [E, G] and [E, D]. has_others, num_real:
+    see moe.moe_experts."""
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
     num_experts, num_chosen = down.shape[0], ids_TC.shape[1]
     tile = tile_for(ids_TC.numel(), num_experts, x_TD.dtype, gate_up.is_fixed)
-    order_P, tiles_3M = sort_by_expert(ids_TC.contiguous(), num_experts, tile.tokens, has_others)
+    ids_TC = ids_TC.contiguous()
+    order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.tokens, has_others, num_real)
     gate_up_bias, down_bias = biases or (None, None)
     sorted_pairs = order_P, tiles_3M, weights_TC.contiguous()
     if x_TD.stride(1) != 1:

@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config
+from quire.ops.kernels.launch import Config, kernel
 from quire.ops.kernels.quantised import factor, numbers
 from quire.ops.weights.gpu_weights import GPUWeight
 
 CHUNKS = 8  # chunks of a program
 
 
-@triton.jit
+@kernel()
 def _rows_kernel(
     ids_ptr,
     codes_ptr,

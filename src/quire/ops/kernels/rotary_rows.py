@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 
 TILE = 128  # angles in a program, one for each thread
 WARP = 32
@@ -45,7 +45,7 @@ def _cos_sin(angle):
     return tl.where(is_left, -turned_cos, turned_cos), tl.where(is_lower, -turned_sin, turned_sin)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "axis_stride"])
+@kernel(do_not_specialize=["num_tokens", "axis_stride"])
 def _rotary_rows_kernel(
     positions_ptr,
     frequencies_ptr,

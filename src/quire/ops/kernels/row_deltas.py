@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 from quire.ops.kernels.step_inputs import Inbox, inbox_words
 from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE
 from quire.ops.rows.row_state import RowTensors
@@ -88,7 +88,7 @@ def _write_deltas(
         tl.store(half, value, mask=inside & (kind == WIDE))
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_words", "num_deltas", "num_runs", "deltas_at", "runs_at", "texts_at"]
 )
 def _receive_kernel(
@@ -136,7 +136,24 @@ def receive(
     units = max(triton.cdiv(num_words, BLOCK), triton.cdiv(num_deltas, BLOCK), num_runs)
     if units == 0:
         return
-    _receive_kernel[(min(PROGRAMS, units),)](
+    counts = num_words, num_deltas, num_runs
+    arguments = receive_arguments(state, inbox, slot, layout, counts)
+    _receive_kernel[(min(PROGRAMS, units),)](*arguments, **RECEIVE_CONSTANTS)
+
+
+RECEIVE_CONSTANTS = {"COMPUTED": COMPUTED, "NARROW": NARROW, "WIDE": WIDE, "BLOCK": BLOCK}
+
+
+def receive_arguments(
+    state: RowTensors,
+    inbox: Inbox,
+    slot: torch.Tensor,
+    layout: SlotLayout,
+    counts: tuple[int, int, int],
+) -> tuple[torch.Tensor | int, ...]:
+    """Return the arguments of the kernel, for launches that do not go through Triton. counts:
+    numbers of words, deltas and runs. slot: int32 [layout.num_words]."""
+    return (
         slot,
         inbox.words,
         state.tokens_RM,
@@ -144,9 +161,7 @@ def receive(
         state.tables_GRL,
         state.narrow_CR,
         state.wide_CR.view(torch.int32),
-        num_words,
-        num_deltas,
-        num_runs,
+        *counts,
         layout.deltas_at,
         layout.runs_at,
         layout.tokens_at,
@@ -154,14 +169,10 @@ def receive(
         state.tables_GRL.stride(0),
         state.tables_GRL.stride(1),
         len(state.computed_R),
-        COMPUTED=COMPUTED,
-        NARROW=NARROW,
-        WIDE=WIDE,
-        BLOCK=BLOCK,
     )
 
 
-@triton.jit(do_not_specialize=["forks_at"])
+@kernel(do_not_specialize=["forks_at"])
 def _fork_kernel(
     slot_ptr, forks_at, tokens_ptr, computed_ptr, tables_ptr, narrow_ptr, wide_ptr,
     token_stride, table_group, table_stride, num_rows, max_len, longest,
@@ -239,7 +250,7 @@ CONFIGS = [
     Config(
         _receive_kernel,
         _STATE | {"inbox_ptr": "*i32", "wide_ptr": "*i32"} | dict.fromkeys(_COUNTS, "i32"),
-        {"COMPUTED": COMPUTED, "NARROW": NARROW, "WIDE": WIDE, "BLOCK": BLOCK},
+        RECEIVE_CONSTANTS,
     ),
     *(
         Config(

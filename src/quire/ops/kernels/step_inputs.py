@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 from quire.ops.rows.row_state import RowTensors
 from quire.ops.rows.step_inputs import SampleInputs, StepInputs
 
@@ -31,7 +31,7 @@ MIN_WIDTH = 32  # minimum number of rows that kernels are compiled for
 
 # Number of words before an inbox's lists, and the indices of the words in use.
 HEADER = 8
-NUM_ROWS, NUM_SAMPLES, RESULT_SLOT = 0, 1, 2
+NUM_ROWS, NUM_SAMPLES, RESULT_SLOT, TICKET = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Inbox:
 
     A pair is a sampling row and the index of the scheduled row whose logits it uses. That is its
     own, or its parent's if this step forks it. The header holds the numbers of valid rows and
-    pairs, and the result slot. No row occurs twice among the rows.
+    pairs, the result slot, and the step's ticket for its mail. No row occurs twice among the rows.
     """
 
     words: torch.Tensor
@@ -54,10 +54,39 @@ class Inbox:
         size = inbox_words(max_rows)
         return cls(torch.zeros(size, dtype=torch.int32, device=device), max_rows)
 
+    def rows(self, num: int) -> torch.Tensor:
+        """Return a view of the first `num` row slots, int32; any number in slots without rows."""
+        return self.words[HEADER : HEADER + num]
+
 
 def inbox_words(max_rows: int) -> int:
     """Return the size of an inbox in words."""
     return HEADER + 4 * max_rows
+
+
+@dataclass(frozen=True)
+class Mail:
+    """Tokens of the last steps in pinned memory, where the host reads them without a copy. int32
+    [Q, W]; a result slot is
+
+        [S tokens | a flag for each program of `advance`]
+
+    A program writes its tokens, then the step's ticket into its flag. The flag's release has the
+    scope of the system, so a host that sees the ticket sees the tokens.
+    """
+
+    words_QW: torch.Tensor
+    max_rows: int
+
+    @staticmethod
+    def width(max_rows: int) -> int:
+        """Return W, a multiple of a cache line's words."""
+        return 32 * triton.cdiv(max_rows + num_flags(max_rows), 32)
+
+
+def num_flags(num_samples: int) -> int:
+    """Return the number of flags to wait for until this many tokens are there, at least 1."""
+    return max(1, -(-num_samples // ADVANCED))  # triton.cdiv takes microseconds
 
 
 @dataclass(frozen=True)
@@ -132,7 +161,7 @@ def _gather_sample(
     tl.store(samples_ptr + 3 * max_rows + n, prompt_len)
 
 
-@triton.jit(do_not_specialize=["max_tokens", "max_rows", "longest"])
+@kernel(do_not_specialize=["max_tokens", "max_rows", "longest"])
 def _gather_kernel(
     tokens_ptr,
     computed_ptr,
@@ -258,7 +287,7 @@ def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs
     return out.inputs
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@kernel(do_not_specialize=["max_rows"])
 def _advance_kernel(
     tokens_ptr,
     computed_ptr,
@@ -271,8 +300,10 @@ def _advance_kernel(
     max_len,
     inbox_rows,
     max_rows,
+    mail_ptr,
     HEADER: tl.constexpr,
     BLOCK: tl.constexpr,
+    MAIL_WORDS: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = (at < tl.load(inbox_ptr)) & (at < max_rows)
@@ -293,7 +324,14 @@ def _advance_kernel(
     # this stores the same value as above.
     tl.store(computed_ptr + row, length.to(tl.int64), mask=is_sample)
     slot = tl.load(inbox_ptr + 2).to(tl.int64)
-    tl.store(results_ptr + slot * inbox_rows + at, tl.where(is_valid, token, -1), mask=is_sample)
+    token = tl.where(is_valid, token, -1)
+    tl.store(results_ptr + slot * inbox_rows + at, token, mask=is_sample)
+    if MAIL_WORDS > 0:
+        mail_ptr += slot * MAIL_WORDS
+        tl.store(mail_ptr + at, token, mask=is_sample)
+        tl.debug_barrier()  # the tokens of all threads come before the flag
+        flag_ptr = mail_ptr + inbox_rows + tl.program_id(0)
+        tl.atomic_xchg(flag_ptr, tl.load(inbox_ptr + 3), sem="release", scope="sys")
 
 
 def advance(
@@ -303,6 +341,7 @@ def advance(
     token_ids_N: torch.Tensor,
     is_valid_N: torch.Tensor,
     results_QS: torch.Tensor,
+    mail: Mail | None = None,
 ) -> None:
     """Store the sampled tokens after their rows' last token and move the counters, as
     `row_state.advance` does. Write the tokens to the inbox's result slot too. A second call changes
@@ -311,6 +350,7 @@ def advance(
     context_lens_S: of gather_step, for this step. token_ids_N: int64 or int32, at least as many as
     sampling rows. is_valid_N: bool [N], whether there was a token to choose. A row without one gets
     token 0, and -1 as its result. results_QS: int32, contiguous, as wide as the inbox has rows.
+    mail: also gets the tokens.
     """
     max_rows = len(context_lens_S)
     assert len(token_ids_N) == len(is_valid_N) <= max_rows, "one token for each sampling row"
@@ -327,8 +367,10 @@ def advance(
         state.tokens_RM.shape[1],
         inbox.max_rows,
         max_rows,
+        results_QS if mail is None else mail.words_QW,
         HEADER=HEADER,
         BLOCK=ADVANCED,
+        MAIL_WORDS=0 if mail is None else mail.words_QW.shape[1],
     )
 
 
@@ -354,21 +396,25 @@ CONFIGS = [
         )
         for num_groups, rows in ((1, MIN_WIDTH), (1, 256), (2, 1024))
     ),
-    Config(
-        _advance_kernel,
-        {
-            "tokens_ptr": "*i32",
-            "computed_ptr": "*i64",
-            "inbox_ptr": "*i32",
-            "contexts_ptr": "*i32",
-            "ids_ptr": "*i64",
-            "is_valid_ptr": "*i1",
-            "results_ptr": "*i32",
-            "token_stride": "i32",
-            "max_len": "i32",
-            "inbox_rows": "i32",
-            "max_rows": "i32",
-        },
-        {"HEADER": HEADER, "BLOCK": ADVANCED},
+    *(
+        Config(
+            _advance_kernel,
+            {
+                "tokens_ptr": "*i32",
+                "computed_ptr": "*i64",
+                "inbox_ptr": "*i32",
+                "contexts_ptr": "*i32",
+                "ids_ptr": "*i64",
+                "is_valid_ptr": "*i1",
+                "results_ptr": "*i32",
+                "token_stride": "i32",
+                "max_len": "i32",
+                "inbox_rows": "i32",
+                "max_rows": "i32",
+                "mail_ptr": "*i32",
+            },
+            {"HEADER": HEADER, "BLOCK": ADVANCED, "MAIL_WORDS": mail_words},
+        )
+        for mail_words in (0, Mail.width(256))
     ),
 ]

@@ -30,6 +30,12 @@ class StepInputs:
     slots_T: tuple[torch.Tensor, ...]
     block_tables_SL: tuple[torch.Tensor, ...]
 
+    def row_slots(self) -> torch.Tensor:
+        """Return the row slot of each token, int64 [T]; S for padding."""
+        ends_S = self.query_starts_S1[1:]
+        at_T = torch.arange(len(self.ids_T), device=ends_S.device, dtype=ends_S.dtype)
+        return torch.searchsorted(ends_S, at_T, right=True)
+
 
 @dataclass(frozen=True)
 class SampleInputs:

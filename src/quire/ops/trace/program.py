@@ -12,15 +12,18 @@ whatever the model's dtype: a program does not round activations between its wei
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
+from quire.ops.adapters import AdapterSlots
 from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.elementwise import ClampedGate
 from quire.ops.host.native import address
 from quire.ops.trace.program_parts import Part, ProgramParts, Reference
 from quire.ops.weights.packed import ELEMENTS, PackedWeight
+from quire.spec.deepseek.routing import Routing
 
 CACHE_LINE = 16  # size in floats
 
@@ -58,6 +61,11 @@ class Kind(IntEnum):
     RMS_NORM_BY_SUM = 27
     PLACE = 28
     ADD_FEATURES = 29
+    SCALE_BY_POSITION = 30
+    SCALE_BY_TOP = 31
+    HEAD_PRODUCT = 32
+    COPY_HEADS = 33
+    ADAPT = 34
 
 
 # Kinds that divide the work of all rows among threads in their own way; each is a phase.
@@ -68,7 +76,10 @@ SHARED = (
     Kind.CONVOLVE,
     Kind.DELTA_RULE,
     Kind.ALL_REDUCE,
+    Kind.HEAD_PRODUCT,
+    Kind.ADAPT,
 )
+NO_GROUPS = Routing(is_sigmoid=False, num_groups=0, num_chosen_groups=0)  # for the largest logits
 NO_HEADS = DeltaHeads(0, 0, 0, 0)
 OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # of a layer's memory
 
@@ -95,6 +106,29 @@ class View:
     offset: int = 0
 
 
+class Route(NamedTuple):
+    """The arguments of moe_route, or of moe_route_groups."""
+
+    logits_TE: torch.Tensor
+    num_chosen: int
+    normalises: bool
+    routing: Routing | None = None
+    bias_E: torch.Tensor | None = None
+
+    def part(self, reference_of: ReferenceOf) -> Part:
+        """Return plain data for program_parts.py. The bias must outlive a program."""
+        routing, bias_E = self.routing or NO_GROUPS, self.bias_E
+        assert bias_E is None or bias_E.dtype == torch.float32, f"needs float32, got {bias_E.dtype}"
+        return {
+            "num_chosen": self.num_chosen,
+            "normalises": self.normalises,
+            "groups": (routing.num_groups, routing.num_chosen_groups),
+            "is_sigmoid": routing.is_sigmoid,
+            "scale": routing.scale,
+            "route_bias": None if bias_E is None else reference_of(bias_E),
+        }
+
+
 @dataclass(frozen=True)
 class Experts:
     """A layer's experts on this rank: experts from `first` on, of `num_all`. biases: float32, one
@@ -105,8 +139,7 @@ class Experts:
     biases: tuple[list[torch.Tensor], list[torch.Tensor]]
     first: int
     num_all: int
-    num_chosen: int
-    normalises: bool
+    route: Route
     clamped: ClampedGate | None
 
     def part(self, reference_of: ReferenceOf) -> Part:
@@ -122,16 +155,15 @@ class Experts:
             "down_biases": down_biases,
             "first": self.first,
             "all": self.num_all,
-            "num_chosen": self.num_chosen,
-            "normalises": self.normalises,
             "alpha": 1.0 if self.clamped is None else self.clamped.alpha,
             "limit": 0.0 if self.clamped is None else self.clamped.limit,
-        }
+        } | self.route.part(reference_of)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """Instruction of a program. csrc/program.h explains the fields and the kinds that read them."""
+    """Instruction of a program. csrc/program.h explains the fields and the kinds that read them.
+    joins: whether it runs together with the instruction before it, of the same kind."""
 
     kind: Kind
     views: tuple[View, ...]
@@ -153,6 +185,7 @@ class Instruction:
     delta: DeltaHeads = NO_HEADS
     packed: PackedWeight | None = None
     group: SharedGroup | None = None
+    joins: bool = False
 
     def part(self, begins_phase: bool, layer: int, reference_of: ReferenceOf) -> Part:
         """Return plain data for program_parts.py. Tensors and weights must outlive a program.
@@ -201,20 +234,22 @@ def _weight(weight: PackedWeight, reference_of: ReferenceOf) -> tuple[tuple[int,
 class ProgramDraft:
     """Instructions and the buffers that they use. The first `num_outside` buffers are the caller's
     memory; buffer 0 is the result. widths: float32 numbers per token of each buffer. experts: of
-    the layers that have any."""
+    the layers that have any. adapters: slots that its instructions use."""
 
     widths: list[int] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
     num_outside: int = 1
+    adapters: AdapterSlots | None = None
 
     @property
     def phases(self) -> list[int]:
         """The phase of each instruction."""
         found: list[int] = []
         for i, instruction in enumerate(self.instructions):
-            joins = i > 0 and not {instruction.kind, self.instructions[i - 1].kind} & set(SHARED)
-            found.append(0 if i == 0 else found[-1] + (0 if joins else 1))
+            is_apart = {instruction.kind, self.instructions[i - 1].kind} & set(SHARED)
+            begins = is_apart and not instruction.joins
+            found.append(0 if i == 0 else found[-1] + (1 if begins else 0))
         return found
 
     def parts(self, layers: Mapping[int, int], reference_of: ReferenceOf) -> ProgramParts:

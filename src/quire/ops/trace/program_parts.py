@@ -47,7 +47,8 @@ class ProgramParts:
             weights = {
                 key: [_weight(each, address) for each in part[key]] for key in ("gate_up", "down")
             }
-            program.add_experts(**(part | weights | biases))
+            bias = 0 if part["route_bias"] is None else address(part["route_bias"])
+            program.add_experts(**(part | weights | biases | {"route_bias": bias}))
         for part in self.instructions:
             found = {key: 0 if part[key] is None else address(part[key]) for key in REFERENCES}
             program.add(**(part | found | {"packed": _weight(part["packed"], address)}))

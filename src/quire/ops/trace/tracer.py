@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from quire.ops.adapters import AdapterSlots
 from quire.ops.attention_inputs import DeltaHeads, Scores
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.elementwise import QUICK_GELU, ClampedGate
 from quire.ops.host.native import needed_core
+from quire.ops.latent import HeadWeights
 from quire.ops.registry import OpRecord
 from quire.ops.trace.program import (
     Experts,
@@ -23,6 +25,7 @@ from quire.ops.trace.program import (
     Instruction,
     Kind,
     ProgramDraft,
+    Route,
     Untraceable,
     View,
 )
@@ -40,7 +43,7 @@ class Tracer:
         self._inputs = {_storage(ids_T): Input.IDS, _storage(positions_T): Input.POSITIONS}
         self._buffers: dict[int, int] = {}  # buffer of each storage
         # Arguments of moe_route, by the storages of its results: ids and weights.
-        self._routes: dict[tuple[int, int], tuple[torch.Tensor, int, bool]] = {}
+        self._routes: dict[tuple[int, int], Route] = {}
         self._draft = ProgramDraft()
         self._rules: dict[str, Callable[..., None]] = {
             "all_reduce": self._all_reduce,
@@ -64,20 +67,28 @@ class Tracer:
             "quick_gelu": self._quick_gelu,
             "relu": self._row_wise(Kind.RELU),
             "add": self._row_wise(Kind.ADD),
+            "add_adapters": self._add_adapters,
             "add_into": self._add_into,
             "concatenate": self._concatenate,
             "gated_add": self._row_wise(Kind.GATED_ADD),
             "moe_route": self._moe_route,
+            "moe_route_groups": self._moe_route,
             "moe_experts": self._moe_experts,
             "linear": self._linear,
+            "latent_queries": self._latent_queries,
+            "latent_values": self._latent_values,
             "kv_write": self._kv_write,
             "attention": self._attention,
+            "latent_write": self._latent_write,
+            "latent_attention": self._latent_attention,
             "convolve": self._convolve,
             "delta_rule": self._delta_rule,
             "gated_norm": self._gated_norm,
             "sigmoid_mul": self._row_wise(Kind.SIGMOID_MUL),
             "place": self._place,
             "add_features": self._add_features,
+            "scale_by_position": self._scale_by_position,
+            "scale_by_top": self._scale_by_top,
         }
 
     def trace(self, result_TD: torch.Tensor, outside: Sequence[torch.Tensor] = ()) -> ProgramDraft:
@@ -310,6 +321,12 @@ class Tracer:
         views = self._view(out), self._view(x), self._view(y)
         self._emit(Instruction(Kind.ADD, views, size=out.shape[1]))
 
+    def _add_adapters(
+        self, _out: None, out: torch.Tensor, x: torch.Tensor, slots: AdapterSlots, layer: int
+    ) -> None:
+        views, self._draft.adapters = (self._view(out), self._view(x)), slots
+        self._emit(Instruction(Kind.ADAPT, views, layer=layer))
+
     def _concatenate(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         view_of_out = self._new(out)
         self._copy(view_of_out, x)
@@ -322,6 +339,24 @@ class Tracer:
     def _scale(self, out: torch.Tensor, x: torch.Tensor, factor: float) -> None:
         views, size = (self._new(out), self._view(x)), math.prod(out.shape[1:])
         self._emit(Instruction(Kind.SCALE, views, size=size, scale=factor))
+
+    def _scale_by_position(
+        self,
+        out: torch.Tensor,
+        x_TM: torch.Tensor,
+        positions_T: torch.Tensor,
+        period: int,
+        factor: float,
+    ) -> None:
+        if self._inputs.get(_storage(positions_T)) != Input.POSITIONS:
+            raise Untraceable("a scale by something other than the positions")
+        kind, views = Kind.SCALE_BY_POSITION, (self._new(out), self._view(x_TM))
+        size = math.prod(out.shape[1:])
+        self._emit(Instruction(kind, views, size=size, count=period, scale=factor))
+
+    def _scale_by_top(self, out: torch.Tensor, x_TD: torch.Tensor, logits_TE: torch.Tensor) -> None:
+        kind, views = Kind.SCALE_BY_TOP, (self._new(out), self._view(x_TD), self._view(logits_TE))
+        self._emit(Instruction(kind, views, size=x_TD.shape[1], count=logits_TE.shape[1]))
 
     def _quick_gelu(self, out: torch.Tensor, x: torch.Tensor) -> None:
         size, gate = math.prod(out.shape[1:]), View(len(self._draft.widths))
@@ -355,15 +390,46 @@ class Tracer:
         self._emit(Instruction(Kind.PREPARE, (operand, view), stride=stride, packed=weight))
         return operand, stride
 
+    def _latent_queries(
+        self,
+        out: torch.Tensor,
+        q_TNP: torch.Tensor,
+        rotated_TNE: torch.Tensor,
+        weights: HeadWeights,
+    ) -> None:
+        view_of_out, (_, heads, width) = self._new(out), out.shape
+        self._by_head(view_of_out, width, q_TNP, weights)
+        size = rotated_TNE.shape[2]
+        after = replace(view_of_out, offset=view_of_out.offset + width - size)
+        kind, views = Kind.COPY_HEADS, (after, self._view(rotated_TNE))
+        self._emit(Instruction(kind, views, heads=heads, size=size, count=width))
+
+    def _latent_values(
+        self, out: torch.Tensor, read_TNR: torch.Tensor, weights: HeadWeights
+    ) -> None:
+        self._by_head(self._new(out), out.shape[2], read_TNR, weights)
+
+    def _by_head(
+        self, view_of_out: View, width: int, x: torch.Tensor, weights: HeadWeights
+    ) -> None:
+        """Multiply each head of x [T, N, I] with its weight. width: numbers of a head of `out`."""
+        if isinstance(weights, torch.Tensor):
+            raise Untraceable("the weights of heads are not packed for the core")
+        kind, view = Kind.HEAD_PRODUCT, self._view(x)
+        for head, weight in enumerate(_all_packed(weights)):
+            views = (
+                replace(view_of_out, offset=view_of_out.offset + head * width),
+                replace(view, offset=view.offset + head * x.shape[2]),
+            )
+            self._emit(Instruction(kind, views, packed=weight, joins=head > 0))
+
     def _moe_route(
         self,
         out: tuple[torch.Tensor, torch.Tensor],
-        logits_TE: torch.Tensor,
-        num_chosen: int,
-        normalises: bool,
+        *route: Any,
     ) -> None:
         """Record the route; the experts' instruction begins with it."""
-        self._routes[_storage(out[0]), _storage(out[1])] = logits_TE, num_chosen, normalises
+        self._routes[_storage(out[0]), _storage(out[1])] = Route(*route)
 
     def _moe_experts(
         self,
@@ -377,7 +443,7 @@ class Tracer:
         route = self._routes.get((_storage(ids_TC), _storage(weights_TC)))
         if route is None:
             raise Untraceable("experts or their weights are not chosen by moe_route alone")
-        views = self._new(out), self._view(x_TD), self._view(route[0])
+        views = self._new(out), self._view(x_TD), self._view(route.logits_TE)
         self._emit(Instruction(Kind.EXPERTS, views, layer=len(self._draft.experts)))
         self._draft.experts.append(_experts(route, *experts, **named))
 
@@ -387,6 +453,22 @@ class Tracer:
         views = self._view(k), self._view(v)
         self._emit(Instruction(Kind.STORE, views, num_written=0, layer=layer))
 
+    def _latent_write(
+        self, _out: None, _backend: object, layer: int, latent_TL: torch.Tensor
+    ) -> None:
+        self._kv_write(None, None, layer, latent_TL, latent_TL)
+
+    def _latent_attention(
+        self,
+        out: torch.Tensor,
+        backend: object,
+        layer: int,
+        q: torch.Tensor,
+        scores: Scores,
+        num_values: int,
+    ) -> None:
+        self._attention(out, backend, layer, q, scores, num_values)
+
     def _attention(
         self,
         out: torch.Tensor,
@@ -394,12 +476,14 @@ class Tracer:
         layer: int,
         q: torch.Tensor,
         scores: Scores,
+        num_values: int = 0,
     ) -> None:
         self._emit(
             Instruction(
                 Kind.ATTEND,
                 (self._new(out), self._view(q)),
                 heads=q.shape[1],
+                size=num_values,
                 layer=layer,
                 scale=scores.scale,
                 soft_cap=scores.soft_cap or 0.0,
@@ -459,7 +543,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _experts(
-    route: tuple[torch.Tensor, int, bool],
+    route: Route,
     gate_up: Sequence[Weight],
     down: Sequence[Weight],
     biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
@@ -467,18 +551,17 @@ def _experts(
     first: int | None = None,
 ) -> Experts:
     """Describe the experts of a layer by their route and the other arguments of moe_experts."""
-    logits_TE, num_chosen, normalises = route
     of_up, of_sums = biases or ((), ())
     floats = [each.float() for each in of_up], [each.float() for each in of_sums]
     weights, view_of_out = (
         (_all_packed(gate_up), _all_packed(down)),
-        (first or 0, logits_TE.shape[1]),
+        (first or 0, route.logits_TE.shape[1]),
     )
-    return Experts(*weights, floats, *view_of_out, num_chosen, normalises, clamped)
+    return Experts(*weights, floats, *view_of_out, route, clamped)
 
 
 def _all_packed(weights: Sequence[Weight]) -> list[PackedWeight]:
     packed = [each for each in weights if isinstance(each, PackedWeight)]
     if len(packed) < len(weights):
-        raise Untraceable("the weights of experts are not packed for the core")
+        raise Untraceable("the weights of experts or of heads are not packed for the core")
     return packed

@@ -49,6 +49,7 @@ BLOCKS = {
     "q5_0": (32, 22), "q5_1": (32, 24), "q2_k": (256, 84), "q3_k": (256, 110),
     "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
 }  # fmt: skip
+WIDE_SCALE_BYTES = 4  # of a block of int8_f32, which GGUF lacks: a scale, then int8 of one group
 VALUES_AT_ONCE = 1 << 18
 FILE_ENDS, NOT_FINITE = -1, -2  # the core's reasons for not packing (csrc/linear.h)
 
@@ -146,23 +147,35 @@ def pack_blocks(
     stretches: Sequence[tuple[int, Quantization]],
     memory: HugeMemory | None = None,
 ) -> Packed:
-    """Pack rows of ggml's blocks, uint8 [N, B]; their numbers do not change. stretches: (number of
-    rows, format) of consecutive rows. Rows with smaller blocks do not fill all B bytes."""
+    """Pack rows of ggml's blocks or of int8_f32, uint8 [N, B]; their numbers do not change.
+    stretches: (number of rows, format) of consecutive rows. Rows with smaller blocks do not fill
+    all B bytes."""
     row_bytes = blocks_NB.shape[1]
-    inputs = min(
-        row_bytes // BLOCKS[each.format][1] * BLOCKS[each.format][0] for _, each in stretches
-    )
+    sizes_of = [_block_sizes(each) for _, each in stretches]
+    inputs = min(row_bytes // num_bytes * values for values, num_bytes in sizes_of)
     layouts = [_layout_of(each.format, (n, inputs), each.group_size, None) for n, each in stretches]
     sizes = [aligned(bytes_of(layout)) for layout in layouts]
     data = _empty(sum(sizes), memory)
     packed, first = packed_parts(data, layouts), 0
-    for part, (count, _) in zip(packed.parts, stretches, strict=True):
-        blocks = address(blocks_NB, torch.uint8) + first * row_bytes
-        needed_core().linear_pack_blocks(
-            part.data.data_ptr(), part.core, blocks, row_bytes, num_threads()
-        )
+    for part, (count, each) in zip(packed.parts, stretches, strict=True):
+        if each.format in BLOCKS:
+            blocks = address(blocks_NB, torch.uint8) + first * row_bytes
+            needed_core().linear_pack_blocks(
+                part.data.data_ptr(), part.core, blocks, row_bytes, num_threads()
+            )
+        else:
+            num_bytes = block_row_bytes(each, inputs)
+            _pack_wide_blocks(part, blocks_NB[first : first + count, :num_bytes], each.group_size)
         first += count
     return packed
+
+
+def _pack_wide_blocks(packed: PackedWeight, blocks_NB: torch.Tensor, group: int) -> None:
+    """Pack blocks of int8_f32 into existing memory."""
+    blocks_NGB = blocks_NB.reshape(len(blocks_NB), -1, WIDE_SCALE_BYTES + group)
+    scales_NG = blocks_NGB[..., :WIDE_SCALE_BYTES].contiguous().view(torch.float32)[..., 0]
+    codes_NK = blocks_NGB[..., WIDE_SCALE_BYTES:].contiguous().view(torch.int8)
+    _pack_arrays_into(packed, StoredArrays(codes_NK, torch.int8, scales_NG))
 
 
 def packed_parts(data: torch.Tensor, layouts: Sequence[WeightLayout]) -> Packed:
@@ -190,8 +203,15 @@ def joined(parts: Sequence[PackedWeight], memory: HugeMemory | None = None) -> P
 
 def block_row_bytes(format: Quantization, num_inputs: int) -> int:
     """Return the bytes of an output's blocks."""
-    values, num_bytes = BLOCKS[format.format]
+    values, num_bytes = _block_sizes(format)
     return num_inputs // values * num_bytes
+
+
+def _block_sizes(format: Quantization) -> tuple[int, int]:
+    """Return the values and the bytes of a block."""
+    is_wide = format.format not in BLOCKS
+    size = format.group_size
+    return (size, size + WIDE_SCALE_BYTES) if is_wide else BLOCKS[format.format]
 
 
 def pack_stored(
@@ -313,6 +333,11 @@ def _pack_arrays(
 ) -> PackedWeight:
     layout = _layout_of(format, shape, group, variant, int(arrays.order is not None))
     packed = PackedWeight(_empty(bytes_of(layout), memory), layout)
+    _pack_arrays_into(packed, arrays)
+    return packed
+
+
+def _pack_arrays_into(packed: PackedWeight, arrays: StoredArrays) -> None:
     values, scales = arrays.values.contiguous(), arrays.scales.contiguous()
     order = None if arrays.order is None else arrays.order.contiguous()
     needed_core().linear_pack_stored(
@@ -324,7 +349,6 @@ def _pack_arrays(
         0 if order is None else address(order, torch.int64),
         num_threads(),
     )
-    return packed
 
 
 def _layout_of(
@@ -351,7 +375,7 @@ def _is_finite(weight_NK: torch.Tensor) -> bool:
 def packed_view(data: torch.Tensor, numbers: Sequence[Sequence[int]]) -> Packed:
     """Make a packed weight from its bytes, uint8 [num_bytes]. numbers: the layout of each part.
     Raises ValueError for a layout that packing does not produce here, or of another size."""
-    layouts = [_known_layout(each) for each in numbers]
+    layouts = [known_layout(each) for each in numbers]
     sizes = [bytes_of(layout) for layout in layouts]
     total = sizes[0] if len(sizes) == 1 else sum(map(aligned, sizes))
     if len(data) != total or len({layout.inputs for layout in layouts}) != 1:
@@ -359,7 +383,8 @@ def packed_view(data: torch.Tensor, numbers: Sequence[Sequence[int]]) -> Packed:
     return packed_parts(data, layouts)
 
 
-def _known_layout(numbers: Sequence[int]) -> WeightLayout:
+def known_layout(numbers: Sequence[int]) -> WeightLayout:
+    """Return a layout from its numbers. Raises ValueError if packing does not produce it here."""
     layout = WeightLayout(*map(int, numbers))
     if not 0 <= layout.format < len(NAMES) or min(layout.outputs, layout.inputs) < 1:
         raise ValueError(f"there is no packed weight of {numbers}")

@@ -231,6 +231,8 @@ class _ObjectReader:
             self._name = yield from read_text(self._feed)
             return bool(self._name) and (self._names is None or self._name in self._names)
         if key not in self._body.arguments_keys or self.has_ended:
+            if (yield from self._feed.peek()) == "{" and not self.has_ended:
+                return False  # these may be the arguments, under a misspelt key
             return (yield from read_value(self._feed))
         if self._name is not None and (yield from self._feed.peek()) == "{":
             return (yield from self._stream(self._name))

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.base.requests.structured_outputs import StructuredOutputsParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.calls import can_read_name
-from quire.render.answers.format import NamedTool, RequestedAnswer
+from quire.render.answers.format import AnswerFormat, NamedTool, RequestedAnswer
 from quire.render.answers.parameters_grammar import NO_WORDS, parameters_rule
 from quire.render.answers.syntax import (
     CallFormat,
@@ -30,6 +31,7 @@ from quire.render.answers.syntax import (
 )
 from quire.render.grammars.lark import ANY_TEXT, Lark, regex
 from quire.render.grammars.structured import content_rule
+from quire.render.renderer import RenderedPrompt, Renderer
 
 TOOLS_FIELD = "tools"
 NO_CALLS = (
@@ -42,6 +44,32 @@ NO_REASONING = (
 )
 _NO_OBJECT = r"/(\s*[^\s{](?s:.*))?/"
 _SPACES = re.compile(r"(\s+)")
+
+
+def params_grammar(
+    renderer: Renderer,
+    params: SamplingParams,
+    prompt: RenderedPrompt,
+    form: AnswerFormat | None = None,
+) -> str:
+    """Return the unchecked grammar of a request's answer; empty if it is unconstrained.
+
+    form: format that belongs to the prompt's template. Without it, the model's own format applies
+    if the prompt ends within reasoning. Raises RequestError."""
+    if not params.is_constrained:
+        return ""
+    text = prompt.text or ""
+    if form is None:
+        own = renderer.answer_format() if renderer.has_template else AnswerFormat()
+        form = own if own.begins_in_reasoning(text) else AnswerFormat()
+    answer = RequestedAnswer(
+        form,
+        content=params.structured_outputs,
+        begins_in_reasoning=form.begins_in_reasoning(text),
+        has_reasoned=form.has_reasoned(text),
+        thinking_token_budget=params.thinking_token_budget,
+    )
+    return answer_grammar(answer, renderer.added_ids(FIELD))
 
 
 def answer_grammar(answer: RequestedAnswer, added_tokens: Mapping[str, int]) -> str:

@@ -1,19 +1,16 @@
 """One conversation to render with a chat template, and the interface of renderers.
 
-`InThisProcess` renders without limits of time and memory. `TemplatePool` (`template_pool.py`)
-renders in worker processes with limits.
+`InThisProcess` (`template_worker.py`) renders without limits of time and memory. `TemplatePool`
+(`template_pool.py`) renders in worker processes with limits.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any, Protocol
 
-from quire.render.templates.chat_template import ChatOptions, ChatTemplate
+from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.conversation import plain_data
-
-MAX_KEPT_TEMPLATES = 8
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,6 @@ class TemplateJob:
         return replace(self, messages=messages, options=options)
 
 
-def unpack(data: bytes) -> TemplateJob:
-    parts = json.loads(data.decode("utf-8", "surrogatepass"))
-    source, variables, messages, begins, continues, tools, documents, form, kwargs = parts
-    options = ChatOptions(begins, continues, tools, documents, form, kwargs)
-    return TemplateJob(source, variables, messages, options)
-
-
 def _as_json(value: object) -> bytes:
     """Encode as JSON, and keep lone surrogates, which a client's JSON may contain."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -78,28 +68,3 @@ class TemplateRunner(Protocol):
 
     async def render_async(self, job: TemplateJob) -> str:
         """Do the same as `render` without blocking the event loop."""
-
-
-class InThisProcess:
-    """Renders without limits, and caches compiled templates. now: clock for templates' dates."""
-
-    def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
-        self._now = now
-        self._compiled: dict[str, tuple[Mapping[str, str], ChatTemplate]] = {}
-
-    def prepare(self) -> None: ...
-
-    def render(self, job: TemplateJob) -> str:
-        return self._template(job).render(job.messages, job.options)
-
-    async def render_async(self, job: TemplateJob) -> str:
-        return self.render(job)
-
-    def _template(self, job: TemplateJob) -> ChatTemplate:
-        variables, found = self._compiled.get(job.source, (None, None))
-        if found is None or variables != job.variables:
-            found = ChatTemplate(job.source, job.variables, self._now)
-            if len(self._compiled) >= MAX_KEPT_TEMPLATES:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[job.source] = job.variables, found
-        return found

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from quire.base.errors import RequestError
 from quire.render.tokens.cuts import PART_CHARS, Cuts, read_cuts
 from quire.render.tokens.gguf_tokenizer import gguf_tokenizer
-from quire.render.tokens.pieces import Pieces, read_pieces
+from quire.render.tokens.piece_tables import read_pieces
+from quire.render.tokens.pieces import Pieces
 from quire.render.tokens.text_bound import TextBound, text_bound
 from quire.render.tokens.tokenizer_backend import finish_backend, load_backend, state_of
 from quire.render.tokens.tokenizer_files import (
@@ -55,9 +56,11 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """Load tokenizer.json, or vocab.json with merges.txt, or a GGUF file's vocabulary.
+        """Load tokenizer.json, vocab.json with merges.txt, another vocabulary (converted.py), or a
+        GGUF file's.
 
-        Raises ModelError if there is none."""
+        Raises ModelError if there is none, and MissingDependency for a conversion without its
+        packages."""
         if is_gguf(path):
             backend, files = gguf_tokenizer(GGUFFile(path))
             finish_backend(backend, files)

@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ModelError
+from quire.render.tokens.converted import other_vocabulary
 from quire.render.tokens.tokenizer_files import TokenizerFiles
 from quire.spec.config_fields import shown
 
@@ -25,7 +26,8 @@ BYTE_LEVEL = '"type":"ByteLevel"'
 
 
 def load_backend(files: TokenizerFiles) -> "tokenizers.Tokenizer":
-    """Load tokenizer.json, or vocab.json with merges.txt. Raises ModelError."""
+    """Load tokenizer.json, or vocab.json with merges.txt, or convert another vocabulary. Raises
+    ModelError, and MissingDependency for a conversion without its packages."""
     backend = _read_backend(files)
     finish_backend(backend, files)
     return backend
@@ -80,6 +82,10 @@ def _is_byte_level(part: Any) -> bool:
 def _read_backend(files: TokenizerFiles) -> "tokenizers.Tokenizer":
     import tokenizers
 
+    if not files.tokenizer_json.is_file() and not files.has_gpt2_pair:
+        other = other_vocabulary(files.directory)
+        assert other is not None, "has_tokenizer found one"
+        return other.convert(files.config)
     path = files.tokenizer_json if files.tokenizer_json.is_file() else files.vocab_json
     try:
         if path == files.tokenizer_json:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
+from quire.render.tokens.converted import other_vocabulary
 from quire.spec.config_fields import read_object
 from quire.spec.gguf.container import GGUFFile, is_gguf
 
@@ -59,6 +60,11 @@ class TokenizerFiles:
         return self.directory / "tokenizer.json"
 
     @property
+    def has_gpt2_pair(self) -> bool:
+        """Whether there is a GPT-2 vocabulary: vocab.json and merges.txt."""
+        return self.vocab_json.is_file() and self.merges_txt.is_file()
+
+    @property
     def vocab_json(self) -> Path:
         return self.directory / "vocab.json"
 
@@ -72,8 +78,8 @@ def has_tokenizer(directory: str | Path) -> bool:
     if is_gguf(directory):
         return any(key in GGUFFile(directory).metadata for key in (GGUF_TOKENS, WHOLE_TOKENIZER))
     files = TokenizerFiles(Path(directory))
-    pair = files.vocab_json.is_file() and files.merges_txt.is_file()
-    return files.tokenizer_json.is_file() or pair
+    own = files.tokenizer_json.is_file() or files.has_gpt2_pair
+    return own or other_vocabulary(files.directory) is not None
 
 
 def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
@@ -83,8 +89,13 @@ def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
         raise ModelError(_no_tokenizer(folder))
     config = read_json(folder / "tokenizer_config.json")
     legacy = read_json(folder / "special_tokens_map.json")
-    named = _named_tokens(config, legacy)
-    if not (folder / "tokenizer.json").is_file():
+    named, files = _named_tokens(config, legacy), TokenizerFiles(folder)
+    other = None if files.has_gpt2_pair else other_vocabulary(folder)
+    if files.tokenizer_json.is_file():
+        pass
+    elif other is not None:
+        config, named = other.config | config, other.named_tokens | named
+    else:
         _check_gpt2(folder, config)
         named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), GPT2_END) | named
     return TokenizerFiles(
@@ -121,12 +132,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _no_tokenizer(folder: Path) -> str:
     advice = 'without a tokenizer prompts must be token ids: {"prompt_token_ids": [...]}.'
-    if (folder / "tokenizer.model").is_file():
-        return (
-            f"{folder} has only tokenizer.model; convert it to tokenizer.json (transformers:"
-            f" AutoTokenizer.from_pretrained(...).save_pretrained(...)); {advice}"
-        )
-    return f"{folder} has no tokenizer.json and no vocab.json with merges.txt; {advice}"
+    return (
+        f"{folder} has no tokenizer.json, no vocab.json with merges.txt, no tokenizer.model and no"
+        f" tekken.json; {advice}"
+    )
 
 
 def _check_gpt2(folder: Path, config: dict[str, Any]) -> None:

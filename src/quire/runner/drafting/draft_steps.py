@@ -15,7 +15,6 @@ Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K maximum
 tokens of a row, P places: first the places of the sampling rows, then one for each draft token.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,10 +24,12 @@ import torch
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.speculation import NGRAM, parse_speculation
 from quire.ops.attention.states import RecordedInputs
 from quire.ops.embedding import select_rows
 from quire.ops.host.host_memory import to_device
-from quire.ops.rows.row_state import advance, write_tokens
+from quire.ops.rows.row_state import advance
 from quire.ops.rows.step_inputs import SampleInputs, gather_step
 from quire.ops.sampling.device_drafts import (
     NO_TOKEN,
@@ -37,9 +38,12 @@ from quire.ops.sampling.device_drafts import (
     accept_drafts,
     draft_runs,
 )
+from quire.ops.sampling.find_runs import SEARCHED
+from quire.runner.attachment import Work
 from quire.runner.device import Tensors
+from quire.runner.gpu.verification import draft_slots
 from quire.runner.sampling.candidates import CandidatesPart
-from quire.runner.step_ops import Sampling, StepShape
+from quire.runner.step_ops import Sampling, SamplingRequests, StepShape
 from quire.runner.steps import PlainStep, StepRunner, shape_of
 
 Int32 = npt.NDArray[np.int32]
@@ -78,9 +82,18 @@ def sampling_positions(plan: Plan) -> SamplingPositions:
     )
 
 
+def device_runs(config: EngineConfig) -> Runs | None:
+    """Return the search of the drafter on the device; None if only the host drafts."""
+    speculation = parse_speculation(config.speculative_config)
+    if speculation is None or speculation.method != NGRAM:
+        return None
+    return Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
+
+
 class VerifyStep(PlainStep):
     """Plan with draft tokens on its way through a runner. runs: drafter on the device, for the
-    draft tokens that the plan leaves to it."""
+    draft tokens that the plan leaves to it. If the model's layers have states, the host settles
+    them after a step that is not recorded."""
 
     def __init__(
         self,
@@ -91,6 +104,7 @@ class VerifyStep(PlainStep):
     ) -> None:
         super().__init__(runner, plan, masks)
         self._positions, self._runs = sampling_positions(plan), runs
+        self._slots: Int64 | None = None  # of the positions in recorded work
         self._retained: RecordedInputs | None = None  # until the rows' states are settled
         self._logits: torch.Tensor | None = None  # of the first half, for the second
         self._scored: list[torch.Tensor] = []
@@ -106,12 +120,21 @@ class VerifyStep(PlainStep):
     def end(self) -> StepResult:
         """See Step."""
         tokens_NK1, counts_N, *found = self._chosen.wait()
-        return self._result(tokens_NK1.numpy(), counts_N.numpy(), found)
+        num, width = len(self._plan.sample_rows), 1 + int(self._positions.depths.max())
+        if self._slots is not None:
+            found = [tensor[torch.from_numpy(self._slots)] for tensor in found]
+        tokens, counts = tokens_NK1.numpy()[:num, :width], counts_N.numpy()[:num]
+        return self._result(tokens, counts, found)
 
     def _launch(self) -> None:
-        """Submit the step to the device."""
+        """Submit the step to the device, as recorded work if there is any."""
         plan, rows, positions = self._plan, self._runner.rows, self._positions
-        self._follow(positions.rows)
+        needs = self._follow(positions.rows)
+        if all(part.can_be_recorded for part in self._forward):
+            recorded = self._runner.find_recorded(plan, needs, self._runs)
+            if recorded is not None:
+                self._replay(recorded)
+                return
         updates = rows.changes(plan, self._runner.sampler.flags.has_edits)
         self._served = Sampling(
             self._requested, positions.lengths, rows.prompt_lens[positions.rows]
@@ -121,13 +144,35 @@ class VerifyStep(PlainStep):
         self._give(change, first, self.second, self._served, positions.depths)
         self._chosen = self._arrivals[-1]
 
+    def _replay(self, work: Work) -> None:
+        """Submit the step to the device as recorded work, which samples at slots of its own."""
+        runner, plan, positions = self._runner, self._plan, self._positions
+        flags = runner.sampler.flags
+        requested = SamplingRequests(plan.sample_rows, flags.at(plan.sample_rows))
+        change, lists = runner.rows.apply(plan, flags.has_edits, requested)
+        shape = shape_of(plan, work.num_row_slots)
+        self._slots = draft_slots(plan, positions.sampling, positions.depths, work.num_row_slots)
+
+        def first() -> Tensors:
+            self._begin_forward()
+            return work.first(shape)
+
+        self._give(change, first, work.second, lists.sampling, positions.depths)
+        self._chosen = self._arrivals[-1]
+
+    def _begin_forward(self) -> None:
+        self._runner.moves.carry_out(self._plan)
+        for part in self._forward:
+            part.before()
+
+    def _slots_of(self, which: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        return which if self._slots is None else self._slots[which]
+
     def first(self, shape: StepShape) -> Tensors:
         """Compute logits and the inputs of the sampling parts. Return the tensors that the host
         inspects before the second half."""
         runner, plan, positions = self._runner, self._plan, self._positions
-        runner.moves.carry_out(plan)
-        for part in self._forward:
-            part.before()
+        self._begin_forward()
         hidden_TD = self._hidden(shape)
         if any(part.num_tensors for part in self._forward):
             is_known = np.ones(plan.num_scheduled_tokens, bool)
@@ -138,8 +183,8 @@ class VerifyStep(PlainStep):
         return self._seen(self._logits, int(positions.lengths.max()))
 
     def _hidden(self, shape: StepShape) -> torch.Tensor:
-        """Write the draft tokens after the rows' tokens, or let the device draft them there.
-        Compute the hidden states of all scheduled tokens, [T, D]."""
+        """Compute the hidden states of all scheduled tokens, [T, D]. The plan's changes brought the
+        host's draft tokens; the device's are drafted here."""
         plan, state, backend = self._plan, self._runner.rows.state, self._runner.backend
         longest = int(shape.context_lens.max())
         if plan.is_guessing:
@@ -148,10 +193,6 @@ class VerifyStep(PlainStep):
             nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
             draft_runs(state, rows, nums, longest, self._runs)
         else:
-            end_of = dict(zip(plan.rows.tolist(), shape.context_lens.tolist(), strict=True))
-            for draft in plan.drafts:
-                begin = end_of[draft.row] - len(draft.token_ids)
-                write_tokens(state, draft.row, begin, draft.token_ids)
             self._retained = backend = RecordedInputs(backend, plan.num_drafts > 0)
         num_blocks = -(-longest // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
@@ -216,7 +257,9 @@ class VerifyStep(PlainStep):
         """Add candidates to the result."""
         for part in self._sampling:
             if isinstance(part, CandidatesPart):
-                result = self._with_candidates(result, part.by_position(arrived))
+                is_of_all = self._slots is not None
+                found = part.by_position(arrived, is_of_all=is_of_all)
+                result = self._with_candidates(result, found)
         return result
 
     def _with_candidates(self, result: StepResult, found: dict[int, Candidates]) -> StepResult:
@@ -231,7 +274,7 @@ class VerifyStep(PlainStep):
                 first[row] = each
             elif position >= num and positions.depths[position] < result.num_accepted[n]:
                 more.setdefault(row, []).append(each)
-        return replace(result, candidates=first, more_candidates=more)
+        return result.replace(candidates=first, more_candidates=more)
 
     def _index(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values.astype(np.int64), self._runner.rows.state.device)

@@ -20,8 +20,9 @@ rows of the engine, E width of a pass's output, D drafter's model dim, V target'
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,18 +30,23 @@ import torch
 
 from quire.base.plan import DraftAnswer, DraftOrder
 from quire.base.settings.config import EngineConfig
-from quire.models.eagle3 import Eagle3
+from quire.models.draft_head import DraftHead
 from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.embedding import select_rows
 from quire.ops.host.host_memory import to_device
-from quire.ops.rows.row_state import write_deltas
+from quire.ops.rows.row_state import RowTensors, write_deltas
 from quire.ops.rows.step_inputs import SampleInputs, gather_step
 from quire.ops.trace.program import Untraceable
 from quire.runner.media.media import StepMedia
-from quire.runner.memory_plan import spare_blocks
+from quire.runner.memory_plan import (
+    MAX_DRAFT_GRAPHS,
+    max_read_tokens,
+    num_speculative_tokens,
+    spare_blocks,
+)
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import (
     NativeModel,
@@ -52,6 +58,9 @@ from quire.runner.native_program import TRACED_TOKENS, traced
 from quire.runner.step_ops import Needs, Sampling, SamplingRequests, StepShape
 from quire.runner.torch_ops import TorchOps
 from quire.spec.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from quire.runner.drafting.draft_kernels import DraftKernels
 
 logger = logging.getLogger(__name__)
 
@@ -107,20 +116,38 @@ class Spare:
 class DraftPasses:
     """Drafter over the rows of a runner; it does not move the runner's counters. target: model
     whose hidden states the drafter reads. Its `recorded_inputs` returns them, [T, F], after each
-    forward pass. None if the drafter reads none."""
+    forward pass. None if the drafter reads none. make_kernels: constructor of the passes by kernels
+    over these rows; None without kernels."""
 
-    def __init__(self, drafter: Drafter, target: Any, runner: ModelRunner, spare: Spare) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Any,
+        runner: ModelRunner,
+        spare: Spare,
+        make_kernels: "Callable[[RowTensors], DraftKernels] | None" = None,
+    ) -> None:
         self._drafter, self._target, self._runner, self._spare = drafter, target, runner, spare
         state = runner.rows.state
         self._state = replace(state, computed_R=torch.zeros_like(state.computed_R))
         self._ops = TorchOps(runner.device, self._state)
         self.reads_target = drafter.num_read > 0
+        self._kernels = None if make_kernels is None else make_kernels(self._state)
 
     @torch.inference_mode()
     def run(self, order: DraftOrder) -> DraftAnswer:
         """Run an order's passes and wait for the draft tokens."""
-        arrival = self._runner.device.run(lambda: [self._carry_out(order)])
-        return DraftAnswer(arrival.wait()[0].numpy(), arrival.duration_s())
+        if self._kernels is None:
+            arrival = self._runner.device.run(lambda: [self._carry_out(order)])
+        else:
+            arrival = self._kernels.run(order, self._lent_blocks(order))
+        found_Sk = arrival.wait()[0].numpy()[: len(order.rows)]
+        return DraftAnswer(found_Sk, arrival.duration_s())
+
+    def warm_up(self, num_drafts: int) -> None:
+        """Record graphs for orders of up to this many draft tokens, if passes are recorded."""
+        if self._kernels is not None:
+            self._kernels.warm_up(num_drafts)
 
     def _carry_out(self, order: DraftOrder) -> torch.Tensor:
         """Return the draft tokens, int32 [S, k]; -1 where there is none."""
@@ -128,7 +155,8 @@ class DraftPasses:
         found_Sk = torch.full(
             (len(order.rows), max_drafts), -1, dtype=torch.int32, device=self._device
         )
-        self._lend_blocks(order)
+        if len(deltas := self._lent_blocks(order)):
+            write_deltas(self._state, deltas)
         out_TD = self._first_pass(order)
         drafting_rows = np.flatnonzero(order.num_draft_tokens)
         out_ND = select_rows(out_TD, self._index(np.cumsum(order.num_tokens)[drafting_rows] - 1))
@@ -190,8 +218,9 @@ class DraftPasses:
         self._state.tokens_RM[rows_N, lengths_N] = ids_N.int()
         return torch.where(is_valid_N, ids_N, -1).int()
 
-    def _lend_blocks(self, order: DraftOrder) -> None:
-        """Append spare blocks to the block tables of rows whose draft tokens need more room."""
+    def _lent_blocks(self, order: DraftOrder) -> Int32:
+        """Return the changes [D, 4] that append spare blocks to the block tables of rows whose
+        draft tokens need more room."""
         size, spare = self._state.block_size, self._spare
         ends = order.num_known + order.num_draft_tokens - 1
         deltas = [
@@ -202,8 +231,7 @@ class DraftPasses:
             for group, first in zip(spare.groups, spare.first, strict=True)
             for i in range(-(-(end - capacity) // size))
         ]
-        if deltas:
-            write_deltas(self._state, np.array(deltas, np.int32))
+        return np.array(deltas, np.int32).reshape(-1, 4)
 
     @property
     def _device(self) -> torch.device:
@@ -217,10 +245,10 @@ class DraftPasses:
 
 
 class NativeHead:
-    """EAGLE-3 head run by the C++ core, with float32 activations. Raises Untraceable if the core
+    """Draft head run by the C++ core, with float32 activations. Raises Untraceable if the core
     cannot run it. The head must be attached to its target first."""
 
-    def __init__(self, head: Eagle3, backend: CpuBackend) -> None:
+    def __init__(self, head: DraftHead, backend: CpuBackend) -> None:
         self.num_read, self._head, self._backend = head.num_read, head, backend
         self._first = _native(head.first, head.num_read, head, backend)
         self._further = _native(head.further, head.num_out, head, backend)
@@ -232,7 +260,7 @@ class NativeHead:
         read_TF: torch.Tensor | None,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """See Eagle3; float32."""
+        """See DraftHead; float32."""
         assert read_TF is not None
         return self._run(self._first, ids_T, positions_T, read_TF)
 
@@ -243,11 +271,11 @@ class NativeHead:
         out_RE: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """See Eagle3; float32."""
+        """See DraftHead; float32."""
         return self._run(self._further, ids_R, positions_R, out_RE)
 
     def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
-        """See Eagle3."""
+        """See DraftHead."""
         return self._head.logits(out_RE)
 
     def _run(
@@ -258,7 +286,7 @@ class NativeHead:
         return out
 
 
-def _native(compute: Any, width: int, head: Eagle3, backend: CpuBackend) -> NativePass:
+def _native(compute: Any, width: int, head: DraftHead, backend: CpuBackend) -> NativePass:
     """Trace one of the head's passes. width: of its third input, after ids and positions."""
 
     def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
@@ -268,14 +296,14 @@ def _native(compute: Any, width: int, head: Eagle3, backend: CpuBackend) -> Nati
     return NativePass(traced(run), backend)
 
 
-def native_head(head: Eagle3, backend: AttentionBackend) -> Eagle3 | NativeHead:
+def native_head(head: DraftHead, backend: AttentionBackend) -> DraftHead | NativeHead:
     """Return the native form of the head if the core can run it, else the head itself."""
     if not isinstance(backend, CpuBackend):
         return head
     try:
         return NativeHead(head, backend)
     except Untraceable as reason:
-        logger.warning("The EAGLE-3 head runs operation by operation: %s.", reason)
+        logger.warning("The %s runs operation by operation: %s.", head.title, reason)
         return head
 
 
@@ -336,9 +364,40 @@ def make_draft_passes(
     own = len(spec.own_groups)
     groups = range(own, len(num_blocks))
     spare = Spare(spare_blocks(config), groups, num_blocks[own:])
-    if isinstance(drafter, Eagle3):
+    if isinstance(drafter, DraftHead):
         target = runner.model
         assert isinstance(target, Model | NativeModel | OperationModel)
-        return DraftPasses(native_head(drafter, runner.backend), target, runner, spare)
+        head = native_head(drafter, runner.backend)
+        kernels = _kernels(config, runner, head, target, groups)
+        return DraftPasses(head, target, runner, spare, kernels)
     plain = PlainDrafter(native_or_same(drafter, runner.backend), drafter.position_axes)
-    return DraftPasses(plain, None, runner, spare)
+    return DraftPasses(plain, None, runner, spare, _kernels(config, runner, plain, None, groups))
+
+
+def warm_draft_passes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    drafter: Model | None,
+    runner: ModelRunner,
+    num_blocks: tuple[int, ...],
+) -> DraftPasses | None:
+    """Return the same as `make_draft_passes`, with graphs if the config requests a warm-up."""
+    draft = make_draft_passes(config, spec, drafter, runner, num_blocks)
+    if draft is not None and config.graph_warmup:
+        draft.warm_up(num_speculative_tokens(config))
+    return draft
+
+
+def _kernels(
+    config: EngineConfig, runner: ModelRunner, drafter: Drafter, target: Any, groups: range
+) -> "Callable[[RowTensors], DraftKernels] | None":
+    """Return the constructor of a drafter's passes by kernels; None on a device without kernels."""
+    if not runner.rows.ops.can_be_recorded:
+        return None
+    from quire.runner.drafting.draft_kernels import DraftKernels  # imports Triton
+
+    is_whole = config.compilation != "piecewise" and runner.backend.takes_any_lengths
+    is_recorded = is_whole and runner.can_record and not config.enforce_eager
+    max_graphs = MAX_DRAFT_GRAPHS if is_recorded else 0
+    max_read = max_read_tokens(config)
+    return lambda state: DraftKernels(drafter, target, runner, state, groups, max_graphs, max_read)

@@ -6,7 +6,9 @@ from contextlib import contextmanager, suppress
 import torch
 
 from quire.base.errors import EngineError
-from quire.runner.device import Arrival, Graph, Tensors, Work
+from quire.runner.device import Arrival, Graph, StepClock, Tensors, Work
+
+DRIVER = "libcuda.so.1"  # the library that torch has opened
 
 
 class _Crossing:
@@ -17,14 +19,18 @@ class _Crossing:
         tensors: list[torch.Tensor],
         marks: tuple[torch.cuda.Event, ...],
         end: torch.cuda.Event,
+        clock: StepClock | None = None,
     ) -> None:
-        self._tensors, self._marks, self._end = tensors, marks, end
+        self._tensors, self._marks, self._end, self._clock = tensors, marks, end, clock
 
     def is_done(self) -> bool:
         return bool(self._end.query())
 
     def wait(self) -> list[torch.Tensor]:
         self._end.synchronize()
+        clock, self._clock = self._clock, None
+        if clock is not None:  # later waits come after the end
+            clock.end()
         return self._tensors
 
     def duration_s(self) -> float:
@@ -42,9 +48,11 @@ class CudaDevice:
 
     is_async = True
     can_capture = True
+    driver = DRIVER
 
     def __init__(self, device: torch.device, *, forbids_waiting: bool = False) -> None:
         self.device = device
+        self.clock = StepClock()
         self._stream = torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -55,8 +63,7 @@ class CudaDevice:
 
     def run(self, work: Work) -> Arrival:
         begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-        # Earlier launches of this thread elsewhere, such as zeros for new memory, come first.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._follow_thread()
         with torch.cuda.stream(self._stream), self._watched():
             begin.record(self._stream)
             tensors = work()
@@ -68,13 +75,40 @@ class CudaDevice:
         except Exception as error:  # launched work cannot be launched again
             raise EngineError(f"a step's results cannot be sent to the host: {error}") from error
 
+    @property
+    def stream_address(self) -> int:
+        """See LaunchingDevice. Raises RuntimeError if torch does not give addresses of graphs."""
+        if "raw_cuda_graph_exec" not in dir(torch.cuda.CUDAGraph):
+            raise RuntimeError(f"torch {torch.__version__} gives no addresses of graphs")
+        return int(self._stream.cuda_stream)
+
+    def graph_address(self, graph: Graph) -> int:
+        """See LaunchingDevice."""
+        assert isinstance(graph, torch.cuda.CUDAGraph)
+        return int(graph.raw_cuda_graph_exec())
+
+    def claim_thread(self) -> None:
+        """See LaunchingDevice. The thread's own work goes to this stream from now on, so that steps
+        need no event to follow it."""
+        if self._follow_thread():
+            torch.cuda.set_stream(self._stream)
+
+    def _follow_thread(self) -> bool:
+        """Let the stream wait for earlier launches of this thread elsewhere, such as zeros for new
+        memory. Return whether the thread uses another stream."""
+        current = torch.cuda.current_stream(self.device)
+        if current == self._stream:
+            return False
+        self._stream.wait_stream(current)
+        return True
+
     def _sent(self, tensors: Tensors, begin: torch.cuda.Event, end: torch.cuda.Event) -> _Crossing:
         arrived = torch.cuda.Event(blocking=True)
         self._side.wait_event(end)
         with torch.cuda.stream(self._side):
             here = [self._send(tensor) for tensor in tensors]
             arrived.record(self._side)
-        return _Crossing(here, (begin, end), arrived)
+        return _Crossing(here, (begin, end), arrived, self.clock)
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         """Send values to the host: only this function copies from the device. Torch owns the pinned

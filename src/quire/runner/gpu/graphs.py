@@ -1,76 +1,63 @@
 """Recorded steps: one launch, or some dozens, in place of hundreds (T 4.6, fig. 4.6).
 
-Steps are recorded whole, at a ladder of sizes: a step uses the next size with room for its rows. A
-mixed step of up to 2,048 tokens also needs room for its tokens. If attention must know each row's
-length, mixed steps are recorded in pieces, between the attention calls. A setting requests pieces
-for all steps. Larger steps keep the device busy for longer than their launches take.
+Steps are recorded whole, at the sizes of `sizes.py`. If attention must know each row's length,
+mixed steps are recorded in pieces, between the attention calls. A setting requests pieces for all
+steps. Larger steps keep the device busy for longer than their launches take.
 
-A kind of step is its sizes and the needs of its sampling. The first steps of a kind are launched
+A kind of step is its size and the needs of its sampling. The first steps of a kind are launched
 directly, and the next one is recorded, so that requests never wait for recordings at the start. The
 largest size of the ladder is recorded first, and the others reuse its memory. In idle moments
-(`record_next`), kinds that an earlier run used come first, then the ladder from the top, then mixed
-steps of kinds that occurred. If the device's memory is full, recording fails. Then nothing more is
-recorded, and all other steps are launched directly. Any other recording error is handled in the
-same way: if the device or the step is at fault, the direct launch will report it.
+(`record_next`), kinds that an earlier run used come first, then the ladder from the top, then other
+kinds that occurred.
+
+A step that would be launched directly uses the graph of a larger step, or of one with further
+needs, if there is one (`_cover`). Before the engine is ready, `warm_up` records a few kinds that
+together cover every step that can be recorded. It also compiles the kernels of all sizes.
+
+Plain decoding steps are kept for ever. The number of all other graphs is limited, and the least
+recently used graph is dropped. A dropped kind must occur often before it is recorded again.
+
+If the device's memory is full, recording fails. Then nothing more is recorded, and all other steps
+are launched directly. Any other recording error concerns its own kind, which is launched directly
+from then on. If the device or the step is at fault, the direct launch will report it.
 """
 
 import dataclasses
-import hashlib
-import json
 import logging
-import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.moe import only_first_tokens
 from quire.ops.rows.step_inputs import StepInputs
-from quire.runner.device import Device
+from quire.ops.sampling.device_drafts import Runs
+from quire.runner.device import Device, Graph
+from quire.runner.gpu.compiling import compile_all
 from quire.runner.gpu.pieces import Pieces, record
-from quire.runner.memory_plan import (
-    MAX_MIXED,
-    MIXED_ROWS,
-    MIXED_TOKENS,
-    all_graphs_bytes,
-    ladder,
-    max_mixed_tokens,
+from quire.runner.gpu.sizes import (
+    Drafted,
+    Size,
+    Sizes,
+    kind_of,
+    largest_shape,
+    size_and_needs,
 )
-from quire.runner.step_ops import Gathered, Needs, StepShape
+from quire.runner.gpu.used_sizes import UsedSizes
+from quire.runner.gpu.verification import verify, verify_ops
+from quire.runner.memory_plan import MAX_OTHER_GRAPHS, MORE_POSITIONS, max_mixed_tokens
+from quire.runner.step_ops import RECORDED_CANDIDATES, Gathered, Needs, StepShape
 from quire.runner.steps import StepRunner
 
 logger = logging.getLogger("quire")
 
 FIRST_TIMES = 1  # steps of a kind that are launched directly
 FIRST_TIMES_MIXED = 3  # mixed steps have more kinds, and some never recur
-
-
-# Row slots, token slots, has filters, has penalties, has edits, number of candidates, has masks.
-Kind = tuple[int, int, bool, bool, bool, int, bool]
-
-
-@dataclass(frozen=True)
-class Size:
-    """Numbers of row slots and token slots. tokens is 0 where each row has exactly one token."""
-
-    rows: int
-    tokens: int = 0
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.tokens > 0
-
-
-def largest_shape(size: Size, max_model_len: int) -> StepShape:
-    """Return the shape of the largest step of a size. If mixed, its first row has all tokens."""
-    query_lens = np.ones(size.rows, np.int32)
-    if size.is_mixed:
-        query_lens[:] = size.tokens, *[0] * (size.rows - 1)
-    context_lens = np.full(size.rows, max_model_len, np.int32)
-    return StepShape(query_lens, context_lens, size.rows)
+DROPPED_TIMES = 32  # further steps of a kind whose graph was dropped
+COVER_TOKENS = 512  # token slots of a graph that any step may use; others have twice its tokens
 
 
 def carry_out(
@@ -90,43 +77,66 @@ def carry_out(
     return runner.finish(computed, needs, runner.sampler.parts(needs))
 
 
+def launch_step(
+    runner: StepRunner,
+    size: Size,
+    needs: Needs,
+    backend: AttentionBackend,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[StepInputs, list[torch.Tensor]]:
+    """Launch all of a step of this size; return its inputs and outputs."""
+    shape = largest_shape(size, runner.rows.max_model_len)
+    if size.runs is not None:
+        verify_ops(runner).draft(size)
+    gathered = runner.rows.ops.gather(shape)
+    with only_first_tokens(gathered.inputs.query_starts_S1[-1:]):
+        if size.drafts:
+            found = verify(runner, gathered, size, shape, needs, backend, between)
+        else:
+            found = carry_out(runner, gathered, shape, needs, backend, between)
+    return gathered.inputs, found
+
+
 @torch.inference_mode()
-def measured_bytes(runner: StepRunner) -> int:
+def measured_bytes(runner: StepRunner, *, has_drafts: bool = False) -> int:
     """Measure the tensors of the largest recorded steps by running them; other steps share their
-    memory. Add each graph's own bytes."""
+    memory."""
     device, rows = runner.device.device, runner.rows
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    num_rows = rows.max_num_rows
-    for size in (Size(num_rows), Size(num_rows, max_mixed_tokens(num_rows))):
-        shape = largest_shape(size, rows.max_model_len)
+    num_rows, tokens = rows.max_num_rows, max_mixed_tokens(rows.max_num_rows)
+    for size in (Size(num_rows), Size(num_rows, tokens, MORE_POSITIONS if has_drafts else 0)):
 
-        def work(shape: StepShape = shape) -> list[torch.Tensor]:
-            gathered = rows.ops.gather(shape)
-            carry_out(runner, gathered, shape, Needs(has_filters=True), runner.backend)
+        def work(size: Size = size) -> list[torch.Tensor]:
+            launch_step(runner, size, Needs(has_filters=True), runner.backend)
             return []
 
         rows.prepare_empty_step()
         runner.device.run(work).wait()
-    tensors = int(torch.cuda.max_memory_allocated(device) - before)
-    return all_graphs_bytes(num_rows, tensors)
+    return int(torch.cuda.max_memory_allocated(device) - before)
 
 
 @dataclass
 class Recorded:
     """`Work` of a step of one size, with its graphs once they are recorded. inputs: the step's
-    inputs, for attention calls that are launched again."""
+    inputs, for attention calls that are launched again. last_use: number of the last `find`."""
 
     runner: StepRunner
     size: Size
     in_pieces: bool
     inputs: StepInputs | None = None
     pieces: Pieces = field(default_factory=Pieces)
+    last_use: int = 0
 
     @property
     def num_row_slots(self) -> int:
         """See Work."""
         return self.size.rows
+
+    @property
+    def graph(self) -> Graph | None:
+        """See Work."""
+        return self.pieces.whole
 
     def first(self, shape: StepShape) -> list[torch.Tensor]:
         """Run the first half, up to the masks, for a step of this shape with equally many row
@@ -143,54 +153,13 @@ class Recorded:
         return [tensor.clone() for tensor in self.pieces.outputs]
 
 
-class UsedSizes:
-    """Kinds of graphs that an engine used, in a small file of the user's cache directory, for its
-    next start. File errors are logged and never stop the engine. Triton caches compiled kernels
-    itself.
-
-    directory: folder of the file. facts: texts that must be equal for the file to be valid.
-    """
-
-    def __init__(self, directory: Path, facts: Iterable[str]) -> None:
-        digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
-        self.path = directory / f"{digest}.json"
-
-    def read(self) -> list[Kind]:
-        """Return the kinds in the file; an empty list if the file cannot be read."""
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            return [
-                (int(rows), int(tokens), bool(a), bool(b), bool(c), int(num), bool(masks))
-                for rows, tokens, a, b, c, num, masks in found["graphs"]
-            ]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("the list of used graphs cannot be read: %s: %s", self.path, error)
-            return []
-
-    def write(self, kinds: Iterable[Kind]) -> None:
-        """Replace the file atomically."""
-        passing = self.path.with_suffix(f".{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            passing.write_text(json.dumps({"graphs": sorted(kinds)}), encoding="utf-8")
-            passing.replace(self.path)
-        except OSError as error:
-            logger.warning("the list of used graphs cannot be saved: %s", error)
-
-
-def default_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "quire" / "graphs"
-
-
 Key = tuple[Size, Needs]
 
 
 class Graphs:
     """Recorded steps of a runner. in_pieces: attention calls are not part of any graph. used: file
-    of used kinds for the next start."""
+    of used kinds for the next start. max_others: maximum number of graphs in addition to plain
+    decoding steps."""
 
     def __init__(
         self,
@@ -200,64 +169,151 @@ class Graphs:
         *,
         in_pieces: bool = False,
         used: UsedSizes | None = None,
+        max_others: int = MAX_OTHER_GRAPHS,
     ) -> None:
-        self.sizes = [Size(rows) for rows in ladder(max_rows)]
-        self._mixed_rows = [rows for rows in MIXED_ROWS if rows < max_rows] + [max_rows]
+        self.sizes = Sizes(max_rows)
         self._device, self._runner, self._in_pieces = device, runner, in_pieces
-        self._used = used
+        self._used, self._max_others = used, max_others
         self._recorded: dict[Key, Recorded] = {}
+        self._num_found = 0  # calls of `find`, a clock for `last_use`
         self._times: dict[Key, int] = {}
+        self._failed: set[Key] = set()
         self._is_full = False
         self._expected = sorted(set() if used is None else set(used.read()), reverse=True)
 
-    def find(self, num_rows: int, num_tokens: int, needs: Needs) -> Recorded | None:
+    def find(
+        self, num_rows: int, num_tokens: int, needs: Needs, drafted: Drafted | None = None
+    ) -> Recorded | None:
         """Return the graph for a step with num_rows row slots and num_tokens tokens; 0 tokens: one
         for each row. It may be recorded now, when the inbox does not hold this step yet. None:
         launch the step directly."""
-        size = self._size(num_rows, num_tokens)
+        size = self.sizes.find(num_rows, num_tokens, drafted)
         if size is None or not needs.can_be_recorded:
             return None
         key = size, needs
-        if key in self._recorded:
-            return self._recorded[key]
+        self._num_found += 1
+        if (recorded := self._recorded.get(key)) is not None:
+            recorded.last_use = self._num_found
+            return recorded
         self._times[key] = self._times.get(key, 0) + 1
         if self._times[key] <= (FIRST_TIMES_MIXED if size.is_mixed else FIRST_TIMES):
-            return None
+            return self._cover(num_rows, num_tokens, needs, drafted)
         if not self._recorded:
-            self._try(self.sizes[-1], Needs())
-        return self._try(size, needs)
+            self._try(self.sizes.decoding[-1], Needs())
+        return self._try(size, needs) or self._cover(num_rows, num_tokens, needs, drafted)
 
-    def _size(self, num_rows: int, num_tokens: int) -> Size | None:
-        if num_rows > self.sizes[-1].rows or num_tokens > MIXED_TOKENS[-1]:
+    def _cover(
+        self, num_rows: int, num_tokens: int, needs: Needs, drafted: Drafted | None
+    ) -> Recorded | None:
+        """Return the smallest graph with room for a step that also serves its needs; None if it
+        would compute far too many tokens."""
+        bound = max(COVER_TOKENS, 2 * num_tokens)
+        found = [
+            recorded
+            for (size, served), recorded in self._recorded.items()
+            if size.num_tokens <= bound
+            and _serves(served, needs)
+            and size.holds(num_rows, num_tokens, drafted)
+        ]
+        if not found:
             return None
-        if num_tokens == 0:
-            return next(size for size in self.sizes if size.rows >= num_rows)
-        rows = next(rows for rows in self._mixed_rows if rows >= num_rows)
-        tokens = max(num_tokens, rows)  # each row slot needs a token slot
-        return Size(rows, next((each for each in MIXED_TOKENS if each >= tokens), tokens))
+        smallest = min(found, key=lambda each: each.size.num_tokens)
+        smallest.last_use = self._num_found
+        return smallest
+
+    def warm_up(self, *drafters: Runs | None) -> None:
+        """Record kinds that cover every step, and compile what all kinds launch. drafters: see
+        `Sizes.warm`."""
+        kinds, recorded = self._warm_kinds(*drafters)
+        runner, backend = self._runner, self._runner.backend
+        largest_first = sorted(kinds, key=lambda kind: -kind[0].num_tokens)  # the rest reuse memory
+        compile_all(
+            self._device, [partial(launch_step, runner, *kind, backend) for kind in largest_first]
+        )
+        self._try(self.sizes.decoding[-1], Needs())
+        for kind in kinds:
+            self._run(*kind)
+            if kind in recorded and self._may_record(*kind):
+                self._try(*kind)
+
+    def _warm_kinds(self, *drafters: Runs | None) -> tuple[list[Key], set[Key]]:
+        """Return the kinds that together launch every kernel, and the kinds to record."""
+        needs = self._covering_needs() if self._runner.head.samples else [Needs()]
+        single = self._single_needs() if self._runner.head.samples else []
+        recorded = [(size, each) for each in needs for size in self.sizes.warm(*drafters)]
+        kinds = [(size, needs[0]) for size in self.sizes.plain()]
+        kinds += [(self.sizes.decoding[-1], each) for each in single]
+        unmasked = {kind for kind in recorded if not (kind[1].has_masks and kind[0].runs)}
+        return list(dict.fromkeys([*kinds, *recorded])), unmasked
+
+    @property
+    def _max_candidates(self) -> int:
+        return min(RECORDED_CANDIDATES[-1], self._runner.sampler.vocab_size)
+
+    def _covering_needs(self) -> list[Needs]:
+        """Return the needs of which one serves each step that samples."""
+        further = Needs(True, True, None, self._max_candidates)
+        return [further, replace(further, has_masks=True)]
+
+    def _single_needs(self) -> list[Needs]:
+        counts = [num for num in RECORDED_CANDIDATES if num <= self._max_candidates]
+        candidates = [Needs(num_candidates=num) for num in counts]
+        single = [Needs(True), Needs(False, True), Needs(has_masks=True), Needs(is_uncut=True)]
+        return [*single, *candidates]
+
+    def _run(self, size: Size, needs: Needs) -> None:
+        """Run a step of this kind without rows, as far as it can run."""
+
+        def work() -> list[torch.Tensor]:
+            launch_step(self._runner, size, needs, self._runner.backend)
+            return []
+
+        self._runner.rows.prepare_empty_step()
+        try:
+            self._device.run(work)
+        except Exception:
+            logger.warning("steps of %s, %s cannot run.", size, needs, exc_info=True)
 
     def record_next(self) -> bool:
-        """Record one more step if any step has run and a kind is left; return whether it did."""
-        if not self._times:
+        """Try to record one more step if any step has run and a kind is left that has room; return
+        whether there may be another."""
+        if not self._times or self._is_full:
             return False
-        while self._expected and not self._is_full:
-            rows, tokens, filters, penalties, edits, num, masks = self._expected.pop(0)
-            if edits:  # their table is not known yet
-                continue
-            size, needs = Size(rows, tokens), Needs(filters, penalties, None, num, masks)
-            if self._size(rows, tokens) == size and (size, needs) not in self._recorded:
-                return self._try(size, needs) is not None
-        mixed_kinds = [key for key in self._times if key[0].is_mixed and key[1].edits is None]
-        for size, needs in (*((size, Needs()) for size in reversed(self.sizes)), *mixed_kinds):
-            if (size, needs) not in self._recorded:
-                return self._try(size, needs) is not None
+        while self._expected:
+            kind = size_and_needs(self._expected.pop(0))
+            if kind is not None and self.sizes.has(kind[0]) and self._may_record(*kind):
+                self._try(*kind)
+                return not self._is_full
+        plain = ((size, Needs()) for size in reversed(self.sizes.decoding))
+        for size, needs in (*plain, *self._others_that_occurred()):
+            if self._may_record(size, needs):
+                self._try(size, needs)
+                return not self._is_full
         return False
 
+    def _others_that_occurred(self) -> list[Key]:
+        return [
+            (size, needs)
+            for size, needs in self._times
+            if (size.is_mixed or size.drafts) and needs.edits is None
+        ]
+
+    def _may_record(self, size: Size, needs: Needs) -> bool:
+        """Return whether a kind can be recorded without dropping another."""
+        key = size, needs
+        if key in self._recorded or key in self._failed or self._times.get(key, 0) < 0:
+            return False
+        return _is_plain(key) or len(self._others()) < self._max_others
+
+    def _others(self) -> list[Key]:
+        return [key for key in self._recorded if not _is_plain(key)]
+
     def _try(self, size: Size, needs: Needs) -> Recorded | None:
-        if self._is_full or (size, needs) in self._recorded:
-            return self._recorded.get((size, needs))
-        if size.is_mixed and sum(each.is_mixed for each, _ in self._recorded) >= MAX_MIXED:
-            return None
+        key = size, needs
+        if self._is_full or key in self._recorded or key in self._failed:
+            return self._recorded.get(key)
+        if not _is_plain(key) and len(others := self._others()) >= self._max_others:
+            self._drop(min(others, key=lambda each: self._recorded[each].last_use))
         try:
             recorded = self._record(size, needs)
         except torch.OutOfMemoryError:
@@ -268,31 +324,37 @@ class Graphs:
             )  # fmt: skip
             return None
         except Exception:
-            self._is_full = True
+            self._failed.add(key)
             logger.warning(
-                "a graph of %d rows could not be recorded: steps without one run slower.",
-                size.rows, exc_info=True,
+                "a graph of %s, %s could not be recorded: such steps run slower.",
+                size, needs, exc_info=True,
             )  # fmt: skip
             return None
         if needs.edits is not None:
             self._drop_edits_before(needs.edits)
-        self._recorded[size, needs] = recorded
+        recorded.last_use = self._num_found
+        self._recorded[key] = recorded
         if self._used is not None:
-            self._used.write(_kind(*key) for key in self._recorded)
+            self._used.write(kind_of(*each) for each in self._recorded)
         return recorded
 
     def _drop_edits_before(self, generation: int) -> None:
         """Drop graphs that read an edit table which was since reallocated."""
-        for size, needs in list(self._recorded):
-            if needs.edits is not None and needs.edits < generation:
-                del self._recorded[size, needs]
+        for key in list(self._recorded):
+            if key[1].edits is not None and key[1].edits < generation:
+                self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        """Drop a graph once the device has run it for the last time."""
+        self._device.run(list).wait()
+        del self._recorded[key]
+        self._times[key] = -DROPPED_TIMES
 
     def _record(self, size: Size, needs: Needs) -> Recorded:
         """Run a step without rows once, so that all kernels are compiled; then record it. The
         recorded inputs lie in the memory of graphs, which all sizes share."""
         runner = self._runner
         in_pieces = self._in_pieces or (size.is_mixed and not runner.backend.takes_any_lengths)
-        shape = largest_shape(size, runner.rows.max_model_len)
         recorded = Recorded(runner, size, in_pieces)
         runner.rows.prepare_empty_step()
 
@@ -300,9 +362,9 @@ class Graphs:
             made: list[StepInputs] = []
 
             def step(backend: AttentionBackend, between: Callable[[], None]) -> list[torch.Tensor]:
-                gathered = runner.rows.ops.gather(shape)
-                made.append(gathered.inputs)
-                return carry_out(runner, gathered, shape, needs, backend, between)
+                inputs, found = launch_step(runner, size, needs, backend, between)
+                made.append(inputs)
+                return found
 
             step(runner.backend, lambda: None)
             made.clear()
@@ -325,9 +387,20 @@ def _borrowed(device: Device, inputs: StepInputs) -> StepInputs:
     return StepInputs(**{name: borrow(getattr(inputs, name)) for name in names})
 
 
-def _kind(size: Size, needs: Needs) -> Kind:
-    edits = needs.edits is not None
-    filters, penalties = needs.has_filters, needs.has_penalties
+def _serves(served: Needs, needs: Needs) -> bool:
+    """Return whether a graph for the needs `served` gives the results of a step with `needs`. A
+    graph with masks does not serve a step without: it would apply the masks of an earlier step."""
     return (
-        size.rows, size.tokens, filters, penalties, edits, needs.num_candidates, needs.has_masks
-    )  # fmt: skip
+        served.edits == needs.edits
+        and served.has_masks == needs.has_masks
+        and served.is_uncut <= needs.is_uncut
+        and served.has_filters >= needs.has_filters
+        and served.has_penalties >= needs.has_penalties
+        and served.num_candidates >= needs.num_candidates
+    )
+
+
+def _is_plain(key: Key) -> bool:
+    """Return whether it is a decoding step without further needs, whose memory is planned."""
+    size, needs = key
+    return needs == Needs() and not (size.is_mixed or size.drafts)

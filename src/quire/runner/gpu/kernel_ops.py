@@ -14,7 +14,8 @@ import torch
 from quire.ops.gpu import DTYPES
 from quire.ops.host.host_memory import to_device
 from quire.ops.kernels import row_deltas, step_inputs
-from quire.ops.kernels.sampling import mask
+from quire.ops.kernels.sampling import mask, verify
+from quire.ops.kernels.sampling.draft_runs import draft_runs_of_step
 from quire.ops.kernels.sampling.penalties import apply_penalties
 from quire.ops.kernels.sampling.sampling import SamplingColumns, best_of_part, sample
 from quire.ops.kernels.sampling.sampling_edits import edit_logits
@@ -22,8 +23,11 @@ from quire.ops.kernels.step_inputs import Inbox, StepBuffers
 from quire.ops.rows.row_state import RowTensors
 from quire.ops.rows.step_inputs import SampleInputs, StepInputs
 from quire.ops.sampling.logit_edits import EditTable, RowMasks
-from quire.runner.device import Arrival, Device
-from quire.runner.gpu.slots import MaskSlots, SlotContents, SlotRing
+from quire.runner.device import Arrival, Device, Graph
+from quire.runner.gpu.sizes import Size
+from quire.runner.gpu.slots import Chunk, MaskSlots, Slot, SlotContents, SlotRing
+from quire.runner.gpu.step_launcher import LaunchingDevice, StepLauncher, make_launcher
+from quire.runner.memory_plan import max_positions
 from quire.runner.step_ops import (
     Gathered,
     Needs,
@@ -37,19 +41,32 @@ from quire.runner.torch_ops import empty_results, narrow, penalties_of, wide
 
 Int32 = npt.NDArray[np.int32]
 
+NO_TICKET = 0  # of steps whose tokens are copied to the host
+
 
 class KernelOps:
-    """Step operations by Triton kernels, which read changes from slots of pinned memory."""
+    """Step operations by Triton kernels, which read changes from slots of pinned memory. launches:
+    the device, if recorded steps are launched by the C++ core. inbox: lists of the current step."""
 
     can_be_recorded = True
 
-    def __init__(self, device: Device, state: RowTensors, vocab_size: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        state: RowTensors,
+        vocab_size: int,
+        launches: LaunchingDevice | None = None,
+    ) -> None:
         self._device, self._state, self._vocab_size = device, state, vocab_size
         self.results_QR = empty_results(state)
         max_num_rows = len(state.computed_R)
-        self._inbox = Inbox.empty(max_num_rows, device.device)
+        self.inbox = Inbox.empty(max_num_rows, device.device)
         self._ring = SlotRing(device, max_num_rows)
+        self.launcher: StepLauncher | None = None
+        if launches is not None:
+            self.launcher = make_launcher(launches, state, self.inbox, self._ring)
         self._columns = sampling_columns(state)
+        self._max_masks = max_positions(max_num_rows)
         self._counts_RV: torch.Tensor | None = None
         self._mask_slots: MaskSlots | None = None
         self._direct_masks: RowMasks | None = None  # of the next step, which is not recorded
@@ -77,22 +94,34 @@ class KernelOps:
                 return []
 
             before.slot.used = self._device.run(work)
-        contents = ring.fill(ring.take(), last)
-        if lists is not None:
-            header = len(lists.rows), len(lists.sample_rows), lists.result_slot
-            arrays = lists.rows, lists.num_tokens, sample_pairs(lists)
-            ring.write_lists(contents.slot, header, arrays)
+        slot, launcher = ring.take(), self.launcher
 
         def hold(arrival: Arrival) -> None:
-            contents.slot.used = arrival
+            slot.used = arrival
 
-        return Update(lambda: self._receive(contents, lists is not None), hold)
+        if launcher is None or lists is None:
+            contents = self._fill(slot, last, lists)
+            return Update(lambda: self._receive(contents, lists is not None), hold)
+
+        def replay(graph: Graph) -> Arrival:
+            return launcher.launch(slot, last, lists, graph)
+
+        return Update(lambda: self._receive(self._fill(slot, last, lists), True), hold, replay)
+
+    def _fill(self, slot: Slot, chunk: Chunk, lists: StepLists | None) -> SlotContents:
+        """Write a chunk, and the step's lists if any, into a slot."""
+        contents = self._ring.fill(slot, chunk)
+        if lists is not None:
+            header = len(lists.rows), len(lists.sample_rows), lists.result_slot, NO_TICKET
+            arrays = lists.rows, lists.num_tokens, sample_pairs(lists)
+            self._ring.write_lists(slot, header, arrays)
+        return contents
 
     def prepare_masks(self, positions: Int32, words: Int32) -> Update:
         """Write masks into a slot, from which they are copied to the memory that recorded steps
-        read. If a step with draft tokens has more masks than there are rows, they are copied
-        directly. positions: [M], words: [M, W]."""
-        if len(positions) <= len(self._state.computed_R):
+        read. If a step with draft tokens has more masks than a recorded one can have, they are
+        copied directly. positions: [M], words: [M, W]."""
+        if len(positions) <= self._max_masks:
             return self._masks.prepare(positions, words)
 
         def take() -> None:
@@ -109,7 +138,7 @@ class KernelOps:
         buffers = StepBuffers.empty(
             shape.num_tokens, num_row_slots, num_groups, longest, state.device
         )
-        found = step_inputs.gather_step(state, self._inbox, buffers)
+        found = step_inputs.gather_step(state, self.inbox, buffers)
         inputs = StepInputs(
             found.ids_T,
             found.positions_T,
@@ -118,7 +147,8 @@ class KernelOps:
             found.slots_T,
             tuple(table_SL[:num_rows] for table_SL in found.block_tables_SL),
         )
-        return Gathered(inputs, buffers.first_samples(shape.num_samples), buffers.context_lens_S)
+        samples = buffers.first_samples(shape.num_samples)
+        return Gathered(inputs, samples, buffers.context_lens_S, self.inbox.rows(num_rows))
 
     def serve(self, sampling: Sampling) -> None:
         """Do nothing: the kernels read all row data from the device."""
@@ -144,9 +174,8 @@ class KernelOps:
                 x_NV = x_NV.to(torch.float32, copy=True)
             self._penalise(x_NV, samples)
         if needs.has_masks:
-            max_rows = len(self._state.computed_R)
             masks, self._direct_masks = self._direct_masks, None
-            mask.apply_masks(x_NV, masks or self._masks.of(min(len(x_NV), max_rows)))
+            mask.apply_masks(x_NV, masks or self._masks.of(min(len(x_NV), self._max_masks)))
         return x_NV
 
     def choose(
@@ -166,21 +195,57 @@ class KernelOps:
     def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:
         """Advance the rows in one launch. ids_N, is_valid_N: [N]."""
         step_inputs.advance(
-            self._state, self._inbox, gathered.contexts, ids_N, is_valid_N, self.results_QR
+            self._state,
+            self.inbox,
+            gathered.contexts,
+            ids_N,
+            is_valid_N,
+            self.results_QR,
+            None if self.launcher is None else self.launcher.mail,
         )
+
+    # ---- recorded steps with draft tokens (`verification.py`) ----
+
+    def draft(self, size: Size) -> None:
+        """See VerifyOps."""
+        assert size.runs is not None, "the host drafts"
+        longest = size.longest_draft
+        draft_runs_of_step(self._state, self.inbox, self._drafts_R, size.rows, longest, size.runs)
+
+    def has_drafts(self, gathered: Gathered) -> torch.Tensor:
+        """See VerifyOps."""
+        lens_S = gathered.inputs.query_starts_S1.diff()
+        return (self._drafts_R[gathered.valid_rows(0)] > 0) & (lens_S > 0)
+
+    def positions(self, gathered: Gathered, size: Size) -> SampleInputs:
+        """See VerifyOps."""
+        sizes = size.num_positions, size.longest_draft
+        return verify.draft_positions(self.inbox, self._drafts_R, gathered.samples, *sizes)
+
+    def accept(
+        self, gathered: Gathered, ids_P: torch.Tensor, is_valid_P: torch.Tensor, size: Size
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See VerifyOps."""
+        return verify.accept_drafts(
+            self._state, self.inbox, self._drafts_R, gathered.contexts, ids_P, is_valid_P,
+            size.longest_draft,
+        )  # fmt: skip
+
+    @property
+    def _drafts_R(self) -> torch.Tensor:
+        return narrow(self._state, "drafts")
 
     @property
     def _masks(self) -> MaskSlots:
         """Return the mask slots; make them at the first masks or the first recording."""
         if self._mask_slots is None:
-            num_rows = len(self._state.computed_R)
-            self._mask_slots = MaskSlots(self._device, num_rows, self._vocab_size)
+            self._mask_slots = MaskSlots(self._device, self._max_masks, self._vocab_size)
         return self._mask_slots
 
     def _receive(self, contents: SlotContents, has_lists: bool) -> None:
         counts = contents.num_deltas, contents.num_runs
         words, layout = contents.slot.words, self._ring.layout
-        row_deltas.receive(self._state, self._inbox, words, layout, *counts, has_lists)
+        row_deltas.receive(self._state, self.inbox, words, layout, *counts, has_lists)
 
     def _penalise(self, logits_NV: torch.Tensor, samples: SampleInputs) -> None:
         """Penalise all rows, in batches of the counts' size. Rows without penalties count no

@@ -7,7 +7,8 @@ token masks is also cut between logits and sampling, where the host waits for th
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,11 +24,18 @@ Step = Callable[[AttentionBackend, Callable[[], None]], list[torch.Tensor]]
 @dataclass
 class Pieces:
     """Launches in their order, and the outputs of the work, whose memory each replay overwrites.
-    num_before: launches before the step's masks."""
+    num_before: launches before the step's masks. graphs: the graphs among the launches."""
 
     launches: list[Callable[[], object]] = field(default_factory=list)
     outputs: Sequence[torch.Tensor] = ()
     num_before: int = 0
+    graphs: list[Graph] = field(default_factory=list)
+
+    @property
+    def whole(self) -> Graph | None:
+        """Return the graph that is the only launch and has no outputs, if there is one."""
+        is_whole = len(self.launches) == 1 and not self.outputs
+        return self.graphs[0] if is_whole and self.graphs else None
 
     def begin(self) -> None:
         for launch in self.launches[: self.num_before]:
@@ -57,6 +65,7 @@ class CutAtAttention(ForwardingBackend):
         if graph is not None:
             self._device.end_capture(graph)
             self._pieces.launches.append(graph.replay)
+            self._pieces.graphs.append(graph)
 
     def cut_for_masks(self) -> None:
         """End the current graph and begin the graph that follows the step's masks."""
@@ -78,21 +87,48 @@ class CutAtAttention(ForwardingBackend):
         self.begin()
         return out_TNH
 
+    def run_latent(
+        self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int
+    ) -> torch.Tensor:
+        """Cut as `run` does. Queries [T, N, L] and results [T, N, num_values] lie in the memory of
+        graphs."""
+        out_TNV = q_TNL.new_empty(*q_TNL.shape[:2], num_values)
+        self.end()
+        q, out = self._device.borrow(q_TNL), self._device.borrow(out_TNV)
+
+        def launch() -> None:
+            out.copy_(self.inner.run_latent(layer, q, scores, num_values))
+
+        self._pieces.launches.append(launch)
+        self.begin()
+        return out_TNV
+
+    def prefers_expanded(self, min_tokens: int) -> bool:
+        """Return False: a graph has one form for steps of all lengths."""
+        return False
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage: freed objects might query the device, which would end a recording."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
 
 def record(device: Device, backend: AttentionBackend, step: Step, *, in_pieces: bool) -> Pieces:
     """Record the launches of `step` with this backend, without executing them. The step calls its
     second argument where masks are applied. Raises the step's errors, and OutOfMemoryError."""
     pieces = Pieces()
     cutting = CutAtAttention(backend, device, pieces)
-    collects = gc.isenabled()
-    gc.disable()  # freed objects might query the device, which would end the recording
-    try:
+    with no_collection():
         cutting.begin()
         try:
             pieces.outputs = step(cutting if in_pieces else backend, cutting.cut_for_masks)
         finally:
             cutting.end()
-    finally:
-        if collects:
-            gc.enable()
     return pieces

@@ -6,6 +6,7 @@ there (`ops/kernels/row_deltas.py`). A slot is not written again before the kern
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from quire.ops.kernels.row_deltas import MAX_RUN_TOKENS, SlotLayout
 from quire.ops.kernels.step_inputs import HEADER
 from quire.ops.sampling.logit_edits import RowMasks, num_words
 from quire.runner.device import Arrival, Device
-from quire.runner.step_ops import RowUpdates, Update
+from quire.runner.step_ops import RowUpdates, Update, merged
 
 Int32 = npt.NDArray[np.int32]
 
@@ -33,6 +34,10 @@ class Slot:
     words: torch.Tensor
     array: Int32
     used: Arrival | None = None
+
+    @cached_property
+    def address(self) -> int:
+        return self.words.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,11 @@ class Ring:
         self._slots = [Slot(memory, memory.numpy()) for memory in words]
         self._next = 0
 
+    @property
+    def first(self) -> Slot:
+        """Return a slot as an example of all."""
+        return self._slots[0]
+
     def take(self) -> Slot:
         """Return the next slot, after waiting until the device has read its contents."""
         slot = self._slots[self._next]
@@ -92,8 +102,9 @@ class SlotRing(Ring):
         super().__init__(device, self.layout.num_words, num_slots)
 
     def cut(self, updates: RowUpdates) -> list[Chunk]:
-        """Cut changes into chunks that each fit one slot; at least one chunk."""
-        chunks, deltas = [Chunk()], updates.merged_deltas()
+        """Cut changes into chunks that each fit one slot; at least one chunk. A chunk's deltas are
+        not merged yet."""
+        chunks, deltas = [Chunk()], updates.all_deltas()
         for row, position, tokens in updates.runs:
             for start in range(0, len(tokens), MAX_RUN_TOKENS):
                 piece = tokens[start : start + MAX_RUN_TOKENS]
@@ -108,17 +119,20 @@ class SlotRing(Ring):
 
     def fill(self, slot: Slot, chunk: Chunk) -> SlotContents:
         """Write a chunk's deltas and runs into a slot."""
+        deltas, at = merged(chunk.deltas), self.layout.deltas_at
+        slot.array[at : at + deltas.size] = deltas.ravel()
+        self.write_runs(slot, chunk)
+        return SlotContents(slot, len(deltas), len(chunk.runs))
+
+    def write_runs(self, slot: Slot, chunk: Chunk) -> None:
+        """Write a chunk's runs into a slot."""
         layout, array = self.layout, slot.array
-        num_deltas, num_runs = len(chunk.deltas), len(chunk.runs)
-        at = layout.deltas_at
-        array[at : at + 4 * num_deltas] = chunk.deltas.ravel()
         at, used = layout.runs_at, 0
         for row, position, tokens in chunk.runs:
             array[at : at + 4] = row, position, used, len(tokens)
             start = layout.tokens_at + used
             array[start : start + len(tokens)] = tokens
             at, used = at + 4, used + len(tokens)
-        return SlotContents(slot, num_deltas, num_runs)
 
     def write_lists(self, slot: Slot, header: Sequence[int], lists: Sequence[Int32]) -> None:
         """Write the inbox: the header's words and the lists, each in its own region."""

@@ -9,7 +9,7 @@ of the step, D model dim, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -169,7 +169,7 @@ class CandidatesPart(SamplingPart):
         assert self._requested is not None
         by_row = {int(self._requested.rows[n]): each for n, each in found.items()}
         by_row = {row: each for row, each in by_row.items() if row not in result.row_errors}
-        return replace(result, candidates=by_row)
+        return result.replace(candidates=by_row)
 
     def by_position(
         self, arrived: list[torch.Tensor], *, is_of_all: bool = False
@@ -311,4 +311,4 @@ class ScoresPart(ForwardPart):
         for i, part in enumerate(self._scores):
             tensors = arrived[NUM_TENSORS * i : NUM_TENSORS * (i + 1)]
             found.setdefault(part.row, []).extend(to_candidates(tensors, part.counts))
-        return replace(result, prompt_candidates=found)
+        return result.replace(prompt_candidates=found)

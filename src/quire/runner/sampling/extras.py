@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from quire.base.plan import RowStart
-from quire.base.plugins import LOGITS_PROCESSORS, load_plugin
+from quire.base.plugins import LOGITS_PROCESSORS, load_plugin, short_name
 from quire.base.requests.sampling_params import SamplingParams, processor_name
 from quire.ops.host.host_memory import to_device
 from quire.ops.rows.row_state import RowTensors
@@ -220,7 +220,7 @@ class LogitsProcessors:
     ConfigError for a class that cannot be used."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        self._classes = {name: load_plugin(LOGITS_PROCESSORS, name, ()) for name in names}
+        self._classes = {short_name(n): load_plugin(LOGITS_PROCESSORS, n, ()) for n in names}
         self._calls = BoundedCalls(LIMIT_S, MAX_STUCK)
 
     def run(

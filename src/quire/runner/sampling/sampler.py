@@ -73,9 +73,12 @@ class Sampler:
         self.features = list(features)
         self._with_features = set[int]()  # rows that request one of the features
         self._ops, self._edits = ops, edits
+        self._last: SamplingRequests | None = None  # until a row starts, ends or forks
+        self._last_needs: Needs | None = None
 
     def start_row(self, start: RowStart) -> None:
         """Assign a row to a sequence."""
+        self._last = None
         self.flags.start(start)
         self._forget(start.row)
         if requests_features(start):
@@ -85,12 +88,14 @@ class Sampler:
 
     def release_rows(self, rows: Rows) -> None:
         """Release rows that sequences have left."""
+        self._last = None
         self.flags.release(rows)
         for row in self._with_features.intersection(rows.tolist()):
             self._forget(row)
 
     def copy_row(self, parent: int, child: int) -> None:
         """Copy a parent's sampling features to its forked child."""
+        self._last = None
         self.flags.copy(parent, child)
         self._forget(child)
         if parent in self._with_features:
@@ -105,10 +110,17 @@ class Sampler:
                 feature.release(row)
 
     def requested(self, rows: Rows, masked_rows: Rows | None = None) -> SamplingRequests:
-        """Return the requested features of rows. masked_rows: rows with a mask, also others."""
-        flags, masked = self.flags.at(rows), np.empty(0, np.intp)
+        """Return the requested features of rows. masked_rows: rows with a mask, also others. A
+        repeated plan has the same array of rows, so its requests are found once."""
         if masked_rows is not None and len(masked_rows):
             masked = np.flatnonzero(np.isin(rows, masked_rows))
+            return self._requested(rows, masked)
+        if self._last is None or self._last.rows is not rows:
+            self._last, self._last_needs = self._requested(rows, np.empty(0, np.intp)), None
+        return self._last
+
+    def _requested(self, rows: Rows, masked: npt.NDArray[np.intp]) -> SamplingRequests:
+        flags = self.flags.at(rows)
         if not flags.has_edits.any():
             return SamplingRequests(rows, flags, masked=masked)
         assert self._edits is not None, "rows have edits, and no table has them"
@@ -117,7 +129,16 @@ class Sampler:
 
     def needs(self, requested: SamplingRequests) -> Needs:
         """Return the needs of a step whose sampling rows requested these features."""
-        num_logprobs = requested.flags.num_logprobs
+        if requested is not self._last:
+            return self._needs_of(requested)
+        if self._last_needs is None:
+            self._last_needs = self._needs_of(requested)
+        return self._last_needs
+
+    def _needs_of(self, requested: SamplingRequests) -> Needs:
+        flags, num_logprobs = requested.flags, requested.flags.num_logprobs
+        bits: list[bool] = np.asarray(flags.bits_6R.any(axis=1)).tolist()
+        _, has_filters, has_penalties, _, has_extras, _ = bits
         needed_candidates = int(num_logprobs.max(initial=NO_LOGPROBS))
         if needed_candidates != NO_LOGPROBS and (num_logprobs == ALL_LOGPROBS).any():
             needed_candidates = self.vocab_size
@@ -126,13 +147,13 @@ class Sampler:
                 (num for num in RECORDED_CANDIDATES if num >= needed_candidates), needed_candidates
             )
         return Needs(
-            bool(requested.flags.has_filter.any()),
-            bool(requested.flags.has_penalties.any()),
+            has_filters,
+            has_penalties,
             self._edits.generation if requested.spans and self._edits is not None else None,
             min(needed_candidates, self.vocab_size),
             len(requested.masked) > 0,
-            bool(requested.masked_beams.any()),
-            bool(requested.flags.has_extras.any()),
+            len(requested.masked) > 0 and bool(requested.masked_beams.any()),
+            has_extras,
         )
 
     def parts(self, needs: Needs, requested: SamplingRequests | None = None) -> list[SamplingPart]:

@@ -12,9 +12,10 @@ from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.rows.row_arrays import RowArrays
 from quire.ops.rows.row_state import RowTensors
 from quire.runner.device import Device, HostDevice
-from quire.runner.drafting.draft_steps import VerifyStep
+from quire.runner.drafting.draft_steps import VerifyStep, device_runs
 from quire.runner.gpu.cuda_device import CudaDevice
-from quire.runner.gpu.graphs import UsedSizes, default_directory
+from quire.runner.gpu.used_sizes import UsedSizes, default_directory
+from quire.runner.memory_plan import has_drafts, max_other_graphs
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.rows import NARROW_COLUMNS, PROMPT_COLUMN, WIDE_COLUMNS, DeviceRows
 from quire.runner.sampling.candidates import CandidatesOfRows, PromptScores
@@ -67,14 +68,16 @@ def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Devic
 
 
 def make_ops(
-    device: Device, state: RowTensors, vocab_size: int, max_draft_tokens: int = 0
+    device: Device, state: RowTensors, vocab_size: int, *, native_launch: bool = False
 ) -> StepOps:
-    """Return step operations: kernels on a GPU that has them, torch's operations elsewhere."""
+    """Return step operations: kernels on a GPU that has them, torch's operations elsewhere.
+    native_launch: let the C++ core launch recorded steps, if the device supports it."""
     if gpu.kernels_for(state.tokens_RM, "row_deltas", any_dtype=True) is None:
         return TorchOps(device, state)
     from quire.runner.gpu.kernel_ops import KernelOps  # Triton is imported where it is used
 
-    return KernelOps(device, state, vocab_size)
+    launches = device if native_launch and isinstance(device, CudaDevice) else None
+    return KernelOps(device, state, vocab_size, launches)
 
 
 def assemble(
@@ -91,14 +94,14 @@ def assemble(
     share each layer. state: existing state of the rows, if any."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes) if state is None else state
-    ops = make_ops(device, state, vocab_size)
+    ops = make_ops(device, state, vocab_size, native_launch=config.native_launch)
     vocabulary = vocabulary_of(vocab_size, group)
     sampler = make_sampler(config.logits_processors, device, state, ops, vocabulary)
     runner = ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
     runner.make_draft_step = VerifyStep
 
     def logits(hidden_PD: torch.Tensor) -> torch.Tensor:
-        return vocabulary.whole(model.logits(hidden_PD))
+        return vocabulary.whole(runner.model.logits(hidden_PD))
 
     sampler.features.append(PromptScores(runner.attachments, vocab_size, state, logits))
     return runner
@@ -120,16 +123,27 @@ def make_sampler(
 
 
 def record_graphs(
-    runner: ModelRunner, config: EngineConfig, identity: str, *, remembers: bool = True
+    runner: ModelRunner,
+    config: EngineConfig,
+    identity: str,
+    num_blocks: Sequence[int] = (),
+    *,
+    remembers: bool = True,
 ) -> None:
-    """Make a runner record its decoding steps, if it can and the config allows it. identity: of the
-    model's shape, a key for the list of used graphs. remembers: whether that list is saved; ranks
-    do not, because all ranks must record the same steps in the same order."""
+    """Make a runner record its steps, if it can and the config allows it. identity: of the model's
+    shape, a key for the list of used graphs. num_blocks: of each cache group. remembers: whether
+    that list is saved; ranks do not, because all ranks must record the same steps in the same
+    order."""
     if config.enforce_eager or not runner.can_record:
         return
     facts = [identity, config.compilation, repr(config.deterministic), *_versions(runner)]
     used = UsedSizes(default_directory(), facts) if remembers else None
-    runner.record(in_pieces=config.compilation == "piecewise", used=used)
+    in_pieces, max_others = config.compilation == "piecewise", max_other_graphs(config)
+    runner.record(in_pieces=in_pieces, used=used, max_others=max_others)
+    if config.graph_warmup:
+        depth, runs = config.scheduler.pipeline_depth, device_runs(config)
+        drafters = {None, runs if depth and depth > 1 else None} if has_drafts(config) else set()
+        runner.warm_up(num_blocks, sorted(drafters, key=lambda each: each or ()))
 
 
 def _versions(runner: ModelRunner) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from quire.base.settings.config import EngineConfig
 from quire.models.checkpoint.kv_scales import Scales
 from quire.models.checkpoint.source import ModelSource
 from quire.ops.host.threads import num_threads
+from quire.runner.adapters import RowAdapters
 from quire.runner.drafting.drafting import DraftPasses
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.model_runner import ModelRunner
@@ -72,6 +73,11 @@ class BuiltRunner:
         if self.stage is not None:
             return self.stage.expert_pairs
         return expert_pairs_of(self.runner.model)
+
+    def load_adapter(self, slot: int, adapter_id: str, path: str) -> None:
+        """Load an adapter into a slot; see RowAdapters."""
+        [adapters] = [each for each in self.runner.attachments if isinstance(each, RowAdapters)]
+        adapters.load(slot, adapter_id, path)
 
     def run_draft(self, order: DraftOrder) -> DraftAnswer:
         """Run an order of the draft model, which must exist, and return its draft tokens."""

@@ -53,7 +53,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     )
     spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
-    spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
+    spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config), source)
     num_ranks = config.parallel.tensor_parallel_size
     own, shard = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
     is_given = config.scheduler.max_num_batched_tokens is not None

@@ -55,6 +55,8 @@ def bounded_tokens(tokens: float) -> int:
 def linear_parameters(spec: ModelSpec) -> int:
     """Return the number of weights that a token is multiplied with, except head and embedding."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    if spec.latent is not None:
+        attention = spec.latent.parameters(spec.hidden_size, spec.num_heads)
     mixing = spec.num_layers * attention
     if spec.linear_layers:
         gates = spec.hidden_size * spec.head_dim * spec.num_heads
@@ -65,7 +67,8 @@ def linear_parameters(spec: ModelSpec) -> int:
     if experts is None:
         return mixing + spec.num_layers * dense
     num_sparse = sum(experts.is_sparse(layer) for layer in range(spec.num_layers))
-    num_gates = experts.num_experts + (1 if experts.shared_size else 0)
+    has_gate = experts.shared_size > 0 and experts.has_shared_gate
+    num_gates = experts.num_experts + (1 if has_gate else 0)
     sparse = spec.hidden_size * (num_gates + 3 * experts.token_size)
     return mixing + spec.num_layers * dense + num_sparse * (sparse - dense)
 
@@ -89,7 +92,7 @@ class StepBudget:
         if duration_s <= 0 or num_tokens == 0:
             return self.num_tokens
         self._times.add(num_tokens, duration_s)
-        has_prompt = int(plan.num_tokens.max()) > 1
+        has_prompt = num_tokens > len(plan.rows)
         if has_prompt and (2 * num_tokens >= self.num_tokens or duration_s > self.target_s):
             self._steps.append((num_tokens, duration_s))
             if len(self._steps) >= MIN_STEPS:

@@ -90,6 +90,7 @@ class ArrayOps:
         """Gather the step's inputs without padding."""
         lists, state = self._now, self._state
         longest = -(-int(shape.context_lens.max()) // state.block_size)
+        rows: Any = lists.rows
         inputs: Any = gather_arrays(state, lists.rows, lists.num_tokens, longest)
         indices_N = lists.sample_indices
         samples: Any = SampleArrays(
@@ -98,7 +99,7 @@ class ArrayOps:
             lengths=inputs.context_lens_S[indices_N].astype(np.int64),
             prompt_lens=lists.sampling.prompt_lens,
         )
-        return Gathered(inputs, samples, inputs.context_lens_S)
+        return Gathered(inputs, samples, inputs.context_lens_S, rows)
 
     def edit(self, logits_NV: Any, samples: Any, needs: Needs, table: object) -> Any:
         """Return the logits [N, V] unchanged: no plain row has edits."""

@@ -89,7 +89,7 @@ class WarmModel:
                 if is_plain(plan):
                     return self.runner.run(plan)
                 self.load()
-            self._take_over()
+            self.take_over()
         assert self._whole is not None
         return self._whole.run(plan, masks)
 
@@ -129,10 +129,18 @@ class WarmModel:
         )
         return build_runner(self.given_config, self.source, warm_memory=warm_memory)
 
-    def _take_over(self) -> None:
-        """Hand the rows over to the whole runner, between two steps."""
+    def load_whole(self) -> "BuiltRunner":
+        """Load as `load` does, and return the whole runner, which may not own the rows yet."""
+        self.load()
+        assert self._loaded is not None
+        return self._loaded
+
+    def take_over(self) -> None:
+        """Hand the rows over to the whole runner, between two steps, if it has been loaded. A
+        second call does nothing."""
         built = self._loaded
-        assert built is not None
+        if built is None or self._whole is not None:
+            return
         built.runner.sampler.flags = self.runner.sampler.flags
         built.runner.rows.prompt_lens = self.runner.rows.prompt_lens
         self._whole = built

@@ -27,9 +27,9 @@ from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.beams import Beam, BeamSearch
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.plans import InFlightStep, PlanBuilder
+from quire.scheduler.core.plans import NO_ROWS, InFlightStep, PlanBuilder
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Int32, Sequence, SequenceGroup
+from quire.scheduler.core.sequence import Int64, Sequence, SequenceGroup
 from quire.scheduler.decisions import OutputsBuilder
 
 NOTHING_ALLOWED = Finish(
@@ -69,9 +69,9 @@ class Branching:
             group.row_params.use_beam_search = bool(request.grammar)
         return group
 
-    def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
+    def fork_leaders(self, samples: Int64, builder: PlanBuilder, now: float) -> tuple[Int64, Int64]:
         """Fork the leaders among the sampling rows. Return the new rows, which sample too, and the
-        logits row of each sampling row (empty if each row uses its own). All are int32 [N]."""
+        logits row of each sampling row (empty if each row uses its own). All are int64 [N]."""
         children: list[int] = []
         parents: list[int] = []
         for row in samples.tolist() if self._lifecycle.unforked else ():
@@ -84,12 +84,9 @@ class Branching:
                 children += rows
                 parents += [row] * len(rows)
         if not children:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
+            return NO_ROWS, NO_ROWS
         self._rows.run(children)
-        return (
-            np.asarray(children, np.int32),
-            np.concatenate([samples, np.asarray(parents, np.int32)]),
-        )
+        return np.asarray(children), np.concatenate([samples, np.asarray(parents)])
 
     def _fork_member(self, leader: Sequence, row: int, builder: PlanBuilder, now: float) -> None:
         """Fork a leader whose prompt is complete with this plan into a reserved row."""

@@ -73,8 +73,8 @@ class Drafts:
         """Return the sequences of these rows."""
         return self._rows.sequences(rows.astype(np.int64))
 
-    def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
-        """Add drafts to rows of a plan, as far as the budget allows. rows, num_tokens: int32 [N],
+    def spread(self, builder: PlanBuilder, rows: Int64, num_tokens: Int64, budget: int) -> None:
+        """Add drafts to rows of a plan, as far as the budget allows. rows, num_tokens: int64 [N],
         of the plan; the number of drafts is added to num_tokens."""
         index_of_row = {row: i for i, row in enumerate(rows.tolist())}
         if self._memory.kv.has_states:

@@ -6,13 +6,14 @@ waits for something, such as its grammar.
 """
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 
 from quire.base.errors import REQUEST_FAILED, RequestError
 from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
-from quire.base.requests.validation import check_open
+from quire.base.requests.retention import check_open
 from quire.base.step_outputs import CANCELLED, Failure, Finish
 from quire.scheduler.core.extension import Extension, Forking, RequestCompletion, of_kind
 from quire.scheduler.core.lifecycle import Lifecycle
@@ -46,7 +47,7 @@ class Arrivals:
         self._forking, self._features = forking, features
         self._max_model_len = max_model_len
         self._num_arrivals = 0
-        self.connect()
+        self._concerns: list[tuple[Extension, Seq[str], Any]] = []  # set by `connect`
 
     def connect(self) -> None:
         """Find the extensions, and the request fields and ids that each of them concerns."""
@@ -78,9 +79,12 @@ class Arrivals:
                 f"{num} sequences are more than max_num_seqs={self._rows.table.num_rows}; request"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
-        for completion in of_kind(self._concerned(request), RequestCompletion):
-            request = completion.complete(request)
-        has_room = [each.accept(request) for each in self._concerned(request)]
+        concerned = self._concerned(request)
+        if completions := of_kind(concerned, RequestCompletion):
+            for completion in completions:
+                request = completion.complete(request)
+            concerned = self._concerned(request)
+        has_room = [each.accept(request) for each in concerned]
         sequence = self.new_sequence(request, now)
         if any(has_room):
             return sequence

@@ -25,7 +25,7 @@ from quire.base.plan import Plan, StepResult
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks
 from quire.scheduler.core.plans import InFlightStep, PlanBuilder
-from quire.scheduler.core.sequence import Int32, Sequence, SequenceGroup
+from quire.scheduler.core.sequence import Int64, Sequence, SequenceGroup
 from quire.scheduler.decisions import OutputsBuilder
 
 Handler = Callable[[Any, float], None]  # takes a control message and the time
@@ -163,7 +163,7 @@ class Forking(Protocol):
         """Return the group of a new request, with the leader as its only sequence so far."""
         ...
 
-    def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
+    def fork_leaders(self, samples: Int64, builder: PlanBuilder, now: float) -> tuple[Int64, Int64]:
         """Fork the leaders among the sampling rows. Return the new rows and, for each sampling row,
         the row whose logits it uses."""
         ...
@@ -186,7 +186,7 @@ class DraftTokens(Protocol):
         """Store draft tokens for the next plan."""
         ...
 
-    def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
+    def spread(self, builder: PlanBuilder, rows: Int64, num_tokens: Int64, budget: int) -> None:
         """Add drafts to the rows of a plan, within the budget. Their number is added to
         num_tokens."""
         ...

@@ -28,6 +28,7 @@ from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.core.extension import HitSource
 from quire.scheduler.core.sequence import Int32, Sequence
 
+MIN_TOGETHER = 16  # fewer sequences are named faster one by one
 NewNames = tuple[int, list[bytes], int, int]  # arrival, digests, range of this list
 
 
@@ -54,22 +55,23 @@ class Digester:
 
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         """Extend the digests of named[i] to its first counts[i] blocks."""
-        rows = [each.row for each in named]
-        lacks_one = [  # and the missing block has no marks
-            len(s.digests) == n - 1 and not (s.marks and s.marks[-1][0] >= (n - 1) * block_size)
-            for s, n in zip(named, counts, strict=True)
-        ]
-        if len(named) < 2 or min(rows) < 0 or not all(lacks_one):
-            for s, n in zip(named, counts, strict=True):
-                known, marks = s.known_tokens, s.marks
-                extend_digests(s.digests, s.root, known, block_size, n, self.block_hash, marks)
+        first, is_long = named[0], len(named) >= MIN_TOGETHER
+        if is_long and isinstance(first, Sequence) and self._lack_one(named, counts):
+            columns = (np.array(counts)[:, None] - 1) * block_size + np.arange(block_size)
+            tokens = first.table.tokens[np.array([each.row for each in named])[:, None], columns]
+            all_digests = [each.digests for each in named]
+            extend_by_one(all_digests, [each.root for each in named], tokens, self.block_hash)
             return
-        first = named[0]
-        assert isinstance(first, Sequence), "only a sequence holds a row"
-        starts = (np.array(counts) - 1) * block_size
-        places = np.array(rows)[:, None], starts[:, None] + np.arange(block_size)
-        all_digests, roots = [each.digests for each in named], [each.root for each in named]
-        extend_by_one(all_digests, roots, first.table.tokens[places], self.block_hash)
+        for s, n in zip(named, counts, strict=True):
+            known, marks = s.known_tokens, s.marks
+            extend_digests(s.digests, s.root, known, block_size, n, self.block_hash, marks)
+
+    def _lack_one(self, named: Seq[Named], counts: Seq[int]) -> bool:
+        """Return whether each has a row and lacks the name of its last block, and has no marks."""
+        for s, n in zip(named, counts, strict=True):
+            if s.row < 0 or len(s.digests) != n - 1 or s.marks:
+                return False
+        return True
 
 
 class BlockNaming:

@@ -8,30 +8,30 @@ later requests of the same plan hit them (T algorithm 2, inner loop).
 """
 
 from collections import deque
-from dataclasses import replace
 from itertools import repeat
 
 import numpy as np
 
 from quire.base.events import Planned
-from quire.base.plan import Move, MoveKind, Plan
+from quire.base.plan import NO_INTS, Move, MoveKind, Plan
 from quire.scheduler.core.admission import Admission
 from quire.scheduler.core.extension import DraftTokens, Forking
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.plans import InFlightStep, PlanBuilder
+from quire.scheduler.core.plans import NO_ROWS, Decoding, InFlightStep, PlanBuilder
 from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import SchedulerProgress
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Int32, Int64, State
+from quire.scheduler.core.sequence import Int64, State
 from quire.scheduler.sharing import share_budget
 
-NO_ROWS: Int32 = np.empty(0, np.int32)
 PROMPT_TOKENS = 16  # minimum room for prompt tokens in each step
 
 
 class Planner:
     """Owner of the plans in flight, oldest first, which makes the next plan."""
+
+    _last: Decoding | None = None  # the last plan, if the next one may repeat it
 
     def __init__(
         self,
@@ -54,6 +54,9 @@ class Planner:
 
     def plan(self, now: float) -> Plan | None:
         """Return the next plan, or None if no sequence can compute anything now."""
+        last, self._last = self._last, None
+        if last is not None and (plan := self._repeat(last, now)) is not None:
+            return plan
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
         suspects = self._lifecycle.suspects.until
         if suspects and self._plan_suspect(builder, now):
@@ -79,7 +82,7 @@ class Planner:
             self._memory.end_plan(builder.step_id, now)
             if moves := builder.moves():  # otherwise host memory already had these blocks
                 plan = Plan(builder.step_id, moves=moves)
-                self._put_in_flight(plan, builder, np.empty(0, np.int32))
+                self._put_in_flight(InFlightStep.of(plan, self._rows.table, []), 0, now)
                 return plan
         return None
 
@@ -93,7 +96,7 @@ class Planner:
             return None
         self._memory.end_plan(builder.step_id, now)
         plan = Plan(builder.step_id, moves=builder.moves())
-        self._put_in_flight(plan, builder, np.empty(0, np.int32))
+        self._put_in_flight(InFlightStep.of(plan, self._rows.table, []), 0, now)
         return plan
 
     def _step_budget(self, needs: Int64) -> int:
@@ -134,12 +137,12 @@ class Planner:
             return 0
         limited = self._memory.chunk_limit.limited
         need = self._within_limits(rows, need, builder) if limited else need
-        if need.sum() > budget:
+        if int(need.sum()) > budget:
             queue, fits = self._lifecycle.queue, self._admission.fits_now
             need, builder.deferred = share_budget(self._rows, queue, rows, need, budget, fits)
             need = self._within_limits(rows, need, builder) if limited else need
         target = table.computed[rows] + need
-        short = np.flatnonzero(target > table.capacity[rows])
+        [short] = (target > table.capacity[rows]).nonzero()
         if len(short) and not self._append_blocks(rows[short], target[short], builder):
             for i in short:
                 sequence = table.sequences[rows[i]]
@@ -151,17 +154,23 @@ class Planner:
             alive = np.isin(rows, self._rows.running)
             rows, need, target = rows[alive], need[alive], target[alive]
             builder.deferred = [prompt for prompt in builder.deferred if prompt.row >= 0]
-        if not need.all():
-            busy = np.flatnonzero(need)
+        [busy] = need.nonzero()
+        if len(busy) < len(rows):
             rows, need, target = rows[busy], need[busy], target[busy]
         if limited:
             self._grant(rows, need, builder)
-        self._rows.advance(rows, target)
         builder.add_rows(rows, need)
+        self._advance(builder, rows, target)
+        return int(need.sum())
+
+    def _advance(self, builder: PlanBuilder, rows: Int64, target: Int64) -> None:
+        """Let rows compute up to `target` tokens, and name the blocks that become full. rows,
+        target: int64 [N]."""
+        table = self._rows.table
+        self._rows.advance(rows, target)
         full = rows[np.minimum(target, table.known[rows]) >= table.index_at[rows]]
         if len(full):
             self._admission.name_full_blocks(full, builder)
-        return int(need.sum())
 
     def _within_limits(self, rows: Int64, need: Int64, builder: PlanBuilder) -> Int64:
         """Return the needs, int64 [N], reduced to the limits of `chunk_limit`."""
@@ -189,7 +198,7 @@ class Planner:
         """
         table, capacity = self._rows.table, self._rows.table.capacity[rows]
         # Capacity excludes a shared block, so a row that must copy one fails this check.
-        if ((table.computed[rows] != capacity) | (target != capacity + 1)).any():
+        if np.count_nonzero((table.computed[rows] != capacity) | (target != capacity + 1)):
             return False
         blocks = [sequence.blocks for sequence in self._rows.sequences(rows)]
         found = self._memory.kv.append_blocks(blocks, target.tolist())
@@ -213,26 +222,27 @@ class Planner:
             self._memory.end_turn(now)
             return None
         self._memory.end_plan(builder.step_id, now)
-        is_sampling = (table.computed[rows] == table.total[rows]) & table.samples[rows]
+        computed = table.computed[rows]
+        is_sampling = (computed == table.total[rows]) & table.samples[rows]
         samples = rows[is_sampling]
         forked = sources = NO_ROWS
         if self._lifecycle.unforked:
             forked, sources = self._branching.fork_leaders(samples, builder, now)
             samples = np.concatenate([samples, forked])
         self._rows.expect_tokens(self._without_beams(samples))
-        num_planned = int(num_tokens.sum())
-        self._progress.num_planned_tokens += num_planned
-        self._lifecycle.queue.tenants.charge(table.tenant[rows], num_tokens + is_sampling)
-        changes = self._rows.take_changes()
+        tenants, charges = table.tenant[rows], num_tokens + is_sampling
+        self._lifecycle.queue.tenants.charge(tenants, charges)
+        changes, plan_rows = self._rows.take_changes(), rows.astype(np.int32)
+        all_sample = len(samples) == len(rows) and not len(forked)
         plan = Plan(
             step_id=builder.step_id,
-            rows=rows,
-            num_tokens=num_tokens,
-            computed_bound=(table.computed[rows] - num_tokens).astype(np.int32),
-            sample_rows=samples,
+            rows=plan_rows,
+            num_tokens=num_tokens.astype(np.int32),
+            computed_bound=(computed - num_tokens).astype(np.int32),
+            sample_rows=plan_rows if all_sample else samples.astype(np.int32),
             num_candidates=table.num_candidates[samples],
-            sources=sources,
-            masked_rows=samples[table.is_masked[samples]],
+            sources=sources.astype(np.int32),
+            masked_rows=samples[table.is_masked[samples]].astype(np.int32),
             forked=(*changes.forks, *builder.forked),
             host_tokens=tuple(changes.host_tokens),
             started=tuple(builder.started),
@@ -244,24 +254,68 @@ class Planner:
             **builder.extras,
         )
         if self._rows.num_stages > 1:
-            plan = replace(plan, last_ids=self._rows.last_ids(rows, plan.last_positions))
-        self._put_in_flight(plan, builder, forked)
-        planned = Planned(now, plan.step_id, len(rows), num_planned, plan)
-        self._lifecycle.add_event(planned)
+            last_ids = self._rows.last_ids(rows, plan.last_positions)
+            plan = plan.replace(last_ids=last_ids)
+        step, num_planned = InFlightStep.of(plan, table, builder.shared), int(num_tokens.sum())
+        self._put_in_flight(step, num_planned, now)
+        all_decode = rows is self._rows.running and all_sample and num_planned == len(rows)
+        has_changes = plan.forked or plan.host_tokens or builder.extras
+        is_plain = not has_changes and not self._lifecycle.searches and self._rows.num_stages == 1
+        if all_decode and is_plain:
+            num_left = int((table.limit[rows] - table.total[rows]).min())
+            self._last = Decoding(step, rows, num_tokens, tenants, charges, num_left)
         return plan
 
-    def _put_in_flight(self, plan: Plan, builder: PlanBuilder, forked: Int32) -> None:
-        self.next_step_id += 1
-        table, samples = self._rows.table, plan.sample_rows
-        rows = np.concatenate([plan.rows, forked, np.array(plan.idle_rows, np.int32)])
-        row_epochs, row_sequences = table.epoch[rows], table.sequences[rows]
-        epochs, sequences = row_epochs, row_sequences
-        if len(samples) < len(rows):
-            epochs, sequences = table.epoch[samples], table.sequences[samples]
-        step = InFlightStep(plan, row_epochs, row_sequences, epochs, sequences, builder.shared)
-        self.in_flight.append(step)
+    def _repeat(self, last: Decoding, now: float) -> Plan | None:
+        """Return the plan in which the rows of the last plan decode again. Return None if anything
+        else may have to be planned."""
+        rows, memory, lifecycle = last.rows, self._memory, self._lifecycle
+        if rows is not self._rows.running or not last.num_left:
+            return None
+        if len(lifecycle.queue) and self._rows.num_free:
+            return None
+        if self._drafts.drafted or memory.chunk_limit.limited or lifecycle.suspects.until:
+            return None
+        if self._rows.changes.forks or self._rows.changes.host_tokens:
+            return None
+        table, builder = self._rows.table, PlanBuilder(self.next_step_id)
+        computed = table.computed[rows]
+        target = computed + last.ones
+        [short] = (target > table.capacity[rows]).nonzero()
+        if len(short) and not self._append_blocks(rows[short], target[short], builder):
+            return None
+        self._advance(builder, rows, target)
+        if len(lifecycle.queue):  # nothing can be admitted, but the policy looks at its head
+            self._admission.admit(builder, self._step_budget(last.ones) - len(rows), now)
+        builder.add_moves(MoveKind.SWAP_OUT, memory.copies_out())
+        memory.end_plan(builder.step_id, now)
+        self._rows.expect_tokens(rows)
+        lifecycle.queue.tenants.charge(last.tenants, last.charges)
+        was = last.step
+        plan = was.plan.replace(
+            step_id=builder.step_id,
+            computed_bound=computed.astype(np.int32),
+            released=NO_INTS,
+            block_writes=builder.block_writes(),
+            moves=builder.moves(),
+        )
+        epochs, sequences = was.epochs, was.sequences
+        step = InFlightStep(plan, epochs, sequences, epochs, sequences, builder.shared)
+        self._put_in_flight(step, len(rows), now)
+        last.num_left -= 1
+        self._last = last
+        return plan
 
-    def _without_beams(self, rows: Int32) -> Int32:
+    def _put_in_flight(self, step: InFlightStep, num_tokens: int, now: float) -> None:
+        """Record a plan. num_tokens: its tokens; 0 if it only moves blocks."""
+        self.next_step_id += 1
+        self.in_flight.append(step)
+        if num_tokens:
+            self._progress.num_planned_tokens += num_tokens
+            plan, num_rows = step.plan, len(step.plan.rows)
+            self._lifecycle.add_event(Planned(now, plan.step_id, num_rows, num_tokens, plan))
+
+    def _without_beams(self, rows: Int64) -> Int64:
         """Return the rows that sample a token. Beams produce candidates instead."""
         if not self._lifecycle.searches:
             return rows

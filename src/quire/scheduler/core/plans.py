@@ -4,19 +4,21 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.plan import BlockWrites, Move, MoveKind, Plan, RowDraft, RowFork, RowStart
+from quire.base.plan import BlockWrites, Move, MoveKind, Plan, Record, RowDraft, RowFork, RowStart
 from quire.kv.host_tier import Copies
 from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
-from quire.scheduler.core.sequence import Int32, Int64, Sequence
+from quire.scheduler.core.sequence import Int32, Int64, RowTable, Sequence
 
 Blocks = Seq[Seq[int]]  # block numbers by cache group
 RowLease = tuple[int, int]  # a row and its epoch, which identify one owner of the row
+NO_ROWS: Int64 = np.empty(0, np.int64)
+NO_WRITES = BlockWrites()
 
 
 @dataclass(slots=True)
@@ -47,13 +49,23 @@ class InFlightStep:
     shared: list[SharedBlocks]
     omitted: set[int] = field(default_factory=set)
 
+    @classmethod
+    def of(cls, plan: Plan, table: RowTable, shared: list[SharedBlocks]) -> Self:
+        """Return the record of a new plan."""
+        rows, samples = _leased(plan).astype(np.int64), plan.sample_rows.astype(np.int64)
+        epochs, sequences = table.epoch[rows], table.sequences[rows]
+        return cls(plan, epochs, sequences, table.epoch[samples], table.sequences[samples], shared)
+
     @property
     def leases(self) -> list[RowLease]:
         """Leases of the rows of row_epochs. (Forked beams are among plan.rows, or compute nothing
         yet.)"""
-        forked = [fork.child for fork in self.plan.new_forks]
-        rows = self.plan.rows.tolist() + forked + self.plan.idle_rows
-        return list(zip(rows, self.row_epochs.tolist(), strict=True))
+        return list(zip(_leased(self.plan).tolist(), self.row_epochs.tolist(), strict=True))
+
+    @property
+    def holders(self) -> dict[int, Sequence]:
+        """Sequences of row_sequences, by row."""
+        return dict(zip(_leased(self.plan).tolist(), self.row_sequences.tolist(), strict=True))
 
     @property
     def sampling(self) -> dict[int, Sequence]:
@@ -67,8 +79,29 @@ class InFlightStep:
         self.omitted.update(rows | children)
 
 
+def _leased(plan: Plan) -> Int32:
+    more = [fork.child for fork in plan.new_forks] + plan.idle_rows
+    return np.concatenate([plan.rows, np.array(more, np.int32)]) if more else plan.rows
+
+
 @dataclass(slots=True)
-class PlanBuilder:
+class Decoding:
+    """Record of a plan in which each running row decodes one token. While these rows run, the next
+    plan differs only in counters and blocks.
+
+    rows, ones, tenants, charges: int64 [N], the rows, their numbers of tokens, their tenants' slots
+    and what a plan charges for each. num_left: plans until a row reaches its limit.
+    """
+
+    step: InFlightStep
+    rows: Int64
+    ones: Int64
+    tenants: Int64
+    charges: Int64
+    num_left: int
+
+
+class PlanBuilder(Record):
     """Plan being made: lists that grow, and are frozen into arrays at the end.
 
     writes: (cache group, row, index, block). copies: (cache group, row, from, to). swaps: moves
@@ -77,20 +110,20 @@ class PlanBuilder:
     """
 
     step_id: int
-    rows: list[Int64] = field(default_factory=list)
-    num_tokens: list[Int64] = field(default_factory=list)
-    started: list[RowStart] = field(default_factory=list)
-    forked: list[RowFork] = field(default_factory=list)
-    writes: list[tuple[int, int, int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
-    swaps: list[Move] = field(default_factory=list)
-    shared: list[SharedBlocks] = field(default_factory=list)
-    drafts: list[RowDraft] = field(default_factory=list)
+    rows: list[Int64] = []
+    num_tokens: list[Int64] = []
+    started: list[RowStart] = []
+    forked: list[RowFork] = []
+    writes: list[tuple[int, int, int, int]] = []
+    copies: list[tuple[int, int, int, int]] = []
+    swaps: list[Move] = []
+    shared: list[SharedBlocks] = []
+    drafts: list[RowDraft] = []
     is_guessing: bool = False
     has_preempted: bool = False
-    deferred: list[Sequence] = field(default_factory=list)
-    extras: dict[str, Any] = field(default_factory=dict)
-    claims: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    deferred: list[Sequence] = []
+    extras: dict[str, Any] = {}
+    claims: dict[bytes, tuple[int, int]] = {}
 
     def add_rows(self, rows: Int64, num_tokens: Int64) -> None:
         self.rows.append(rows)
@@ -134,7 +167,7 @@ class PlanBuilder:
 
     def block_writes(self) -> BlockWrites:
         if not self.writes:
-            return BlockWrites()
+            return NO_WRITES
         # A long prompt has thousands of these tuples. `np.asarray` takes three times as long.
         flat = np.fromiter(chain.from_iterable(self.writes), np.int32, 4 * len(self.writes))
         return BlockWrites(*flat.reshape(-1, 4).T.copy())
@@ -150,9 +183,8 @@ class PlanBuilder:
             for g in np.unique(groups).tolist()
         )
 
-    def all_rows(self) -> tuple[Int32, Int32]:
-        """Return the scheduled rows and their numbers of tokens, both int32 [num_rows]."""
-        if not self.rows:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        rows = np.concatenate(self.rows).astype(np.int32)
-        return rows, np.concatenate(self.num_tokens).astype(np.int32)
+    def all_rows(self) -> tuple[Int64, Int64]:
+        """Return the scheduled rows and their numbers of tokens, both int64 [num_rows]."""
+        if len(self.rows) == 1:
+            return self.rows[0], self.num_tokens[0]
+        return np.concatenate([NO_ROWS, *self.rows]), np.concatenate([NO_ROWS, *self.num_tokens])

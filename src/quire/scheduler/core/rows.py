@@ -84,6 +84,8 @@ class Rows:
         """Return the needs for the next plan, given the needs of all running rows, both int64 [N].
         With several stages, a plan gets only a share of the decoding rows, so that each stage has a
         plan to compute."""
+        if self.num_stages == 1:
+            return needs
         decoding = np.flatnonzero(needs == 1)
         bound = -(-self.num_running // self.num_stages)
         if len(decoding) > bound:
@@ -91,7 +93,7 @@ class Rows:
             needs[decoding[bound:]] = 0
         return needs
 
-    def last_ids(self, rows: Int32, positions: Int32) -> Int32:
+    def last_ids(self, rows: Int64, positions: Int32) -> Int32:
         """Return one known token of each row, int32 [N], at these positions."""
         found: Int32 = self.table.tokens[rows, positions]
         return found
@@ -140,12 +142,9 @@ class Rows:
         table.stop_ids[row, : len(stop_ids)] = stop_ids
         self.hand_to(sequence)
         others = self.running
-        is_before = table.priority[others] < sequence.priority
-        is_before |= (table.priority[others] == sequence.priority) & (
-            table.arrival[others] < sequence.arrival
-        )
-        place = np.count_nonzero(is_before)
-        self.running = np.concatenate((others[:place], (row,), others[place:]))
+        self.running = np.concatenate((others, (row,)))
+        if len(others) and (sequence.priority, sequence.arrival) < self._order(others[-1]):
+            self._sort(self.running)
         group = sequence.group
         if group is not None and not group.is_forked:
             for _ in range(group.num_members - 1):
@@ -160,6 +159,7 @@ class Rows:
             sample_index=sequence.index,
             stop_token_ids=request.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
+            adapter_id=request.adapter_id,
             media=request.spans if request.media else (),
         )
 
@@ -188,6 +188,9 @@ class Rows:
         """Change the priority of running rows."""
         self.table.priority[rows] = priority
         self._sort(self.running)
+
+    def _order(self, row: int) -> tuple[int, int]:
+        return int(self.table.priority[row]), int(self.table.arrival[row])
 
     def _sort(self, running: Int64) -> None:
         table = self.table
@@ -242,13 +245,13 @@ class Rows:
         """Set the number of computed tokens of these rows after the plan being made."""
         self.table.computed[rows] = computed
 
-    def expect_tokens(self, rows: Int32) -> None:
-        """Add a pending token to each of these sampling rows."""
-        self.table.total[rows] += 1
+    def expect_tokens(self, rows: Int64) -> None:
+        """Add a pending token to each of these sampling rows, which have computed all others."""
+        self.table.total[rows] = self.table.computed[rows] + 1
 
-    def take_tokens(self, rows: Int32, token_ids: Int32) -> Int64:
-        """Make the oldest pending token of each row known. Return the known lengths. rows,
-        token_ids: int32 [N]."""
+    def take_tokens(self, rows: Int64, token_ids: Int32) -> Int64:
+        """Make the oldest pending token of each row known. Return the known lengths. rows: int64
+        [N], token_ids: int32 [N]."""
         table, known = self.table, self.table.known[rows]
         table.tokens[rows, known] = token_ids
         known = known + 1

@@ -26,6 +26,7 @@ from quire.base.messages import (
     Cancel,
     Control,
     Drafted,
+    Freeze,
     GrammarReady,
     MeasuredRates,
     Request,
@@ -64,6 +65,8 @@ class SchedulerCore:
     memory: block memory; a subclass may follow other rules. num_stages: pipeline stages of the
     model; each of them executes every plan. depth: maximum number of plans in flight.
     """
+
+    _is_frozen = False  # compute nothing; older snapshots lack it
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class SchedulerCore:
         """Return the handlers of control messages by type, the core's own handlers first."""
         found: dict[type, list[Handler]] = {
             ResetPrefixCache: [lambda message, now: self._reset_cache(message.epoch, now)],
+            Freeze: [lambda message, now: self._freeze(message.is_frozen)],
             Append: [self.arrivals.append],
             GrammarReady: [self.arrivals.take_ready],
             MeasuredRates: [lambda message, now: self._measure(message)],
@@ -187,7 +191,7 @@ class SchedulerCore:
             self.arrivals.drop_late(now)
         self._notify_watchers()
         self._expire(now)
-        plan = self.planner.plan(now)
+        plan = None if self._is_frozen else self.planner.plan(now)
         if plan is None and not in_flight:
             plan = self._idle_plan(now)
         if plan is not None:
@@ -201,8 +205,9 @@ class SchedulerCore:
         lifecycle, in_flight = self.lifecycle, self.planner.in_flight
         step = in_flight.popleft()
         is_flush = len(step.plan.rows) == 0
-        outputs = OutputsBuilder()
-        if not is_flush or result.lost_swaps:
+        if is_flush and not result.lost_swaps:
+            outputs = OutputsBuilder()
+        else:
             outputs = self._results.take(step, in_flight, result, now)
         for sequence in lifecycle.take_admitted():
             outputs.update_of(sequence).prefix = sequence.report
@@ -268,6 +273,9 @@ class SchedulerCore:
         self.memory.reset(root_digest(self.memory.names.fingerprint, epoch), now)
         for sequence in self.lifecycle.sequences.values():
             rename(sequence, self.memory.names, epoch)
+
+    def _freeze(self, is_frozen: bool) -> None:
+        self._is_frozen = is_frozen
 
     def _idle_plan(self, now: float) -> Plan | None:
         """Return the first extension's plan that only moves blocks, or None."""

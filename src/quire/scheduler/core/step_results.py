@@ -17,7 +17,7 @@ from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import InFlightStep
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Sequence, State
+from quire.scheduler.core.sequence import Int32, Int64, Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
 from quire.scheduler.extra_outputs import take_candidates, take_prompt_extras
 
@@ -43,7 +43,7 @@ class StepResults:
         """Apply the result of the oldest step. Return the outputs for clients. later: the other
         steps in flight."""
         assert result.step_id == step.plan.step_id, "results must come in the order of plans"
-        table, rows = self._rows.table, step.plan.sample_rows
+        table, rows = self._rows.table, step.plan.sample_rows.astype(np.int64)
         outputs = OutputsBuilder()
         _name_rows(step, outputs)
         if result.row_errors or result.lost_swaps or result.error is not None:
@@ -62,8 +62,9 @@ class StepResults:
             beams, rows, token_ids = rows[~others], rows[others], token_ids[others]
             epochs, sequences = epochs[others], sequences[others]
         live = table.epoch[rows] == epochs
-        got_token, given = rows, list[int]()  # number of tokens after the first, per row
-        if not live.all():
+        got_token = rows
+        given: list[int] = []  # number of tokens after the first, per row
+        if np.count_nonzero(live) < len(rows):
             num_taken = np.ones(len(rows), np.int64)
             num_taken[~live] = [
                 self._take_late(s, [int(t), *extra.get(r, ())], r in step.omitted, outputs, now)
@@ -75,9 +76,7 @@ class StepResults:
         if len(beams):
             got_token = np.concatenate([got_token, beams])
         known = self._rows.take_tokens(rows, token_ids)
-        is_stop = (table.stop_ids[rows] == token_ids[:, None]).any(1)
-        ends = (is_stop & (known >= table.min_known[rows])) | (known >= table.limit[rows])
-        for i in np.flatnonzero(ends):
+        for i in self._ending(rows, token_ids, known):
             self._end(sequences[i], int(token_ids[i]), outputs, now)
         if long_lists := self._lifecycle.long_stop_lists:  # the row holds only a part of each list
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
@@ -85,11 +84,11 @@ class StepResults:
                     self._end(sequence, token_id, outputs, now)
         if step.plan.drafts:
             given += self._drafts.settle(step, sequences, extra, outputs, self._end, now)
-        plan = step.plan
+        plan, drafts = step.plan, step.plan.drafts
         stepped = Stepped(
             now, result.step_id, got_token, plan.num_scheduled_tokens, result.duration_s,
-            len(plan.drafts), sum(len(draft.token_ids) for draft in plan.drafts),
-            tuple(sum(num > place for num in given) for place in range(max(given, default=0))),
+            len(drafts), sum([len(draft.token_ids) for draft in drafts]),
+            tuple([sum(num > place for num in given) for place in range(max(given, default=0))]),
         )  # fmt: skip
         self._lifecycle.add_event(stepped, is_first=True)  # before the ends that it caused
         if result.candidates:
@@ -97,6 +96,17 @@ class StepResults:
         return outputs
 
     # ---- tokens ------------------------------------------------------------------------------
+
+    def _ending(self, rows: Int64, token_ids: Int32, known: Int64) -> list[int]:
+        """Return the indices of the rows that end with their last known token. All arguments: [N];
+        known: the numbers of known tokens."""
+        table = self._rows.table
+        ends = known >= table.limit[rows]
+        is_stop = table.stop_ids[rows] == token_ids[:, None]
+        if np.count_nonzero(is_stop):
+            ends |= is_stop.any(1) & (known >= table.min_known[rows])
+        found: list[int] = ends.nonzero()[0].tolist()
+        return found
 
     def _end(self, sequence: Sequence, token_id: int, outputs: OutputsBuilder, now: float) -> None:
         """End a sequence at its last known token: by stop token if it is one, else by length."""
@@ -139,8 +149,7 @@ def _name_rows(step: InFlightStep, outputs: OutputsBuilder) -> None:
     plan = step.plan
     if not plan.started and not plan.forked:
         return
-    holders = {row: s for (row, _), s in zip(step.leases, step.row_sequences, strict=True)}
-    taken = [start.row for start in plan.started] + [fork.child for fork in plan.forked]
-    for row in taken:
+    holders = step.holders
+    for row in [start.row for start in plan.started] + [fork.child for fork in plan.forked]:
         if row in holders and not holders[row].is_beam:
             outputs.name_row(row, holders[row])

@@ -30,8 +30,8 @@ from quire.base.messages import (
     without_prompt,
 )
 from quire.base.requests.media_items import items_before
+from quire.base.requests.retention import check_retainable
 from quire.base.requests.sampling_params import SamplingParams
-from quire.base.requests.validation import check_retainable
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.core.arrivals import limit_of
 from quire.scheduler.core.extension import (

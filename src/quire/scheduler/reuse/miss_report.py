@@ -176,7 +176,7 @@ class MissReports(HitSource, CacheListener):
         if hit.source:
             found: Fields = {hit.source: num_tokens}
             return PrefixReport(**found, **self._miss(sequence, hit, now))
-        away = max((len(found) for found in hit.host), default=0) * size
+        away = max([0, *map(len, hit.host)]) * size
         store = min(away, sequence.num_fetched_blocks * size)
         return PrefixReport(
             device=num_tokens - away,

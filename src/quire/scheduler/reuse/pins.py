@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Request, ResetPrefixCache, Unpin
-from quire.base.requests.validation import check_pin
+from quire.base.requests.retention import check_pin
 from quire.base.step_outputs import Finish
 from quire.scheduler.core.arrivals import Arrivals
 from quire.scheduler.core.extension import CacheListener, Extension, Handler, StepEnd, StepExtension
@@ -166,8 +166,7 @@ class Pins(Extension, StepExtension, CacheListener):
             self._lifecycle.drop(computing, Finish("abort"), now)
 
     def _find_next(self) -> None:
-        next_s = min((pin.ends_s for pin in self._pinned.ready), default=math.inf)
-        self.next_s = None if next_s == math.inf else next_s
+        self.next_s = min({pin.ends_s for pin in self._pinned.ready} - {math.inf}, default=None)
 
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """Recompute the pins that failed requests may have forked, including shorter prefixes."""
@@ -192,6 +191,7 @@ class Pins(Extension, StepExtension, CacheListener):
         self._find_next()
         self._pinned.num_changes += 1
         sequence = pin.sequence = self._arrivals.new_sequence(pin.request, now)
+        sequence.blockers = frozenset()  # it was ready before
         self._arrivals.enter(sequence, now)
         return sequence
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.serve.anthropic.cache_control import hint_of
 from quire.serve.anthropic.conversation import chat_messages, continues_last
 from quire.serve.anthropic.protocol import (
     Conversing,
@@ -58,7 +59,8 @@ def answered_chat_of(body: MessagesRequest) -> ChatCompletionRequest:
         fields["user"] = body.metadata.user_id
     if body.thinking is not None:
         fields |= _of_thinking(body.thinking, body.max_tokens)
-    return chat_of(body).model_copy(update=fields)
+    chat = chat_of(body)
+    return chat.model_copy(update=fields | hint_of(body, chat.messages))
 
 
 def _tool(tool: Json, index: int) -> Json:

@@ -12,8 +12,10 @@ from typing import Any
 
 from quire.base.requests.hooks import CONTENT_FILTER
 from quire.render.templates.conversation import arguments_object
+from quire.serve.anthropic.protocol import TTLS
 from quire.serve.http.sse import encode
 from quire.serve.pipeline.answer import Answer, UsageCounter
+from quire.serve.pipeline.retention import Retention
 
 Json = dict[str, Any]
 
@@ -31,6 +33,7 @@ class MessageEvents:
     head: id and model. usage: counter of the answer's choice. stops: the request's stop_sequences.
     shows_thinking: send the text of reasoning, not only an empty block. is_cut: the answer got less
     room than max_tokens. is_dropped: the answer is computed but not sent (max_tokens is 0).
+    retention: requested by marks of the cache.
     """
 
     head: Json
@@ -39,6 +42,7 @@ class MessageEvents:
     shows_thinking: bool = True
     is_cut: bool = False
     is_dropped: bool = False
+    retention: Retention | None = None
     _begun: bool = field(default=False, init=False)
     _num_blocks: int = field(default=0, init=False)  # number of ended blocks
     _open: str = field(default="", init=False)  # type of the open block, empty if none is open
@@ -131,12 +135,18 @@ class MessageEvents:
     def _usage_json(self) -> Json:
         """Return the tokens so far. Cached prompt tokens are counted separately."""
         usage, is_shown = self.usage, not self.is_dropped
+        computed, retained = usage.num_prompt - usage.num_cached, self.retention
+        written = computed if retained is not None and retained.is_retained else 0
         found: Json = {
-            "input_tokens": usage.num_prompt - usage.num_cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": computed - written,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": usage.num_cached,
             "output_tokens": usage.num_completion if is_shown else 0,
         }
+        if retained is not None:
+            of_ttl = {f"ephemeral_{ttl}_input_tokens": 0 for ttl in TTLS}
+            of_ttl[f"ephemeral_{retained.retention}_input_tokens"] = written
+            found["cache_creation"] = of_ttl
         if usage.num_reasoning is not None:
             found["output_tokens_details"] = {
                 "thinking_tokens": usage.num_reasoning if is_shown else 0

@@ -32,9 +32,10 @@ from quire.serve.bodies.protocol import (
     Tenant,
     VariableFields,
 )
-from quire.serve.bodies.schemas import SOME_TEXT, TEXT, TEXT_PART, list_of, object_of, one_of
+from quire.serve.bodies.schemas import NULL, SOME_TEXT, TEXT, TEXT_PART, list_of, object_of, one_of
 
 MAX_BLOCKS = 1024  # blocks of a system prompt
+TTLS = ("5m", "1h")  # lifetimes of marked conversations in the cache; the first is the default
 
 Json = dict[str, Any]
 
@@ -94,6 +95,10 @@ CustomTools = Annotated[
     Field(max_length=MAX_TOOLS, fail_fast=True),
     at_most(MAX_TOOLS),
 ]
+_MARK = object_of("type", type={"const": "ephemeral"}, ttl={"enum": list(TTLS)}) | {
+    "maxProperties": MAX_FORMAT_FIELDS
+}
+Mark = Annotated[Any, at_most(MAX_FORMAT_FIELDS), WithJsonSchema(one_of(_MARK, NULL))]
 Schema = Annotated[dict[str, Any], at_most(MAX_SCHEMA_FIELDS)]
 
 
@@ -143,7 +148,6 @@ class Conversing(OpenBody, ModelField, VariableFields):
     thinking: Annotated[Thinking, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
     output_config: Annotated[OutputConfig, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
 
-    cache_control: Ignored
     speed: Ignored
     user_profile_id: Ignored
     output_format: Any = unsupported("use output_config.format")
@@ -153,6 +157,8 @@ class Conversing(OpenBody, ModelField, VariableFields):
 class CountTokensRequest(Conversing):
     """A conversation whose tokens are counted."""
 
+    cache_control: Ignored
+
 
 class MessagesRequest(Conversing, SchedulingFields, SamplingFields):
     """A conversation that the model continues."""
@@ -160,6 +166,8 @@ class MessagesRequest(Conversing, SchedulingFields, SamplingFields):
     max_tokens: Natural = becomes("SamplingParams.max_tokens", default=...)  # 0: prefill only
     stream: bool | None = becomes(RESPONSE)
     stop_sequences: StopStrings | None = becomes("SamplingParams.stop")
+    # As in blocks, for the whole conversation (`cache_control.py`)
+    cache_control: Mark = becomes("Request.keep_s")
     metadata: Annotated[Metadata, at_most(MAX_FORMAT_FIELDS)] | None = becomes("Request.tenant")
 
     service_tier: Ignored

@@ -50,6 +50,7 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         is_cut=_is_cut(body, chat),
         is_dropped=body.max_tokens == 0,
+        retention=chat.job.retention,
     )
     if body.stream:
         response = await start_stream(request, stream(answer, events), message_error_event)

@@ -9,9 +9,14 @@ from starlette.types import Message
 from quire.serve.native.document import document
 
 JSON = "application/json"
-# Endpoints that batches may not call: an operator's, those about files and batches, and those about
-# one request.
-NOT_IN_BATCHES = ("/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests/", "/abort_requests")
+# Endpoints that batches may not call: for operators, files, batches and single requests, and the
+# APIs of Ollama, llama.cpp and SGLang.
+NOT_IN_BATCHES = (
+    "/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests/", "/abort_requests", "/api/",
+    "/apply-template", "/completion", "/embedding", "/generate", "/infill", "/reranking",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine",
+    "/start_weight_update", "/update_weights", "/finish_weight_update",
+)  # fmt: skip
 
 
 def batch_urls(app: FastAPI) -> frozenset[str]:

@@ -15,7 +15,7 @@ from quire.serve.errors import bad_request, short
 NO_SUCH_SAMPLER = (
     "quire does not support this way of sampling; remove it, or use temperature, top_p or min_p"
 )
-NO_ADAPTERS = "quire does not load adapters; remove it"
+NO_ADAPTERS = "name the adapter in model; remove it"
 CONSTRAINT = (
     "this endpoint does not support this constraint; use its own field for structured output"
 )

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from quire.base.requests.repetition import MAX_PATTERN_SIZE, RepetitionDetectionParams
+from quire.base.requests.retention import MAX_KEEP_S
 from quire.base.requests.sampling_params import MAX_NAMED_TOKENS
-from quire.base.requests.validation import MAX_KEEP_S
 from quire.serve.bodies import schemas
 from quire.serve.bodies.open_body import (
     GRAMMAR,
@@ -101,8 +101,10 @@ Positive = Annotated[int, Field(ge=1, lt=INT32)]
 OrUnlimited = Annotated[int, Field(ge=-1, lt=INT32)]  # -1 means no limit
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+FilePath = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 Effort = Annotated[str, Field(max_length=32)]
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+CacheRetention = Literal["in_memory", "in-memory", "24h"]
 Tenant = Annotated[str, Field(max_length=MAX_SALT_CHARS)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 KeepSeconds = Annotated[float, Field(ge=0, le=MAX_KEEP_S)]
@@ -306,8 +308,10 @@ class GenerationRequest(SampledBody, ServedBody):
     store: Ignored
     service_tier: Ignored
     safety_identifier: Ignored
-    prompt_cache_key: Ignored
-    prompt_cache_retention: Ignored
+
+    # Caching hints (`pipeline/retention.py`)
+    prompt_cache_key: Tenant | None = becomes("Request.keep_s")
+    prompt_cache_retention: CacheRetention | None = becomes("Request.keep_s")
 
     # Constraints on the response (`constraints.py`)
     response_format: Format | None = becomes(GRAMMAR)

@@ -107,7 +107,7 @@ def read_json(data: bytes | bytearray, name: str) -> Any:
         value = DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if len(data) > SMALL_BYTES:
-            raise _no_json(error, name) from error
+            raise _no_json(error, data, name) from error
         value = json.loads(data)
     if isinstance(value, dict):
         _check_names(value, name)
@@ -138,9 +138,11 @@ def _check_names(fields: dict[str, Any], name: str) -> None:
         )
 
 
-def _no_json(error: Exception, name: str) -> ApiError:
-    if isinstance(error, UnicodeDecodeError):
-        return bad_request(f"{name} is not UTF-8: byte {error.start} of a text cannot be decoded.")
+def _no_json(error: Exception, data: bytes | bytearray, name: str) -> ApiError:
+    try:
+        data.decode()  # versions of msgspec differ in their errors for bytes that are not UTF-8
+    except UnicodeDecodeError as invalid:
+        return bad_request(f"{name} is not UTF-8: byte {invalid.start} cannot be decoded.")
     if isinstance(error, RecursionError):
         return bad_request(f"{name} is not usable: its JSON is nested too deeply.")
     return bad_request(f"{name} is not valid JSON: {error}.")

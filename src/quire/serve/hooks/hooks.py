@@ -17,7 +17,7 @@ from quire.base.errors import (
     HookFailed,
     RequestError,
 )
-from quire.base.plugins import HOOKS, load_plugin
+from quire.base.plugins import HOOKS, load_plugin, short_name
 from quire.base.requests.hooks import (
     CONTENT_FILTER,
     METHODS,
@@ -86,7 +86,7 @@ class Hooks:
         made = _from_package(given) if isinstance(given, str) else given
         found = {name: getattr(made, name, None) for name in METHODS}
         methods = {name: method for name, method in found.items() if callable(method)}
-        name = given if isinstance(given, str) else type(given).__name__
+        name = short_name(given) if isinstance(given, str) else type(given).__name__
         if not methods or isinstance(made, type):
             raise ConfigError(
                 f"{made!r} is not a hook: it must be an object with one of the methods"

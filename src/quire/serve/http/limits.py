@@ -26,7 +26,8 @@ WHOLE_BODY_S = 600.0
 UPLOADS = ("POST", "/v1/files")
 WITH_IMAGES = (
     "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/tokenize",
+    "/tokenize", "/api/chat", "/api/generate",
+    "/api/v0/chat/completions",
 )  # fmt: skip
 FORM_BYTES = 1 << 16  # size of an upload's form around the file
 

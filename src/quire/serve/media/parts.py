@@ -36,8 +36,8 @@ REFUSED = {
 }
 IMAGE_TYPES = ("image_url", "input_image")
 SOURCES = ("base64", "url")
-# Names of fields that hold an image, for `image_chars`.
-HOLDERS = ("url", "image_url", "data")
+# Names of fields that hold an image, for `image_chars`; the last one holds a list in Ollama's API.
+HOLDERS = ("url", "image_url", "data", "images")
 MAX_DEPTH = 8
 
 
@@ -122,9 +122,14 @@ def image_chars(value: Any, depth: int = 0) -> int:
     if depth > MAX_DEPTH:
         return 0
     if isinstance(value, Mapping):
-        texts = (each for name, each in value.items() if name in HOLDERS and isinstance(each, str))
+        held = (each for name, item in value.items() if name in HOLDERS for each in _listed(item))
+        texts = (each for each in held if isinstance(each, str))
         return sum(map(len, texts)) + image_chars(list(value.values()), depth)
     return sum(image_chars(each, depth + 1) for each in value) if isinstance(value, list) else 0
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def wrong(where: str, rule: str) -> RequestError:

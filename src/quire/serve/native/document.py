@@ -13,7 +13,8 @@ from fastapi.openapi.utils import get_openapi
 
 from quire.serve.anthropic import errors as messages
 from quire.serve.bodies.open_body import OpenBody
-from quire.serve.context import ApiContext
+from quire.serve.context import DEFAULT_MODEL, ApiContext
+from quire.serve.ollama import errors as ollama
 from quire.serve.openai.scores import NAMES
 
 Json = dict[str, Any]
@@ -22,6 +23,7 @@ PUBLIC = ("/health", "/ready", "/ping")
 NOT_SENT = "422"
 ERROR = {"$ref": "#/components/schemas/Error"}
 MESSAGE_ERROR = {"$ref": "#/components/schemas/MessageError"}
+OLLAMA_ERROR = {"$ref": "#/components/schemas/OllamaError"}
 
 ALWAYS = {
     "500": "an error inside the server",
@@ -36,6 +38,15 @@ OF_FILES = {
     "413": "the storage limit is reached",
     "429": "too many batches are waiting",
 }
+BY_OPERATORS = {
+    "400": "the order is invalid, or impossible now",
+    "403": "only an admin key may give this order, or it names a path of its own",
+}
+ORDERS = (
+    "/reset_prefix_cache", "/abort_requests", "/pause", "/resume", "/is_paused",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine",
+    "/start_weight_update", "/update_weights", "/update_weights/chunk", "/finish_weight_update",
+)  # fmt: skip
 WITH_QUERY = {
     "400": "the query is invalid, or does not fit the requested object; `param` names the parameter"
 }
@@ -59,10 +70,11 @@ def document(app: FastAPI) -> Json:
         context: ApiContext = app.state.context
         for schema in schemas.values():
             if "model" in schema.get("properties", {}):
-                schema["properties"]["model"] = {"enum": [*context.all_names, None]}
-        schemas["CompletionRequest"]["required"] = ["prompt"]
+                schema["properties"]["model"] = {"enum": [*context.all_names, DEFAULT_MODEL, None]}
+        for name in ("CompletionRequest", "StudioCompletionBody"):
+            schemas[name]["required"] = ["prompt"]
         schemas["ResponsesRequest"]["required"] = ["input"]
-        for name in ("EmbeddingBody", "ClassifyBody"):
+        for name in ("EmbeddingBody", "ClassifyBody", "StudioEmbeddingBody"):
             schemas[name]["required"] = ["input"]
         schemas["ScoreBody"]["anyOf"] = [{"required": list(names)} for names in NAMES]
         if not context.config.strict_fields:
@@ -70,7 +82,10 @@ def document(app: FastAPI) -> Json:
                 schemas[name]["additionalProperties"] = True
         for name in ("PrefixBody", "TokenizeBody"):
             schemas[name]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
+        schemas["TokenizeBody"]["oneOf"].append({"required": ["content"]})
+        schemas["TextsBody"]["oneOf"] = [{"required": ["text"]}, {"required": ["input_ids"]}]
         schemas["Error"], schemas["MessageError"] = ERROR_SCHEMA, MESSAGE_ERROR_SCHEMA
+        schemas["OllamaError"] = _object(error="string")
         needs_key = bool(context.config.api_key)
         if needs_key:
             found["components"]["securitySchemes"] = {
@@ -108,6 +123,10 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
         errors |= {"409": "the request is still running"}
     if path.startswith(("/v1/files", "/v1/batches")):
         errors |= OF_FILES
+    if path in ORDERS:
+        errors |= BY_OPERATORS | errors
+    if path.endswith("/chunk"):
+        errors |= {"507": "there is no room for the chunk"}
     responses = operation["responses"]
     responses.pop(NOT_SENT, None)
     if path in PUBLIC:
@@ -121,6 +140,8 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
     if found is not None:
         responses["200"] = {"description": "the answer", "content": found}
     error = MESSAGE_ERROR if path.startswith(messages.PATH) else ERROR
+    if ollama.is_ollama({"path": path}):
+        error = OLLAMA_ERROR
     _add_errors(responses, errors, error)
 
 
@@ -230,7 +251,83 @@ _ANTHROPIC_MESSAGE = _object(
     content=[_object(type="text or thinking or tool_use")], stop_reason="string",
     stop_sequence="string or null", usage=_MESSAGE_USAGE,
 )  # fmt: skip
-ANSWERS: dict[tuple[str, str], Json] = {
+_RERANKS = ("/rerank", "/reranking", "/v1/rerank", "/v2/rerank")
+_LINES = {"application/x-ndjson": {"schema": {"description": "lines of JSON"}}}
+_OLLAMA_END = {
+    "model": "string",
+    "created_at": "string",
+    "done": "boolean",
+    "done_reason": "string",
+}
+_OLLAMA_MODELS = _object(models=[_object(
+    name="string", model="string", size="integer", digest="string", details="object",
+)])  # fmt: skip
+_REFUSED = ("/api/create", "/api/copy", "/api/push", "/props", "/slots/{slot_id}")
+# The answers to a `prompt` or `messages`, and to `content`.
+_VLLM_TOKENS = _object(
+    tokens=["integer"], count="integer", max_model_len="integer", token_strs="array or null"
+)
+_LLAMACPP_TOKENS = _object(
+    tokens=[{"anyOf": [{"type": "integer"}, _object(id="integer", piece="string or array")]}]
+)
+_STUDIO_MODEL = _object(
+    id="string", object="model", type="llm or vlm or embeddings", arch="string",
+    state="loaded or not-loaded", max_context_length="integer or null",
+)  # fmt: skip
+_STUDIO = {"stats": "object", "model_info": "object", "runtime": "object"}
+# SGLang's
+_GENERATED = _object(
+    text="string", output_ids=["integer"],
+    meta_info=_object(
+        id="string", prompt_tokens="integer", completion_tokens="integer", cached_tokens="integer",
+        finish_reason=_object(type="stop or length or abort"),
+    ),
+)  # fmt: skip
+_MODEL_INFO = _object(model_path="string", is_generation="boolean", model_type="string")
+_SERVER_INFO = _object(
+    served_model_name="string", context_length="integer", max_running_requests="integer",
+    version="string", status="string", internal_states=["object"],
+)  # fmt: skip
+_COMPLETION = {"type": "object", "properties": {"content": {"type": "string"}}}
+OF_OTHER_ENGINES: dict[tuple[str, str], Json] = {
+    ("post", "/api/chat"): _LINES | _json(_object(**_OLLAMA_END, message="object")),
+    ("post", "/api/generate"): _LINES | _json(_object(**_OLLAMA_END, response="string")),
+    ("post", "/api/embed"): _json(_object(model="string", embeddings=[["number"]])),
+    ("post", "/api/embeddings"): _json(_object(embedding=["number"])),
+    ("get", "/api/version"): _json(_object(version="string", quire="string")),
+    ("get", "/api/tags"): _json(_OLLAMA_MODELS),
+    ("get", "/api/ps"): _json(_OLLAMA_MODELS),
+    ("post", "/api/show"): _json(_object(
+        parameters="string", template="string", details="object", model_info="object",
+        capabilities=["string"],
+    )),
+    ("post", "/api/pull"): _LINES | _json(_object(status="string")),
+    ("delete", "/api/delete"): _json({"not": {}}),
+    **{("post", path): _json({"not": {}}) for path in _REFUSED},  # always an error
+    **{
+        ("post", path): _EVENTS | _json(_COMPLETION)
+        for path in ("/completion", "/completions", "/infill")
+    },
+    ("get", "/props"): _json(_object(
+        default_generation_settings="object", total_slots="integer", chat_template="string",
+    )),
+    ("get", "/slots"): _json(_schema([_object(id="integer", is_processing="boolean")])),
+    ("post", "/apply-template"): _json(_object(prompt="string")),
+    ("get", "/api/v0/models"): _json(_object(object="list", data=[_STUDIO_MODEL])),
+    ("get", "/api/v0/models/{name}"): _json(_STUDIO_MODEL),
+    ("post", "/api/v0/chat/completions"): _EVENTS
+    | _json(_object(object="chat.completion", choices=[_CHAT_CHOICE], usage=_USAGE, **_STUDIO)),
+    ("post", "/api/v0/completions"): _EVENTS
+    | _json(_object(object="text_completion", choices=[_TEXT_CHOICE], usage=_USAGE, **_STUDIO)),
+    ("post", "/api/v0/embeddings"): _json(_object(**_LIST, data=[_EMBEDDING])),
+    ("post", "/generate"): _EVENTS | _json({"anyOf": [_GENERATED, _schema([_GENERATED])]}),
+    ("get", "/health_generate"): {},  # no body
+    ("post", "/flush_cache"): {"text/plain": {"schema": {"type": "string"}}},
+    **{("get", path): _json(_MODEL_INFO) for path in ("/model_info", "/get_model_info")},
+    **{("get", path): _json(_SERVER_INFO) for path in ("/server_info", "/get_server_info")},
+    ("post", "/embedding"): _json(_schema([_object(index="integer", embedding=[["number"]])])),
+}  # fmt: skip
+ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
     ("post", "/v1/messages"): _EVENTS | _json(_ANTHROPIC_MESSAGE),
     ("post", "/v1/messages/count_tokens"): _json(_object(input_tokens="integer")),
     ("post", "/v1/completions"): _EVENTS
@@ -252,8 +349,8 @@ ANSWERS: dict[tuple[str, str], Json] = {
     ("post", "/v1/embeddings"): _json(_object(**_LIST, data=[_EMBEDDING])),
     ("post", "/classify"): _json(_object(**_LIST, data=[_CLASSES])),
     **{("post", path): _json(_SCORES) for path in ("/score", "/v1/score")},
-    **{("post", path): _json(_RANKS) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
-    ("get", "/v1/models"): _json(_MODELS),
+    **{("post", path): _json(_RANKS) for path in _RERANKS},
+    **{("get", path): _json(_MODELS) for path in ("/models", "/v1/models")},
     ("get", "/v1/models/{name}"): _json({"anyOf": [_MODEL, _MODELS]}),
     ("post", "/v1/prefixes"): _json(_PREFIX),
     ("get", "/v1/prefixes"): _json(_object(object="list", data=[_PREFIX])),
@@ -289,13 +386,8 @@ ANSWERS: dict[tuple[str, str], Json] = {
         for verb in ("fork", "append")
     },
     ("get", "/v1/engine/live"): _EVENTS,
-    ("post", "/tokenize"): _json(
-        _object(
-            count="integer", max_model_len="integer", tokens=["integer"],
-            token_strs="array or null",
-        )
-    ),
-    ("post", "/detokenize"): _json(_object(prompt="string")),
+    ("post", "/tokenize"): _json({"anyOf": [_VLLM_TOKENS, _LLAMACPP_TOKENS]}),
+    ("post", "/detokenize"): _json(_object(prompt="string", content="string")),
     ("get", "/tokenizer_info"): _json(
         _object(
             tokenizer_class="string", vocab_size="integer", model_max_length="integer",
@@ -303,7 +395,19 @@ ANSWERS: dict[tuple[str, str], Json] = {
         )
     ),
     ("post", "/reset_prefix_cache"): _json(_object(reset="boolean")),
+    ("post", "/pause"): _json(_object(status="string")),
+    ("post", "/resume"): _json(_object(status="string")),
+    ("get", "/is_paused"): _json(_object(is_paused="boolean")),
+    ("post", "/init_weight_transfer_engine"): _json(_object(message="string")),
+    ("post", "/start_weight_update"): _json(_object(message="string")),
+    ("post", "/update_weights/chunk"): _json(_object(chunks="integer")),
+    **{
+        ("post", path): _json(_object(message="string", weights_version="string"))
+        for path in ("/update_weights", "/finish_weight_update")
+    },
     ("post", "/abort_requests"): _json(_object(request_ids=["string"])),
+    ("post", "/v1/load_lora_adapter"): {"text/plain": {"schema": {"type": "string"}}},
+    ("post", "/v1/unload_lora_adapter"): {"text/plain": {"schema": {"type": "string"}}},
     ("get", "/load"): _json(_object(server_load="integer")),
     ("get", "/version"): _json(_object(version="string")),
     ("get", "/metrics"): {"text/plain": {"schema": {"type": "string"}}},

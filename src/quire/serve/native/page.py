@@ -15,8 +15,10 @@ FOLDER = Path(__file__).with_name("page")
 TYPES = {
     "index.html": "text/html; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
+    "math.js": "text/javascript; charset=utf-8",  # loaded with the first formula
     "page.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
+    "licences.txt": "text/plain; charset=utf-8",  # of the libraries in the scripts
 }
 # Text of a model cannot run as a script, and the page loads from and sends to this server only.
 HEADERS = {

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
 from quire.base.messages import Fork, RetainedRequest
 from quire.base.requests.media_items import items_before
-from quire.base.requests.validation import MAX_KEEP_S
+from quire.base.requests.retention import MAX_KEEP_S
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.bodies.constraints import checked_grammar

@@ -56,9 +56,9 @@ class Broken(Exception):
 @router.websocket("/v1/stream")
 async def stream(websocket: WebSocket) -> None:
     api: ApiContext = websocket.app.state.context
-    refusal = _refusal(websocket.scope, api.config)
+    refusal = refusal_of(websocket.scope, api.config)
     if refusal is not None:
-        await _refuse(websocket, refusal)
+        await refuse(websocket, refusal)
         return
     await websocket.accept()
     connection = Connection(websocket)
@@ -75,7 +75,7 @@ async def stream(websocket: WebSocket) -> None:
         connection.leave()
 
 
-def _refusal(scope: Scope, config: ServerConfig) -> ApiError | None:
+def refusal_of(scope: Scope, config: ServerConfig) -> ApiError | None:
     """Return the error for a refused handshake, or None. A browser lets any page open a WebSocket
     to any server, so the server must check the page's origin."""
     if not has_key(scope, config.api_key):
@@ -83,7 +83,7 @@ def _refusal(scope: Scope, config: ServerConfig) -> ApiError | None:
     return refusal_of_handshake(scope, config)
 
 
-async def _refuse(websocket: WebSocket, refusal: ApiError) -> None:
+async def refuse(websocket: WebSocket, refusal: ApiError) -> None:
     """Refuse the handshake, with an error body if the server can send one, else with a bare 403."""
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(error_response(refusal))

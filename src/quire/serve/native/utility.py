@@ -17,12 +17,21 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from quire.base.errors import EngineDead
 from quire.base.version import QUIRE_VERSION
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.bodies.open_body import PROMPT, RESPONSE, OpenBody, becomes
+from quire.serve.bodies.open_body import (
+    PROMPT,
+    RESPONSE,
+    OpenBody,
+    becomes,
+    check_neutral,
+    unsupported,
+)
 from quire.serve.bodies.protocol import Messages, ModelField, TemplateFields, TokenIds, Tools
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api, ApiContext, require_known_model
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.http.auth import has_key, reader_of, wrong_key
+from quire.serve.llamacpp.tokens import tokens_of
+from quire.serve.native.adapters import card_of
 from quire.serve.native.admin import is_admin
 from quire.serve.native.document import document
 from quire.serve.pipeline.plan import check_model, checked_template
@@ -32,6 +41,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # class in transformers that reads a tokenizer.json
 # Parameters whose defaults a model may define (`render/generation.py`)
 DEFAULT_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+INPUTS = ("prompt", "messages", "content")  # of /tokenize, which takes one of them
 DOCS = Path(__file__).with_name("docs.html")
 # The page runs its own inline script and connects to this server only.
 DOCS_HEADERS = {
@@ -48,8 +58,13 @@ page, description = APIRouter(), APIRouter()
 
 
 class TokenizeBody(OpenBody, ModelField, TemplateFields):
-    """A prompt, or messages as in chats, with vLLM's fields and defaults."""
+    """A prompt, or messages as in chats, with vLLM's fields and defaults; or a text in `content`,
+    with llama.cpp's."""
 
+    content: str | None = becomes(PROMPT)
+    add_special: bool | None = becomes(PROMPT)
+    with_pieces: bool | None = becomes(RESPONSE)
+    parse_special: Any = unsupported("names of special tokens are always read as these", True)
     prompt: str | None = becomes(PROMPT)
     messages: Messages | None = becomes(PROMPT)
     add_special_tokens: bool | None = becomes(PROMPT)
@@ -155,6 +170,7 @@ async def docs() -> Response:
     return HTMLResponse(DOCS.read_bytes(), headers=DOCS_HEADERS)
 
 
+@router.get("/models")
 @router.get("/v1/models")
 async def list_models(api: Api, request: fastapi.Request) -> dict[str, Any]:
     """List the served models, once under each name. On a server with keys, only admin keys see the
@@ -162,6 +178,7 @@ async def list_models(api: Api, request: fastapi.Request) -> dict[str, Any]:
     contexts = api.models or (api,)
     shows_root = is_admin(request.scope, api.config)
     cards = [_card(each, name, shows_root) for each in contexts for name in each.model_names]
+    cards += [_card(each, name, shows_root) for name, each in api.adapters.items()]
     return {"object": "list", "data": cards}
 
 
@@ -177,19 +194,30 @@ async def show_model(name: str, api: Api, request: fastapi.Request) -> dict[str,
 @router.post("/tokenize", dependencies=[Depends(require_known_model)])
 async def tokenize(body: TokenizeBody, api: Api) -> Response:
     """Return the token ids of a text or a conversation, equal to the ids that a request has."""
+    check_neutral(body)
     check_model(api, body.model)
     tokenizer_of(api)
+    given = [name for name in INPUTS if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise bad_request(
+            "give one of prompt (a text), messages (a conversation) and content (a text, as for"
+            f" llama.cpp), got {' and '.join(given) or 'none of them'}.",
+            "prompt",
+        )
+    if body.content is not None:
+        return await tokens_of(api, body.content, bool(body.add_special), bool(body.with_pieces))
     token_ids = await _token_ids(body, api)
     return await api.text_threads.run(len(token_ids), _shown, body, api, token_ids)
 
 
 @router.post("/detokenize", dependencies=[Depends(require_known_model)])
 async def detokenize(body: DetokenizeBody, api: Api) -> Response:
-    """Return the text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included. Clients of vLLM read it in `prompt`,
+    and clients of llama.cpp in `content`."""
     check_model(api, body.model)
     _check_ids(api, body.tokens)
     text = await decode(api, body.tokens)
-    return await api.text_threads.run(len(text), _as_json, {"prompt": text})
+    return await api.text_threads.run(len(text), _as_json, {"prompt": text, "content": text})
 
 
 @router.get("/tokenizer_info")
@@ -228,8 +256,6 @@ def _as_json(value: Any) -> Response:
 
 
 async def _token_ids(body: TokenizeBody, api: ApiContext) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give either prompt (a text) or messages (a conversation).", "prompt")
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     if body.prompt == "":
         return tokenizer_of(api).encode("", special)  # render_prompt refuses an empty prompt
@@ -282,6 +308,8 @@ def _card(api: ApiContext, name: str, shows_root: bool) -> dict[str, Any]:
         if shows_root:
             card["root"] = known.settings.get("model", name)
         card["max_model_len"] = known.max_model_len
+    if api.adapter is not None:
+        card = card_of(api, card, shows_root=shows_root)
     if api.all_models is not None:
         [state] = [each for each in api.all_models.states if each.name == api.model_names[0]]
         card |= {"state": state.state, "state_since": round(state.since_s, 3)}

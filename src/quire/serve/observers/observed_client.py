@@ -54,6 +54,7 @@ class ObservedRequest:
     num_completion: int = 0
     status: str = ABORT
     duration_s: float = 0.0
+    first_token_s: float | None = None  # from the arrival in the engine
     num_reserved: int = 0
     num_charged: int = 0
     is_settled: bool = False
@@ -71,6 +72,7 @@ class ObservedRequest:
         self.num_cached = output.num_cached_tokens or self.num_cached
         if output.metrics is not None:
             self.num_completion = output.metrics.num_generation_tokens
+            self.first_token_s = output.metrics.first_token_latency
         if output.finished:
             self.is_finished = True
             reasons = [each.finish_reason for each in output.outputs if each.finish_reason]

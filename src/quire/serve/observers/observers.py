@@ -1,5 +1,6 @@
 """The observers of an API process, made from the server's settings. They report ended requests."""
 
+import logging
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ from quire.serve.observers.usage_log import UsageLog
 
 if TYPE_CHECKING:
     from quire.serve.observers.tracer import RequestTracer
+
+
+logger = logging.getLogger("quire")
 
 
 class UsageLine(msgspec.Struct):
@@ -42,6 +46,8 @@ class Observers:
         self._model = model
         self._log = None if server.usage_log is None else UsageLog(Path(server.usage_log))
         listeners: list[Listener] = [] if self._log is None else [self._write]
+        if server.log_requests:
+            listeners.append(self._log_line)
         self._tracer = _tracer(server.otlp_traces_endpoint, model)
         if self._tracer is not None:
             listeners.append(self._tracer)
@@ -57,6 +63,15 @@ class Observers:
             self._tracer.close()
         if self._log is not None:
             self._log.close()
+
+    def _log_line(self, seen: ObservedRequest) -> None:
+        first = "" if seen.first_token_s is None else f"first token {seen.first_token_s:.3f} s, "
+        logger.info(
+            "request %s, model %s: %d prompt tokens (%d cached), %d output tokens, %stotal %.3f s,"
+            " %s",
+            seen.request.request_id, self._model, seen.num_prompt, seen.num_cached,
+            seen.num_completion, first, seen.duration_s, seen.status,
+        )  # fmt: skip
 
     def _write(self, seen: ObservedRequest) -> None:
         assert self._log is not None

@@ -38,7 +38,7 @@ class UsageLog:
         self._fd = _opened(path)
         self._lines: deque[bytes] = deque()
         self._num_lost = 0
-        self._has_disagreement = False  # whether the file ends with a partial line
+        self._has_partial_line = False  # whether the file ends with a partial line
         self._is_failing = False
         self._is_closed = False
         self._changed = threading.Condition()
@@ -64,12 +64,17 @@ class UsageLog:
             logger.error("%s: %d lines of usage could not be written", self._path, left)
 
     def _run(self) -> None:
+        try:
+            self._write_lines()
+        finally:
+            os.close(self._fd)
+
+    def _write_lines(self) -> None:
         """Write lines until closed. A line stays in the queue until it is written."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines or self._is_closed)
                 if not self._lines:
-                    os.close(self._fd)
                     return
                 line = self._lines[0]
             try:
@@ -90,12 +95,12 @@ class UsageLog:
     def _write(self, line: bytes) -> None:
         """Write a line. After a torn line (the disk was full), begin on a new line."""
         self._follow()
-        data = b"\n" + line if self._has_disagreement else line
+        data = b"\n" + line if self._has_partial_line else line
         written = os.write(self._fd, data)
         if written < len(data):
-            self._has_disagreement = True
+            self._has_partial_line = True
             raise OSError(f"{written} of {len(data)} bytes were written")
-        self._has_disagreement = False
+        self._has_partial_line = False
 
     def _follow(self) -> None:
         """Reopen the file if it was renamed or removed."""
@@ -110,7 +115,7 @@ class UsageLog:
             except ConfigError as error:
                 raise OSError(str(error)) from error
             os.close(self._fd)
-            self._fd, self._has_disagreement = fd, False
+            self._fd, self._has_partial_line = fd, False
 
     def _log_failure(self, error: OSError) -> None:
         if not self._is_failing:

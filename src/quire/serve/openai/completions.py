@@ -56,6 +56,15 @@ async def create_completion(
     body: CompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
     """Continue each prompt. The choices are in order of the prompts, n for each prompt."""
+    answer, grammar = await completion_answer(body, request, api)
+    return with_warnings(await answer.respond(request), grammar)
+
+
+async def completion_answer(
+    body: CompletionRequest, request: fastapi.Request, api: ApiContext
+) -> tuple[Answer, Checked]:
+    """Return the answer to a completion, and the constraint on it. Raises ApiError, RequestError,
+    HookFailed or EngineBusy for what cannot be served."""
     check_neutral(body)
     usage = usage_chunks(body, api.config)
     plan = plan_completion(api, body, request.scope, new_id("cmpl"), usage)
@@ -67,8 +76,8 @@ async def create_completion(
     plan = replace(plan, body=body)
     prompts, hooks = await admitted_prompts(api, plan, prompts)
     rendered = [await _rendered_in_turn(api, plan, prompt) for prompt in prompts]
-    origin = Origin(plan.core_id)
-    return await respond(api, plan, request, Prompts(rendered, hooks, grammar), origin)
+    prepared = Prompts(rendered, hooks, grammar)
+    return await _answer(api, plan, prepared, Origin(plan.core_id)), grammar
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,13 @@ async def respond(
     origin: Origin,
 ) -> Response:
     """Return the response with the continuations of the prompts."""
+    answer = await _answer(api, plan, prompts, origin)
+    return with_warnings(await answer.respond(request), prompts.grammar)
+
+
+async def _answer(
+    api: ApiContext, plan: CompletionPlan, prompts: Prompts, origin: Origin
+) -> Answer:
     grammar, fork = prompts.grammar, origin.fork
     hooks: Sequence[RequestHooks | None] = prompts.hooks or [None] * len(prompts.rendered)
     jobs = [
@@ -106,8 +122,7 @@ async def respond(
             "at_token": fork.num_tokens,
         }
     reports = api.config.enable_per_request_metrics
-    answer = Answer(api.client, plan, head, jobs, choices, prompts.hooks, reports)
-    return with_warnings(await answer.respond(request), grammar)
+    return Answer(api.client, plan, head, jobs, choices, prompts.hooks, reports)
 
 
 def split_prompts(value: object) -> list[object]:
@@ -308,8 +323,13 @@ async def with_suffix(
     """Join each prompt and the suffix to token ids, and add the model's fill-in end tokens to the
     body's stop tokens. Without a suffix, change nothing. Raises ApiError for a model that cannot
     fill in."""
-    if not body.suffix:
-        return body, prompts
+    return await filled(api, body, prompts) if body.suffix else (body, prompts)
+
+
+async def filled(
+    api: ApiContext, body: CompletionRequest, prompts: list[object]
+) -> tuple[CompletionRequest, list[object]]:
+    """Do the same for a suffix that may be empty."""
     tokenizer = api.renderer.tokenizer
     infill = None if tokenizer is None else Infill.of(tokenizer)
     if infill is None:

@@ -99,7 +99,7 @@ class PoolingCall:
         outputs = await unless_disconnected(self._request.receive, work)
         return [numbers_of(each, self.spec, self._params) for each in outputs], usage_json(outputs)
 
-    async def answer(self, value: Json) -> Response:
+    async def answer(self, value: Json | list[Json]) -> Response:
         """Encode a response, which may be long, in a thread."""
         return await self._api.text_threads.run(MAX_CHARS_SHORT, _as_json, value)
 
@@ -154,24 +154,24 @@ def params_of(body: PoolingBody) -> PoolingParams:
     )
 
 
-def split_inputs(value: object) -> list[object]:
-    """Return the prompts in the field `input`, each a text or token ids. Raises ApiError."""
+def split_inputs(value: object, field: str = "input") -> list[object]:
+    """Return the prompts in a field, each a text or token ids. Raises ApiError."""
     if value is None:
-        raise bad_request("input is required; add a text or a list of token ids.", "input")
+        raise bad_request(f"{field} is required; add a text or a list of token ids.", field)
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise _wrong_input()
+        raise _wrong_input(field)
     if isinstance(value[0], int):
         return [value]
     if len(value) > MAX_INPUTS:
         raise bad_request(
-            f"input has {len(value)} entries; at most {MAX_INPUTS} are possible. Send several"
+            f"{field} has {len(value)} entries; at most {MAX_INPUTS} are possible. Send several"
             " requests.",
-            "input",
+            field,
         )
     if not all(isinstance(item, str | list) for item in value):
-        raise _wrong_input()
+        raise _wrong_input(field)
     return list(value)
 
 
@@ -201,9 +201,9 @@ def _as_json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _wrong_input() -> Exception:
+def _wrong_input(field: str) -> Exception:
     return bad_request(
-        "input must be a text, a list of texts, a list of token ids or a list of such lists, and"
+        f"{field} must be a text, a list of texts, a list of token ids or a list of such lists, and"
         " not empty.",
-        "input",
+        field,
     )

@@ -41,6 +41,7 @@ async def score(body: ScoreBody, request: fastapi.Request, api: Api) -> Response
 
 
 @router.post("/rerank")
+@router.post("/reranking")
 @router.post("/v1/rerank", operation_id="rerank_v1")
 @router.post("/v2/rerank", operation_id="rerank_v2")
 async def rerank(body: RerankBody, request: fastapi.Request, api: Api) -> Response:

@@ -6,7 +6,6 @@ of them fails.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.http.sse import DONE, encode, event, start_stream, unless_disconnected
 from quire.serve.pipeline.hooked_answer import HookedAnswer
 from quire.serve.pipeline.plan import Plan
+from quire.serve.pipeline.request_times import metrics_json
 from quire.serve.pipeline.requests import PromptJob
 
 Json = dict[str, Any]
@@ -48,6 +48,7 @@ class UsageCounter:
     num_reasoning: int | None = None  # None: the model writes no reasoning
     num_drafted: int = 0  # draft tokens that were verified
     num_accepted: int = 0  # draft tokens that were accepted
+    metrics: RequestMetrics | None = None  # times of the last output with tokens
 
     def count(self, num_tokens: int, output: RequestOutput) -> None:
         """Count new tokens of one continuation."""
@@ -55,6 +56,7 @@ class UsageCounter:
         self.num_cached = output.num_cached_tokens or self.num_cached
         self.prefix = output.prefix
         if num_tokens and output.metrics is not None:
+            self.metrics = output.metrics
             self.num_dropped = output.metrics.num_dropped_tokens
             self.num_drafted = output.metrics.num_draft_tokens
             self.num_accepted = output.metrics.num_accepted_draft_tokens
@@ -91,10 +93,11 @@ class Answer:
         """Send the response. Raise ApiError or QuireError as long as nothing was sent."""
         if self.plan.body.stream:
             return await start_stream(request, self._events())
-        whole = await unless_disconnected(request.receive, self._whole())
+        whole = await unless_disconnected(request.receive, self.whole())
         return Response(encode(whole), media_type="application/json")
 
-    async def _whole(self) -> Json:
+    async def whole(self) -> Json:
+        """Return the whole response."""
         outputs = await collect(self.client, self.jobs)
         found = dict(self.head)
         choices: list[Json] = []
@@ -185,37 +188,6 @@ def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
     return usage
 
 
-async def metrics_json(client: AsyncClient, request: Request, found: RequestMetrics) -> Json:
-    """Return the times of a finished request in ms; null for events that did not happen. The time
-    in the queue comes from the engine. The mean time between tokens is that of one
-    continuation."""
-    first_s, last_s, num = found.first_token_s, found.last_token_s, found.num_generation_tokens
-    generation_s = None if first_s is None or last_s is None else last_s - first_s
-    timeline = json.loads(await client.timeline(request.request_id) or "{}")
-    times: Json = {
-        "time_to_first_token_ms": None if first_s is None else _ms(first_s - found.arrival_s),
-        "generation_time_ms": None if generation_s is None else _ms(generation_s),
-        "queue_time_ms": timeline.get("waited_ms"),
-        "mean_itl_ms": None,
-        "tokens_per_second": None,
-    }
-    if generation_s and num > 1:
-        num_samples = request.params.num_samples
-        times["tokens_per_second"] = round((num - 1) / generation_s, 3)
-        if num > num_samples:
-            times["mean_itl_ms"] = _ms(generation_s * num_samples / (num - num_samples))
-    if found.num_draft_tokens:
-        times["speculative_decoding"] = {
-            "num_draft_tokens": found.num_draft_tokens,
-            "num_accepted_tokens": found.num_accepted_draft_tokens,
-        }
-    return times
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000, 3)
-
-
 # Outputs of the jobs
 
 
@@ -242,7 +214,12 @@ async def collect(client: AsyncClient, jobs: list[PromptJob]) -> list[RequestOut
 
 
 def _generate(client: AsyncClient, job: PromptJob) -> Outputs:
-    return cast(Outputs, client.generate(job.request, job.prompt.text))
+    def generate(request: Request) -> Outputs:
+        return cast(Outputs, client.generate(request, job.prompt.text))
+
+    if job.retention is None:
+        return generate(job.request)
+    return job.retention.outputs(client, job.request, generate)
 
 
 async def _run_one(client: AsyncClient, job: PromptJob) -> AsyncGenerator[Indexed, None]:

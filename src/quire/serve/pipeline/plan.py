@@ -21,6 +21,7 @@ from quire.serve.bodies.constraints import (
     UNCONSTRAINED,
     structured_outputs_of,
 )
+from quire.serve.bodies.length_limit import LengthLimit
 from quire.serve.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -28,7 +29,7 @@ from quire.serve.bodies.protocol import (
     ServedBody,
 )
 from quire.serve.bodies.validation_errors import shown
-from quire.serve.context import ApiContext
+from quire.serve.context import DEFAULT_MODEL, ApiContext
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.http.auth import tenant_of_body
 
@@ -81,11 +82,15 @@ class ChatPlan(Plan[ChatCompletionRequest]):
     constraint: Constraint = Constraint(*UNCONSTRAINED)
     is_lenient: bool = False  # too large a max_tokens or reasoning budget is reduced
     continued: "Continued | None" = None
+    limit: LengthLimit | None = None
 
 
 @dataclass(frozen=True)
 class CompletionPlan(Plan[CompletionRequest]):
     """The plan of a completion: several prompts, n choices each."""
+
+    is_lenient: bool = False  # max_tokens is reduced to what fits, which is also its default
+    limit: LengthLimit | None = None
 
 
 @dataclass(frozen=True)
@@ -148,12 +153,14 @@ def plan_completion(
     scope: Scope,
     response_id: str,
     usage: UsageChunks = NO_USAGE_CHUNKS,
+    *,
+    is_lenient: bool = False,
 ) -> CompletionPlan:
     """Return the plan of a completion. Raise ApiError for a body that cannot be served, whatever
     its prompts are."""
     base = plan_body(api, body, scope, response_id)
     _check_beams(body)
-    return CompletionPlan(body, base.id, base.model, base.tenant, base.core_id, usage)
+    return CompletionPlan(body, base.id, base.model, base.tenant, base.core_id, usage, is_lenient)
 
 
 def plan_body(api: ApiContext, body: Body, scope: Scope, response_id: str) -> Plan[Body]:
@@ -183,12 +190,12 @@ def usage_chunks(body: GenerationRequest, config: ServerConfig) -> UsageChunks:
 
 
 def check_model(api: ApiContext, name: str | None) -> str:
-    """Return the name of the model that a response shows. None and an empty name mean the served
-    model. Raise ApiError 404 for an unknown one."""
-    if not name:
-        return api.model_names[0]
+    """Return the name of the model that a response shows. None, an empty name and `default` mean
+    the served model. Raise ApiError 404 for an unknown one."""
     if name in api.model_names:
-        return name
+        return str(name)
+    if not name or (name == DEFAULT_MODEL and name not in api.all_names):
+        return api.model_names[0]
     known = ", ".join(api.all_names)
     raise ApiError(
         404,

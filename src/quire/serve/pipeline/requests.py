@@ -21,6 +21,7 @@ from quire.render.renderer import RenderedPrompt
 from quire.render.truncation import LEFT
 from quire.render.truncation import truncated as truncated_to
 from quire.serve.bodies.constraints import CallableTools, callable_tools, form_size
+from quire.serve.bodies.length_limit import LengthLimit
 from quire.serve.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -30,6 +31,7 @@ from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.pipeline.plan import ChatPlan, Continued, Plan
+from quire.serve.pipeline.retention import Retention, retention_of
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan[Any])
 
@@ -49,6 +51,7 @@ class PromptJob:
 
     prompt: RenderedPrompt
     request: Request
+    retention: Retention | None = None  # requested by a caching hint
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def chat_inputs(
     RequestError for a prompt or a length that does not fit."""
     body, max_model_len = plan.body, api.client.ready.max_model_len
     prompt = truncated(prompt, body, max_model_len)
-    room = room_after(prompt, max_model_len, "messages", can_cut=not plan.is_lenient)
+    room = room_after(prompt, max_model_len, "messages", not plan.is_lenient, plan.limit)
     if plan.is_lenient and body.max_tokens is not None:
         body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
     params = chat_params(body, api.requests.defaults, room)
@@ -147,7 +150,10 @@ def make_job(
         pin_share=api.config.pin_share_of_key,
         is_open=is_open,
     )
-    return PromptJob(prompt, request)
+    retention = None
+    if not is_open and (body.prompt_cache_key, body.prompt_cache_retention) != (None, None):
+        retention = retention_of(api.hinted, body, plan.model, plan.tenant, request_id)
+    return PromptJob(prompt, request, retention)
 
 
 def _origin_of(continued: Continued, token_ids: list[int]) -> Origin | None:
@@ -181,19 +187,30 @@ def truncated(
     return truncated_to(prompt, keep, room, body.truncation_side or LEFT)
 
 
-def room_after(prompt: RenderedPrompt, max_model_len: int, param: str, can_cut: bool = True) -> int:
+def room_after(
+    prompt: RenderedPrompt,
+    max_model_len: int,
+    param: str,
+    can_cut: bool = True,
+    limit: LengthLimit | None = None,
+) -> int:
     """Return how many tokens fit after a prompt. Raise ApiError if there is no room.
 
     param: the field that the error names. can_cut: the request may set truncate_prompt_tokens.
+    limit: the request's own.
     """
-    room = max_model_len - len(prompt.token_ids)
+    max_len, name = max_model_len, "max_model_len"
+    if limit is not None and limit.num_tokens < max_len:
+        max_len, name = limit.num_tokens, limit.field
+    room = max_len - len(prompt.token_ids)
     if room >= 1:
         return room
     or_cut = ", or set truncate_prompt_tokens=-1" if can_cut else ""
+    or_raise = f", or raise {name}" if max_len < max_model_len else ""
     raise ApiError(
         400,
-        f"{param}: the prompt has {len(prompt.token_ids)} tokens, and max_model_len is"
-        f" {max_model_len}, which must hold the answer as well. Shorten the prompt{or_cut}.",
+        f"{param}: the prompt has {len(prompt.token_ids)} tokens, and {name} is"
+        f" {max_len}, which must hold the answer as well. Shorten the prompt{or_cut}{or_raise}.",
         param=param,
         code=CONTEXT_LENGTH_EXCEEDED,
     )

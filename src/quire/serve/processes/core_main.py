@@ -31,7 +31,9 @@ from quire.engine.start.text import build_text_side
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.engine.wire.logs import print_error
+from quire.engine.wire.orders import announce_changes, order_handlers
 from quire.models.checkpoint.source import resolve_source
+from quire.ops.host.fast_cores import stay_on_fast_cores
 from quire.ops.host.torch_import import declare_own_process
 from quire.serve.processes.launch import FAILURE, StartFailure
 from quire.serve.processes.progress import LoadBar
@@ -46,6 +48,10 @@ def main() -> int:
     begin_child(options.log_level, _log_name(options))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
+        if options.num_cores == 1:  # otherwise each core has its share of the processors
+            cores = stay_on_fast_cores()
+            if cores.cpus:
+                logger.info("threads stay on %s", cores.reason)
         ranks = start_ranks(config)
         clock = MonotonicClock()
         shows_bar = options.core == 0 and not options.is_one_model_of_several
@@ -104,6 +110,8 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         settings=public_settings(config),
         memory=built.memory.describe(),
         pooling=built.spec.pooling,
+        architecture=built.spec.model_type,
+        weights_bytes=built.memory.weights_bytes,
     )
     expected_s = expected_step_s(config, config.device, built.memory.weights_bytes)
     heartbeat = Heartbeat(options.home / "heartbeat", expected_s)
@@ -111,7 +119,10 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)
     reports = CoreReports(exposition.text, status, heartbeat, timelines.text)
-    return CoreServer(built.core, listener, ready, reports, clock)
+    handlers = order_handlers(built.updates, built.pausing)
+    server = CoreServer(built.core, listener, ready, reports, clock, handlers)
+    announce_changes(built.updates, server)
+    return server
 
 
 def _arguments() -> argparse.Namespace:

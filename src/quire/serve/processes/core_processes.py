@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -16,7 +17,7 @@ from quire.base.requests.outputs import RequestOutput
 from quire.base.settings.config import EngineConfig
 from quire.engine.client.fleet import CoreClient, client_of
 from quire.engine.client.remote import limits_of
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.request_maker import RequestMaker
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import build_text_side
 from quire.models.checkpoint.source import resolve_source
@@ -92,6 +93,10 @@ class CoreProcesses:
 
     def reset_prefix_cache(self) -> None:
         self._call(self._client.reset_prefix_cache())
+
+    def update_weights(self, path: Path, version: str = "") -> tuple[str, list[RequestOutput]]:
+        """See `InProcessClient.update_weights`; outputs of open requests come with later steps."""
+        return self._call(self._client.update_weights(str(path), version)), []
 
     def prefixes(self) -> list[PinnedPrefix]:
         return self._call(self._client.prefixes())

@@ -1,4 +1,5 @@
-"""Progress bars on standard error, only on a terminal. rich is imported for the first bar."""
+"""Progress with the time left, on standard error. A bar needs a terminal; rich is imported for the
+first one. Without a terminal, long work logs a line every LOG_S seconds."""
 
 import logging
 import sys
@@ -34,19 +35,60 @@ class _Bar:
 
     def _open(self, text: str, total: int, unit: str, width: int = 40) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (TextColumn("{task.description}"), BarColumn(width), TextColumn(unit))
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         console = Console(stderr=True)
-        self._shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._shown = Progress(*columns, *times, console=console, transient=True)
         self._task = self._shown.add_task(text, total=total, speed="")
         self._shown.start()
 
 
+def time_left(done: int, total: int, seconds: float) -> str:
+    """Return the time that the rest takes at the mean rate so far, as `0:02:05 left`."""
+    if done <= 0:
+        return "-"
+    left = round((total - done) * seconds / done)
+    return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+
+class CountBar(_Bar):
+    """Progress of counted work. text: name of the work."""
+
+    def __init__(self, total: int, text: str = "", enabled: bool = True) -> None:
+        super().__init__(enabled)
+        if self._enabled:
+            self._open(text, total, "{task.completed}/{task.total}")
+
+    def advance(self, num: int = 1) -> None:
+        if self._shown is not None:
+            self._shown.advance(self._task, num)
+
+    def describe(self, text: str) -> None:
+        """Change the name of the work."""
+        if self._shown is not None:
+            self._shown.update(self._task, description=text)
+
+
 class LoadBar(_Bar):
-    """Progress of loading weights, in bytes."""
+    """Progress of loading weights, in bytes. Weights are quantized while they load."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(enabled)
+        self._logs = enabled and not self._enabled
+        self._began: tuple[float, int] | None = None  # time and bytes of the first update
+        self._logged = 0.0
 
     def update(self, done: int, total: int) -> None:
+        if self._logs:
+            self._log(done, total)
         if not self._enabled:
             return
         if self._shown is None:
@@ -56,6 +98,15 @@ class LoadBar(_Bar):
         if done >= total:  # later log lines must not run into the bar
             self._shown.stop()
             self._shown, self._enabled = None, False
+
+    def _log(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if self._began is None:
+            self._began, self._logged = (now, done), now
+        if done < total and now - self._logged >= LOG_S:
+            self._logged, (began, first) = now, self._began
+            left = time_left(done - first, total - first, now - began)
+            logger.info("loading weights: %.0f %%, %s", 100 * done / total, left)
 
 
 class RequestBar(_Bar):
@@ -108,10 +159,8 @@ class BatchBar(_Bar):
         elapsed = max(1e-3, time.perf_counter() - self._began)
         rate = (tally.num_done - self._num_before) / elapsed
         new = (tally.num_output_tokens - self._tokens_before) / elapsed
-        left = (self._total - tally.num_done) / rate if rate else 0.0
-        until = (
-            f"{left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left" if rate else "-"
-        )
+        num_new = tally.num_done - self._num_before
+        until = time_left(num_new, self._total - self._num_before, elapsed)
         cached = tally.num_cached_tokens / max(1, tally.num_prompt_tokens)
         failed = f", {tally.num_failed} failed" if tally.num_failed else ""
         return f"{rate:.1f}/s, {new:,.0f} tok/s, {cached:.0%} cached{failed}, {until}"

@@ -9,23 +9,27 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.messages import PinnedPrefix, Request
+from quire.base.requests.lora_request import LoRARequest
 from quire.base.requests.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.base.requests.pooling_params import TASK_NAMES, PoolingParams, needed_task
+from quire.base.requests.retention import check_open
 from quire.base.requests.sampling_params import SamplingParams
-from quire.base.requests.validation import check_open
 from quire.base.settings.config import EngineConfig, config_from_flat
+from quire.engine.client.adapters import AdapterMakers
 from quire.engine.client.admission import admit, checked_grammar_async
-from quire.engine.client.async_client import pin
+from quire.engine.client.async_client import pause, pin
 from quire.engine.client.fleet import CoreClient, client_of
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import TextSide, build_text_side
 from quire.engine.wire.core_choice import check_core
 from quire.models.checkpoint.source import resolve_source
+from quire.models.load.weight_files import weight_files
 from quire.render.media.parts import refuse_media
 from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
@@ -108,6 +112,7 @@ class AsyncLLM:
         drop_vllm_settings(settings)
         settings.pop("limit_mm_per_prompt", None)  # the program controls this itself
         self._config: EngineConfig = config_from_flat(model=model, **settings)
+        self._adapters = AdapterMakers(self._config.lora.usable_rank)
         self._cores = ManagedCores(self._config, "warning")
         # Also stops the cores when the program ends
         self._end = weakref.finalize(self, ManagedCores.stop, self._cores)
@@ -136,7 +141,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
@@ -162,6 +167,7 @@ class AsyncLLM:
             prompt: as for `LLM.generate` and `LLM.chat`, or in pieces
             sampling_params: the model's defaults if absent
             request_id: unique among open requests; a running number if absent
+            lora_request: adapter of the model, if the engine has enable_lora
             data_parallel_rank: core that must serve the request; the best suited one if absent
             timeout_s: seconds until the request ends with finish_reason `timeout`
             tenant: owner of the request; tenants share the engine evenly
@@ -172,17 +178,17 @@ class AsyncLLM:
             EngineBusy: there are more than max_num_queued_reqs requests
             EngineDead: the core has ended or ends
         """
-        if lora_request is not None:
-            message = "lora_request: adapters are not supported yet; remove it."
-            raise RequestError(message, "lora_request")
         check_core(data_parallel_rank, self._config.parallel.data_parallel_size)
         text = self._text
         params = sampling_params or self.get_default_sampling_params()
+        maker = text.requests
+        if lora_request is not None:
+            maker = await asyncio.to_thread(self._adapters.maker_of, maker, lora_request)
 
         async def make(rendered: RenderedPrompt, salt: str, is_chat: bool) -> Request:
             form = text.renderer.answer_format() if is_chat else None
             grammar = await checked_grammar_async(text.renderer, params, rendered, form)
-            made = text.requests.make(
+            made = maker.make(
                 rendered, params, request_id, salt, priority, tenant, timeout_s, grammar
             )
             return admit(await self._connected(), made, core_id=data_parallel_rank)
@@ -344,6 +350,30 @@ class AsyncLLM:
         keep their blocks. Pinned prefixes are computed again."""
         await (await self._connected()).reset_prefix_cache()
         return True
+
+    async def update_weights(
+        self, weights: str | Path | Mapping[str, Any], version: str = ""
+    ) -> str:
+        """Replace all weights, as `LLM.update_weights` does. Running requests continue."""
+        client = await self._connected()
+        with contextlib.ExitStack() as stack:
+            path = await asyncio.to_thread(stack.enter_context, weight_files(weights))
+            return await client.update_weights(str(path), version)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Pause all requests between two steps. mode: `abort` ends running requests with what they
+        have; `wait` lets them finish first; `keep` freezes them until `resume_generation`. Requests
+        that arrive meanwhile wait. clear_cache: whether to reset the prefix cache. Raises
+        RequestError for another mode."""
+        await pause(await self._connected(), mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Continue after `pause_generation`."""
+        await (await self._connected()).pause(False)
+
+    async def is_paused(self) -> bool:
+        """Return whether `pause_generation` is in effect."""
+        return await (await self._connected()).pause(None)
 
     async def check_health(self) -> None:
         """Raise EngineDead if the core has ended, or makes no progress."""

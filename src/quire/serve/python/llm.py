@@ -2,10 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from quire.base.errors import STEP_FAILED, ConfigError, RequestError, StepFailed
 from quire.base.messages import PinnedPrefix, Request
+from quire.base.requests.lora_request import LoRARequest
 from quire.base.requests.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -16,8 +18,11 @@ from quire.base.requests.outputs import (
 from quire.base.requests.pooling_params import PoolingParams
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.config import config_from_flat
+from quire.engine.client.adapters import AdapterMakers
 from quire.engine.client.admission import admit, checked_grammar
+from quire.engine.client.request_maker import RequestMaker
 from quire.engine.start.build import Engine, build_engine
+from quire.models.load.weight_files import weight_files
 from quire.render.answers.format import AnswerFormat
 from quire.render.media.parts import refuse_media
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
@@ -72,6 +77,7 @@ class LLM:
                 self._engine = start_engine(config)
             else:
                 self._engine = build_engine(config, bar.update)
+        self._adapters = AdapterMakers(config.lora.usable_rank)
         self._hooks = None if made is None else LocalHooks(made, self._engine)
         self._media = LocalMedia(
             self._engine.renderer, allowed_local_media_path, allowed_media_domains
@@ -83,6 +89,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; return outputs in the order of the prompts.
 
@@ -91,6 +99,7 @@ class LLM:
                 these. Dictionaries may contain a "cache_salt", and images or videos as
                 "multi_modal_data", for each of which the prompt has the model's placeholder once.
             sampling_params: one for all prompts, or one each; the model's defaults if absent
+            lora_request: adapter of all prompts, or one each, None for the base model
 
         With n above 1 each output has n continuations. Raises RequestError before any request runs
         if one of them cannot be served.
@@ -101,7 +110,8 @@ class LLM:
         pairs = zip(listed, media, strict=True)
         rendered = [renderer.render(prompt, media=each) for prompt, each in pairs]
         salts = list(map(salt_of, listed))
-        return self._run(rendered, sampling_params, salts, priority, use_tqdm, hooked)
+        makers = self.makers(lora_request, len(rendered))
+        return self._run(rendered, sampling_params, salts, priority, use_tqdm, hooked, makers)
 
     def chat(
         self,
@@ -114,6 +124,8 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of conversations.
 
@@ -138,20 +150,23 @@ class LLM:
         rendered = [renderer.render(c, options, chat_template, media=each) for c, each in pairs]
         salts = [""] * len(rendered)
         form = renderer.answer_format(chat_template, bool(tools))
-        return self._run(rendered, sampling_params, salts, None, use_tqdm, hooked, form)
+        makers = self.makers(lora_request, len(rendered))
+        return self._run(rendered, sampling_params, salts, None, use_tqdm, hooked, makers, form)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: bool = False,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the most probable continuations of each prompt, best first."""
         listed = _as_list(prompts)
         for prompt in listed:
             refuse_media(prompt, "beam search")
         sampling = [each.sampling_params() for each in _each(params, len(listed), "params")]
-        outputs = self.generate(listed, sampling, use_tqdm)
+        outputs = self.generate(listed, sampling, use_tqdm, lora_request=lora_request)
         return [BeamSearchOutput.of(output) for output in outputs]
 
     def embed(
@@ -202,6 +217,7 @@ class LLM:
         prompt: Prompt | Messages,
         sampling_params: SamplingParams | None = None,
         options: ChatOptions | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Continue one prompt, or answer one conversation, and yield the output as it is generated.
 
@@ -220,7 +236,8 @@ class LLM:
         form = engine.renderer.answer_format() if is_chat else None
         grammar = checked_grammar(engine.renderer, params, rendered, form)
         priority, salt = hooked[0].priority(0) if hooked else 0, salt_of(prompt)
-        made = engine.requests.make(rendered, params, name, salt, priority, grammar=grammar)
+        [maker] = self.makers(lora_request, 1)
+        made = maker.make(rendered, params, name, salt, priority, grammar=grammar)
         request = admit(engine.client, made)
         engine.client.add(request, rendered.text)
         mine = self._streams[request.request_id] = deque[RequestOutput]()
@@ -254,10 +271,24 @@ class LLM:
         generation_config.json."""
         return self._alive.requests.defaults.default_sampling_params()
 
-    def reset_prefix_cache(self) -> None:
-        """Stop using all blocks cached so far, in memory, directories and stores. Running requests
-        keep their blocks. Pinned prefixes are computed again."""
+    def reset_prefix_cache(self) -> bool:
+        """Stop using all blocks cached so far, in memory, directories and stores; return True.
+        Running requests keep their blocks. Pinned prefixes are computed again."""
         self._alive.client.reset_prefix_cache()
+        return True
+
+    def update_weights(self, weights: str | Path | Mapping[str, Any], version: str = "") -> str:
+        """Replace all weights, between two steps. Return their version, which outputs name.
+
+        weights: folder of *.safetensors files, GGUF file, or all of torch's tensors by their names
+        in the checkpoint, such as `model.state_dict()`. They are packed like the first ones.
+        version: name for them; by default a number. No cached block of the old weights is used
+        again. Open streams continue with their own blocks. Raises RequestError if the weights do
+        not fit the model; the old ones then stay."""
+        with weight_files(weights) as path:
+            made, outputs = self._alive.client.update_weights(path, version)
+        self._store(outputs)
+        return made
 
     def pin_prefix(
         self, prompt: Prompt | Messages, ttl_s: float = 0.0, cache_salt: str = ""
@@ -358,10 +389,11 @@ class LLM:
         priority: Sequence[int] | None,
         show_progress: bool,
         hooked: list[LocalRequest],
+        makers: list[RequestMaker],
         form: AnswerFormat | None = None,
     ) -> list[RequestOutput]:
-        """Check all requests, add them, and step until all are done. form: answer format of a
-        conversation."""
+        """Check all requests, add them, and step until all are done. makers: makers of the
+        requests, by prompt. form: answer format of a conversation."""
         engine = self._alive
         priorities = _each(priority if priority is not None else 0, len(prompts), "priority")
         names: list[str | None] = [each.request_id for each in hooked] or [None] * len(prompts)
@@ -371,11 +403,11 @@ class LLM:
         if hooked:
             priorities = [each.priority(own) for each, own in zip(hooked, priorities, strict=True)]
         requests = []
-        for prompt, params, name, salt, number in zip(
-            prompts, params_of, names, salts, priorities, strict=True
+        for prompt, params, name, salt, number, maker in zip(
+            prompts, params_of, names, salts, priorities, makers, strict=True
         ):
             grammar = checked_grammar(engine.renderer, params, prompt, form)
-            made = engine.requests.make(prompt, params, name, salt, number, grammar=grammar)
+            made = maker.make(prompt, params, name, salt, number, grammar=grammar)
             requests.append(admit(engine.client, made))
         bar = RequestBar(sum(r.params.n for r in requests), enabled=show_progress)
         done = self._finished(requests, prompts, bar)
@@ -383,6 +415,15 @@ class LLM:
         if hooked:
             return [each.finish(output) for each, output in zip(hooked, outputs, strict=True)]
         return outputs
+
+    def makers(
+        self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[RequestMaker]:
+        """Return the maker of each prompt's request, by its adapter."""
+        maker = self._alive.requests
+        return [
+            self._adapters.maker_of(maker, each) for each in _each(given, count, "lora_request")
+        ]
 
     def _pooling(self, show_progress: bool) -> Pooling:
         def finish(requests: list[Request], prompts: list[RenderedPrompt]) -> list[RequestOutput]:
@@ -417,11 +458,15 @@ class LLM:
 
     def _step(self) -> list[RequestOutput]:
         """Run one step, return its outputs, and store outputs of open streams for them."""
-        outputs: list[RequestOutput] = []
-        for output in self._alive.client.step():
+        return self._store(self._alive.client.step())
+
+    def _store(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """Store outputs of open streams for them; return the others."""
+        others: list[RequestOutput] = []
+        for output in outputs:
             stream = self._streams.get(output.request_id)
-            (outputs if stream is None else stream).append(output)
-        return outputs
+            (others if stream is None else stream).append(output)
+        return others
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int

@@ -10,9 +10,8 @@ from quire.base.errors import STEP_FAILED, RequestError, StepFailed
 from quire.base.messages import Fork, Request
 from quire.base.requests.outputs import CompletionOutput
 from quire.base.requests.sampling_params import SamplingParams
-from quire.base.requests.validation import width_field
 from quire.engine.client.admission import Checks, admit
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.request_maker import RequestMaker
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.templates.turns import text_after
 
@@ -75,7 +74,7 @@ class SessionTokens:
         """Return a copy of the parameters. Raises RequestError if the session is empty."""
         params = (given or self._requests.defaults.default_sampling_params()).clone()
         if params.num_samples > 1:
-            name = width_field(params)
+            name = params.width_field
             raise RequestError(f"{name} must be 1 in a session; call fork() to branch.", name)
         if not self.token_ids:
             raise RequestError("the session has no tokens yet; append some.", "prompt")

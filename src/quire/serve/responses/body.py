@@ -18,6 +18,7 @@ from quire.serve.bodies.protocol import (
     MAX_FORMAT_FIELDS,
     MAX_MESSAGES,
     NOT_HERE,
+    CacheRetention,
     ChatFields,
     Effort,
     Format,
@@ -125,8 +126,8 @@ class ResponsesRequest(SampledBody, ScheduledBody, ChatFields):
 
     # Labels and hints of clients
     safety_identifier: Label | None = becomes(RESPONSE)
-    prompt_cache_key: Tenant | None = becomes(RESPONSE)
-    prompt_cache_retention: Ignored
+    prompt_cache_key: Tenant | None = becomes("Request.keep_s", RESPONSE)
+    prompt_cache_retention: CacheRetention | None = becomes("Request.keep_s")
     prompt_cache_options: Ignored
     service_tier: Ignored
 

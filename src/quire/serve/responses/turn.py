@@ -123,10 +123,15 @@ class Turn:
     def _usage(self) -> Json:
         found = usage_json([[self.choice]])
         details = found.get("completion_tokens_details", {})
-        cached = {"cached_tokens": found["prompt_tokens_details"]["cached_tokens"]}
+        num_cached, retention = self.choice.usage.num_cached, self.chat.job.retention
+        is_retained = retention is not None and retention.is_retained
+        num_written = found["prompt_tokens"] - num_cached if is_retained else 0
         return {
             "input_tokens": found["prompt_tokens"],
-            "input_tokens_details": cached | {"cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": num_cached,
+                "cache_write_tokens": num_written,
+            },
             "output_tokens": found["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
             "total_tokens": found["total_tokens"],

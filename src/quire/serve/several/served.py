@@ -77,6 +77,11 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
             f"served_model_name={' '.join(server.served_model_name)} is for one model, and"
             f" {len(models)} are served; give each its name as NAME=MODEL."
         )
+    if server.lora_modules or server.lora_roots:
+        raise ConfigError(
+            "lora_modules and lora_roots are for a server of one model that stays loaded; remove"
+            " them, or start a server for each model."
+        )
     for model in models:
         parallel = model.engine.parallel
         for field, value in (
@@ -133,18 +138,22 @@ def first_request(model: ServedModel, source: ModelSource) -> FirstRequest:
     return FirstRequest("/v1/chat/completions", {"model": name, "messages": messages})
 
 
-def start_lines(server: ServerConfig, address: object, first: FirstRequest) -> Iterator[str]:
+def start_lines(
+    server: ServerConfig, address: object, first: FirstRequest, seconds: float | None = None
+) -> Iterator[str]:
     """Yield log lines for a server that is ready: the URLs of API and page, and a command to paste.
-    address: address of the listening socket, as `getsockname` returns it."""
+    address: address of the listening socket, as `getsockname` returns it. seconds: time that the
+    start took."""
+    took = "" if seconds is None else f"; started in {seconds:.1f} s"
     curl, base = "curl", f"http://localhost{server.root_path}"
     if server.uds is None:
         assert isinstance(address, tuple)
-        base = _url(server, *address[:2])
+        base = base_url(server, *address[:2])
         page = f", {base}/ (page)" if server.page else ""
-        yield f"ready: {base}/v1 (API){page}; Ctrl-C stops the server"
+        yield f"ready: {base}/v1 (API){page}{took}; Ctrl-C stops the server"
     else:
         curl = f"curl --unix-socket {shlex.quote(server.uds)}"
-        yield f"ready: unix:{server.uds} with {base}/v1 (API); Ctrl-C stops the server"
+        yield f"ready: unix:{server.uds} with {base}/v1 (API){took}; Ctrl-C stops the server"
     key = ""
     if server.api_key:
         variable = next((name for name in KEY_VARIABLES if os.environ.get(name)), KEY_VARIABLES[0])
@@ -153,7 +162,7 @@ def start_lines(server: ServerConfig, address: object, first: FirstRequest) -> I
     yield f"try: {curl} {base}{first.path}{key} -H 'Content-Type: application/json' -d {body}"
 
 
-def _url(server: ServerConfig, host: str, port: int) -> str:
+def base_url(server: ServerConfig, host: str, port: int) -> str:
     """Return the URL of the server's root, for a client on this machine."""
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if server.ssl_certfile else "http"

@@ -8,11 +8,10 @@ from typing import Any
 
 from quire.base.errors import ModelError
 from quire.spec.gguf.container import GGUFFile
+from quire.spec.gguf.deepseek import deepseek2, minicpm3
 from quire.spec.gguf.families import FAMILIES, decoder
 from quire.spec.gguf.metadata import Metadata
 
-GPT2 = "gpt2"
-ARCHITECTURES = (*FAMILIES, GPT2)
 TOKENS = "tokenizer.ggml"
 NO_TOKEN = (-1, (1 << 32) - 1)  # llama.cpp's values for no token
 # Metadata that change the computation in some architectures, and the value without effect. Other
@@ -38,11 +37,6 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             f" architectures are {', '.join(ARCHITECTURES)} (llama is Mistral and Mixtral as"
             " well)."
         )
-    if file.integer("split.count", 1) > 1:
-        raise ModelError(
-            f"{file.path} is one of {file.integer('split.count')} parts of a model; join them first"
-            " (llama-gguf-split --merge FIRST_PART OUTPUT)."
-        )
     if EMBEDDING not in file.tensors:
         raise ModelError(f"{file.path} has no tensor {EMBEDDING}: it is not a language model.")
     meta, family = Metadata(file, architecture), FAMILIES.get(architecture)
@@ -52,7 +46,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             reason = f"{meta.number(key)}, which quire does not support"
             raise meta.error(key, f"{reason}; only {neutral:g} is supported")
     own: dict[str, Any] = {"tie_word_embeddings": HEAD not in file.tensors}
-    own |= _gpt2(meta) if family is None else decoder(meta, family)
+    own |= OTHERS[architecture](meta) if family is None else decoder(meta, family)
     for name in ("bos_token_id", "eos_token_id"):
         token_id = file.integer(f"{TOKENS}.{name}", -1)
         if token_id not in NO_TOKEN:
@@ -82,6 +76,11 @@ def _gpt2(meta: Metadata) -> dict[str, Any]:
         "n_positions": length,
         "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon", 1e-5),
     }
+
+
+# Architectures that share little with the families.
+OTHERS = {"gpt2": _gpt2, "deepseek2": deepseek2, "minicpm3": minicpm3}
+ARCHITECTURES = (*FAMILIES, *OTHERS)
 
 
 def _dtype(file: GGUFFile) -> str:

@@ -6,15 +6,19 @@
     padding up to a multiple of general.alignment
     data: blocks of each tensor at its offset
 
+A split model has several such files, NAME-00001-of-00003.gguf and so on. The first one holds the
+metadata of the model, each one holds a part of the tensors.
+
 All numbers are little-endian. A text is its length (u64) and that many bytes. The file is mapped,
 not read. Files are untrusted: each length is checked against the rest of the file before use.
 Arrays stay in the file until they are requested.
 """
 
 import mmap
+import re
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -22,6 +26,8 @@ from quire.base.errors import ModelError
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+MAX_PARTS = 1000
 HEAD_BYTES = 24
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 1 << 28
@@ -76,14 +82,22 @@ KINDS = {
     12: TensorKind("Q4_K", 256, 144),
     13: TensorKind("Q5_K", 256, 176),
     14: TensorKind("Q6_K", 256, 210),
+    16: TensorKind("IQ2_XXS", 256, 66),
+    17: TensorKind("IQ2_XS", 256, 74),
+    18: TensorKind("IQ3_XXS", 256, 98),
+    19: TensorKind("IQ1_S", 256, 50),
+    20: TensorKind("IQ4_NL", 32, 18),
+    21: TensorKind("IQ3_S", 256, 110),
+    22: TensorKind("IQ2_S", 256, 82),
+    23: TensorKind("IQ4_XS", 256, 136),
+    29: TensorKind("IQ1_M", 256, 56),
     30: TensorKind("BF16", 1, 2),
+    34: TensorKind("TQ1_0", 256, 54),
+    35: TensorKind("TQ2_0", 256, 66),
     39: TensorKind("MXFP4", 32, 17),
 }
 # Known but unsupported kinds, named in the error message.
-OTHER_KINDS = {
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
-}  # fmt: skip
+OTHER_KINDS = {28: "F64", 40: "NVFP4"}
 
 Scalar = int | float | bool | str
 
@@ -99,13 +113,48 @@ class ArrayEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The place of a tensor in the file. `shape` is torch's; the file reverses the dimensions."""
+    """The place of a tensor in the file. `shape` is torch's; the file reverses the dimensions.
+    part: index of the file among the files of a split model."""
 
     name: str
     shape: tuple[int, ...]
     kind: TensorKind
     start: int
     num_bytes: int
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class PartName:
+    """The name of one file of a split model, such as `prefix-00001-of-00003.gguf`."""
+
+    prefix: str
+    number: int  # from 1 on
+    count: int
+
+
+def part_of(name: str) -> PartName | None:
+    """Parse the name of a split model's file; None for any other name."""
+    found = PART.fullmatch(name)
+    part = None if found is None else PartName(found[1], int(found[2]), int(found[3]))
+    return part if part and 1 <= part.number <= part.count <= MAX_PARTS else None
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """List the files of the model that a GGUF file belongs to, in order; itself if not split.
+
+    Raises ModelError if one is missing."""
+    part = part_of(path.name)
+    if part is None or part.count == 1:
+        return [path]
+    names = (f"{part.prefix}-{n:05d}-of-{part.count:05d}" for n in range(1, part.count + 1))
+    files = [path.with_name(name + path.suffix) for name in names]
+    if missing := [each.name for each in files if not each.is_file()]:
+        raise ModelError(
+            f"{path} is one of {part.count} parts of a model, of which {', '.join(missing[:3])}"
+            f" {'is' if len(missing) == 1 else 'are'} missing. Put all parts into one directory."
+        )
+    return files
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -120,15 +169,19 @@ def is_gguf(path: str | Path) -> bool:
 
 
 class GGUFFile:
-    """An opened file. Raises ModelError if it is damaged or of another version."""
+    """An opened file, with the tensors of the other parts if it is the first part of a split model.
+    Raises ModelError if it is damaged, incomplete or of another version.
 
-    def __init__(self, path: str | Path) -> None:
+    is_whole: whether to open the other parts."""
+
+    def __init__(self, path: str | Path, is_whole: bool = True) -> None:
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise ModelError(f"{path} cannot be read: {error}.") from error
+        self._maps = [self._map]
         cursor = _Cursor(self._map, self.path)
         num_tensors, num_pairs = _read_start(cursor)
         self.metadata = _read_pairs(cursor, num_pairs)
@@ -139,6 +192,36 @@ class GGUFFile:
             raise cursor.error(f"its alignment is {alignment}, not a power of two")
         data_start = -(-cursor.position // alignment) * alignment
         self.tensors = _placed(infos, data_start, alignment, cursor)
+        if is_whole and self.integer("split.count", 1) > 1:
+            self._add_parts(self.integer("split.count"))
+
+    def _add_parts(self, count: int) -> None:
+        """Add the tensors of the other parts. Raises ModelError if the parts do not match."""
+        paths = gguf_parts(self.path)
+        if len(paths) != count or paths[0] != self.path:
+            raise ModelError(
+                f"{self.path} is one of {count} parts of a model; join them"
+                " (llama-gguf-split --merge FIRST_PART OUTPUT), or name the first one"
+                f" NAME-00001-of-{count:05d}.gguf and so on."
+            )
+        for index, path in enumerate(paths[1:], 1):
+            part = GGUFFile(path, is_whole=False)
+            numbers = part.integer("split.count", 1), part.integer("split.no", 0)
+            if numbers != (count, index):
+                raise ModelError(
+                    f"{path} is not part {index + 1} of {count} by its metadata, so it does not"
+                    f" belong to {self.path.name}. Download the parts again."
+                )
+            if both := sorted(self.tensors.keys() & part.tensors.keys()):
+                raise ModelError(f"{path} and an earlier part both hold the tensor {both[0]}.")
+            self._maps.append(part._map)
+            self.tensors |= {n: replace(t, part=index) for n, t in part.tensors.items()}
+        total = self.integer("split.tensors.count", len(self.tensors))
+        if len(self.tensors) != total:
+            raise ModelError(
+                f"the parts of {self.path} hold {len(self.tensors)} tensors, not {total}. Download"
+                " them again."
+            )
 
     def describe(self) -> str:
         """Return the number of tensors of each kind, such as `Q8_0 197, F32 113`."""
@@ -147,12 +230,14 @@ class GGUFFile:
 
     def data(self, place: TensorEntry) -> memoryview:
         """Return a tensor's blocks, mapped."""
-        return memoryview(self._map)[place.start : place.start + place.num_bytes]
+        return memoryview(self._maps[place.part])[place.start : place.start + place.num_bytes]
 
     def forget(self, place: TensorEntry) -> None:
         """Release the memory of a tensor's mapped blocks; the next access reads them again."""
         first = place.start // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, first, place.start + place.num_bytes - first)
+        self._maps[place.part].madvise(
+            mmap.MADV_DONTNEED, first, place.start + place.num_bytes - first
+        )
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a whole number of the metadata.

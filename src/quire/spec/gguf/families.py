@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import ModelError
-from quire.spec.gguf.metadata import Metadata, longrope, rope, turned_part
+from quire.spec.gguf.deepseek import glm4_moe
+from quire.spec.gguf.metadata import Metadata, layer_count, longrope, rope, turned_part
 from quire.spec.layer_windows import FULL, FULL_INTERVAL, SLIDING
 from quire.spec.linear_attention import LINEAR
 
@@ -17,7 +18,7 @@ GEMMA_WINDOW = 4096  # window of files without one
 # Gemma's largest models scale scores by hidden_size / num_heads instead of head_dim. In files only
 # the number of layers distinguishes these models.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
-RECURRENT, UNRUN_LAYERS = "attention.recurrent_layers", "nextn_predict_layers"
+RECURRENT = "attention.recurrent_layers"
 
 
 def _nothing(meta: Metadata, sizes: Config) -> Config:
@@ -192,14 +193,6 @@ def _glm4(meta: Metadata, sizes: Config) -> Config:
     return {}
 
 
-def layer_count(meta: Metadata) -> int:
-    """Return the number of layers, without the layers at the end that propose draft tokens."""
-    num_blocks, others = meta.count("block_count"), meta.count(UNRUN_LAYERS, 0, minimum=0)
-    if others >= num_blocks:
-        raise meta.error(UNRUN_LAYERS, f"{others} of {num_blocks} layers (block_count)")
-    return num_blocks - others
-
-
 def attending_layers(meta: Metadata, num_layers: int) -> list[int]:
     """Return the layers with softmax attention; the others have linear attention."""
     if not meta.is_array(RECURRENT):
@@ -272,6 +265,7 @@ FAMILIES = {
         "cohere2", _cohere2, eps="attention.layer_norm_epsilon", obeys=("logit_scale",)
     ),
     "glm4": Family("glm4", _glm4, fuses_gate=True, turns_part=True),
+    "glm4moe": Family("glm4_moe", glm4_moe, turns_part=True, may_have_experts=True),
     "qwen3next": Family(
         "qwen3_next", _qwen3_next, turns_part=True, may_have_experts=True, is_hybrid=True
     ),
@@ -313,7 +307,7 @@ def _sizes(meta: Metadata, family: Family) -> Config:
     """Read the sizes and the rotary embedding, and check them against the matrices' shapes."""
     heads, hidden = meta.count("attention.head_count"), meta.count("embedding_length")
     kv_heads = meta.count("attention.head_count_kv", heads)
-    num_layers = layer_count(meta) if family.is_hybrid else meta.count("block_count")
+    num_layers = layer_count(meta)
     num_experts = _num_experts(meta)
     # The file may omit this length if all layers have experts.
     inner = meta.count("feed_forward_length", 1 if family.is_hybrid and num_experts else None)

@@ -81,6 +81,17 @@ class Metadata:
             )
 
 
+UNRUN_LAYERS = "nextn_predict_layers"
+
+
+def layer_count(meta: Metadata) -> int:
+    """Return the number of layers, without the layers at the end that propose draft tokens."""
+    num_blocks, others = meta.count("block_count"), meta.count(UNRUN_LAYERS, 0, minimum=0)
+    if others >= num_blocks:
+        raise meta.error(UNRUN_LAYERS, f"{others} of {num_blocks} layers (block_count)")
+    return num_blocks - others
+
+
 FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ATTENTION_FACTOR = "rope.scaling.attn_factor"

@@ -85,6 +85,24 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(group)
 
 
+def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench latency`, without the settings of the engine."""
+    group = parser.add_argument_group("measurement")
+    add_count(group, ("--input-len",), 32, "tokens of each prompt")
+    add_count(group, ("--output-len",), 128, "output tokens of each prompt")
+    add_count(group, ("--batch-size",), 8, "prompts that run at the same time")
+    add_count(group, ("--n",), 1, "continuations of each prompt")
+    add_count(group, ("--num-iters-warmup",), 10, "batches before the measurement", minimum=0)
+    add_count(group, ("--num-iters",), 30, "measured batches")
+    group.add_argument(
+        "--use-beam-search", action="store_true", help="search for the best --n continuations"
+    )
+    group.add_argument(
+        "--disable-detokenize", action="store_true", help="compute token ids only, without text"
+    )
+    _add_output(group)
+
+
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench calibrate`, without the settings of the engine."""
     group = parser.add_argument_group("measurement")
@@ -143,6 +161,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=BACKENDS, default="openai",
         help="API to use: openai and vllm are /v1/completions, openai-chat is"
         " /v1/chat/completions (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--endpoint", metavar="PATH",
+        help="path of the API, such as /openai/v1/completions (default: the back end's)",
     )  # fmt: skip
     group.add_argument(
         "--base-url", metavar="URL", help="address of the server, instead of --host and --port"

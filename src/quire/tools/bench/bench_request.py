@@ -115,8 +115,12 @@ class _Reading:
 
 
 def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> Asker:
-    """Return an asker. Raises ConfigError if --extra-body is not a JSON object."""
-    is_chat = options.backend == "openai-chat"
+    """Return an asker. Raises ConfigError if --extra-body is not a JSON object, or
+    --endpoint not a path."""
+    path = options.endpoint or ENDPOINTS[options.backend]
+    if not path.startswith("/"):
+        raise ConfigError(f"endpoint must begin with a slash, such as /v1/completions; got {path}.")
+    is_chat = options.backend == "openai-chat" or path.endswith("/chat/completions")
     common: dict[str, Any] = {
         "model": model,
         "stream": True,
@@ -130,7 +134,7 @@ def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> A
         fields: dict[str, Any] = {"logprobs": options.logprobs}
         common |= {"logprobs": True, "top_logprobs": options.logprobs} if is_chat else fields
     common |= _extra_body(options.extra_body)
-    return Asker(client, ENDPOINTS[options.backend], is_chat, common)
+    return Asker(client, path, is_chat, common)
 
 
 def as_texts(requests: list[BenchRequest], tokens: Tokens) -> list[BenchRequest]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.tools.bench.bar import Bar
+from quire.serve.processes.progress import CountBar
 from quire.tools.bench.bench_request import Asker, as_texts, make_asker
 from quire.tools.bench.datasets import BenchRequest, Tokens, make_requests
 from quire.tools.bench.drafts import DraftCounts, block_lines, read_draft_counts
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
             requests = as_texts(requests, tokens)
         runner.run(_warm_up(asker, requests[0], options.num_warmups))
         before = runner.run(read_draft_counts(client))
-        with Bar(len(requests), enabled=not options.disable_tqdm) as bar:
+        with CountBar(len(requests), "Requests", not options.disable_tqdm) as bar:
             outcome = runner.run(send_all(asker.send, requests, load, bar.advance))
         draft_counts = runner.run(read_draft_counts(client)).since(before)
         runner.run(client.close())

@@ -22,9 +22,9 @@ from quire.scheduler.policy.policies import make_block_hash, make_eviction, make
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.model_spec import ModelSpec
 from quire.tools.devices import CPU
-from quire.tools.fit import Fit
 from quire.tools.simulate.replica import Replica, VirtualStores
 from quire.tools.simulate.run import Run
+from quire.tools.sizing.fit import Fit
 from quire.tools.step_times import StepTimes
 
 AMPLE_BYTES = 1 << 50  # host memory next to a GPU: enough for any setting

@@ -10,11 +10,10 @@ from typing import Any
 from quire.base.clock import FakeClock
 from quire.base.settings.config import EngineConfig
 from quire.models.checkpoint.source import ModelSource
-from quire.tools.bench.bar import Bar
+from quire.serve.processes.progress import CountBar
 from quire.tools.bench.load import Load
 from quire.tools.bench.shown_metrics import ShownMetrics
 from quire.tools.devices import Device
-from quire.tools.fit import Fit, fit
 from quire.tools.report import plain_facts, write_report
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.handover import HandedOver, Link, Offered, Roles, join_legs
@@ -25,6 +24,7 @@ from quire.tools.simulate.roofline import roofline_of
 from quire.tools.simulate.run import Run, run_all
 from quire.tools.simulate.traces import read_trace
 from quire.tools.simulate.workload import Traced, Work, synthetic
+from quire.tools.sizing.fit import Fit, fit
 from quire.tools.step_fitting import Fitted, lines_of, read_fitted
 from quire.tools.step_times import Roofline, StepTimes
 
@@ -61,7 +61,7 @@ def simulate_command(options: argparse.Namespace, simulation: SimulationInput) -
     times = step_times(options, found)
     work = _work(options, simulation, found.spec.vocab_size)
     _print_head(simulation, found, work)
-    with Bar(work.num, enabled=not options.disable_tqdm) as bar:
+    with CountBar(work.num, "Simulating", not options.disable_tqdm) as bar:
         done = simulate_work(engines, times, work, simulation.num_replicas, bar, simulation.roles)
     results = results_of(done.run, shown_metrics)
     simulated = Simulated(found, times, done.run, results, done.wall_s)
@@ -86,7 +86,7 @@ def simulate_work(
     times: StepTimes,
     work: Work,
     num_replicas: int,
-    bar: Bar,
+    bar: CountBar,
     roles: Roles | None = None,
 ) -> Done:
     """Serve a workload with `num_replicas` replicas. roles: division into prefill and decode."""

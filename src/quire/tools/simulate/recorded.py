@@ -14,7 +14,7 @@ import msgspec
 from quire.base.clock import FakeClock
 from quire.base.errors import ConfigError
 from quire.base.events import Event, Finished, Planned
-from quire.base.messages import Control, GrammarReady, MeasuredRates, Request
+from quire.base.messages import AdapterReady, Control, GrammarReady, MeasuredRates, Request
 from quire.base.plan import Plan
 from quire.engine.recording.calls import ADD, CONTROL, SCHEDULE, UPDATE
 from quire.engine.recording.files import Segment, read_recording
@@ -203,7 +203,7 @@ class RecordedWork:
             coming += [(at_s - begins_s, 0, each) for at_s, each in self._recorded.controls]
         for at_s, _, each in sorted(coming, key=lambda item: item[0]):
             if not isinstance(each, int):
-                if not isinstance(each, GrammarReady):
+                if not isinstance(each, GrammarReady | AdapterReady):
                     yield Message(at_s, each)
                 continue
             yield self._arrival(at_s, each)
@@ -217,7 +217,8 @@ class RecordedWork:
         prompt = self._recorded.prompt(place, self._vocab_size)
         request = msgspec.structs.replace(
             each.request, prompt_token_ids=prompt, stop_token_ids=(STOP,), eos_token_ids=(),
-            grammar="", is_held_back=False, received_s=0.0, core_id=None, **own,
+            grammar="", is_held_back=False, awaits_adapter=False, received_s=0.0, core_id=None,
+            **own,
         )  # fmt: skip
         num = -(-each.num_output // each.num_sequences)
         if self._exact and each.reason not in ("stop", "length"):

@@ -15,8 +15,8 @@ from quire.runner.memory_plan import block_bytes_of
 from quire.spec.cache_group import STATE
 from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 from quire.tools.devices import CPU, SPEEDS, Speed
-from quire.tools.fit import Fit
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
+from quire.tools.sizing.fit import Fit
 from quire.tools.step_times import Attention, Roofline
 
 MEMORY_SHARE = 0.85  # share of the memory's peak bytes per second

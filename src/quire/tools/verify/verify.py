@@ -108,7 +108,7 @@ MAX_ADDED_TOKENS = 512  # maximum number of tokens added to exceed a window
 ROOM = 1.25  # memory for the comparison, relative to the weights
 ENGINE_ROWS = 4
 MIB = 1 << 20
-OnRun = Callable[[Run], None]
+OnRun = Callable[[Run, int], None]  # takes a result and the number of all runs
 Chosen = tuple[str, bool]  # attention backend, and whether the model runs in one call
 
 
@@ -121,6 +121,7 @@ class Comparison:
     num_tokens: int = 16  # tokens that transformers generates
     against: str | None = None  # directory that transformers reads instead of the model
     spec: ModelSpec | None = None  # spec of quire's model; by default from its config
+    is_quick: bool = False  # whether to compare only the exact model and the engine as given
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ class Model:
         return load_model(self.source.directory, self.spec, dtype, device or self.device, options)
 
 
-def verify(comparison: Comparison, on_run: OnRun = lambda run: None) -> Report:
-    """Compare in all ways. on_run: called with each result.
+def verify(comparison: Comparison, on_run: OnRun = lambda run, num_runs: None) -> Report:
+    """Compare in all ways, or in two of them if the comparison is quick.
 
     Raises MissingDependency without transformers, ModelError if either side cannot load the model,
     OutOfMemory if it does not fit, and ConfigError for a wrong setting.
@@ -175,9 +176,9 @@ def verify(comparison: Comparison, on_run: OnRun = lambda run: None) -> Report:
     given = _is_given(comparison, source, spec)
     model = Model(comparison, source, spec, choose_device(config.device), _exact_dtype(spec, given))
     reference = _reference(model, prompt, given)
-    runs = []
-    for run in Runs(model, reference).all():
-        on_run(run)
+    runs, ways = [], Runs(model, reference)
+    for run in ways.quick() if comparison.is_quick else ways.all():
+        on_run(run, ways.num_quick if comparison.is_quick else ways.num_all)
         runs.append(run)
     chosen = reference.tokens[len(prompt) :]
     facts = facts_of(config, source, spec, _name(model.exact))
@@ -243,15 +244,44 @@ class Runs:
         self._model, self._reference = model, reference
         self._config, self._spec = model.config, model.spec
 
+    num_quick = 2
+
+    def quick(self) -> Iterator[Run]:
+        """Yield one exact run, then the engine's."""
+        yield from self._plain_runs(self._model.exact, [("reference", False)], (AT_ONCE,))
+        yield self._served_run()
+
+    @property
+    def num_all(self) -> int:
+        """The number of runs of `all`."""
+        in_float32 = len(self._backends()) * len(WAYS) + len(self._kv_formats())
+        num = len(WAYS) + in_float32 * self._runs_float32 + self._runs_served_dtype
+        return num + len(list(self._quantised())) + 1
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._config.model.quantization in (None, "none")
+
+    @property
+    def _runs_float32(self) -> bool:
+        return self._model.exact != torch.float32 and self._is_plain
+
+    @property
+    def _served_dtype(self) -> torch.dtype:
+        given = self._config.model.dtype
+        return torch_dtype(choose_dtype(given, self._spec, self._model.device.type))
+
+    @property
+    def _runs_served_dtype(self) -> bool:
+        return self._served_dtype.itemsize == 2 and self._is_plain
+
     def all(self) -> Iterator[Run]:
         """Yield the runs, exact ones first."""
-        config, exact = self._config, self._model.exact
-        is_plain = config.model.quantization in (None, "none")
-        yield from self._plain_runs(exact, [("reference", False)], WAYS)
-        if exact != torch.float32 and is_plain:
+        yield from self._plain_runs(self._model.exact, [("reference", False)], WAYS)
+        if self._runs_float32:
             yield from self._plain_runs(torch.float32, self._backends(), WAYS, self._kv_formats())
-        served = torch_dtype(choose_dtype(config.model.dtype, self._spec, self._model.device.type))
-        if served.itemsize == 2 and is_plain:
+        if self._runs_served_dtype:
+            served = self._served_dtype
             model = self._model.load(served, IN_THE_DTYPE)
             paging = self._served(model, served)
             yield self._compared(PLAIN, model, paging, WITH_OTHER_ROWS, BOUNDS[served])

@@ -14,6 +14,7 @@ from quire.ops.linear import linear
 from quire.ops.weights.gpu_weights import GPUWeight
 from quire.ops.weights.opaque import OpaqueWeight
 from quire.ops.weights.packed import PackedParts, PackedWeight
+from quire.ops.weights.packed_heads import PackedHeads
 
 AT_ONCE = 1024  # inputs per product
 LARGEST_INT8 = 127.0
@@ -26,6 +27,11 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(layer, ExpertLinear):
             layer.is_part = layer.is_usually_part
     for source in _sources(model):
+        if source.order is not None and len(source.order) < source.stored_shape[0]:
+            whole = found.setdefault(source.name, torch.zeros(source.stored_shape))
+            values = source.destination.detach().cpu()
+            found[source.name] = whole.to(values.dtype).index_copy_(0, source.order.cpu(), values)
+            continue
         values = _as_stored(source)
         if source.part is None:
             found[source.name] = values
@@ -64,8 +70,8 @@ def take_dequantised(plain: nn.Module, packed: nn.Module) -> None:
     others, device = dict(packed.named_modules()), next(plain.parameters()).device
     for name, module in plain.named_modules():
         for field, weight in list(vars(others[name]).items()):
-            if not isinstance(weight, OpaqueWeight):
-                continue
+            if not isinstance(weight, OpaqueWeight) or isinstance(weight, PackedHeads):
+                continue  # weights of heads are never quantized
             if field != "weight" or not isinstance(module, Layer):
                 raise ConfigError(
                     "expert weights packed for a GPU cannot be compared yet; use device=cpu."

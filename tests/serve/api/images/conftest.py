@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from quire.base.messages import Request
 from quire.base.requests.outputs import RequestOutput
 from quire.base.settings.config import ServerConfig
-from quire.engine.client.requests import RequestMaker
+from quire.engine.client.request_maker import RequestMaker
 from quire.engine.start.build import Engine
 from quire.render.media.media_renderer import MediaRenderer
 from quire.render.media.placeholders import Placeholder, Placeholders

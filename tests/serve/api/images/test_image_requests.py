@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from quire.base.messages import Request
 from quire.serve.context import ApiContext
+from quire.serve.media.parts import image_chars
 from tests.serve.api.images.conftest import (
     MARK_ID,
     chat_part,
@@ -75,6 +76,21 @@ def test_a_streamed_answer(seeing: TestClient, context: ApiContext) -> None:
     answer = seeing.post("/v1/chat/completions", json=body)
     assert answer.text.endswith("data: [DONE]\n\n")
     check_items(asked(context), [6])
+
+
+def test_ollama(seeing: TestClient, context: ApiContext) -> None:
+    files = [base64_of(SMALL), base64_of(LARGE)]
+    message = {"role": "user", "content": "What is on it?", "images": files}
+    for path, fields in (
+        ("/api/chat", {"messages": [message]}),
+        ("/api/generate", {"prompt": "What is on it?", "images": files}),
+    ):
+        body = {"stream": False, "options": {"num_predict": 2}} | fields
+        answer = seeing.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        check_items(asked(context), [1, 6])
+        assert image_chars(body) == sum(map(len, files))
+    assert "vision" in seeing.post("/api/show", json={}).json()["capabilities"]
 
 
 def test_responses(seeing: TestClient, context: ApiContext) -> None:

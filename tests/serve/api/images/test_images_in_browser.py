@@ -18,6 +18,7 @@ from tests.support.serve.fake_client import FakeClient
 
 sync_api = pytest.importorskip("playwright.sync_api")
 MOST_MS = 30_000
+WITH_IMAGES = "Add images or text files"  # title of the button if the model reads images
 PNG = file_of(picture(56, 56))
 LARGE = file_of(picture(20, 3000, 1))
 AT_END = """() => {
@@ -80,9 +81,9 @@ def test_images_in_a_conversation(browser: Any, context: ApiContext, tmp_path: P
     with serving(context) as url:
         page = opened(browser, url)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.get_by_role("button", name="Image", exact=True).wait_for()
+        page.wait_for_selector(f"button[title^='{WITH_IMAGES}']")
         waiting = page.locator(".composer .images [role=listitem]")
-        page.locator("#chat input[type=file]").set_input_files(str(path))
+        page.get_by_label("Add attachments").set_input_files(str(path))
         waiting.nth(0).wait_for()
         give(page, "paste", LARGE)
         waiting.nth(1).wait_for()
@@ -127,7 +128,7 @@ def test_images_in_a_conversation(browser: Any, context: ApiContext, tmp_path: P
 def test_images_go_first_where_the_browser_has_no_room(browser: Any, context: ApiContext) -> None:
     with serving(context) as url:
         page = opened(browser, url)
-        page.get_by_role("button", name="Image", exact=True).wait_for()
+        page.wait_for_selector(f"button[title^='{WITH_IMAGES}']")
         give(page, "paste", PNG)
         page.locator(".composer .images img").wait_for()
         page.evaluate("localStorage.setItem('full', 'x'.repeat(5 * 1024 * 1024 - 3000))")
@@ -144,8 +145,11 @@ def test_images_go_first_where_the_browser_has_no_room(browser: Any, context: Ap
 def test_a_model_that_takes_none(browser: Any, server_url: str) -> None:
     page = opened(browser, server_url)
     page.wait_for_selector("[data-state=ready]")
-    assert page.get_by_role("button", name="Image", exact=True).is_hidden()
+    assert "does not read images" in str(
+        page.get_by_role("button", name="Attach").get_attribute("title")
+    )
     give(page, "paste", PNG)
+    page.get_by_text("a.png is an image, and this model does not read images.").wait_for()
     give(page, "drop", PNG)
     assert page.locator(".composer .images img").count() == 0
     page.context.close()

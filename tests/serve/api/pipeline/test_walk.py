@@ -12,14 +12,19 @@ import pytest
 import quire.serve
 from quire.serve.anthropic.routes import create_message
 from quire.serve.app import create_app
+from quire.serve.llamacpp.routes import complete
+from quire.serve.lmstudio.routes import chat as studio_chat
+from quire.serve.ollama.routes import chat, generate
 from quire.serve.openai.chat_completions import create_chat_completion
 from quire.serve.openai.completions import create_completion
 from quire.serve.responses.routes import create_response
+from quire.serve.sglang.routes import generate as sglang_generate
 from tests.serve.api.conftest import MakeContext
 
 ROOM = str(Path(quire.serve.__file__).parent)
 SHARED = "responses/store.py"  # an object of the process, as the context is
-FOLDERS = ("bodies", "openai", "anthropic", "responses", "pipeline")
+FOLDERS = ("bodies", "openai", "anthropic", "responses", "ollama", "llamacpp", "sglang", "lmstudio",
+           "pipeline")  # fmt: skip
 MESSAGE = {"role": "user", "content": "Hello"}
 
 
@@ -55,6 +60,11 @@ class Walk:
         (create_completion, "/v1/completions", {"prompt": "Hello"}, 7),
         (create_message, "/v1/messages", {"messages": [MESSAGE], "max_tokens": 2}, 10),
         (create_response, "/v1/responses", {"input": "Hello"}, 10),
+        (chat, "/api/chat", {"messages": [MESSAGE]}, 9),
+        (generate, "/api/generate", {"prompt": "Hello", "raw": True}, 9),
+        (sglang_generate, "/generate", {"text": "Hello"}, 9),
+        (studio_chat, "/api/v0/chat/completions", {"messages": [MESSAGE]}, 8),
+        (complete, "/completion", {"prompt": "Hello", "n_predict": 2}, 9),
     ],
 )
 def test_no_file_is_entered_twice(

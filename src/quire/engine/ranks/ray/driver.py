@@ -23,11 +23,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quire.base.errors import ConfigError, EngineError, QuireError
+from quire.engine.ranks.messages import Stream
 from quire.engine.ranks.ray.actor import RankActor
 from quire.engine.ranks.ray.room import Resources, Room, advice, lack, room_for
 from quire.engine.ranks.ray.starter import Go, Host, RayOrder, Trouble, driver_side
 from quire.engine.wire.child import NO_START, begin_child
-from quire.engine.wire.wire import Stream
 
 logger = logging.getLogger("quire")
 

@@ -20,9 +20,10 @@ from quire.base import errors
 from quire.base.errors import EngineError, MissingDependency, QuireError
 from quire.base.settings.config import EngineConfig
 from quire.engine.ranks.connections import Address
+from quire.engine.ranks.messages import Stream
 from quire.engine.ranks.rank_set import END_S
 from quire.engine.wire.spawn import end_child, start_child
-from quire.engine.wire.wire import Codec, Stream
+from quire.engine.wire.wire import Codec
 from quire.ops.host.threads import configured_threads
 
 MAX_BYTES = 1 << 20  # maximum size of a message

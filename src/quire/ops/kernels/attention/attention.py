@@ -9,9 +9,10 @@ the step (`Work`). The output is [T, N, H].
 The G query heads of a KV head are rows of one matrix product. So each key and value is loaded once
 for all of them. A fixed number of programs shares the items of `attention_plan.Work` times the KV
 heads. Each program scans an item's keys with a running maximum and sum (equation 4 of P 4.1), in
-float32. Tiles are short (16 rows) or long (128, of Hopper's wgmma); a launch without long tiles
+float32. Tiles are short (16 rows) or long (attention_tiles.py); a launch without long tiles
 takes fewer warps. A second, small launch merges the parts of rows whose keys were cut
-(attention_merge.py). It is skipped if no row can be cut.
+(attention_merge.py). It is skipped if no row can be cut, and if the last program of a tile merges
+the parts (`Work.arrivals`).
 
 Only the keys at a tile's edges are masked. Keys that a tile does not see are not loaded, so unused
 slots may hold anything. Under a fixed cut (attention_plan.py) all tiles are of one kind and
@@ -24,7 +25,6 @@ products and exponentials take turns.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -33,41 +33,23 @@ import triton.language as tl
 from quire.ops.attention_inputs import Scores
 from quire.ops.kernels.attention.attention_merge import (
     before_chunks,
+    last_constants,
     merge,
     merge_chunk,
+    merge_last,
     store_item,
 )
-from quire.ops.kernels.attention.attention_plan import Cut, Work
-from quire.ops.kernels.attention.attention_write import FORMATS, LayerKV, load_rows, load_scales
-from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, next_power_of_2
+from quire.ops.kernels.attention.attention_plan import Cut, Work, first_seen
+from quire.ops.kernels.attention.attention_tiles import HOPPER, Machine, constants, num_warps
+from quire.ops.kernels.attention.attention_write import (
+    LayerKV,
+    as_float16,
+    load_rows,
+    load_scales,
+)
+from quire.ops.kernels.launch import DTYPES, Config, kernel, overlaps, pdl_option, wait_if
 
 LOG2_E = math.log2(math.e)
-TILE_BYTES = 16 << 10  # bytes of a loop step's keys, and as many of its values
-NUM_WARPS, SHORT_WARPS = 8, 4  # of launches with long tiles, and without
-FIXED_WARPS = 4  # of a fixed cut's tiles with up to FIXED_SUMS sums
-FIXED_SUMS = 64 * 128
-MAX_FIXED_TILE = 64
-NUM_STAGES = 3
-STAGES_BYTES = 160 << 10  # shared memory for NUM_STAGES; with less, one stage fewer
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Launch limits of a device. num_programs: programs that run at once. num_stages: pipeline
-    stages, one more than the key tiles being loaded."""
-
-    num_programs: int
-    num_stages: int = NUM_STAGES
-
-
-def machine_of(device: torch.device) -> Machine:
-    """Return the launch limits of a device. Triton's interpreter gets few programs, so that each
-    handles several items."""
-    if device.type != "cuda":
-        return Machine(3)
-    found = torch.cuda.get_device_properties(device)
-    has_space = found.shared_memory_per_block_optin >= STAGES_BYTES
-    return Machine(2 * found.multi_processor_count, NUM_STAGES if has_space else NUM_STAGES - 1)
 
 
 def attention(
@@ -99,6 +81,7 @@ def attention(
     sums_DN2 = torch.empty((*shape_DN, 2), dtype=torch.float32, device=q_TNH.device)
     soft_cap, sinks_N = scores.soft_cap, None if sums_TN2 is not None else scores.sinks_N
     factor = scores.scale * kv.k_scale
+    is_ahead = overlaps(q_TNH.device) and not (work.has_long or work.cut.is_fixed)
     _attention_kernel[(min(work.bounds.items * kv.num_heads, machine.num_programs),)](
         q_TNH,
         kv.k,
@@ -114,73 +97,33 @@ def attention(
         work.table_SL,
         out_TNH if sinks_N is None else sinks_N,
         out_TNH if sums_TN2 is None else sums_TN2,
+        work.items if work.arrivals is None else work.arrivals,
         q_TNH.stride(0),
         work.table_SL.stride(0),
         kv.head_stride,
         factor / soft_cap if soft_cap is not None else factor * LOG2_E,
         (soft_cap or 0.0) * LOG2_E,
         kv.v_scale,
-        **_constants(work.cut, q_TNH.dtype, kv.num_heads, size, kv.block_size, kv.kv_format),
+        **constants(work.cut, q_TNH.dtype, kv.num_heads, size, kv.block_size, kv.kv_format),
         HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks_N is not None,
         KEEPS=sums_TN2 is not None,
         HAS_LONG=work.has_long,
         HAS_ENDS=work.ends_T is not None,
-        num_warps=_num_warps(work.cut, size, kv.kv_format, work.has_long),
+        **last_constants(work.cut, size, work.arrivals is not None),
+        AHEAD=is_ahead,
+        num_warps=num_warps(work.cut, size, kv.kv_format, work.has_long, machine),
         num_stages=machine.num_stages if q_TNH.dtype.itemsize < 4 else 2,
         enable_fp_fusion=not work.cut.is_fixed,
+        **pdl_option(is_ahead),
     )
-    if work.bounds.merges:
+    if work.bounds.merges and work.arrivals is None:
         sinks, given = sinks_N if work.cut.is_fixed else None, (out_TNH, parts_DNH, sums_DN2)
         merge(*given, work, kv.v_scale, machine.num_programs, sinks, sums_TN2)
     return out_TNH
 
 
-def _num_warps(cut: Cut, size: int, kv_format: str, has_long: bool) -> int:
-    """Return the number of warps: few for short tiles. A fixed cut holds the sums of a chunk and of
-    all chunks before it, and int8 keys and values pass through registers too."""
-    sums = cut.short_rows * next_power_of_2(size) * (2 if kv_format == "int8" else 1)
-    if cut.is_fixed:
-        return FIXED_WARPS if sums <= FIXED_SUMS else NUM_WARPS
-    return NUM_WARPS if has_long else SHORT_WARPS
-
-
-def _fixed_tile(cut: Cut, width: int, tile: int, kv_format: str) -> int:
-    """Return the keys per loop step of a fixed cut: fewer than usual, since its sums take more
-    registers."""
-    is_large = width > 128 or kv_format == "int8"
-    tile = min(tile, MAX_FIXED_TILE)
-    return min(max(16, tile // 2) if is_large else tile, cut.align)
-
-
-def _constants(
-    cut: Cut, dtype: torch.dtype, num_kv_heads: int, size: int, block_size: int, kv_format: str
-) -> dict[str, object]:
-    width = max(16, next_power_of_2(size))
-    tile = max(16, min(128, TILE_BYTES // (width * dtype.itemsize)))
-    long_tile = tile // 2 if kv_format == "int8" else tile
-    if cut.is_fixed:
-        tile = _fixed_tile(cut, width, tile, kv_format)
-        long_tile = tile
-    return {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": cut.group_size,
-        "HEAD_DIM": size,
-        "WIDTH": width,
-        "ROW": size + (4 if kv_format == "int8" else 0),
-        "BLOCK_SIZE": block_size,
-        "WINDOW": cut.window,
-        "FORMAT": FORMATS[kv_format],
-        "SHORT_ROWS": cut.short_rows,
-        "LONG_ROWS": cut.long_rows,
-        "SHORT_TILE": tile,
-        "LONG_TILE": long_tile,
-        "CHUNK": cut.fixed_chunk if cut.is_fixed else 0,
-        "DOT": dot_dtype(dtype),
-    }
-
-
-@triton.jit(do_not_specialize=["table_stride"])
+@kernel(do_not_specialize=["table_stride"])
 def _attention_kernel(
     q_ptr,
     k_ptr,
@@ -196,6 +139,7 @@ def _attention_kernel(
     tables_ptr,
     sinks_ptr,
     kept_ptr,
+    arrivals_ptr,
     q_stride,
     table_stride,
     head_stride,
@@ -221,10 +165,13 @@ def _attention_kernel(
     LONG_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     DOT: tl.constexpr,
+    LAST_HEADS: tl.constexpr,
+    LAST_AT_ONCE: tl.constexpr,  # 0: another launch merges the parts
+    AHEAD: tl.constexpr,
 ):
-    num_units = tl.load(counts_ptr) * NUM_KV_HEADS
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
-        item_ptr = items_ptr + unit // NUM_KV_HEADS * 8
+    wait_if(AHEAD)
+    for unit in range(tl.program_id(0), tl.load(counts_ptr) * NUM_KV_HEADS, tl.num_programs(0)):
+        item_ptr = items_ptr + unit // NUM_KV_HEADS * 10
         head = unit % NUM_KV_HEADS
         table_ptr = tables_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
         kv_at = head.to(tl.int64) * head_stride
@@ -252,6 +199,11 @@ def _attention_kernel(
                 GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
                 HAS_ENDS, SHORT_ROWS, SHORT_TILE, DOT,
             )  # fmt: skip
+            if LAST_AT_ONCE > 0:
+                merge_last(
+                    out_ptr, parts_ptr, sums_ptr, kept_ptr, item_ptr, arrivals_ptr, head, v_scale,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, WIDTH, KEEPS, LAST_HEADS, LAST_AT_ONCE,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -295,8 +247,8 @@ def _attend(
     count = tl.load(item_ptr + 2)
     q, token, offset, query_head, used, query, last_seen, position, first, end, lowest = _load_item(
         q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
-        DOT,
     )  # fmt: skip
+    q, factor = _operand(q, factor, FORMAT, DOT)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
@@ -310,7 +262,7 @@ def _attend(
     edge = first
     if ROWS > 16:
         whole, edge = _unmasked(first, end, position, count, WINDOW, TILE)
-        if WINDOW > 0:
+        if WINDOW != 0:
             maximum, total, values = _scan(
                 q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
                 first, whole, lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW,
@@ -345,7 +297,6 @@ def _load_item(
     WINDOW: tl.constexpr,
     HAS_ENDS: tl.constexpr,
     ROWS: tl.constexpr,
-    DOT: tl.constexpr,
 ):
     """Load an item's queries, and return what describes its rows and keys.
 
@@ -364,13 +315,21 @@ def _load_item(
     h = tl.arange(0, WIDTH)
     q_at = (token * q_stride + query_head * HEAD_DIM)[:, None] + h[None, :]
     columns = used[:, None] & (h < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_at, mask=columns, other=0.0).to(DOT)
+    q = tl.load(q_ptr + q_at, mask=columns, other=0.0)
     query = position + offset
     last_seen = query
     if HAS_ENDS:
         last_seen = tl.maximum(query, tl.load(ends_ptr + token, mask=used, other=0) - 1)
-    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    lowest = tl.maximum(first_seen(position, WINDOW), 0) if WINDOW != 0 else 0
     return q, token, offset, query_head, used, query, last_seen, position, first, end, lowest
+
+
+@triton.jit
+def _operand(q, factor, FORMAT: tl.constexpr, DOT: tl.constexpr):
+    """Return the queries as an operand of products, and the factor of their scores."""
+    if FORMAT == 2 and tl.float16 == DOT:
+        q, factor = as_float16(q, factor)
+    return q.to(DOT), factor
 
 
 @triton.jit
@@ -417,8 +376,8 @@ def _attend_fixed(
     """
     q, token, offset, query_head, used, query, last_seen, _, first, end, lowest = _load_item(
         q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
-        DOT,
     )  # fmt: skip
+    q, factor = _operand(q, factor, FORMAT, DOT)
     # For parts, the merge adds the sinks.
     is_final = tl.load(item_ptr + 6) < 0
     maximum, total = before_chunks(sinks_ptr, query_head, used & is_final, HAS_SINKS)
@@ -444,8 +403,8 @@ def _attend_fixed(
 def _unmasked(first, end, position, count, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """Return where the tiles of keys that every query of the item sees begin and end."""
     whole = first
-    if WINDOW > 0:
-        hidden = tl.maximum(position + count - WINDOW - first, 0)
+    if WINDOW != 0:
+        hidden = tl.maximum(first_seen(position + count - 1, WINDOW) - first, 0)
         whole = tl.minimum(first + tl.cdiv(hidden, TILE) * TILE, tl.maximum(end, first))
     edge = whole + tl.maximum(tl.minimum(end, position + 1) - whole, 0) // TILE * TILE
     return whole, edge
@@ -483,9 +442,14 @@ def _scan(
 ):
     """Attend to the keys [first, last), TILE at once. Keys exist in [lowest, end). Without MASKED
     every query sees all of them."""
+    PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DOT else "ieee"  # AMD has no tf32x3
     n = tl.arange(0, TILE)
     key = first + n
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
+    if FORMAT == 1:
+        k_scale, v_scale = load_scales(
+            k_scales_ptr, v_scales_ptr, block, key, lowest, end, HEAD_DIM, BLOCK_SIZE, ROW
+        )
     for start in range(first, last, TILE):
         key = start + n
         inside = (key >= lowest) & (key < end)
@@ -494,17 +458,17 @@ def _scan(
         key += TILE
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
         key -= TILE
-        k = load_rows(k_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * factor
+        k = load_rows(k_ptr, slot, inside, HEAD_DIM, WIDTH, BLOCK_SIZE, ROW, FORMAT, DOT, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         if FORMAT == 1:
-            scores *= load_scales(k_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
+            scores *= k_scale[None, :]
         if HAS_CAP:
             # tanh(x) = 1 - 2 / (1 + e^(2x))
             scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * 2.8853900817779268))
         if MASKED:
             seen = inside[None, :] & (key[None, :] <= last_seen[:, None])
-            if WINDOW > 0:
-                seen &= key[None, :] > query[:, None] - WINDOW
+            if WINDOW != 0:
+                seen &= key[None, :] >= first_seen(query, WINDOW)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(maximum, tl.max(scores, 1))
         base = larger
@@ -515,15 +479,21 @@ def _scan(
         correction = tl.exp2(maximum - base)
         total = total * correction + tl.sum(weights, 1)
         if FORMAT == 1:
-            weights *= load_scales(v_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
-        v = load_rows(v_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
+            weights *= v_scale[None, :]
+        v = load_rows(v_ptr, slot, inside, HEAD_DIM, WIDTH, BLOCK_SIZE, ROW, FORMAT, DOT, MASKED)
         values = values * correction[:, None]
-        values = tl.dot(weights.to(DOT), v, values, input_precision="tf32x3")
+        values = tl.dot(weights.to(DOT), v, values, input_precision=PRECISION)
         maximum = larger
+        if FORMAT == 1:
+            # Loaded one iteration early as well. Triton would prefetch them by copies of 4 bytes.
+            key += TILE
+            k_scale, v_scale = load_scales(
+                k_scales_ptr, v_scales_ptr, block, key, lowest, end, HEAD_DIM, BLOCK_SIZE, ROW
+            )
     return maximum, total, values
 
 
-def _config(
+def config(
     size: int,
     group_size: int = 4,
     *,
@@ -535,53 +505,70 @@ def _config(
     stores_softmax: bool = False,
     is_fixed: bool = False,
     has_ends: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    machine: Machine = HOPPER,
+    merges_last: bool = False,
+    is_ahead: bool = False,
 ) -> Config:
-    stored = "*bf16" if kv_format == "auto" else "*u8"
+    """Return a launch as `attention` makes it on a machine, to compile it ahead of time."""
+    q = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    stored = q if kv_format == "auto" else "*u8"
     scales = "*fp32" if kv_format == "int8" else stored
     signature = {
-        "q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, "k_scales_ptr": scales,
-        "v_scales_ptr": scales, "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32",
+        "q_ptr": q, "k_ptr": stored, "v_ptr": stored, "k_scales_ptr": scales,
+        "v_scales_ptr": scales, "out_ptr": q, "parts_ptr": "*fp32", "sums_ptr": "*fp32",
         "counts_ptr": "*i32", "items_ptr": "*i32", "ends_ptr": "*i32", "tables_ptr": "*i32",
-        "sinks_ptr": "*fp32", "kept_ptr": "*fp32",
+        "sinks_ptr": "*fp32", "kept_ptr": "*fp32", "arrivals_ptr": "*i32",
         "q_stride": "i32", "table_stride": "i32", "head_stride": "i64", "factor": "fp32",
         "cap": "fp32", "v_scale": "fp32",
     }  # fmt: skip
-    cut = Cut(is_fixed=is_fixed).of_group(group_size, window, size)
-    constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
+    cut = Cut(is_fixed=is_fixed, long_rows=machine.long_rows).of_group(group_size, window, size)
+    given = constants(cut, dtype, 8, size, 16, kv_format)
     # Compiled ahead of time, even if this process interprets kernels.
-    constants |= {"DOT": DTYPES[torch.bfloat16]}
-    constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": stores_softmax}
-    constants |= {"HAS_LONG": has_long and not is_fixed, "HAS_ENDS": has_ends}
+    given |= {"DOT": DTYPES[torch.float16 if kv_format == "fp8" else dtype]}
+    given |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": stores_softmax}
+    given |= {"HAS_LONG": has_long and not is_fixed, "HAS_ENDS": has_ends}
+    given |= last_constants(cut, size, merges_last) | {"AHEAD": is_ahead}
     return Config(
         _attention_kernel,
         signature,
-        constants,
-        num_warps=_num_warps(cut, size, kv_format, has_long),
-        num_stages=NUM_STAGES,
+        given,
+        num_warps=num_warps(cut, size, kv_format, has_long, machine),
+        num_stages=machine.num_stages,
         divisible=("q_stride", "head_stride"),
-        needs_wgmma=has_long,
+        needs_wgmma=has_long and machine.has_warp_groups,
     )
 
 
 CONFIGS = [
-    _config(128),
-    _config(128, has_long=False),
-    _config(128, has_long=False, stores_softmax=True),
-    _config(64, window=128, has_cap=True, has_sinks=True),
-    _config(80, 1),
-    _config(256, 2),
-    _config(256, 2, window=4096, has_cap=True),
-    _config(256, 2, window=1024, has_ends=True),
-    _config(128, kv_format="int8"),
-    _config(128, has_long=False, kv_format="int8"),
-    _config(128, kv_format="fp8"),
-    _config(128, is_fixed=True),
-    _config(64, 8, window=128, has_cap=True, has_sinks=True, is_fixed=True),
-    _config(80, 1, is_fixed=True),
-    _config(256, 2, is_fixed=True),
-    _config(256, 2, window=1024, is_fixed=True, has_ends=True),
-    _config(256, 2, has_cap=True, is_fixed=True),
-    _config(128, kv_format="int8", is_fixed=True),
-    _config(64, kv_format="int8", is_fixed=True),
-    _config(128, kv_format="fp8", is_fixed=True),
+    config(128),
+    config(128, has_long=False),
+    config(128, has_long=False, stores_softmax=True),
+    config(64, window=128, has_cap=True, has_sinks=True),
+    config(80, 1),
+    config(256, 2),
+    config(256, 2, window=4096, has_cap=True),
+    config(256, 2, window=1024, has_ends=True),
+    config(128, 5, window=-8192),
+    config(128, kv_format="int8"),
+    config(128, has_long=False, kv_format="int8"),
+    config(128, kv_format="fp8"),
+    config(128, has_long=False, kv_format="fp8"),
+    config(128, machine=HOPPER.with_small_tiles),
+    config(128, is_fixed=True),
+    config(64, 8, window=128, has_cap=True, has_sinks=True, is_fixed=True),
+    config(80, 1, is_fixed=True),
+    config(256, 2, is_fixed=True),
+    config(256, 2, window=1024, is_fixed=True, has_ends=True),
+    config(128, 5, window=-8192, is_fixed=True),
+    config(256, 2, has_cap=True, is_fixed=True),
+    config(128, kv_format="int8", is_fixed=True),
+    config(64, kv_format="int8", is_fixed=True),
+    config(128, kv_format="fp8", is_fixed=True),
+]
+# Launches whose last program merges the parts, and launches that may overlap.
+ARRIVING = [config(128, has_long=False, merges_last=True)]
+OVERLAPPING = [
+    config(128, has_long=False, merges_last=merges_last, is_ahead=True)
+    for merges_last in (False, True)
 ]

@@ -12,8 +12,10 @@ number of parts, whatever rows a step has. Items of long tiles come first, since
 
     counts  [items, tokens of rows that are cut]
     items   [row, first token in the step, tokens, position of the first, first key, end of keys,
-             slot of the first token or -1, slots per token]
+             slot of the first token or -1, slots per token, first slot of the tile, parts of a
+             token]
     merges  [token in the step, its first slot, its number of slots, 0]
+    arrivals  [rows, KV heads], zeros: counters of the items of a row's tile that have their parts
 
 An item with slot -1 is the only one of its tile, and its result is final. Other items store a part
 per token in a slot, and `merges` lists the slots of each token. An item may have no keys (end <=
@@ -41,29 +43,32 @@ import triton
 import triton.language as tl
 
 from quire.ops.attention_inputs import AttentionStep
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
+from quire.spec.cache_group import equal_parts
 
-ITEM = 8  # int32 numbers of an item
+ITEM = 10  # int32 numbers of an item
 MERGE = 4  # int32 numbers of a merge
 HEADER = 8  # numbers before the items; two are used
 MIN_ROWS = 16  # minimum rows of a matrix product
 MAX_GROUP = 128  # rows of the largest matrix product
 MAX_LONG_BYTES = 512  # of a head with long tiles: 256 float32 numbers would spill registers
 FIXED_ROWS = 64  # of a fixed cut's products: the minimum of Hopper's matrix instruction
+FIXED_LATENT_ROWS = 16  # the same of latent vectors, whose sums take more registers
 
 
 @dataclass(frozen=True)
 class Cut:
     """Rules by which the work of a cache group is cut. Sizes are tokens unless stated otherwise.
 
-    group_size: G query heads of one KV head. window: 0 for none. items: number of items, for each
-    kind of tile, that keeps the GPU busy. max_splits: maximum number of chunks of a tile.
+    group_size: G query heads of one KV head. window: 0 for none, -c if a token sees its own chunk
+    of c tokens (`CacheGroup.kernel_window`). items: number of items, for each kind of tile, that
+    keeps the GPU busy. max_splits: maximum number of chunks of a tile.
     short_chunk, long_chunk: minimum keys of a chunk. align: number of keys of which a tile's first
     key and the chunk size are multiples. long_rows: rows of a matrix product of long tiles.
 
     is_fixed: whether chunks have fixed_chunk keys, a multiple of align, which is a multiple of the
-    kernel's tile of keys. split_tiles: maximum tiles of a row whose chunks are separate items.
-    Results do not depend on it.
+    kernel's tile of keys. fixed_rows: minimum rows of its tiles. split_tiles: maximum tiles of a
+    row whose chunks are separate items. Results do not depend on it.
     """
 
     group_size: int = 1
@@ -75,6 +80,7 @@ class Cut:
     align: int = 64
     long_rows: int = 128
     is_fixed: bool = False
+    fixed_rows: int = FIXED_ROWS
     fixed_chunk: int = 1024
     split_tiles: int = 4
 
@@ -93,6 +99,14 @@ class Cut:
         rows = min(self.long_rows, 64) if head_dim > 128 else self.long_rows
         return replace(short, long_rows=max(rows, short.short_rows))
 
+    def of_latents(self, num_heads: int, max_rows: int) -> "Cut":
+        """Return this cut for a group of latent vectors. max_rows: maximum rows of a tile. More
+        heads are cut into equal parts, each like the query heads of a KV head."""
+        rows = FIXED_LATENT_ROWS if self.is_fixed else max_rows
+        own = replace(self, group_size=num_heads // equal_parts(num_heads, rows), window=0)
+        own = replace(own, fixed_rows=FIXED_LATENT_ROWS)
+        return replace(own, long_rows=own.short_rows if self.is_fixed else max_rows)
+
     @property
     def fewer(self) -> "Cut | None":
         """Cut with about half as many parts to merge; None if there are no fewer. From a fixed cut
@@ -103,12 +117,22 @@ class Cut:
 
     @property
     def short_rows(self) -> int:
-        min_rows = FIXED_ROWS if self.is_fixed else MIN_ROWS
+        min_rows = self.fixed_rows if self.is_fixed else MIN_ROWS
         return max(min_rows, next_power_of_2(self.group_size))
 
     def has_long(self, query_lens: np.ndarray) -> bool:
         """Return whether a row needs long tiles. query_lens: [S]."""
         return not self.is_fixed and int(query_lens.max()) * self.group_size > self.short_rows
+
+    def leaves_uncut(self, context_lens: np.ndarray) -> bool:
+        """Return whether the device would cut others, but no rows of these lengths, [S], with one
+        new token each. It cuts rows with more keys than a program's share."""
+        if self.is_fixed or not 1 < self.items <= len(context_lens):
+            return False
+        keys = context_lens
+        if self.window:
+            keys = np.minimum(keys, self._window_span)
+        return int(keys.max()) <= int(keys.sum(dtype=np.int64)) // self.items
 
     def bounds(
         self, query_lens: np.ndarray, context_lens: np.ndarray, has_ends: bool = False
@@ -124,7 +148,8 @@ class Cut:
         if not self.has_long(query_lens):
             short, long = min(short, int(query_lens.max())), 0
         # Only tiles that see more than a chunk are cut; together they see `items` chunks at most.
-        longest, items = int(context_lens.max()), self.items if self.items > 1 else 0
+        longest = int(context_lens.max())
+        items = self.items if min(self.items, self.max_splits) > 1 else 0
         short_items = items if longest > self.short_chunk else 0
         long_items = items if long and longest > self.long_chunk else 0
         cut_tokens = short * short_items + long * long_items
@@ -148,8 +173,12 @@ class Cut:
     @property
     def _window_chunks(self) -> int:
         """Maximum number of fixed chunks that contain the keys of one tile."""
-        span = self.window + self.short_rows // self.group_size + self.align
-        return (span + 2 * self.fixed_chunk - 2) // self.fixed_chunk
+        return (self._window_span + 2 * self.fixed_chunk - 2) // self.fixed_chunk
+
+    @property
+    def _window_span(self) -> int:
+        """Maximum number of keys of a short tile in a group with a window, from an aligned one."""
+        return abs(self.window) + self.short_rows // self.group_size + self.align
 
 
 @dataclass(frozen=True)
@@ -164,7 +193,8 @@ class WorkBounds:
 @dataclass(frozen=True)
 class Work:
     """Work of one step for a cache group, on the device. has_long: whether there are long tiles.
-    ends_T: AttentionStep.ends_T, or None."""
+    ends_T: AttentionStep.ends_T, or None. arrivals: None if a launch of its own merges the parts;
+    rows have one tile each otherwise."""
 
     cut: Cut
     bounds: WorkBounds
@@ -174,33 +204,43 @@ class Work:
     merges: torch.Tensor
     table_SL: torch.Tensor
     ends_T: torch.Tensor | None = None
+    arrivals: torch.Tensor | None = None
 
 
 def plan_work(
-    cut: Cut, step: AttentionStep, table_SL: torch.Tensor, ends_T: torch.Tensor | None = None
+    cut: Cut,
+    step: AttentionStep,
+    table_SL: torch.Tensor,
+    ends_T: torch.Tensor | None = None,
+    arriving_heads: int = 0,
 ) -> Work:
     """Launch the kernel that cuts a step's rows into items; there must be at least one row.
 
     Rows without tokens get no items. Lengths on the device may be less than the host's. table_SL:
-    int32 [S, L]. ends_T: the step's ends on the device.
+    int32 [S, L]. ends_T: the step's ends on the device. arriving_heads: number of KV heads if the
+    last program of a tile is to merge its parts, which it does in steps without long tiles.
     """
     query_lens, context_lens = step.query_lens_host, step.context_lens_host
     assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
     assert step.query_starts_S1.dtype == step.context_lens_S.dtype == torch.int32
     bounds = cut.bounds(query_lens, context_lens, ends_T is not None)
     num_rows = len(query_lens)
+    has_long = cut.has_long(query_lens)
+    heads = 0 if has_long or cut.is_fixed or not bounds.merges else arriving_heads
     merges_at = HEADER + bounds.items * ITEM
-    size = merges_at + bounds.merges * MERGE
+    arrivals_at = merges_at + bounds.merges * MERGE
+    size = arrivals_at + num_rows * heads
     lists = torch.empty(size, dtype=torch.int32, device=table_SL.device)
     work = Work(
         cut,
         bounds,
-        cut.has_long(query_lens),
+        has_long,
         lists[:HEADER],
         lists[HEADER:merges_at].view(-1, ITEM),
-        lists[merges_at:].view(-1, MERGE),
+        lists[merges_at:arrivals_at].view(-1, MERGE),
         table_SL if table_SL.stride(1) == 1 else table_SL.contiguous(),
         ends_T,
+        lists[arrivals_at:].view(-1, heads) if heads else None,
     )
     width = max(32, next_power_of_2(num_rows))
     _plan_kernel[(num_rows,)](
@@ -210,7 +250,9 @@ def plan_work(
         lists,
         num_rows,
         merges_at,
+        arrivals_at,
         **_constants(cut),
+        KV_HEADS=heads,
         HAS_ENDS=ends_T is not None,
         WIDTH=width,
         num_warps=4,
@@ -245,8 +287,8 @@ def _tiles_of(query_len, GROUP: tl.constexpr, SHORT_ROWS: tl.constexpr, LONG_ROW
 @triton.jit
 def _span(context_len, tile, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
     """Return the maximum number of keys that a tile sees."""
-    if WINDOW > 0:
-        context_len = tl.minimum(context_len, WINDOW + tile + ALIGN)
+    if WINDOW != 0:
+        context_len = tl.minimum(context_len, abs(WINDOW) + tile + ALIGN)
     return context_len
 
 
@@ -324,18 +366,27 @@ def _cut_fixed_row(
     tiles = (query_len + tile - 1) // tile
     is_long = tiles > SPLIT_TILES
     chunks = (context_len + FIXED_CHUNK - 1) // FIXED_CHUNK
-    if WINDOW > 0:
-        bounds = (WINDOW + ROWS // GROUP + ALIGN + 2 * FIXED_CHUNK - 2) // FIXED_CHUNK
+    if WINDOW != 0:
+        bounds = (abs(WINDOW) + ROWS // GROUP + ALIGN + 2 * FIXED_CHUNK - 2) // FIXED_CHUNK
         chunks = tl.minimum(chunks, bounds)
     chunks = tl.where(query_len > 0, tl.where(is_long, 1, chunks), 0)
     return is_long, tile, tiles, query_len * 0 + FIXED_CHUNK, chunks
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """Return the first key that the token at a position sees, which may be below 0. WINDOW: not 0,
+    see Cut."""
+    if WINDOW > 0:
+        return position - WINDOW + 1
+    return position - position % -WINDOW
+
+
+@triton.jit
 def _first_key(position, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
     """Return the first key of a tile whose first token is at the position."""
-    if WINDOW > 0:
-        return tl.maximum(position - WINDOW + 1, 0) // ALIGN * ALIGN
+    if WINDOW != 0:
+        return tl.maximum(first_seen(position, WINDOW), 0) // ALIGN * ALIGN
     return position * 0
 
 
@@ -349,7 +400,7 @@ def _end_of_tile(ends_ptr, token, position, count, inside, HAS_ENDS: tl.constexp
     return end
 
 
-@triton.jit(do_not_specialize=["num_rows", "merges_at"])
+@kernel(do_not_specialize=["num_rows", "merges_at", "arrivals_at"])
 def _plan_kernel(
     starts_ptr,
     context_lens_ptr,
@@ -357,6 +408,7 @@ def _plan_kernel(
     lists_ptr,
     num_rows,
     merges_at,
+    arrivals_at,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -367,6 +419,7 @@ def _plan_kernel(
     SHORT_ROWS: tl.constexpr,
     LONG_ROWS: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HAS_ENDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -398,6 +451,8 @@ def _plan_kernel(
     if own == 0:
         tl.store(lists_ptr, num_long + tl.sum(short_items, 0))
         tl.store(lists_ptr + 1, tl.sum(merges, 0))
+    for head in tl.static_range(KV_HEADS):
+        tl.store(lists_ptr + arrivals_at + own * KV_HEADS + head, 0)
 
     start = tl.load(starts_ptr + own)
     queries = tl.load(starts_ptr + own + 1) - start
@@ -406,7 +461,7 @@ def _plan_kernel(
         queries, context, even_short, even_long, GROUP, LIMIT, SPLITS, SHORT_CHUNK,
         LONG_CHUNK, ALIGN, SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
     )  # fmt: skip
-    items_ptr = lists_ptr + 8 + tl.where(own_long, long_at, short_at) * 8
+    items_ptr = lists_ptr + 8 + tl.where(own_long, long_at, short_at) * 10
     _write_items(
         items_ptr, own, start, queries, context, own_tile, own_tiles, own_chunk, own_chunks,
         slot_at, ends_ptr, WINDOW, ALIGN, FIXED_CHUNK, HAS_ENDS,
@@ -446,6 +501,7 @@ def _write_items(
         position = context - queries + token
         first_key = _first_key(position, WINDOW, ALIGN)
         end = _end_of_tile(ends_ptr, start + token, position, count, inside, HAS_ENDS)
+        parts = (end - first_key + chunk - 1) // chunk
         if FIXED_CHUNK > 0:
             begin = (first_key // FIXED_CHUNK + i % chunks) * FIXED_CHUNK
             first_key = tl.maximum(first_key, begin)
@@ -453,8 +509,9 @@ def _write_items(
         else:
             first_key += i % chunks * chunk
             end = tl.minimum(first_key + chunk, end)
-        slot = tl.where(chunks > 1, slot_at + token * chunks + i % chunks, -1)
-        at = items_ptr + i * 8
+        first_slot = slot_at + token * chunks
+        slot = tl.where(chunks > 1, first_slot + i % chunks, -1)
+        at = items_ptr + i * 10
         tl.store(at, tl.zeros_like(i) + row, mask=inside)
         tl.store(at + 1, start + token, mask=inside)
         tl.store(at + 2, count, mask=inside)
@@ -463,6 +520,8 @@ def _write_items(
         tl.store(at + 5, end, mask=inside)
         tl.store(at + 6, slot, mask=inside)
         tl.store(at + 7, tl.zeros_like(i) + chunks, mask=inside)
+        tl.store(at + 8, first_slot, mask=inside)
+        tl.store(at + 9, parts, mask=inside)
 
 
 @triton.jit
@@ -506,17 +565,23 @@ _SIGNATURE = {
     "lists_ptr": "*i32",
     "num_rows": "i32",
     "merges_at": "i32",
+    "arrivals_at": "i32",
 }
 
 
 def _config(
-    group_size: int, window: int, width: int, is_fixed: bool = False, has_ends: bool = False
+    group_size: int,
+    window: int,
+    width: int,
+    is_fixed: bool = False,
+    has_ends: bool = False,
+    kv_heads: int = 0,
 ) -> Config:
     cut = Cut(is_fixed=is_fixed).of_group(group_size, window, 128)
     return Config(
         _plan_kernel,
         _SIGNATURE,
-        _constants(cut) | {"HAS_ENDS": has_ends, "WIDTH": width},
+        _constants(cut) | {"KV_HEADS": kv_heads, "HAS_ENDS": has_ends, "WIDTH": width},
         num_warps=4,
     )
 
@@ -525,7 +590,9 @@ CONFIGS = [
     _config(4, 0, 32),
     _config(4, 0, 256),
     _config(8, 4096, 1024),
+    _config(5, -8192, 256),
     _config(4, 0, 256, is_fixed=True),
     _config(8, 128, 256, is_fixed=True),
     _config(2, 1024, 32, has_ends=True),
+    _config(4, 0, 32, kv_heads=8),
 ]

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 
 UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # types that blocks are moved as, by bytes
 LARGEST = 2048  # maximum units of a program
@@ -26,7 +26,10 @@ LARGEST = 2048  # maximum units of a program
 Int32 = npt.NDArray[np.int32]
 
 
-@triton.jit(do_not_specialize=["num_moved"])
+@kernel(
+    do_not_specialize=["num_moved"],
+    do_not_specialize_on_alignment=["source_ptr", "destination_ptr"],  # of odd numbers of blocks
+)
 def _move_kernel(
     from_ptr,
     to_ptr,

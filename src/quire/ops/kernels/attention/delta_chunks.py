@@ -53,7 +53,7 @@ from quire.ops.kernels.attention.delta_rule import (
     signature,
 )
 from quire.ops.kernels.attention.states import StateStep, find_row
-from quire.ops.kernels.launch import DTYPES, Config, next_power_of_2
+from quire.ops.kernels.launch import DTYPES, Config, kernel, next_power_of_2
 
 SQUARE = 16  # tokens of a chunk that are eliminated one after another
 PARTS = 4  # of `solve` and `reads`, each as two numbers of 16 bits
@@ -103,7 +103,7 @@ def _parts(x, PART: tl.constexpr):
     return high, (x - high.to(tl.float32)).to(PART)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_tokens"])
+@kernel(do_not_specialize=["num_rows", "num_tokens", "max_tokens"])
 def _solve_kernel(
     qkv_ptr,
     gates_ptr,
@@ -229,7 +229,7 @@ def _leave(
                 tl.store(to, left, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "table_stride", "max_tokens"])
+@kernel(do_not_specialize=["num_tokens", "table_stride", "max_tokens"])
 def _scan_kernel(
     qkv_ptr,
     states_ptr,

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.kernels.attention.states import StateStep, state_before
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 
 TILE = 16  # columns of a program
 EVERY_LENGTH = 2**31 - 1
@@ -84,7 +84,7 @@ def _load_token(
     return q, k, v, strength, time
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_tokens"])
+@kernel(do_not_specialize=["table_stride", "max_tokens"])
 def _recurrent_kernel(
     qkv_ptr,
     gates_ptr,

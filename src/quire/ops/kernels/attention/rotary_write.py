@@ -16,12 +16,13 @@ element e of the second, which are rotated together, are in the same thread.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.kernels.attention.attention_write import FORMATS, store_heads
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2, overlaps, pdl_option
 
 TILE = 512  # elements of each half in a program, 8 for each of 64 threads
-INT8_SCALE_BYTES = 4  # after the H values of an int8 row
+INT8_SCALE_BYTES = 4  # of an int8 row, after a block's rows
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _turned(first, second, factors_ptr, at, HALF: tl.constexpr):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
+@kernel()
 def _rotary_write_kernel(
     qkv_ptr,
     factors_ptr,
@@ -81,10 +82,15 @@ def _rotary_write_kernel(
     HAS_NORM: tl.constexpr,
     FORMAT: tl.constexpr,
     HALF: tl.constexpr,
-    ROW: tl.constexpr,  # elements of a row of kv
+    BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,  # elements of a block of kv per token
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
     # A token's tiles: first the queries' tiles, then the keys', then the values'.
     q_tiles, kv_tiles = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
     num_tiles = q_tiles + 2 * kv_tiles
@@ -119,9 +125,12 @@ def _rotary_write_kernel(
         tl.store(q_ptr + out_at, first.to(q_ptr.dtype.element_ty), mask=mask)
         tl.store(q_ptr + out_at + HALF, second.to(q_ptr.dtype.element_ty), mask=mask)
     else:
-        row = head.to(tl.int64) * kv_head + slot * ROW + is_value.to(tl.int64) * kv_kind
+        head_at = head.to(tl.int64) * kv_head + is_value.to(tl.int64) * kv_kind
         inverse = tl.where(is_value, v_inverse, k_inverse)
-        store_heads(kv_ptr, row, at, first, second, mask, head_mask, inverse, HALF, FORMAT)
+        store_heads(
+            kv_ptr, head_at, slot, at, first, second, mask, head_mask, inverse, HALF, BLOCK_SIZE,
+            ROW, FORMAT,
+        )  # fmt: skip
 
 
 def rotary_write(
@@ -143,8 +152,8 @@ def rotary_write(
         slots_T: int64 or int32, block * P + offset. -1 marks padding: nothing is stored, and the
             query is meaningless.
         kv: a layer's [2, K, B, P, row], each head's blocks contiguous. In qkv's dtype or
-            float8_e4m3fn rows have H numbers. In uint8 they have H bytes of int8 and a float32
-            scale.
+            float8_e4m3fn rows have H numbers. In uint8 they have H bytes of int8, and each block
+            has its float32 scales after its rows (attention_write.py).
         weight: [N + K, H] with contiguous rows, of the norm with eps; None for no norm.
         k_scale, v_scale: divisors of numbers stored as float8_e4m3fn, which saturate at 448.
     """
@@ -152,7 +161,7 @@ def rotary_write(
     num_kv_heads = kv.shape[1]
     num_heads = num_all - 2 * num_kv_heads
     _check(qkv_TMH, rows, slots_T, kv, weight)
-    q_TNH = qkv_TMH.new_empty(num_tokens, num_heads, size)
+    q_TNH, is_ahead = qkv_TMH.new_empty(num_tokens, num_heads, size), overlaps(qkv_TMH.device)
     width = next_power_of_2(size // 2)
     heads = _heads(width, num_heads)
     num_tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
@@ -178,10 +187,13 @@ def rotary_write(
         HAS_NORM=weight is not None,
         FORMAT=FORMATS[_kv_format(kv)],
         HALF=size // 2,
+        BLOCK_SIZE=kv.shape[3],
         ROW=kv.shape[-1],
         WIDTH=width,
         HEADS=heads,
+        AHEAD=is_ahead,
         num_warps=_num_warps(width, heads),
+        **pdl_option(is_ahead),
     )
     return q_TNH
 
@@ -248,9 +260,11 @@ def _config(size: int, kv_format: str, has_norm: bool, **constants: int) -> Conf
             "HAS_NORM": has_norm,
             "FORMAT": FORMATS[kv_format],
             "HALF": size // 2,
+            "BLOCK_SIZE": 16,
             "ROW": size + (INT8_SCALE_BYTES if kv_format == "int8" else 0),
             "WIDTH": width,
             "HEADS": _heads(width, 32),
+            "AHEAD": False,
             **constants,
         },
         num_warps=_num_warps(width, _heads(width, 32)),
@@ -268,3 +282,4 @@ CONFIGS = [
     _config(256, "auto", True),
     _config(128, "auto", True, num_kv_heads=1),  # Triton compiles a 1 as a constant
 ]
+OVERLAPPING = [_config(128, kv_format, True, AHEAD=True) for kv_format in ("auto", "int8")]

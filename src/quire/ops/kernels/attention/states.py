@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 
 TOKENS, CHANNELS = 32, 128  # of a tile
 FEW_TOKENS, MORE_CHANNELS = 4, 256  # of a tile if each row has one token
@@ -98,7 +98,7 @@ def _leave(
     tl.store(to_ptr + channel[None, :] * (WIDTH - 1) + past_at[:, None], x, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])
+@kernel(do_not_specialize=["num_rows", "table_stride"])
 def _convolve_kernel(
     x_ptr,
     weight_ptr,

@@ -12,10 +12,10 @@ Shape legend: G rows that get draft tokens.
 """
 
 import torch
-import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
+from quire.ops.kernels.step_inputs import HEADER, Inbox
 from quire.ops.rows.row_state import RowTensors
 from quire.ops.sampling.device_drafts import Runs
 
@@ -23,14 +23,20 @@ BLOCK = 1024  # positions at a time
 MIN_DRAFTS = 8  # minimum that kernels are compiled for
 
 
-@triton.jit(do_not_specialize=["min_run", "max_run", "searched"])
+@kernel(do_not_specialize=["min_run", "max_run", "searched"])
 def _draft_kernel(
-    tokens_ptr, computed_ptr, rows_ptr, nums_ptr, token_stride, min_run, max_run, searched,
-    DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens_ptr, computed_ptr, rows_ptr, nums_ptr, inbox_ptr, token_stride, min_run, max_run,
+    searched, BY_ROW: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # BY_ROW: the rows are the inbox's, and nums are indexed by row instead of g.
     g = tl.program_id(0)
     row = tl.load(rows_ptr + g).to(tl.int64)
-    num = tl.load(nums_ptr + g)
+    if BY_ROW:
+        num = tl.load(nums_ptr + row, mask=g < tl.load(inbox_ptr), other=0)
+    else:
+        num = tl.load(nums_ptr + g)
+    if num == 0:
+        return
     row_ptr = tokens_ptr + row * token_stride
     length = tl.load(computed_ptr + row).to(tl.int32) + 1
     first = tl.maximum(length - searched, min_run)
@@ -65,15 +71,45 @@ def draft_runs(
 ) -> None:
     """Write draft tokens, as `quire.ops.sampling.device_drafts.draft_runs_reference` does. rows_G,
     nums_G: int32 [G] on the device. max_drafts: the maximum of nums_G."""
-    _draft_kernel[(len(rows_G),)](
+    _launch(state, rows_G, nums_G, rows_G, len(rows_G), max_drafts, runs, by_row=False)
+
+
+def draft_runs_of_step(
+    state: RowTensors,
+    inbox: Inbox,
+    drafts_R: torch.Tensor,
+    num_rows: int,
+    max_drafts: int,
+    runs: Runs,
+) -> None:
+    """Write draft tokens for the rows of the step in the inbox, at most num_rows. drafts_R: [R],
+    int32, the number of draft tokens of each row of the engine, at most max_drafts."""
+    rows_S, words = inbox.words[HEADER:], inbox.words
+    _launch(state, rows_S, drafts_R, words, num_rows, max_drafts, runs, by_row=True)
+
+
+def _launch(
+    state: RowTensors,
+    rows: torch.Tensor,
+    nums: torch.Tensor,
+    inbox: torch.Tensor,
+    num_rows: int,
+    max_drafts: int,
+    runs: Runs,
+    *,
+    by_row: bool,
+) -> None:
+    _draft_kernel[(num_rows,)](
         state.tokens_RM,
         state.computed_R,
-        rows_G,
-        nums_G,
+        rows,
+        nums,
+        inbox,
         state.tokens_RM.stride(0),
         runs.min_run,
         runs.max_run,
         runs.searched,
+        BY_ROW=by_row,
         DRAFTS=max(MIN_DRAFTS, next_power_of_2(max_drafts)),
         BLOCK=BLOCK,
     )
@@ -87,12 +123,14 @@ CONFIGS = [
             "computed_ptr": "*i64",
             "rows_ptr": "*i32",
             "nums_ptr": "*i32",
+            "inbox_ptr": "*i32",
             "token_stride": "i32",
             "min_run": "i32",
             "max_run": "i32",
             "searched": "i32",
         },
-        {"DRAFTS": drafts, "BLOCK": BLOCK},
+        {"BY_ROW": by_row, "DRAFTS": drafts, "BLOCK": BLOCK},
     )
     for drafts in (MIN_DRAFTS, 32)
+    for by_row in (False, True)
 ]

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 from quire.ops.sampling import logprobs as reference
 from quire.ops.sampling.logprobs import TokenLogprobs
 
@@ -42,7 +42,7 @@ def _id_of(key):
     return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
-@triton.jit
+@kernel()
 def _measure(
     logits_ptr, chosen_ptr, maxima_ptr, masses_ptr, before_ptr, vocab_size, logits_stride,
     GROUPS: tl.constexpr, GROUP: tl.constexpr,
@@ -91,7 +91,7 @@ def _take_largest(
         tokens_keys = tl.where(tokens_keys == largest, _NO_KEY, tokens_keys)
 
 
-@triton.jit
+@kernel()
 def _gather_logprobs(
     ids_ptr, logprobs_ptr, ranks_ptr, logits_ptr, chosen_ptr, maxima_ptr, masses_ptr, before_ptr,
     vocab_size, logits_stride, num_chunks, num_groups, num_candidates,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config
+from quire.ops.kernels.launch import Config, kernel
 from quire.ops.sampling.logit_edits import BITS, RowMasks
 
 _WORDS = 128  # words of a program
@@ -18,7 +18,7 @@ _WORDS = 128  # words of a program
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@kernel()
 def _mask(
     logits_ptr, places_ptr, words_ptr, vocab_size, num_words, logits_stride, words_stride,
     BITS: tl.constexpr, WORDS: tl.constexpr,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config
+from quire.ops.kernels.launch import Config, kernel
 from quire.ops.sampling.penalties import Penalties
 
 _BLOCK = 512
@@ -34,7 +34,7 @@ def _place(p, tokens_ptr, rows_ptr, length_ptr, row_stride, HAS_ROWS: tl.constex
     return at, is_known, tl.load(tokens_ptr + row * row_stride + at, mask=is_known, other=0)
 
 
-@triton.jit
+@kernel()
 def _count(
     counts_ptr, tokens_ptr, rows_ptr, length_ptr, prompt_len_ptr, vocab_size, row_stride,
     HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -49,7 +49,7 @@ def _count(
     tl.atomic_or(words, in_prompt, mask=is_known & (is_output == 0), sem="relaxed")
 
 
-@triton.jit
+@kernel()
 def _change(
     logits_ptr, which_ptr, counts_ptr, tokens_ptr, rows_ptr, length_ptr,
     presence_ptr, frequency_ptr, repetition_ptr, vocab_size, row_stride, logits_stride,

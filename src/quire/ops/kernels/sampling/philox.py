@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import INTERPRETED, Config
+from quire.ops.kernels.launch import INTERPRETED, Config, kernel
 from quire.ops.sampling.philox import DOMAIN_SAMPLING
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -127,7 +127,7 @@ def rough_gumbel(uniform):
     return _rough_log2(exponential) * -_LN_2
 
 
-@triton.jit
+@kernel()
 def _uniform_kernel(out_ptr, seed_ptr, sample_ptr, position_ptr, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * (BLOCK // 4)
@@ -141,7 +141,7 @@ def _uniform_kernel(out_ptr, seed_ptr, sample_ptr, position_ptr, vocab_size, BLO
     tl.store(out_ptr + row * vocab_size + ids, noise, mask=ids < vocab_size)
 
 
-@triton.jit
+@kernel()
 def _uniform_at_kernel(
     out_ptr, ids_ptr, seed_ptr, sample_ptr, position_ptr, num_ids, BLOCK: tl.constexpr
 ):

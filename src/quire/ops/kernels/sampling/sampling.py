@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 from quire.ops.kernels.sampling.sampling_filtered import MAX_HELD, NUM_WARPS, settle_filtered
 from quire.ops.kernels.sampling.sampling_scan import (
     ALL,
@@ -54,7 +54,7 @@ class SamplingColumns:
     sample_index: torch.Tensor
 
 
-@triton.jit
+@kernel()
 def _settle(
     ids_ptr, is_valid_ptr, logits_ptr, rows_ptr, temperature_ptr, seed_ptr, sample_ptr,
     position_ptr, best_ptr, peak_ptr, logits_stride, num_chunks,
@@ -75,7 +75,7 @@ def _settle(
     tl.store(ids_ptr + n, tl.where(is_valid, best, 0).to(tl.int64))
 
 
-@triton.jit
+@kernel()
 def _settle_part(
     pairs_ptr, logits_ptr, rows_ptr, temperature_ptr, seed_ptr, sample_ptr, position_ptr,
     best_ptr, peak_ptr, first, logits_stride, num_chunks,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config
+from quire.ops.kernels.launch import Config, kernel
 from quire.ops.sampling.logit_edits import (
     ALLOWED,
     BIASES,
@@ -35,7 +35,7 @@ _BLOCK = 128
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@kernel()
 def _copy(
     out_ptr, raw_ptr, slot_ptr, spans_ptr, vocab_size, raw_stride,
     SPAN: tl.constexpr, ALLOWED: tl.constexpr, BLOCK: tl.constexpr,
@@ -72,7 +72,7 @@ def _mask_bad_words(
         tl.store(out_ptr + last, _MINUS_INFINITY, mask=matches)
 
 
-@triton.jit
+@kernel()
 def _edit(
     out_ptr, raw_ptr, slot_ptr, spans_ptr, entries_ptr, values_ptr, tokens_ptr, rows_ptr,
     length_ptr, prompt_len_ptr, vocab_size, raw_stride, row_stride,

@@ -21,7 +21,7 @@ a time. The reductions of some 50 halvings are the limit. A flat row of 151,936 
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config, next_power_of_2
+from quire.ops.kernels.launch import Config, kernel, next_power_of_2
 from quire.ops.kernels.sampling.philox import rough_gumbel, uniform_of_counters
 from quire.ops.kernels.sampling.sampling_scan import (
     CHUNK,
@@ -338,7 +338,7 @@ def _best_of_filtered(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel()
 def settle_filtered(
     ids_ptr, is_valid_ptr,
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,

@@ -19,7 +19,7 @@ Shape legend: N rows, V vocabulary, C chunks, G groups.
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import Config
+from quire.ops.kernels.launch import Config, kernel
 from quire.ops.kernels.sampling.philox import (
     gumbel,
     rough_gumbel,
@@ -144,7 +144,7 @@ def _best_of_chunk(
     return tl.minimum(best, vocab_size - 1)
 
 
-@triton.jit
+@kernel()
 def scan(
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     seed_ptr, sample_ptr, position_ptr, best_ptr, peak_ptr, maxima_ptr, masses_ptr,

@@ -1,0 +1,175 @@
+#include "adapters.h"
+
+#include <algorithm>
+
+#include "elements.h"
+#include "parallel.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kRowsAtOnce = 4;   // rows that share one read of `down`
+constexpr int64_t kOutputsAtOnce = 256;
+constexpr int64_t kAloneProducts = 1 << 16;  // that one thread does before another wakes
+
+// One part of one group: where its low-rank products begin, [rows, rank].
+struct Piece {
+    const AdapterRows* group;
+    const AdapterPart* part;
+    int64_t low;    // index of its first number in low_
+    int64_t ranks;  // ranks of the pieces before it
+    int64_t blocks; // blocks of outputs of the pieces before it
+
+    int64_t rows() const { return static_cast<int64_t>(group->rows.size()); }
+};
+
+int64_t blocks_of(const AdapterPart& part) {
+    return (part.outputs + kOutputsAtOnce - 1) / kOutputsAtOnce;
+}
+
+// low[i] = x[i] . down for up to kRowsAtOnce rows.
+template <class T>
+inline __attribute__((always_inline)) void dot(float* low, int64_t stride, const float* const* x,
+                                               int64_t rows, const T* down, int64_t inputs) {
+    const int64_t whole = inputs / kLanes * kLanes;
+    float sums[kRowsAtOnce][kLanes] = {};
+    for (int64_t k = 0; k < whole; k += kLanes) {
+        float values[kLanes];
+        for (int64_t lane = 0; lane < kLanes; ++lane) values[lane] = widen(down[k + lane]);
+        for (int64_t i = 0; i < rows; ++i) {
+            for (int64_t lane = 0; lane < kLanes; ++lane) {
+                sums[i][lane] += x[i][k + lane] * values[lane];
+            }
+        }
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t k = whole; k < inputs; ++k) sums[i][k - whole] += x[i][k] * widen(down[k]);
+        float total = 0;
+        for (int64_t lane = 0; lane < kLanes; ++lane) total += sums[i][lane];
+        low[i * stride] = total;
+    }
+}
+
+// out[n] += sum over r of low[r] up[r, n], for `count` outputs; rows of `up` are `stride` apart.
+template <class T>
+inline __attribute__((always_inline)) void add(float* out, const float* low, const T* up,
+                                               int64_t rank, int64_t stride, int64_t count) {
+    float sums[kOutputsAtOnce] = {};
+    for (int64_t r = 0; r < rank; ++r) {
+        const T* line = up + r * stride;
+        for (int64_t n = 0; n < count; ++n) sums[n] += low[r] * widen(line[n]);
+    }
+    for (int64_t n = 0; n < count; ++n) out[n] += sums[n];
+}
+
+// Templates have no clones for instruction sets, so each element has functions of its own.
+#define QUIRE_ADAPTER_ROWS(T)                                                                      \
+    QUIRE_VECTOR void dot_rows(float* low, int64_t stride, const float* const* x, int64_t rows,    \
+                               const T* down, int64_t inputs) {                                    \
+        dot(low, stride, x, rows, down, inputs);                                                   \
+    }                                                                                              \
+    QUIRE_VECTOR void add_row(float* out, const float* low, const T* up, int64_t rank,             \
+                              int64_t stride, int64_t count) {                                     \
+        add(out, low, up, rank, stride, count);                                                    \
+    }
+QUIRE_ADAPTER_ROWS(float)
+QUIRE_ADAPTER_ROWS(Bfloat16)
+QUIRE_ADAPTER_ROWS(Float16)
+#undef QUIRE_ADAPTER_ROWS
+
+// Computes ranks [begin, end) of a piece.
+template <class T>
+void go_down(float* low, const Piece& piece, const Matrix& x, int64_t begin, int64_t end) {
+    const auto* all = static_cast<const float*>(x.data);
+    const auto* down = static_cast<const T*>(piece.part->down);
+    const int64_t rank = piece.part->rank;
+    for (int64_t first = 0; first < piece.rows(); first += kRowsAtOnce) {
+        const int64_t rows = std::min(kRowsAtOnce, piece.rows() - first);
+        const float* own[kRowsAtOnce] = {};
+        for (int64_t i = 0; i < rows; ++i) own[i] = all + piece.group->rows[first + i] * x.stride;
+        for (int64_t r = begin; r < end; ++r) {
+            float* to = low + piece.low + first * rank + r;
+            dot_rows(to, rank, own, rows, down + r * x.columns, x.columns);
+            for (int64_t i = 0; i < rows; ++i) to[i * rank] *= piece.part->scale;
+        }
+    }
+}
+
+// Adds blocks [begin, end) of a piece's outputs.
+template <class T>
+void go_up(const MutableMatrix& out, const Piece& piece, const float* low, int64_t begin,
+           int64_t end) {
+    const AdapterPart& part = *piece.part;
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t n = block * kOutputsAtOnce, count = std::min(kOutputsAtOnce, part.outputs - n);
+        for (int64_t i = 0; i < piece.rows(); ++i) {
+            float* row = static_cast<float*>(out.data) + piece.group->rows[i] * out.stride;
+            add_row(row + part.first + n, low + piece.low + i * part.rank,
+                    static_cast<const T*>(part.up) + n, part.rank, part.outputs, count);
+        }
+    }
+}
+
+// Calls work(piece, begin, end) for the parts of [0, total) that lie in each piece. The units before a
+// piece are its member `before`.
+template <class Work>
+void for_pieces(const std::vector<Piece>& pieces, int64_t Piece::* before, int64_t total,
+                int num_threads, Work work) {
+    parallel_stretches(total, num_threads, [&](int64_t begin, int64_t end) {
+        for (size_t i = 0; i < pieces.size(); ++i) {
+            const int64_t first = pieces[i].*before;
+            const int64_t last = i + 1 < pieces.size() ? pieces[i + 1].*before : total;
+            const int64_t from = std::max(begin, first), to = std::min(end, last);
+            if (from < to) work(pieces[i], from - first, to - first);
+        }
+    });
+}
+
+template <class T>
+void add_pieces(const MutableMatrix& out, const Matrix& x, const std::vector<Piece>& pieces,
+                float* low, int64_t ranks, int64_t blocks, int num_threads) {
+    for_pieces(pieces, &Piece::ranks, ranks, num_threads,
+               [&](const Piece& piece, int64_t begin, int64_t end) {
+                   go_down<T>(low, piece, x, begin, end);
+               });
+    for_pieces(pieces, &Piece::blocks, blocks, num_threads,
+               [&](const Piece& piece, int64_t begin, int64_t end) {
+                   go_up<T>(out, piece, low, begin, end);
+               });
+}
+
+}  // namespace
+
+void Adapters::add(const MutableMatrix& out, const Matrix& x, int64_t layer, int num_threads) {
+    std::vector<Piece> pieces;
+    Matrix inputs = x;
+    Element element = Element::kFloat32;
+    int64_t low = 0, ranks = 0, blocks = 0, products = 0;
+    for (const AdapterRows& group : groups_) {
+        const AdapterLayer& adapter = at(group.slot, layer);
+        for (const AdapterPart& part : adapter.parts) {
+            inputs.columns = adapter.inputs;
+            element = adapter.element;
+            pieces.push_back({&group, &part, low, ranks, blocks});
+            const auto rows = static_cast<int64_t>(group.rows.size());
+            low += rows * part.rank;
+            ranks += part.rank;
+            blocks += blocks_of(part);
+            products += rows * part.rank * (adapter.inputs + part.outputs);
+        }
+    }
+    if (pieces.empty()) return;
+    low_.resize(std::max(low_.size(), static_cast<size_t>(low)));
+    const int threads = products < kAloneProducts ? 1 : num_threads;
+    switch (element) {
+        case Element::kFloat32:
+            return add_pieces<float>(out, inputs, pieces, low_.data(), ranks, blocks, threads);
+        case Element::kBfloat16:
+            return add_pieces<Bfloat16>(out, inputs, pieces, low_.data(), ranks, blocks, threads);
+        case Element::kFloat16:
+            return add_pieces<Float16>(out, inputs, pieces, low_.data(), ranks, blocks, threads);
+    }
+}
+
+}  // namespace quire

@@ -1,0 +1,23 @@
+"""Send token ids and get token ids.
+
+vLLM: examples/generate/token_generation_client.py
+Needs: server
+Refused: 404
+"""
+
+import argparse
+
+import requests
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--base-url", default="http://localhost:8000/v1")
+    root = parser.parse_args().base_url.removesuffix("/v1")
+    payload = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, "stream": False}
+    response = requests.post(f"{root}/inference/v1/generate", json=payload, timeout=60)
+    response.raise_for_status()
+
+
+if __name__ == "__main__":
+    main()

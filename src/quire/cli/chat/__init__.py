@@ -1,0 +1,1 @@
+"""The conversation of `quire chat` and `quire run`."""

@@ -1,0 +1,1 @@
+"""Commands for the models and servers on this machine."""

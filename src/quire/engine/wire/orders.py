@@ -1,0 +1,45 @@
+"""Orders of a trainer that arrive at a core's server: new weights and pauses."""
+
+from pathlib import Path
+
+import msgspec
+
+from quire.base.errors import EngineBusy
+from quire.base.messages import Done, SetPause, UpdateWeights, WeightsChanged
+from quire.engine.attachments.pausing import Pausing
+from quire.engine.attachments.weight_updates import WeightUpdates
+from quire.engine.wire.core_server import CoreServer, Handlers, Reply
+
+
+def order_handlers(updates: WeightUpdates, pausing: Pausing) -> Handlers:
+    """Return the handlers of a trainer's orders. Each replies `Done` when the order has ended."""
+
+    def update(message: UpdateWeights, reply: Reply) -> None:
+        number, name = message.question_id, message.version
+        try:
+            version = updates.begin(
+                Path(message.path), name, lambda error: reply(Done(number, error, version))
+            )
+        except EngineBusy as error:
+            reply(Done(number, str(error)))
+
+    def pause(message: SetPause, reply: Reply) -> None:
+        def report() -> None:
+            reply(Done(message.question_id, is_paused=pausing.is_paused))
+
+        if message.is_paused is None:
+            report()
+        else:
+            pausing.set(message.is_paused, message.drains, report)
+
+    return {UpdateWeights: update, SetPause: pause}
+
+
+def announce_changes(updates: WeightUpdates, server: CoreServer) -> None:
+    """Make a server announce new weights to all clients, also to later ones."""
+
+    def announce(version: str) -> None:
+        server.ready = msgspec.structs.replace(server.ready, weights_version=version)
+        server.announce(WeightsChanged(version))
+
+    updates.on_change = announce

@@ -1,0 +1,1 @@
+"""Architectures with DeepSeek's latent attention or DeepSeek's mixtures of experts."""

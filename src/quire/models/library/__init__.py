@@ -1,0 +1,1 @@
+"""Models on this machine and on the hub: find, choose, download, list, remove. No torch."""

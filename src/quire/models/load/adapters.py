@@ -1,0 +1,132 @@
+"""Adapters of a loaded model: enable them on its linear layers, and load them from their files.
+
+Shape legend: R rank, K inputs, N outputs.
+
+A layer may merge several modules of the checkpoint (queries, keys and values), reorder their rows
+or hold one rank's part of them. An adapter's matrices are cut and ordered as the module's own
+weight: B by the layer's rows, A by its columns. Ranks that share a layer's inputs sum their
+results, which include the adapters'.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from quire.base.errors import ConfigError, ModelError
+from quire.models.checkpoint.adapter_files import AdaptedModule, read_adapter
+from quire.models.checkpoint.sources import Rows
+from quire.models.parts.experts import ExpertLinear
+from quire.models.parts.layers import Linear
+from quire.models.vision.tower import VisionTower
+from quire.ops.adapters import AdapterPart, AdapterParts, AdapterSlots
+
+
+@dataclass(frozen=True)
+class ModulePosition:
+    """A module's place in a layer. number: of the layer among the adapted ones. first: the module's
+    first output in it."""
+
+    layer: Linear
+    number: int
+    first: int
+    rows: Rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return outputs and inputs of the module in the checkpoint."""
+        columns = self.layer.columns
+        inputs = self.layer.weight.shape[1] if columns is None else columns.whole
+        return sum(cut.whole for cut in self.rows.cuts), inputs
+
+
+class AdaptedModel:
+    """A model whose linear layers add the adapters of a step's rows. num_slots: adapters that one
+    step can use. dtype: of the adapters' matrices."""
+
+    def __init__(self, model: nn.Module, num_slots: int, dtype: torch.dtype) -> None:
+        layers = list(_layers(model))
+        if not layers:
+            raise ConfigError(
+                "enable_lora: this model has no linear layers that adapters can change; remove it."
+            )
+        self.slots, self._dtype = AdapterSlots(num_slots, len(layers)), dtype
+        self.places: dict[str, ModulePosition] = {}
+        for number, layer in enumerate(layers):
+            layer.adapted, first = (self.slots, number), 0
+            for name, rows in layer.module_rows:
+                self.places[name] = ModulePosition(layer, number, first, rows)
+                first += rows.count
+
+    def load(self, directory: Path, max_rank: int) -> AdapterParts:
+        """Load an adapter. Raises ModelError if its files are invalid or do not fit the model."""
+        files = read_adapter(directory, max_rank)
+        places = [self._place(module, files.weights) for module in files.modules]
+        found: dict[int, list[AdapterPart]] = {}
+        try:
+            with safe_open(files.weights, framework="pt") as file:
+                for module, place in zip(files.modules, places, strict=True):
+                    matrices = file.get_tensor(module.down), file.get_tensor(module.up)
+                    part = self._part(place, module, *matrices)
+                    found.setdefault(place.number, []).append(part)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{files.weights} cannot be read: {error}.") from error
+        return found
+
+    def _place(self, module: AdaptedModule, path: Path) -> ModulePosition:
+        place = self.places.get(module.name)
+        if place is None:  # files may name modules with or without the names of their parents
+            ends = [
+                each
+                for name, each in self.places.items()
+                if name.endswith(f".{module.name}") or module.name.endswith(f".{name}")
+            ]
+            if len(ends) != 1:
+                raise ModelError(
+                    f"{path}: the model has no linear layer {module.name!r} that adapters can"
+                    " change. Experts, embeddings and output heads are not supported."
+                )
+            place = ends[0]
+        if place.shape != (module.outputs, module.inputs):
+            raise ModelError(
+                f"{path}: {module.name} is a layer of {list(place.shape)} in the model, but of"
+                f" {[module.outputs, module.inputs]} in the adapter; it was trained on another"
+                " model."
+            )
+        return place
+
+    def _part(
+        self,
+        place: ModulePosition,
+        module: AdaptedModule,
+        down_RK: torch.Tensor,
+        up_NR: torch.Tensor,
+    ) -> AdapterPart:
+        columns, (rows, order) = place.layer.columns, place.rows.taken()
+        if columns is not None:
+            down_RK = down_RK.narrow(1, columns.first, columns.count)
+        if rows is not None:
+            up_NR = up_NR.narrow(0, rows.first, rows.count)
+        if order is not None:
+            up_NR = up_NR.index_select(0, order)
+        down_RK, up_RN = (each.to(self._dtype).contiguous() for each in (down_RK, up_NR.T))
+        if not (down_RK.isfinite().all() and up_RN.isfinite().all()):
+            raise ModelError(
+                f"the adapter's matrices for {module.name} have numbers that are not finite in"
+                f" {str(self._dtype).removeprefix('torch.')}; train the adapter again."
+            )
+        return AdapterPart(place.first, down_RK, up_RN, module.scale)
+
+
+def _layers(model: nn.Module) -> Iterator[Linear]:
+    """List the linear layers outside of vision towers that compute by `Linear.forward`."""
+    towers = [module for module in model.modules() if isinstance(module, VisionTower)]
+    outside = {id(each) for tower in towers for each in tower.modules()}
+    for layer in model.modules():
+        if not isinstance(layer, Linear) or isinstance(layer, ExpertLinear):
+            continue
+        if type(layer).forward is Linear.forward and id(layer) not in outside:
+            yield layer

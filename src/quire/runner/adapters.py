@@ -1,0 +1,113 @@
+"""Adapters of a runner's rows: load them into slots, and set which rows of a step use which.
+
+Adapters are loaded by any thread while steps run. The caller assigns slots, and never replaces an
+adapter that an unfinished request uses. Plans in flight may still have rows of finished requests.
+So a loaded adapter waits for its slot until a later plan has released those rows. The most recently
+used adapters stay in memory, in a slot or not.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.base.errors import EngineError, ModelError
+from quire.base.plan import Plan
+from quire.base.settings.lora import LoraConfig
+from quire.models.checkpoint.adapter_files import adapter_digest
+from quire.models.load.adapters import AdaptedModel
+from quire.ops.adapters import AdapterParts, AdapterSlots, Group
+from quire.runner.attachment import ForwardPart
+
+
+@dataclass(frozen=True)
+class StepAdapters(ForwardPart):
+    """The rows of one step that use adapters, as indices of the step's tokens by slot."""
+
+    slots: AdapterSlots
+    groups: Sequence[Group] = ()
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Return whether no row uses an adapter."""
+        return not self.groups
+
+    def before(self) -> None:
+        """Set the groups for the step's forward pass."""
+        self.slots.begin_step(self.groups)
+
+
+class RowAdapters:
+    """Adapters of a runner's rows, an `Attachment` of its forward pass."""
+
+    def __init__(self, adapted: AdaptedModel, config: LoraConfig) -> None:
+        self._adapted = adapted
+        self._max_rank, self._num_held = config.max_lora_rank, config.num_held
+        # Adapters in memory by id, least recently used first.
+        self._held: OrderedDict[str, AdapterParts] = OrderedDict()
+        self._loading = threading.Lock()
+        self._arrived: deque[tuple[int, str, AdapterParts]] = deque()  # in no slot yet
+        self._slots: list[str] = [""] * config.max_loras  # ids
+        self._rows: dict[int, str] = {}  # ids of rows that use an adapter
+        self.at_rest = StepAdapters(adapted.slots)
+
+    def load(self, slot: int, adapter_id: str, path: str) -> None:
+        """Load an adapter from its directory, unless it is in memory, and assign it to a slot. Any
+        thread may call this. Raises ModelError if its files are unsuitable or have changed."""
+        with self._loading:
+            parts = self._held.get(adapter_id)
+            if parts is None:
+                if adapter_digest(Path(path)) != adapter_id:
+                    raise ModelError(
+                        f"the files of the adapter in {path} have changed since it was added; add"
+                        " it again."
+                    )
+                parts = self._adapted.load(Path(path), self._max_rank)
+            self._held[adapter_id] = parts
+            self._held.move_to_end(adapter_id)
+            while len(self._held) > self._num_held:
+                self._held.popitem(last=False)
+            self._arrived.append((slot, adapter_id, parts))
+
+    def prepare(self, plan: Plan) -> StepAdapters:
+        """Note which rows a plan starts, forks and releases; return the adapters of its step."""
+        rows = self._rows
+        for row in plan.released.tolist() if rows else ():
+            rows.pop(row, None)
+        for start in plan.started:
+            rows.pop(start.row, None)
+            if start.adapter_id:
+                rows[start.row] = start.adapter_id
+        for fork in plan.forked if rows else ():
+            rows.pop(fork.child, None)
+            if fork.parent in rows:
+                rows[fork.child] = rows[fork.parent]
+        self._fill_slots()
+        groups = self._groups(plan) if rows else ()
+        return StepAdapters(self._adapted.slots, groups) if groups else self.at_rest
+
+    def _fill_slots(self) -> None:
+        """Put loaded adapters into their slots, in the order of loading. Stop at a slot whose
+        adapter rows still use, once all rows have their adapters."""
+        used = set(self._rows.values())
+        while self._arrived:
+            slot, adapter_id, parts = self._arrived[0]
+            if self._slots[slot] in used and used.issubset(self._slots):
+                return
+            self._arrived.popleft()
+            self._slots[slot] = adapter_id
+            self._adapted.slots.put(slot, parts)
+
+    def _groups(self, plan: Plan) -> list[Group]:
+        """Return the step's tokens that use adapters, by slot."""
+        found: dict[str, list[int]] = {}
+        begin = 0
+        for row, num in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            if row in self._rows:
+                found.setdefault(self._rows[row], []).extend(range(begin, begin + num))
+            begin += num
+        missing = found.keys() - set(self._slots)
+        if missing:
+            raise EngineError(f"the adapters {sorted(missing)} are in no slot")
+        return [(self._slots.index(adapter_id), tokens) for adapter_id, tokens in found.items()]

@@ -1,0 +1,1 @@
+"""Routes of LM Studio's REST API, below /api/v0/."""

@@ -1,0 +1,186 @@
+"""Orders of a trainer under vLLM's paths: pause an engine, and replace its weights.
+
+    POST /pause?mode=keep         stop between two steps, until /resume
+    POST /start_weight_update     begin an empty folder for chunks
+    POST /update_weights/chunk    add one chunk; the body is a safetensors file
+    POST /finish_weight_update    load all chunks, and use them from the next step on
+
+`/update_weights` with a path loads at once and needs no start. Chunks are written to shared memory;
+no pickle is read. On a server with keys, these routes need `admin_api_key`. Without keys, only
+connections from the same machine may use them.
+"""
+
+import ipaddress
+from typing import Annotated, Any, Literal
+
+import fastapi
+from pydantic import Field
+
+from quire.base.errors import RequestError
+from quire.engine.client.async_client import PAUSE_MODES, pause
+from quire.serve.bodies.open_body import StrictBody, at_most, becomes
+from quire.serve.bodies.protocol import FilePath, Label
+from quire.serve.bodies.reading import BoundedRoute
+from quire.serve.bodies.validation_errors import shown
+from quire.serve.context import Api, ApiContext
+from quire.serve.errors import ApiError, bad_request
+from quire.serve.native.admin import check_admin
+
+WAYS = "/update_weights with a path, or chunks of safetensors files"
+
+MAX_INIT_FIELDS = 32
+InitInfo = Annotated[dict[str, Any], Field(max_length=MAX_INIT_FIELDS), at_most(MAX_INIT_FIELDS)]
+
+router = fastapi.APIRouter(route_class=BoundedRoute)
+chunks = fastapi.APIRouter()  # its bodies are not JSON
+
+
+class InitBody(StrictBody):
+    """A body of /init_weight_transfer_engine. init_info: empty, or `backend` as `path` or
+    `http`."""
+
+    init_info: InitInfo | None = becomes("nothing: both transports need no preparation")
+
+
+class StartBody(StrictBody):
+    """A body of /start_weight_update."""
+
+    is_checkpoint_format: Literal[True] = becomes(
+        "nothing: names are the checkpoint's", default=True
+    )
+
+
+class UpdateInfo(StrictBody):
+    """vLLM's envelope of an update."""
+
+    path: FilePath = becomes("UpdateWeights.path", default=...)
+
+
+class UpdateBody(StrictBody):
+    """A body of /update_weights. path: folder or GGUF file on the engine's machine, either here or
+    in update_info."""
+
+    path: FilePath | None = becomes("UpdateWeights.path")
+    update_info: UpdateInfo | None = becomes("UpdateWeights.path")
+    weights_version: Label = becomes("UpdateWeights.version", default="")
+
+
+class FinishBody(StrictBody):
+    """A body of /finish_weight_update."""
+
+    weights_version: Label = becomes("UpdateWeights.version", default="")
+
+
+@router.post("/pause")
+async def pause_engine(
+    request: fastapi.Request, api: Api, mode: str = "abort", clear_cache: bool = True
+) -> dict[str, str]:
+    """Pause between two steps. mode: `abort` ends running requests with their output so far,
+    `wait` lets them finish, `keep` freezes them. Later requests wait for /resume."""
+    client = _of_one_model(request, api).client
+    if mode not in PAUSE_MODES:
+        raise bad_request(f"mode={mode!r} is unknown; use {', '.join(PAUSE_MODES)}.", "mode")
+    await pause(client, mode, clear_cache=clear_cache)
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume_engine(request: fastapi.Request, api: Api) -> dict[str, str]:
+    """Continue after /pause."""
+    await _of_one_model(request, api).client.pause(False)
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(request: fastapi.Request, api: Api) -> dict[str, bool]:
+    """Return whether /pause is in effect."""
+    return {"is_paused": await _of_one_model(request, api).client.pause(None)}
+
+
+@router.post("/init_weight_transfer_engine")
+async def init_transfer(
+    request: fastapi.Request, api: Api, body: InitBody | None = None
+) -> dict[str, str]:
+    """Accept the transports that quire has; refuse others."""
+    _of_one_model(request, api)
+    info = (body or InitBody()).init_info or {}
+    if info.keys() - {"backend"} or info.get("backend", "path") not in ("path", "http"):
+        names = ", ".join(map(shown, info))
+        raise bad_request(f"init_info with {names} is not supported; use {WAYS}.", "init_info")
+    return {"message": "Weight transfer initialized"}
+
+
+@router.post("/start_weight_update")
+async def start_update(
+    request: fastapi.Request, api: Api, body: StartBody | None = None
+) -> dict[str, str]:
+    """Begin an empty set of chunks, in place of an unfinished one."""
+    context = _of_one_model(request, api)
+    if context.config.api_server_count > 1:
+        raise bad_request(
+            "chunks need one API process, because each connection may reach another one; use"
+            " /update_weights with a path, or api_server_count=1."
+        )
+    context.uploads.begin()
+    return {"message": "Weight update started"}
+
+
+@chunks.post("/update_weights/chunk")
+async def add_chunk(request: fastapi.Request) -> dict[str, int]:
+    """Store one chunk, a safetensors file with some of the tensors."""
+    context = _of_one_model(request, request.app.state.context)
+    return {"chunks": await context.uploads.add(request)}
+
+
+@router.post("/update_weights")
+async def update_weights(request: fastapi.Request, api: Api, body: UpdateBody) -> dict[str, str]:
+    """Load the weights of a path, and use them from the next step on."""
+    context = _of_one_model(request, api)
+    path = body.path or (body.update_info.path if body.update_info is not None else None)
+    if path is None:
+        raise bad_request(f"the body names no weights; use {WAYS}.", "path")
+    return await _update(context, path, body.weights_version)
+
+
+@router.post("/finish_weight_update")
+async def finish_update(
+    request: fastapi.Request, api: Api, body: FinishBody | None = None
+) -> dict[str, str]:
+    """Load all chunks, and use them from the next step on."""
+    context = _of_one_model(request, api)
+    with context.uploads.take() as folder:
+        return await _update(context, folder, (body or FinishBody()).weights_version)
+
+
+async def _update(context: ApiContext, path: str, version: str) -> dict[str, str]:
+    try:
+        made = await context.client.update_weights(path, version)
+    except RequestError as error:
+        raise bad_request(f"the old weights stay: {error}", "path") from error
+    return {"message": "Weights updated", "weights_version": made}
+
+
+def _of_one_model(request: fastapi.Request, api: ApiContext) -> ApiContext:
+    """Return the context of the server's model. Raise ApiError without the right to change it, or
+    with several models."""
+    check_admin(request.scope, api.config, "the weights are shared by all keys")
+    client = request.scope.get("client")
+    if not api.config.api_key and client is not None and not _is_local(client[0]):
+        raise ApiError(
+            403,
+            "without keys, only this machine may pause the engine or replace its weights; set"
+            " api_key and admin_api_key.",
+            "permission_error",
+            code="not_an_admin",
+        )
+    if api.models:
+        raise bad_request("a server of several models cannot replace weights; start one for each.")
+    return api
+
+
+def _is_local(host: str) -> bool:
+    """Return whether a client's address is of this machine. A Unix socket has no address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return not host

@@ -1,0 +1,1 @@
+"""Plans of a model on a device: memory, other formats, and advice if it does not fit."""

@@ -1,0 +1,60 @@
+"""Settings of adapters: their ranges, and `--lora-modules` in both forms."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.base.settings.config import ServerConfig, config_from_flat
+from quire.base.settings.lora import LoraConfig, LoraModule, is_name, parse_modules
+
+
+def test_as_many_adapters_stay_in_memory_as_are_in_use_unless_set() -> None:
+    assert LoraConfig(max_loras=3).num_held == 3
+    assert LoraConfig(max_loras=3, max_cpu_loras=9).num_held == 9
+    assert LoraConfig(max_lora_rank=64).usable_rank == 0
+    assert LoraConfig(enable_lora=True, max_lora_rank=64).usable_rank == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_lora_rank": 257}, "from 1 to 256"),
+        ({"max_lora_rank": 0}, "from 1 to 256"),
+        ({"max_loras": 0}, "max_loras"),
+        ({"max_loras": 4, "max_cpu_loras": 3}, "at least max_loras=4"),
+        ({"enable_lora": True, "pipeline_parallel_size": 2}, "stages"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_flat(**settings)
+
+
+def test_names() -> None:
+    assert all(map(is_name, ("sql", "org/name:2@v1.0+x", "a" * 128)))
+    assert not any(map(is_name, ("", "a b", "a\n", "é" * 129, 3, None)))
+
+
+def test_modules_are_pairs_or_json() -> None:
+    given = ("a=/x=y", '{"name": "b", "path": "/z", "base_model_name": "demo"}')
+    assert parse_modules(given) == [LoraModule("a", "/x=y"), LoraModule("b", "/z", "demo")]
+    two = '[{"name": "b", "path": "/z"}, {"name": "c", "path": "/z"}]'
+    assert [each.name for each in parse_modules((two,))] == ["b", "c"]
+    for wrong in (
+        "a",
+        "=x",
+        "a=",
+        "a b=/x",
+        '{"name": "a"}',
+        "[1]",
+        '{"name": 1}',
+        "{",
+        "[" * 9999,
+    ):
+        with pytest.raises(ConfigError, match="lora_modules must be"):
+            ServerConfig(lora_modules=(wrong,))
+    with pytest.raises(ConfigError, match="different names"):
+        ServerConfig(lora_modules=("a=/x", "a=/y"))
+    with pytest.raises(ConfigError, match="unknown fields"):
+        ServerConfig(lora_modules=('{"name": "a", "path": "/x", "rank": 3}',))

@@ -1,0 +1,292 @@
+"""Products of one or two rows with the norm before them, and the gate or the addition after them.
+
+They are near float64 and taken where they serve, so that a layer takes six launches.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.models.parts.layers import GATES
+from quire.ops import gpu
+from quire.ops.elementwise import add, gelu_mul, gelu_tanh_mul, silu_mul
+from quire.ops.fused_linear import ACTIVATIONS, fuses, linear_add, normed_gate, normed_linear
+from quire.ops.kernels import few_rows as kernels
+from quire.ops.kernels.attention import attention_tiles
+from quire.ops.kernels.attention.attention_tiles import Machine
+from quire.ops.kernels.launch import INTERPRETED, MERGE_LAST
+from quire.ops.linear import linear
+from quire.ops.norms import rms_norm
+from quire.ops.precision import FixedOrderWeight
+from quire.ops.registry import record_ops
+from tests.kernels.test_few_rows import EPSILON, logprobs_of, numbers, weight_of
+from tests.kernels.test_model import SETTINGS, used  # noqa: F401 (a fixture)
+from tests.kernels.test_step_bytes import (
+    CONFIG,
+    CONTEXT,
+    WIDTH,
+    as_on_gpu,  # noqa: F401 (a fixture)
+    step_of,
+)
+
+# Outputs, inputs: a part of a step; one step; several, of which the last is a part; many.
+SIZES = [(13, 256), (5, 1024), (5, 2048), (7, 2896), (3, 8192)]
+EPS = 1e-5
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
+    """Within half a last place for each rounding to the dtype, and what float32 adds to it."""
+    assert got.dtype == dtype and got.shape == wanted.shape
+    bound = roundings * EPSILON[dtype]
+    torch.testing.assert_close(
+        got.double(), wanted, atol=2e-6 + (roundings - 1) * bound, rtol=bound
+    )
+
+
+def normed(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * norm.double()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_norm_before_a_product(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rounded once, at the end."""
+    outputs, inputs = size
+    weight = weight_of(outputs, inputs, dtype, device)
+    bias = numbers(outputs, seed=3, dtype=dtype, device=device)
+    x = 3 * numbers(2, inputs, seed=2, dtype=dtype, device=device)
+    for norm_dtype, b in ((dtype, None), (torch.float32, bias)):
+        norm = 1 + numbers(inputs, seed=4, dtype=norm_dtype, device=device) / 4
+        wanted = normed(x, norm) @ weight.double().T + (0 if b is None else b.double())
+        both = kernels.normed(x, norm, EPS, weight, b)
+        close(both, wanted, dtype)
+        alone = torch.cat([kernels.normed(row[None], norm, EPS, weight, b) for row in x])
+        assert torch.equal(both, alone), "a row is the same alone"
+
+
+@pytest.mark.parametrize("gate", [silu_mul, gelu_mul, gelu_tanh_mul])
+@pytest.mark.parametrize("size", [(5, 512), (3, 2896)], ids=str)
+def test_a_gate_after_a_product(
+    size: tuple[int, int], gate: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    outputs, inputs = size
+    weight = weight_of(2 * outputs, inputs, dtype, device)
+    bias = numbers(2 * outputs, seed=3, dtype=dtype, device=device)
+    norm = 1 + numbers(inputs, seed=4, dtype=dtype, device=device) / 4
+    x = numbers(2, inputs, seed=2, dtype=dtype, device=device)
+    for b in (None, bias):
+        product = normed(x, norm) @ weight.double().T + (0 if b is None else b.double())
+        got = kernels.normed(x, norm, EPS, weight, b, ACTIVATIONS[gate])
+        close(got, gate(product), dtype, roundings=6)
+
+
+@pytest.mark.parametrize("size", [(13, 256), (5, 3072), (3, 14336)], ids=str)
+def test_an_addition_after_a_product(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """The product is rounded before, so the sum has the bits of two operations."""
+    outputs, inputs = size
+    weight = weight_of(outputs, inputs, dtype, device)
+    bias = numbers(outputs, seed=3, dtype=dtype, device=device)
+    x = numbers(2, inputs, seed=2, dtype=dtype, device=device)
+    residual = numbers(2, outputs, seed=5, dtype=dtype, device=device)
+    for rows, b in ((1, None), (2, bias)):
+        got = kernels.added(x[:rows], weight, b, residual[:rows])
+        assert torch.equal(got, add(kernels.few_rows(x[:rows], weight, b), residual[:rows]))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has no launch that only seems to overlap")
+def test_weights_that_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, and each launch waits once per program."""
+    cpu, waits = torch.device("cpu"), list[int]()
+    x, weight = numbers(2, 2896, seed=2, dtype=torch.float16, device=cpu), None
+    weight = weight_of(6, 2896, torch.float16, cpu)
+    norm, residual = torch.ones(2896), numbers(2, 6, seed=5, dtype=torch.float16, device=cpu)
+
+    def each() -> list[torch.Tensor]:
+        return [
+            kernels.normed(x, norm, EPS, weight),
+            kernels.normed(x, norm, EPS, weight, None, "silu"),
+            kernels.added(x, weight, None, residual),
+        ]
+
+    wanted = each()
+    monkeypatch.setattr(kernels, "overlaps", lambda device: True)
+    monkeypatch.setattr(kernels, "pdl_option", lambda is_on: {})
+    monkeypatch.setattr(kernels, "gdc_wait", lambda: waits.append(0))
+    monkeypatch.setattr(kernels, "gdc_launch_dependents", lambda: None)
+    assert all(map(torch.equal, each(), wanted))
+    assert len(waits) == 3 + 3 + 2, "programs of two, one and four outputs"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="only a GPU lets launches overlap")
+def test_a_chain_of_overlapping_launches(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded and replayed often, it gives the bits of launches one after another."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("the device has no programmatic launch")
+    size, inner, dtype = 1024, 3072, torch.bfloat16
+    norm = torch.ones(size, dtype=dtype, device=device)
+    up = [weight_of(2 * inner, size, dtype, device, seed=i) for i in range(8)]
+    down = [weight_of(size, inner, dtype, device, seed=8 + i) for i in range(8)]
+    x = numbers(2, size, seed=2, dtype=dtype, device=device)
+
+    def chain() -> torch.Tensor:
+        stream = x
+        for first, second in zip(up, down, strict=True):
+            inner_TF = kernels.normed(stream, norm, EPS, first, None, "silu")
+            stream = kernels.added(inner_TF, second, None, stream)
+        return stream
+
+    wanted = chain()
+    monkeypatch.setattr(kernels, "overlaps", lambda device: True)
+    assert torch.equal(chain(), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(1000):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "inputs", "has_norm", "is_fused"),
+    [
+        (1, 9, 256, True, True),
+        (2, 9, 256, False, True),
+        (3, 9, 256, True, False),
+        (0, 9, 256, True, False),
+        (1, 9, 240, True, False),  # less than a step
+        (1, 9, 264, True, False),  # rows that begin between loads
+        (1, 2, 8192, True, True),
+        (1, 2, 8192 + 16, True, False),  # more would spill registers
+        (1, 2, 16384, False, True),
+        (1, 2, 16384 + 16, False, False),
+    ],
+)
+def test_what_is_fused(
+    num_rows: int,
+    outputs: int,
+    inputs: int,
+    has_norm: bool,
+    is_fused: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(num_rows, inputs, dtype=torch.float16, device=device)
+    weight = torch.ones(outputs, inputs, dtype=torch.float16, device=device)
+    if INTERPRETED:
+        assert not fuses(x, weight, has_norm=has_norm), "a CPU fuses nothing"
+        monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    assert fuses(x, weight, has_norm=has_norm) == is_fused
+    assert not fuses(x, FixedOrderWeight(weight), has_norm=has_norm)
+    assert not fuses(x.float(), weight.float(), has_norm=has_norm)
+    monkeypatch.setattr(kernels, "MAX_FUSED_BYTES", weight.nbytes - 1)
+    assert not fuses(x, weight, has_norm=has_norm)
+
+
+def test_elsewhere_they_are_separate_operations() -> None:
+    """To the last bit, on a CPU."""
+    x, norm, residual = torch.randn(3, 256), torch.rand(256), torch.randn(3, 10)
+    weight, bias = torch.randn(10, 256), torch.randn(10)
+    product = linear(rms_norm(x, norm, EPS), weight, bias)
+    assert torch.equal(normed_linear(x, norm, EPS, weight, bias), product)
+    assert torch.equal(normed_gate(x, norm, EPS, weight, bias, silu_mul), silu_mul(product))
+    wanted = linear(x, weight, bias) + residual
+    assert torch.equal(linear_add(x, weight, bias, residual), wanted)
+
+
+def test_all_gates_of_models_are_fused() -> None:
+    assert set(GATES.values()) == set(ACTIVATIONS)
+
+
+# ---- in a model ------------------------------------------------------------------------------
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 99}
+
+
+@pytest.mark.parametrize(
+    ("rows", "launches"),
+    [
+        pytest.param(1, 6, marks=pytest.mark.slow),
+        (2, 6),
+        pytest.param(3, 9, marks=pytest.mark.slow),
+    ],
+)
+def test_launches_of_a_layer(
+    rows: int,
+    launches: int,
+    as_on_gpu: None,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms, gate and additions take no launch of their own, and no bytes but the stream's."""
+    if not INTERPRETED:
+        pytest.skip("it looks into Triton's interpreter")
+    short = step_of(1, tmp_path / "short", monkeypatch, rows, WIDE)
+    long = step_of(2, tmp_path / "long", monkeypatch, rows, WIDE)
+    assert len(long.launches) - len(short.launches) == launches, long.launches
+    if launches == 6:
+        size, inner, heads, kv_heads = 256, 256, 4 * 64, 2 * 64
+        qkv = heads + 2 * kv_heads
+        weights = size * (qkv + heads + 3 * inner + 2)
+        # The stream is read by both norms and both additions, and written by the additions.
+        token = 6 * size + 2 * qkv + 2 * heads + heads + 2 * inner
+        wanted = WIDTH * (weights + rows * (token + CONTEXT * 2 * kv_heads))
+        found = long.total - short.total
+        assert 0.98 * wanted < found < 1.03 * wanted, f"{found:.0f} bytes, {wanted} expected"
+
+
+@pytest.mark.parametrize("merges_last", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_launches_of_a_layer_whose_keys_are_split(
+    merges_last: bool,
+    as_on_gpu: None,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The merge takes a launch, or none if the last program of a row and KV head merges."""
+    if not INTERPRETED:
+        pytest.skip("it looks into Triton's interpreter")
+    monkeypatch.setenv(MERGE_LAST, str(int(merges_last)))
+    monkeypatch.setattr(attention_tiles, "machine_of", lambda device: Machine(12))
+    layers = [
+        step_of(n, tmp_path / str(n), monkeypatch, 1, WIDE, context=100).launches for n in (1, 2)
+    ]
+    num_merges = [[name for name, _ in each].count("_merge_kernel") for each in layers]
+    assert num_merges == ([0, 0] if merges_last else [1, 2])
+    assert len(layers[1]) - len(layers[0]) == (6 if merges_last else 7), layers
+
+
+def test_a_model_with_it(
+    used: set[str],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two rows decode, then one: the tokens of separate operations, and nearly their logarithms."""
+    config = CONFIG | WIDE | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    settings = SETTINGS | {"dtype": "float16", "load_format": "dummy", "max_model_len": 32}
+    settings |= {"device": "cpu" if INTERPRETED else "cuda"}
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8][: 4 - i]} for i in range(2)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=1) for n in (2, 3)
+    ]
+    found = []
+    for max_rows in (2, 0):
+        monkeypatch.setattr(kernels, "MAX_FUSED_ROWS", max_rows)
+        with LLM(str(tmp_path), **settings) as llm, record_ops() as record:
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+        fused = {"normed_linear", "normed_gate", "linear_add"}
+        assert fused & set(record.names) == (fused if max_rows else set())
+        found.append(outputs)
+    for got, wanted in zip(*found, strict=True):
+        assert got.token_ids == wanted.token_ids
+        torch.testing.assert_close(logprobs_of(got), logprobs_of(wanted), atol=5e-3, rtol=0)

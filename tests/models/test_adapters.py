@@ -1,0 +1,172 @@
+"""Adapters compute what the merged model computes, for every family and every way to group rows."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.base.errors import ModelError
+from quire.models.checkpoint.files import safetensors_shapes, weight_files
+from quire.models.load.adapters import AdaptedModel
+from quire.models.load.loading import LoadOptions, load_model
+from quire.ops.host.native import core
+from quire.tools.verify.paged import CPU, Paging, run_paged
+from tests.support.models.checkpoints import exact_logits, random_tokens, write_checkpoint
+from tests.support.models.quick import one_of_each_type
+from tests.support.runner.adapters import Shape, merge, write_adapter
+
+EXACT = 1e-10
+MAX_RANK = 256
+
+
+def adaptable(adapted: AdaptedModel, directory: Path) -> dict[str, Shape]:
+    """The shapes of the modules that adapters can change."""
+    stored = safetensors_shapes(weight_files(directory))
+    places = adapted.places
+    return {name: place.shape for name, place in places.items() if f"{name}.weight" in stored}
+
+
+def load(directory: Path, spec: Any, dtype: torch.dtype = torch.float64) -> Any:
+    return load_model(directory, spec, dtype, CPU, LoadOptions())
+
+
+@pytest.mark.parametrize("variant", one_of_each_type())
+def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> None:
+    made = write_checkpoint(tmp_path / "base", variant)
+    model = load(made.directory, made.spec)
+    adapted = AdaptedModel(model, 1, torch.float64)
+    modules = adaptable(adapted, made.directory)
+    assert modules, "nothing would be tested"
+    write_adapter(tmp_path / "adapter", modules)
+    turned = frozenset(name for name in modules if adapted.places[name].layer.is_transposed)
+    merge(made.directory, tmp_path / "adapter", tmp_path / "merged", turned)
+    tokens, paging = random_tokens(12), Paging(dtype=torch.float64)
+    [base] = run_paged(model, made.spec, tokens, [[12]], paging)
+    adapted.slots.put(0, adapted.load(tmp_path / "adapter", MAX_RANK))
+
+    def use(lens: Sequence[int]) -> None:
+        adapted.slots.begin_step([(0, range(lens[0]))])
+
+    [found] = run_paged(model, made.spec, tokens, [[7, 5]], paging, use)
+    [wanted] = run_paged(load(tmp_path / "merged", made.spec), made.spec, tokens, [[12]], paging)
+    scale = wanted.abs().max()
+    assert (found - wanted).abs().max() <= EXACT * scale
+    assert (found - base).abs().max() > 1e-3 * scale
+
+
+def test_transformers_computes_the_same_from_the_merged_checkpoint(tmp_path: Path) -> None:
+    made = write_checkpoint(tmp_path / "base", "llama")
+    model = load(made.directory, made.spec)
+    adapted = AdaptedModel(model, 1, torch.float64)
+    write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 4, use_rslora=True)
+    merge(made.directory, tmp_path / "adapter", tmp_path / "merged")
+    adapted.slots.put(0, adapted.load(tmp_path / "adapter", MAX_RANK))
+    adapted.slots.begin_step([(0, range(9))])
+    tokens = random_tokens(9)
+    [found] = run_paged(model, made.spec, tokens, [[9]], Paging(dtype=torch.float64))
+    [wanted] = exact_logits(tmp_path / "merged", tokens)
+    assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Rows of ranks 1, 8, 64 and 256 and base rows, in the recorded program."""
+    made = write_checkpoint(tmp_path / "base", "qwen3")
+    model = load(made.directory, made.spec, dtype)
+    ranks = 1, 8, 64, 256
+    adapted = AdaptedModel(model, len(ranks), dtype)
+    modules = adaptable(adapted, made.directory)
+    for slot, rank in enumerate(ranks):
+        write_adapter(tmp_path / f"{rank}", modules, rank, seed=rank)
+        adapted.slots.put(slot, adapted.load(tmp_path / f"{rank}", MAX_RANK))
+    paging = Paging(dtype=dtype, backend="cpu", native=True)
+    sequences = random_tokens(9, 6, 11, 8, 5, 7)
+    slots = [0, None, 1, 2, 3, 0]  # by sequence; None: the base model
+
+    def run(numbers: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        def use(lens: Sequence[int]) -> None:
+            groups: dict[int, list[int]] = {}
+            begin = 0
+            for number, length in zip(numbers, lens, strict=True):
+                if slots[number] is not None:
+                    groups.setdefault(slots[number], []).extend(range(begin, begin + length))
+                begin += length
+            adapted.slots.begin_step(list(groups.items()))
+
+        own = [sequences[number] for number in numbers]
+        found = run_paged(model, made.spec, own, chunks, paging, use)
+        adapted.slots.begin_step(())  # before the next program is traced
+        return found
+
+    together = run(range(6), [[4, 5], [6], [1, 10], [8], [0, 5], [3, 4]])
+    for number, found in enumerate(together):
+        [alone] = run([number], [[len(sequences[number])]])
+        assert torch.equal(found, alone), f"sequence {number}"
+    plain = load(made.directory, made.spec, dtype)
+    [base] = run_paged(plain, made.spec, sequences[1:2], [[6]], paging)
+    assert torch.equal(together[1], base)
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_the_program_computes_what_the_reference_computes(tmp_path: Path) -> None:
+    made = write_checkpoint(tmp_path / "base", "llama")
+    tokens, found = random_tokens(10), []
+    for dtype, native in ((torch.float64, False), (torch.float32, True)):
+        model = load(made.directory, made.spec, dtype)
+        adapted = AdaptedModel(model, 2, dtype)
+        if not found:
+            write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 5)
+        adapted.slots.put(1, adapted.load(tmp_path / "adapter", MAX_RANK))
+        use = partial(lambda slots, lens: slots.begin_step([(1, range(lens[0]))]), adapted.slots)
+        paging = Paging(dtype=dtype, backend="cpu" if native else "torch", native=native)
+        found += run_paged(model, made.spec, tokens, [[10]], paging, use)
+    torch.testing.assert_close(found[1].double(), found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> AdaptedModel:
+    made = write_checkpoint(tmp_path / "base", "llama")
+    return AdaptedModel(load(made.directory, made.spec), 1, torch.float64)
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def test_an_adapter_may_change_some_of_the_merged_modules(
+    llama: AdaptedModel, tmp_path: Path
+) -> None:
+    value = QUERY.replace("q_proj", "v_proj")
+    write_adapter(tmp_path / "a", {value: llama.places[value].shape}, 3)
+    [[part]] = llama.load(tmp_path / "a", MAX_RANK).values()
+    assert part.first == llama.places[value].first > 0
+    assert part.down_RK.shape == (3, 32) and part.up_RN.shape == (3, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("model.layers.9.self_attn.q_proj", (32, 32), "no linear layer"),
+        ("lm_head", (32, 32), "no linear layer"),
+        ("q_proj", (32, 32), "no linear layer"),  # of several layers
+        (QUERY, (32, 31), "trained on another model"),
+        (QUERY, (31, 32), "trained on another model"),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused(
+    llama: AdaptedModel, tmp_path: Path, name: str, shape: Shape, message: str
+) -> None:
+    write_adapter(tmp_path / "a", {name: shape})
+    with pytest.raises(ModelError, match=message):
+        llama.load(tmp_path / "a", MAX_RANK)
+
+
+def test_numbers_that_are_not_finite_are_refused(llama: AdaptedModel, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", {QUERY: (32, 32)}, size=float("inf"))
+    with pytest.raises(ModelError, match="not finite"):
+        llama.load(tmp_path / "a", MAX_RANK)

@@ -1,0 +1,151 @@
+"""Adapters of a runner's rows: which tokens of a step use which slot, and what stays in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.errors import EngineError, ModelError
+from quire.base.plan import Plan, RowFork, RowStart
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.lora import LoraConfig
+from quire.models.checkpoint.adapter_files import adapter_digest
+from quire.runner.adapters import RowAdapters
+from tests.support.runner.adapters import write_adapter
+
+SHAPES = {"layer": (4, 4)}
+
+
+class FakeSlots:
+    def __init__(self) -> None:
+        self.put_in: list[tuple[int, Any]] = []
+        self.groups: Any = None
+
+    def put(self, slot: int, parts: Any) -> None:
+        self.put_in.append((slot, parts))
+
+    def begin_step(self, groups: Any) -> None:
+        self.groups = groups
+
+
+class FakeModel:
+    """It "loads" an adapter as the name of its directory."""
+
+    def __init__(self) -> None:
+        self.slots, self.loads = FakeSlots(), list[str]()
+
+    def load(self, directory: Path, max_rank: int) -> str:
+        self.loads.append(directory.name)
+        return directory.name
+
+
+class Bench:
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.model = FakeModel()
+        config = LoraConfig(enable_lora=True, **settings)
+        self.adapters = RowAdapters(self.model, config)  # type: ignore[arg-type]
+        self.folder = folder
+        self.ids: dict[str, str] = {}
+        for seed, name in enumerate("xyz"):
+            self.ids[name] = adapter_digest(write_adapter(folder / name, SHAPES, seed=seed))
+
+    def load(self, slot: int, name: str) -> None:
+        self.adapters.load(slot, self.ids[name], str(self.folder / name))
+
+    def start(self, row: int, name: str = "") -> RowStart:
+        tokens, adapter_id = np.zeros(4, np.int32), self.ids[name] if name else ""
+        return RowStart(row, tokens, 0, 4, SamplingParams(), 0, adapter_id=adapter_id)
+
+    def groups(self, **plan: Any) -> dict[int, list[int]]:
+        made = {
+            key: np.array(each, np.int32) if key in ARRAYS else each for key, each in plan.items()
+        }
+        part = self.adapters.prepare(Plan(0, **made))
+        part.before()
+        assert part.can_be_recorded is not bool(part.groups)
+        assert self.model.slots.groups == part.groups
+        return {slot: list(rows) for slot, rows in part.groups}
+
+
+ARRAYS = {"rows", "num_tokens", "released"}
+
+
+def test_tokens_are_grouped_by_adapter(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_loras=2)
+    bench.load(1, "x")
+    bench.load(0, "y")
+    started = [bench.start(5, "x"), bench.start(2), bench.start(7, "y"), bench.start(3, "x")]
+    found = bench.groups(rows=[5, 2, 7, 3], num_tokens=[2, 3, 1, 2], started=started)
+    assert found == {1: [0, 1, 6, 7], 0: [5]}
+    assert bench.model.slots.put_in == [(1, "x"), (0, "y")]
+    assert bench.groups(rows=[2, 7], num_tokens=[1, 1]) == {0: [1]}
+    assert bench.groups(rows=[2], num_tokens=[1]) == {}
+
+
+def test_forks_and_released_rows(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.load(0, "x")
+    assert bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
+    forked = [RowFork(1, 2, 1)]
+    assert bench.groups(rows=[1, 2], num_tokens=[1, 1], forked=forked) == {0: [0, 1]}
+    found = bench.groups(rows=[2], num_tokens=[1], released=[1])
+    assert found == {0: [0]}
+    # Another request takes the row; repeating the plan changes nothing.
+    again = {"rows": [2, 1], "num_tokens": [1, 4], "started": [bench.start(2)], "released": [2]}
+    for _ in range(2):
+        assert bench.groups(**again) == {}
+
+
+def test_an_adapter_leaves_after_the_last_plan_that_uses_it(tmp_path: Path) -> None:
+    """Its request ends while a plan with its row is in flight, and the slot is given away."""
+    bench = Bench(tmp_path, max_loras=1)
+    bench.load(0, "x")
+    assert bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
+    bench.load(0, "y")
+    bench.load(0, "z")  # the request for y has ended, too; a plan in flight starts it
+    assert bench.groups(rows=[2], num_tokens=[4], started=[bench.start(2)]) == {}
+    assert bench.groups(rows=[1], num_tokens=[1]) == {0: [0]}
+    assert bench.model.slots.put_in == [(0, "x")]
+    started = [bench.start(3, "y")]
+    assert bench.groups(rows=[3], num_tokens=[2], started=started, released=[1]) == {0: [0, 1]}
+    started = [bench.start(1, "z")]
+    assert bench.groups(rows=[1], num_tokens=[2], started=started, released=[3]) == {0: [0, 1]}
+    assert bench.model.slots.put_in == [(0, "x"), (0, "y"), (0, "z")]
+
+
+def test_an_adapter_moves_to_another_slot_while_rows_use_it(tmp_path: Path) -> None:
+    """Its first slot is given away, and it is loaded into a second one."""
+    bench = Bench(tmp_path, max_loras=2)
+    bench.load(0, "x")
+    assert bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
+    bench.load(0, "y")
+    bench.load(1, "x")
+    started = [bench.start(2, "x")]
+    found = bench.groups(rows=[2], num_tokens=[1], started=started, released=[1])
+    assert found == {0: [0]}
+    started = [bench.start(3, "y")]
+    assert bench.groups(rows=[2, 3], num_tokens=[1, 1], started=started) == {1: [0], 0: [1]}
+
+
+def test_the_least_recently_used_adapters_leave_the_memory(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_loras=1, max_cpu_loras=2)
+    for name in "xyxzxy":
+        bench.load(0, name)
+    assert bench.model.loads == ["x", "y", "z", "y"]
+
+
+def test_changed_files_are_refused_unless_they_are_in_memory(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.load(0, "x")
+    for name in "xy":
+        write_adapter(tmp_path / name, SHAPES, seed=9)
+    bench.load(0, "x")
+    with pytest.raises(ModelError, match="have changed"):
+        bench.load(0, "y")
+
+
+def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with pytest.raises(EngineError, match="in no slot"):
+        bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])

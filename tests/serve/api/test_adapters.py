@@ -1,0 +1,211 @@
+"""Adapters as models of the server: the body's `model` chooses one; who may load and unload."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.base.errors import ConfigError
+from quire.base.settings.config import EngineConfig, ServerConfig
+from quire.base.settings.lora import LoraConfig
+from quire.engine.start.build import Engine
+from quire.engine.start.preflight import check_adapters
+from quire.models.checkpoint.files import safetensors_shapes, weight_files
+from quire.models.checkpoint.source import resolve_model
+from quire.ops.host.native import core
+from quire.serve.adapters import add_configured
+from quire.serve.app import create_app
+from quire.serve.context import ApiContext
+from tests.serve.api.conftest import small_engine
+from tests.support.runner.adapters import write_adapter
+from tests.support.serve.fake_client import FakeClient
+
+pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+
+KEYS = ("one", "boss")
+BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with adapters: a, b, deep/c, and two that do not fit."""
+    folder = tmp_path_factory.mktemp("adapters")
+    shapes = safetensors_shapes(weight_files(resolve_model("demo").directory))
+    modules = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in shapes.items() if "_proj" in n}
+    for seed, name in enumerate(("a", "b", "deep/c")):
+        write_adapter(folder / name, modules, 4 + seed, seed=seed, size=0.5)
+    write_adapter(folder / "high", modules, 17)
+    write_adapter(folder / "other", {next(iter(modules)): (8, 8)}, 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted() -> Iterator[Engine]:
+    built = small_engine(enable_lora=True, max_loras=1)
+    yield built
+    built.client.close()
+
+
+def context_of(engine: Engine, **server: Any) -> ApiContext:
+    config = ServerConfig(**server)
+    client = FakeClient(engine)
+    return ApiContext(client, engine.renderer, engine.requests, ("demo",), config, 1_700_000_000)
+
+
+@pytest.fixture
+def api(adapted: Engine, adapters: Path) -> Iterator[TestClient]:
+    """A server without keys, which may load the adapters."""
+    with TestClient(create_app(context_of(adapted, lora_roots=(str(adapters),)))) as client:
+        yield client
+
+
+def load(api: TestClient, name: str, path: str, **more: Any) -> Any:
+    headers = {"Content-Type": "application/json"} | more.pop("headers", {})
+    body = json.dumps({"lora_name": name, "lora_path": path} | more)
+    return api.post("/v1/load_lora_adapter", content=body, headers=headers)
+
+
+def text(api: TestClient, model: str, path: str = "/v1/completions", **more: Any) -> str:
+    answer = api.post(path, json=BODY | {"model": model} | more)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    found: str = answer.json()["choices"][0]["text"]
+    return found
+
+
+def test_a_loaded_adapter_is_a_model(api: TestClient, adapters: Path) -> None:
+    base = text(api, "demo")
+    answer = load(api, "first", "a")
+    assert answer.status_code == 200 and "added successfully" in answer.text
+    assert load(api, "second", str(adapters / "deep" / "c")).status_code == 200
+    texts = {text(api, name) for name in ("demo", "first", "second")}
+    assert base in texts and len(texts) == 3
+    cards = api.get("/v1/models").json()["data"]
+    assert [(card["id"], card["parent"]) for card in cards] == [
+        ("demo", None), ("first", "demo"), ("second", "demo"),
+    ]  # fmt: skip
+    assert api.get("/v1/models/first").json()["root"] == str(adapters / "a")
+    chat = {"model": "first", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    assert api.post("/v1/chat/completions", json=chat).json()["model"] == "first"
+    unknown = api.post("/v1/completions", json=BODY | {"model": "third"})
+    assert unknown.status_code == 404
+    assert "demo, first, second" in unknown.json()["error"]["message"]
+
+
+def test_an_unloaded_adapter_is_unknown(api: TestClient) -> None:
+    load(api, "first", "a")
+    body = {"lora_name": "first", "lora_int_id": 1}
+    assert "removed successfully" in api.post("/v1/unload_lora_adapter", json=body).text
+    assert api.post("/v1/completions", json=BODY | {"model": "first"}).status_code == 404
+    again = api.post("/v1/unload_lora_adapter", json=body)
+    assert again.status_code == 404 and again.json()["error"]["param"] == "lora_name"
+
+
+def test_a_name_is_taken_once_unless_it_is_replaced(api: TestClient) -> None:
+    load(api, "first", "a")
+    before = text(api, "first")
+    for name in ("first", "demo"):
+        refused = load(api, name, "b")
+        assert refused.status_code == 400 and "already a model" in refused.text
+    assert load(api, "first", "b", load_inplace=True).status_code == 200
+    assert text(api, "first") != before
+    assert load(api, "demo", "b", load_inplace=True).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "status", "message"),
+    [
+        ("x", "high", 400, "rank 17, above max_lora_rank=16"),
+        ("x", "other", 400, "trained on another model"),
+        ("x", "missing", 400, "no adapter_config.json"),
+        ("x", "..", 403, "--lora-roots"),
+        ("x", ".", 403, "--lora-roots"),
+        ("x", "a/../../a", 403, "--lora-roots"),
+        ("x", "/etc", 403, "--lora-roots"),
+        ("x", "", 400, "lora_path"),
+        ("x", "a\0", 400, "lora_path"),
+        ("x", "\ud800", 400, "lora_path"),
+        ("x", "a/" * 3000, 400, "lora_path"),
+        ("", "a", 400, "lora_name"),
+        ("with blanks", "a", 400, "lora_name"),
+        ("x" * 200, "a", 400, "lora_name"),
+    ],
+)
+def test_adapters_that_cannot_be_loaded(
+    api: TestClient, name: str, path: str, status: int, message: str
+) -> None:
+    answer = load(api, name, path)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert len(api.get("/v1/models").json()["data"]) == 1
+    assert text(api, "demo")
+
+
+def test_a_link_out_of_the_root_is_not_followed(
+    api: TestClient, adapters: Path, tmp_path: Path
+) -> None:
+    link = adapters / "link"
+    link.symlink_to(tmp_path)
+    try:
+        assert load(api, "x", "link").status_code == 403
+    finally:
+        link.unlink()
+
+
+def test_keys(adapted: Engine, adapters: Path) -> None:
+    boss, one = ({"Authorization": f"Bearer {key}"} for key in ("boss", "one"))
+    context = context_of(adapted, api_key=KEYS, admin_api_key=("boss",))
+    with TestClient(create_app(context)) as api:
+        path = str(adapters / "a")
+        assert load(api, "x", path).status_code == 401
+        assert load(api, "x", path, headers=one).status_code == 403
+        assert load(api, "x", path, headers=boss).status_code == 200
+        body = {"lora_name": "x"}
+        for headers, status in ((one, 403), (boss, 200)):
+            answer = api.post("/v1/unload_lora_adapter", json=body, headers=headers)
+            assert answer.status_code == status
+    context = context_of(adapted, api_key=KEYS, lora_roots=(str(adapters),))
+    with TestClient(create_app(context)) as api:
+        assert load(api, "x", "a", headers=one).status_code == 200
+        assert load(api, "x", "a", headers=one, load_inplace=True).status_code == 403
+        assert api.get("/v1/models/x", headers=one).json()["root"] == "x"
+
+
+def test_a_server_without_roots(adapted: Engine) -> None:
+    with TestClient(create_app(context_of(adapted))) as api:
+        assert load(api, "x", "a").status_code == 403
+        assert api.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 403
+
+
+def test_an_engine_without_adapters(api_context: ApiContext, adapters: Path) -> None:
+    api_context.config = ServerConfig(lora_roots=(str(adapters),))
+    with TestClient(create_app(api_context)) as api:
+        answer = load(api, "x", "a")
+        assert answer.status_code == 400 and "--enable-lora" in answer.text
+
+
+def test_adapters_of_the_settings(adapted: Engine, adapters: Path) -> None:
+    modules = (f"x={adapters / 'a'}", f'{{"name": "y", "path": "{adapters / "b"}"}}')
+    context = context_of(adapted, lora_modules=modules)
+    asyncio.run(add_configured(context))
+    assert [*context.adapters] == ["x", "y"]
+    context = context_of(adapted, lora_modules=(f"x={adapters / 'other'}",))
+    with pytest.raises(ConfigError, match="another model"):
+        asyncio.run(add_configured(context))
+    base = f'{{"name": "y", "path": "{adapters / "b"}", "base_model_name": "other"}}'
+    with pytest.raises(ConfigError, match="'other', but this server's is demo"):
+        asyncio.run(add_configured(context_of(adapted, lora_modules=(base,))))
+
+
+def test_settings_are_checked_before_the_model_is_loaded(adapters: Path) -> None:
+    enabled = EngineConfig(lora=LoraConfig(enable_lora=True))
+    check_adapters(enabled, ServerConfig(lora_modules=(f"x={adapters / 'other'}",)))
+    with pytest.raises(ConfigError, match="rank 17"):
+        check_adapters(enabled, ServerConfig(lora_modules=(f"x={adapters / 'high'}",)))
+    for server in (ServerConfig(lora_modules=("x=/a",)), ServerConfig(lora_roots=("/a",))):
+        with pytest.raises(ConfigError, match="enable_lora"):
+            check_adapters(EngineConfig(), server)

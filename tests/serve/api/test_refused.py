@@ -1,0 +1,56 @@
+"""OpenAI's endpoints that are refused say why, and what to use instead.
+
+Covers `serve/native/refused.py`.
+"""
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from quire.serve.app import create_app
+from quire.serve.native.refused import REFUSED
+from tests.serve.api.conftest import MakeContext
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_each_path_and_all_below_it_give_the_reason(api: TestClient, path: str) -> None:
+    for method, below in (("GET", ""), ("POST", ""), ("POST", "/a/b"), ("DELETE", "/a")):
+        response = api.request(method, f"/v1/{path}{below}", content=b"\xff no JSON")
+        assert response.status_code == 501
+        assert response.headers["x-should-retry"] == "false"
+        error = response.json()["error"]
+        assert error["code"] == "unsupported_endpoint"
+        assert error["message"] == f"/v1/{path} is not supported: {REFUSED[path]}."
+
+
+def test_other_paths_stay_unknown(api: TestClient) -> None:
+    for path in ("/v1/audios", "/v1/nothing", "/audio/speech"):
+        assert api.post(path).status_code == 404
+
+
+def test_a_key_is_needed_first(make_context: MakeContext) -> None:
+    with TestClient(create_app(make_context(api_key=("k",)))) as client:
+        assert client.post("/v1/moderations").status_code == 401
+        headers = {"Authorization": "Bearer k"}
+        assert client.post("/v1/moderations", headers=headers).status_code == 501
+
+
+def test_openais_client_gets_the_reason_and_does_not_retry(
+    server_url: str, openai_client: openai.OpenAI
+) -> None:
+    client = openai_client.with_options(max_retries=5)
+    for call in (
+        lambda: client.audio.transcriptions.create(file=b"RIFF", model="demo"),
+        lambda: client.images.generate(prompt="a fox", model="demo"),
+        lambda: client.moderations.create(input="a fox"),
+        lambda: client.fine_tuning.jobs.list(),
+    ):
+        with pytest.raises(openai.InternalServerError, match="is not supported") as raised:
+            call()
+        assert raised.value.status_code == 501
+
+
+def test_the_realtime_socket_is_refused(api: TestClient) -> None:
+    with pytest.raises(WebSocketDisconnect), api.websocket_connect("/v1/realtime?model=demo"):
+        pass
