@@ -154,6 +154,7 @@ def min_times(workload: Workload, form: Format, ceilings: Ceilings) -> dict[str,
         "batch": {"batch_rate": tokens / all_s},
         "rows": {"rows_rate": tokens / all_s},
         "long": {"long_rate": own / prefill_s, "deep_rate": 1 / step_s},
+        "latent": {"long_rate": own / prefill_s, "deep_rate": 1 / step_s},
         "prefill": {"prefill_rate": own / prefill_s},
         "tiny": {"tiny_ms": 1e3 * step_s},
     }

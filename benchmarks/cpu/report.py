@@ -15,7 +15,11 @@ GIGA = 1e9
 
 
 def summary(
-    runs: Iterable[Run], engines: list[Engine], ceilings: Ceilings, is_small: bool
+    runs: Iterable[Run],
+    engines: list[Engine],
+    ceilings: Ceilings,
+    is_small: bool,
+    measured: Sequence[Metric] = METRICS,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return the results by engine and metric: best, median, limit, share, num_runs, num_quiet.
 
@@ -24,7 +28,7 @@ def summary(
     listed, found = list(runs), {}
     for engine in engines:
         metrics = {}
-        for metric in METRICS:
+        for metric in measured:
             own = [
                 run for run in listed if run.engine == engine.name and metric.name in run.metrics
             ]

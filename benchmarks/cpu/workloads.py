@@ -38,8 +38,40 @@ class Shape:
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
+@dataclass(frozen=True)
+class LatentShape(Shape):
+    """DeepSeek-V2-Lite's sizes: latent attention, and experts in all layers but the first.
+
+    head_dim: half the numbers of a key and a value. intermediate: of the first layer. inner: of an
+    expert. num_used: experts that a token multiplies, with the shared ones.
+    """
+
+    rank: int = 512
+    rotated: int = 64
+    plain: int = 128
+    value: int = 128
+    inner: int = 1408
+    num_experts: int = 64
+    num_used: int = 8
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements that one token multiplies in all layers."""
+        attention = self.hidden * (self.num_heads * (self.plain + self.rotated + self.value))
+        attention += self.rank * self.num_heads * (self.plain + self.value)
+        attention += self.hidden * (self.rank + self.rotated)
+        routed = self.hidden * (3 * self.inner * self.num_used + self.num_experts)
+        dense = 3 * self.hidden * self.intermediate
+        return self.num_layers * attention + (self.num_layers - 1) * routed + dense
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * (self.rank + self.rotated)
+
+
 QWEN = Shape("qwen3-0.6b", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936)
 TINY = Shape("llama-8m", "llama", 288, 6, 6, 6, 48, 768, 8192)
+LITE = LatentShape("deepseek-v2-lite", "deepseek_v2", 2048, 27, 16, 16, 160, 10944, 102400)
 SHAPES = {shape.name: shape for shape in (QWEN, TINY)}
 
 
@@ -88,6 +120,11 @@ SHORT = [
     Workload("long", QWEN, 1, 0, 2048, 9),
     Workload("tiny", TINY, 1, 0, 128, 64, repeats=10),
 ]
+LATENT = "latent"
+DEEPSEEK = Workload(LATENT, LITE, 1, 0, 4096, 33)
+SMALL_DEEPSEEK = replace(
+    DEEPSEEK, shape=replace(LITE, name="deepseek-v2-lite-3", num_layers=3), own=256
+)
 
 
 @dataclass(frozen=True)
@@ -125,10 +162,16 @@ METRICS = [
     Metric("start_s", "start", "start s", "from the command to the first token of 16", 2, False),
     Metric("above_mib", "batch", "RSS MiB", "peak memory above weights and KV (16 rows)", 0, False),
 ]
+LATENT_METRICS = [
+    Metric("long_rate", LATENT, "4,096 in", "prompt of 4,096 tokens, tokens per second", 1),
+    Metric("deep_rate", LATENT, "after", "32 tokens after it, per second", 2),
+]
 
 
 def chosen_workload(name: str, is_small: bool, is_short: bool = False) -> Workload:
     """Return a workload. is_small: with the small model, to test the benchmark itself."""
+    if name == LATENT:
+        return SMALL_DEEPSEEK if is_small else DEEPSEEK
     listed = SHORT if is_short else WORKLOADS
     (found,) = [workload for workload in listed if workload.name == name]
     return replace(found, shape=TINY) if is_small else found

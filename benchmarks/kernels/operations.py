@@ -33,7 +33,7 @@ from quire.models.checkpoint.source import resolve_model
 from quire.models.parts.layers import LMHead
 from quire.ops.host.native import needed_core
 from quire.ops.host.threads import num_threads
-from quire.ops.trace.program import Instruction, Kind
+from quire.ops.trace.program import Experts, Instruction, Kind
 from quire.ops.weights.formats import rounds_activations
 from quire.ops.weights.packed import PackedWeight
 from quire.runner.build import build_runner
@@ -234,6 +234,9 @@ class Machine:
             weights = [each.packed for each in phase if each.packed is not None]
             works = (product(weight, plan.num_scheduled_tokens, 0.0) for weight in weights)
             return sum(works, Cost(seconds))
+        if first.kind == Kind.EXPERTS:
+            layer = self.model.compiled.draft.experts[first.layer]
+            return experts(layer, plan.num_scheduled_tokens, seconds)
         if first.kind == Kind.ATTEND:
             return self._attention(first, plan, seconds)
         return Cost(seconds)
@@ -259,6 +262,18 @@ def product(weight: PackedWeight, num_tokens: int, seconds: float) -> Cost:
     if rounds_activations(weight.format):
         return Cost(seconds, num_bytes, int8=operations)
     return Cost(seconds, num_bytes, operations)
+
+
+def experts(layer: Experts, num_tokens: int, seconds: float) -> Cost:
+    """Count the work of a layer's experts. Their number with tokens is what uniform choices give on
+    average: the router of random weights chooses about so."""
+    num_held, num_chosen = len(layer.down), layer.route.num_chosen
+    num_used = num_held * (1 - (1 - num_chosen / layer.num_all) ** num_tokens)
+    num_pairs = num_tokens * num_chosen * num_held / layer.num_all
+    both = (layer.gate_up[0], layer.down[0])
+    work = sum((product(weight, 1, 0.0) for weight in both), Cost())
+    num_bytes = num_used * sum(weight.nbytes for weight in both)
+    return Cost(seconds, num_bytes, work.floats * num_pairs, work.int8 * num_pairs)
 
 
 def head_weight(model: NativeModel) -> PackedWeight:

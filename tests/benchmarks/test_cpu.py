@@ -2,6 +2,7 @@
 a fake engine goes from its driver's lines to the table."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from benchmarks.cpu.checkpoints import write_checkpoint, write_gguf_file
 from benchmarks.cpu.compressed import write_compressed
 from benchmarks.cpu.drivers.common import Prompter, Prompts, run_workload
 from benchmarks.cpu.engines import FLOAT16, INT8, LLAMA, Engine
+from benchmarks.cpu.latent import config_of, tensor_shapes
 from benchmarks.cpu.limits import Ceilings, Format, min_times
 from benchmarks.cpu.processes import Output, Run, runs_of
 from benchmarks.cpu.report import ratios, summary, table
-from benchmarks.cpu.workloads import METRICS, Shape, chosen_workload
+from benchmarks.cpu.workloads import LITE, METRICS, Shape, chosen_workload
 from quire.models.load.loading import load_model
 from quire.spec.gguf.container import GGUFFile
 from quire.spec.model_spec import load_spec
@@ -110,3 +112,13 @@ def test_checkpoints_of_all_forms_hold_the_same_weights(tmp_path: Path) -> None:
         assert num_rounded >= 4 * SMALL.num_layers
     file = write_gguf_file(plain, "q8_0", tmp_path / "small.gguf")
     assert "blk.1.ffn_down.weight" in GGUFFile(file).tensors
+
+
+def test_the_latent_model_has_the_published_number_of_weights() -> None:
+    sizes = tensor_shapes(config_of(LITE))
+    total = sum(math.prod(size) for size in sizes.values())
+    assert round(total / 1e6) == 15706
+    routed = sum(math.prod(size) for name, size in sizes.items() if "_exps" in name)
+    used = total - routed * (64 - 6) // 64
+    norms = sum(size[0] for size in sizes.values() if len(size) == 1)
+    assert used - norms == LITE.layer_weights + 2 * LITE.head_weights  # the embedding, too

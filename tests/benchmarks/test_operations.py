@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks.cpu.limits import Ceilings
-from benchmarks.kernels.operations import Cost, Step, operation_name, product
+from benchmarks.kernels.operations import Cost, Step, experts, operation_name, product
 from quire.ops.host.native import core
-from quire.ops.trace.program import Instruction, Kind, View
+from quire.ops.trace.program import Experts, Instruction, Kind, Route, View
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.pack import pack
 
@@ -46,3 +46,15 @@ def test_the_products_of_all_heads_are_one_operation() -> None:
     weight, views = pack(torch.ones(64, 128, dtype=torch.bfloat16), None), (View(0), View(1))
     heads = [Instruction(Kind.HEAD_PRODUCT, views, packed=weight, joins=n > 0) for n in range(3)]
     assert operation_name(heads) == "3 products 64 x 128"
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_experts_without_tokens_are_not_read() -> None:
+    coarse = Quantization("int8", 32)
+    gate_up, down = pack(torch.ones(128, 64), coarse), pack(torch.ones(64, 64), coarse)
+    route = Route(torch.empty(0, 8), 2, False)
+    layer = Experts([gate_up] * 4, [down] * 4, ([], []), 0, 8, route, None)
+    num_bytes, operations = gate_up.nbytes + down.nbytes, 2.0 * (128 * 64 + 64 * 64)
+    assert experts(layer, 1, 0.5) == Cost(0.5, num_bytes, int8=operations)  # 2 of 8, half held
+    many = experts(layer, 100, 0.5)
+    assert many.num_bytes == pytest.approx(4 * num_bytes) and many.int8 == 100 * operations

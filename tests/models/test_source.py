@@ -61,6 +61,7 @@ SIZES = {
     "olmo2-7b": 7299,
     "phi4-mini": 3836,
     "mixtral-8x7b": 46703,
+    "deepseek-v2-lite": 15706,
     "gpt-oss-20b": 20915,
     "opt-125m": 125,
     "opt-1.3b": 1316,
@@ -88,7 +89,7 @@ def test_shapes_have_the_published_size(name: str) -> None:
 
 
 def test_unknown_shape() -> None:
-    with pytest.raises(ModelError, match="no shape 'huge'; the shapes are gemma2-2b,"):
+    with pytest.raises(ModelError, match="no shape 'huge'; the shapes are deepseek-v2-lite,"):
         resolve_model("shape:huge")
 
 

@@ -84,7 +84,7 @@ def measure_alone(model: Model, workload: Workload, new: Prompter) -> dict[str, 
     if workload.name == "prefill":
         return {"prefill_rate": workload.own / times[0]}
     decode_rate = (len(times) - 1) / (times[-1] - times[0])
-    if workload.name == "long":
+    if workload.name in ("long", "latent"):
         return {"long_rate": workload.own / times[0], "deep_rate": decode_rate}
     return {"ttft_s": times[0], "decode_rate": decode_rate}
 

@@ -59,18 +59,31 @@ def write_gguf(
 ) -> Path:
     """metadata: int is u32, float is f32, bool, str, and lists of one of these."""
     tensors = tensors or {}
-    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    infos = {name: (each.kind, each.shape, len(each.data)) for name, each in tensors.items()}
+    with path.open("wb") as file:
+        file.write(header_of(metadata, infos, version, alignment))
+        for tensor in tensors.values():
+            file.write(bytes(-file.tell() % alignment))
+            file.write(tensor.data)
+    return path
+
+
+def header_of(
+    metadata: Mapping[str, Any],
+    infos: Mapping[str, tuple[int, tuple[int, ...], int]],
+    version: int = 3,
+    alignment: int = 32,
+) -> bytes:
+    """All before the tensors' data. infos: kind, shape and number of bytes of each."""
+    header, offset = b"GGUF" + struct.pack("<IQQ", version, len(infos), len(metadata)), 0
     for key, value in metadata.items():
         header += _text(key) + _value(value)
-    data = bytearray()
-    for name, tensor in tensors.items():
-        data += bytes(-len(data) % alignment)
-        dims = tensor.shape[::-1]
-        header += _text(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
-        header += struct.pack("<IQ", tensor.kind, len(data))
-        data += tensor.data
-    path.write_bytes(header + bytes(-len(header) % alignment) + bytes(data))
-    return path
+    for name, (kind, shape, num_bytes) in infos.items():
+        offset += -offset % alignment
+        header += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        header += struct.pack("<IQ", kind, offset)
+        offset += num_bytes
+    return header + bytes(-len(header) % alignment)
 
 
 def _text(value: str) -> bytes:
