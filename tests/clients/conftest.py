@@ -15,6 +15,12 @@ def server(request: pytest.FixtureRequest) -> Served:
 
 
 @pytest.fixture
+def demo() -> Served:
+    """The model that comes with quire."""
+    return served("demo")
+
+
+@pytest.fixture
 def thinker() -> Served:
     """The model of random numbers, which reasons if `enable_thinking` asks for it."""
     return served("random")

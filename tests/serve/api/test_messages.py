@@ -57,6 +57,11 @@ def ask(api: TestClient, path: str = PATH, **fields: Any) -> Response:
     return api.post(path, json=body | fields)
 
 
+def text_blocks(text: str) -> list[Any]:
+    """Return the content of an answer that is one text."""
+    return [{"type": "text", "text": text, "citations": None}]
+
+
 def answered(api: TestClient, **fields: Any) -> dict[str, Any]:
     response = ask(api, **fields)
     assert response.status_code == 200, response.text
@@ -124,7 +129,7 @@ def test_a_text(shared: TestClient) -> None:
     expected = direct(HELLO, max_tokens=60)
     response = ask(shared, messages=HELLO)
     message = response.json()
-    assert message["content"] == [{"type": "text", "text": expected.outputs[0].text}]
+    assert message["content"] == text_blocks(expected.outputs[0].text)
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "demo")
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
     assert message["id"].startswith("msg")
@@ -220,7 +225,7 @@ def test_a_call_and_its_result(shared: TestClient) -> None:
     expected = direct(chat, ChatOptions(tools=CHAT_TOOLS), max_tokens=60).outputs[0].text
     assert "sunny" in expected
     answer = answered(shared, messages=follow_up, tools=TOOLS)
-    assert answer["content"] == [{"type": "text", "text": expected}]
+    assert answer["content"] == text_blocks(expected)
 
 
 def test_calls_of_a_forced_tool_alone(shared: TestClient) -> None:
@@ -242,7 +247,7 @@ def test_the_stop_sequence_is_named(shared: TestClient) -> None:
     assert stop
     message = answered(shared, messages=HELLO, stop_sequences=["nowhere", "thank"])
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "thank")
-    assert message["content"] == [{"type": "text", "text": before}]
+    assert message["content"] == text_blocks(before)
 
 
 def test_max_tokens_may_be_more_than_there_is_room_for(make_context: MakeContext) -> None:
@@ -391,7 +396,7 @@ def test_hooks_see_messages(api: TestClient, api_context: ApiContext, stream: bo
     text = direct(HELLO, max_tokens=6).outputs[0].text
     assert "help" not in text
     changed = asked(messages=HELLO, max_tokens=6)
-    assert changed["content"] == [{"type": "text", "text": text.upper()}]
+    assert changed["content"] == text_blocks(text.upper())
     [call] = asked(messages=QUESTION, tools=TOOLS)["content"]
     assert call["input"] == {"city": "Rome"}
     refused = ask(api, messages=[{"role": "user", "content": "forbidden"}], stream=stream)

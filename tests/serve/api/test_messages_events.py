@@ -42,8 +42,9 @@ def test_blocks_are_in_the_order_of_the_answer() -> None:
     assert kinds == ["thinking", "text", "tool_use", "tool_use", "text", "thinking"]
     first, text, one, two, rest, last = found["content"]
     assert (first["thinking"], text["text"], rest["text"]) == ("Hmm.", "One.", "Two.")
-    assert one == {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
-    assert two == {"type": "tool_use", "id": "b", "name": "g", "input": {}}
+    called = {"type": "tool_use", "caller": {"type": "direct"}}
+    assert one == called | {"id": "a", "name": "f", "input": {"x": 1}}
+    assert two == called | {"id": "b", "name": "g", "input": {}}
     assert first["signature"] == last["signature"] != ""
     assert found["stop_reason"] == "tool_use"
 

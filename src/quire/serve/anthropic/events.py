@@ -5,7 +5,7 @@ them. A whole message is assembled from the same events.
 """
 
 import hashlib
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,14 @@ TOOL_USE = "tool_use"
 REASONS = {"tool_calls": TOOL_USE, "length": "max_tokens", CONTENT_FILTER: "refusal"}
 END = "end_turn"
 NO_ROOM = "model_context_window_exceeded"
+# Parts of usage without a meaning here, and those without a value for most messages.
+NO_USAGE: Mapping[str, Any] = {
+    "cache_creation": None,
+    "output_tokens_details": None,
+    "server_tool_use": None,
+    "inference_geo": None,
+    "service_tier": "standard",
+}
 
 
 @dataclass
@@ -62,7 +70,7 @@ class MessageEvents:
         return found
 
     def _message(self) -> Json:
-        kind = {"type": "message", "role": "assistant", "content": []}
+        kind = {"type": "message", "role": "assistant", "content": [], "container": None}
         ends = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
         return self.head | kind | ends | {"usage": self._usage_json()}
 
@@ -76,12 +84,13 @@ class MessageEvents:
                 found.append(self._delta(type="thinking_delta", thinking=thought))
         if text := delta.get("content"):
             if self._open != "text":
-                found += self._begin("text", text="")
+                found += self._begin("text", text="", citations=None)
             found.append(self._delta(type="text_delta", text=text))
         for call in delta.get("tool_calls") or ():
             function = call["function"]
             if "id" in call:
-                found += self._begin(TOOL_USE, id=call["id"], name=function["name"], input={})
+                named = {"id": call["id"], "name": function["name"]}
+                found += self._begin(TOOL_USE, **named, input={}, caller={"type": "direct"})
             if function["arguments"]:
                 text = function["arguments"]
                 found.append(self._delta(type="input_json_delta", partial_json=text))
@@ -142,7 +151,7 @@ class MessageEvents:
             "cache_creation_input_tokens": written,
             "cache_read_input_tokens": usage.num_cached,
             "output_tokens": usage.num_completion if is_shown else 0,
-        }
+        } | NO_USAGE
         if retained is not None:
             of_ttl = {f"ephemeral_{ttl}_input_tokens": 0 for ttl in TTLS}
             of_ttl[f"ephemeral_{retained.retention}_input_tokens"] = written

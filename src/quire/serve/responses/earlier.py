@@ -1,5 +1,6 @@
 """Context of a response: the earlier conversation, and stored items that references name."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -51,8 +52,10 @@ async def continued_turn(
     if previous is None or stored is None:
         return None
     previous_response = msgspec.json.decode(stored.response)
-    if previous_response["instructions"] != body.instructions or previous_response["tools"] != (
-        body.tools or []
+    tools = described_tools(body.tools)
+    if (previous_response["instructions"], previous_response["tools"]) != (
+        body.instructions,
+        tools,
     ):
         return None
     found = await api.client.held(previous, 0, reader_of(scope, api.config.api_key))
@@ -63,6 +66,12 @@ async def continued_turn(
     messages = messages_of(None, items)
     begins_turn = bool(messages) and messages[0]["role"] in ("user", "tool")
     return Continued(found[0], messages) if begins_turn else None
+
+
+def described_tools(tools: Sequence[Json] | None) -> list[Json]:
+    """Return the tools as a response shows them: functions with all of their fields."""
+    unset = dict.fromkeys(("description", "parameters", "strict"))
+    return [unset | tool if tool.get("type") == "function" else tool for tool in tools or ()]
 
 
 def _items_of(conversation: list[Stored]) -> list[Json]:

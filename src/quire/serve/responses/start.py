@@ -19,7 +19,12 @@ from quire.serve.responses.as_chat import chat_body, in_own_words
 from quire.serve.responses.body import ResponsesRequest
 from quire.serve.responses.conversation import messages_of
 from quire.serve.responses.custom_tools import custom_names
-from quire.serve.responses.earlier import continued_turn, earlier_items, without_references
+from quire.serve.responses.earlier import (
+    continued_turn,
+    described_tools,
+    earlier_items,
+    without_references,
+)
 from quire.serve.responses.items import read_items
 from quire.serve.responses.turn import Turn
 from quire.serve.responses.writer import ResponseWriter
@@ -82,6 +87,8 @@ def _described(body: ResponsesRequest, chat: Chat, response_id: str) -> Json:
     """Return a response without its output: the requested parameters, with defaults applied."""
     params, text, reasoning = chat.job.request.params, body.text, body.reasoning
     requested_format = text.format if text is not None else None
+    chosen = None if text is None else text.verbosity
+    verbosity = {} if chosen is None else {"verbosity": chosen}
     return {
         "id": response_id,
         "object": "response",
@@ -97,16 +104,16 @@ def _described(body: ResponsesRequest, chat: Chat, response_id: str) -> Json:
         "metadata": body.metadata or {},
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
+        "service_tier": "default",
         "temperature": params.temperature,
         "top_p": params.top_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "top_logprobs": body.top_logprobs or 0,
-        "tools": body.tools or [],
+        "tools": described_tools(body.tools),
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "text": {
-            "format": requested_format or {"type": "text"},
-            "verbosity": None if text is None else text.verbosity,
-        },
+        "text": {"format": requested_format or {"type": "text"}} | verbosity,
         "reasoning": {
             "effort": None if reasoning is None else reasoning.effort,
             "summary": None if reasoning is None else reasoning.summary,

@@ -12,6 +12,7 @@ from quire.serve.errors import ApiError
 from quire.serve.responses.as_chat import chat_tools
 from quire.serve.responses.conversation import messages_of
 from quire.serve.responses.custom_tools import InputText
+from quire.serve.responses.earlier import described_tools
 from tests.serve.api.responses.test_items import read
 from tests.serve.api.responses.test_writer import chunk, writer, written
 from tests.support.serve.direct_engine import direct
@@ -151,7 +152,7 @@ def test_a_custom_tool_is_called_and_its_output_goes_back(api: TestClient) -> No
     first = asked(api, **given)
     [item] = first["output"]
     assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
-    assert isinstance(item["input"], str) and first["tools"] == given["tools"]
+    assert isinstance(item["input"], str) and first["tools"] == described_tools(given["tools"])
     events = streamed(api, **given)
     assert events[-1]["response"]["output"][0]["input"] == item["input"]
     deltas = [e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"]
