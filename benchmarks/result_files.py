@@ -24,6 +24,7 @@ from quire.tools.report import machine_facts, plain_facts
 FOLDER = Path(__file__).parent / "results"
 # The family and model of /proc/cpuinfo, and the processor's common name.
 PROCESSORS = {
+    "family 25, model 1": "epyc-zen3",
     "family 25, model 17": "epyc-zen4",
     "family 26, model 2": "epyc-zen5",
     "family 6, model 207": "xeon-amx",
