@@ -37,7 +37,7 @@ def load(directory: Path, spec: Any, dtype: torch.dtype = torch.float64) -> Any:
 def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     model = load(made.directory, made.spec)
-    adapted = AdaptedModel(model, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
     modules = adaptable(adapted, made.directory)
     assert modules, "nothing would be tested"
     write_adapter(tmp_path / "adapter", modules)
@@ -60,7 +60,7 @@ def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> N
 def test_transformers_computes_the_same_from_the_merged_checkpoint(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load(made.directory, made.spec)
-    adapted = AdaptedModel(model, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
     write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 4, use_rslora=True)
     merge(made.directory, tmp_path / "adapter", tmp_path / "merged")
     adapted.slots.put(0, adapted.load(tmp_path / "adapter", MAX_RANK))
@@ -80,7 +80,7 @@ def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
     made = write_checkpoint(tmp_path / "base", "qwen3")
     model = load(made.directory, made.spec, dtype)
     ranks = 1, 8, 64, 256
-    adapted = AdaptedModel(model, len(ranks), dtype)
+    adapted = AdaptedModel(model, made.spec, len(ranks), dtype)
     modules = adaptable(adapted, made.directory)
     for slot, rank in enumerate(ranks):
         write_adapter(tmp_path / f"{rank}", modules, rank, seed=rank)
@@ -119,7 +119,7 @@ def test_the_program_computes_what_the_reference_computes(tmp_path: Path) -> Non
     tokens, found = random_tokens(10), []
     for dtype, native in ((torch.float64, False), (torch.float32, True)):
         model = load(made.directory, made.spec, dtype)
-        adapted = AdaptedModel(model, 2, dtype)
+        adapted = AdaptedModel(model, made.spec, 2, dtype)
         if not found:
             write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 5)
         adapted.slots.put(1, adapted.load(tmp_path / "adapter", MAX_RANK))
@@ -132,7 +132,7 @@ def test_the_program_computes_what_the_reference_computes(tmp_path: Path) -> Non
 @pytest.fixture
 def llama(tmp_path: Path) -> AdaptedModel:
     made = write_checkpoint(tmp_path / "base", "llama")
-    return AdaptedModel(load(made.directory, made.spec), 1, torch.float64)
+    return AdaptedModel(load(made.directory, made.spec), made.spec, 1, torch.float64)
 
 
 QUERY = "model.layers.0.self_attn.q_proj"

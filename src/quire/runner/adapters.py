@@ -53,14 +53,14 @@ class RowAdapters:
         self.at_rest = StepAdapters(adapted.slots)
 
     def load(self, slot: int, adapter_id: str, path: str) -> None:
-        """Load an adapter from its directory, unless it is in memory, and assign it to a slot. Any
+        """Load an adapter from its files, unless it is in memory, and assign it to a slot. Any
         thread may call this. Raises ModelError if its files are unsuitable or have changed."""
         with self._loading:
             parts = self._held.get(adapter_id)
             if parts is None:
                 if adapter_digest(Path(path)) != adapter_id:
                     raise ModelError(
-                        f"the files of the adapter in {path} have changed since it was added; add"
+                        f"the files of the adapter {path} have changed since it was added; add"
                         " it again."
                     )
                 parts = self._adapted.load(Path(path), self._max_rank)

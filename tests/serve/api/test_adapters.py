@@ -21,7 +21,7 @@ from quire.serve.adapters import add_configured
 from quire.serve.app import create_app
 from quire.serve.context import ApiContext
 from tests.serve.api.conftest import small_engine
-from tests.support.runner.adapters import write_adapter
+from tests.support.runner.adapters import to_gguf, write_adapter
 from tests.support.serve.fake_client import FakeClient
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -38,6 +38,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     modules = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in shapes.items() if "_proj" in n}
     for seed, name in enumerate(("a", "b", "deep/c")):
         write_adapter(folder / name, modules, 4 + seed, seed=seed, size=0.5)
+    config = json.loads((resolve_model("demo").directory / "config.json").read_text())
+    to_gguf(folder / "a", folder / "a.gguf", config)
     write_adapter(folder / "high", modules, 17)
     write_adapter(folder / "other", {next(iter(modules)): (8, 8)}, 4)
     return folder
@@ -94,6 +96,11 @@ def test_a_loaded_adapter_is_a_model(api: TestClient, adapters: Path) -> None:
     unknown = api.post("/v1/completions", json=BODY | {"model": "third"})
     assert unknown.status_code == 404
     assert "demo, first, second" in unknown.json()["error"]["message"]
+
+
+def test_a_gguf_file_is_an_adapter(api: TestClient) -> None:
+    assert load(api, "first", "a").status_code == load(api, "second", "a.gguf").status_code == 200
+    assert text(api, "first") == text(api, "second") != text(api, "demo")
 
 
 def test_an_unloaded_adapter_is_unknown(api: TestClient) -> None:

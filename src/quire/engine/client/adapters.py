@@ -13,8 +13,7 @@ from quire.base.errors import ModelError, RequestError
 from quire.base.messages import Request
 from quire.base.requests.lora_request import LoRARequest
 from quire.engine.client.request_maker import RequestMaker
-from quire.models.checkpoint.adapter_files import WEIGHTS, adapter_digest, read_adapter
-from quire.spec.adapter_config import CONFIG
+from quire.models.checkpoint.adapter_files import adapter_digest, files_of, read_adapter
 
 FIELD = "lora_request"
 MAX_KNOWN = 10_000
@@ -22,24 +21,24 @@ Stamp = tuple[tuple[int, int], ...]  # time of the last change, and size, of eac
 
 
 class Adapter(NamedTuple):
-    """An adapter. id: digest of its files. path: its directory."""
+    """An adapter. id: digest of its files. path: its directory or GGUF file."""
 
     id: str
     path: str
 
 
 class AdapterIndex:
-    """The ids of adapters by directory. A digest is computed again if a file has changed."""
+    """The ids of adapters by path. A digest is computed again if a file has changed."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[Stamp, Adapter]] = {}
 
-    def find(self, directory: str, max_rank: int) -> Adapter:
-        """Return the adapter in a directory. Raises ModelError if quire does not support
-        its files."""
-        path = Path(directory).absolute()
+    def find(self, given: str, max_rank: int) -> Adapter:
+        """Return the adapter of a directory or GGUF file. Raises ModelError if quire does not
+        support its files."""
+        path = Path(given).absolute()
         try:
-            stamp = tuple(_stamp(path / name) for name in (CONFIG, WEIGHTS))
+            stamp = tuple(_stamp(each) for each in files_of(path))
         except OSError:
             stamp = ()
         known = self._known.get(path)

@@ -17,12 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ConfigError, ModelError
-from quire.models.checkpoint.adapter_files import AdaptedModule, read_adapter
+from quire.models.checkpoint.adapter_files import AdaptedModule, AdapterFiles, read_adapter
 from quire.models.checkpoint.sources import Rows
+from quire.models.gguf.adapters import GGUFAdapter
 from quire.models.parts.experts import ExpertLinear
 from quire.models.parts.layers import Linear
 from quire.models.vision.tower import VisionTower
 from quire.ops.adapters import AdapterPart, AdapterParts, AdapterSlots
+from quire.spec.gguf.container import GGUFFile
+from quire.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,23 @@ class ModulePosition:
         return sum(cut.whole for cut in self.rows.cuts), inputs
 
 
+Matrices = tuple[AdaptedModule, ModulePosition, torch.Tensor, torch.Tensor]  # A and B
+
+
 class AdaptedModel:
     """A model whose linear layers add the adapters of a step's rows. num_slots: adapters that one
     step can use. dtype: of the adapters' matrices."""
 
-    def __init__(self, model: nn.Module, num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, spec: ModelSpec, num_slots: int, dtype: torch.dtype
+    ) -> None:
         layers = list(_layers(model))
         if not layers:
             raise ConfigError(
                 "enable_lora: this model has no linear layers that adapters can change; remove it."
             )
         self.slots, self._dtype = AdapterSlots(num_slots, len(layers)), dtype
+        self._spec = spec
         self.places: dict[str, ModulePosition] = {}
         for number, layer in enumerate(layers):
             layer.adapted, first = (self.slots, number), 0
@@ -61,20 +70,33 @@ class AdaptedModel:
                 self.places[name] = ModulePosition(layer, number, first, rows)
                 first += rows.count
 
-    def load(self, directory: Path, max_rank: int) -> AdapterParts:
+    def load(self, path: Path, max_rank: int) -> AdapterParts:
         """Load an adapter. Raises ModelError if its files are invalid or do not fit the model."""
-        files = read_adapter(directory, max_rank)
-        places = [self._place(module, files.weights) for module in files.modules]
+        files = read_adapter(path, max_rank)
         found: dict[int, list[AdapterPart]] = {}
         try:
-            with safe_open(files.weights, framework="pt") as file:
-                for module, place in zip(files.modules, places, strict=True):
-                    matrices = file.get_tensor(module.down), file.get_tensor(module.up)
-                    part = self._part(place, module, *matrices)
-                    found.setdefault(place.number, []).append(part)
+            for module, place, *matrices in self._matrices(files):
+                part = self._part(place, module, *matrices)
+                found.setdefault(place.number, []).append(part)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{files.weights} cannot be read: {error}.") from error
         return found
+
+    def _matrices(self, files: AdapterFiles) -> Iterator[Matrices]:
+        """Yield each module's matrices. All modules are compared with the model before."""
+        if files.is_gguf:
+            gguf = GGUFAdapter(GGUFFile(files.weights), self._spec)
+            modules = gguf.renamed(files.modules)
+        else:
+            modules = files.modules
+        places = [self._place(module, files.weights) for module in modules]
+        if files.is_gguf:
+            for module, place in zip(modules, places, strict=True):
+                yield module, place, *gguf.matrices(module)
+            return
+        with safe_open(files.weights, framework="pt") as file:
+            for module, place in zip(modules, places, strict=True):
+                yield module, place, file.get_tensor(module.down), file.get_tensor(module.up)
 
     def _place(self, module: AdaptedModule, path: Path) -> ModulePosition:
         place = self.places.get(module.name)
