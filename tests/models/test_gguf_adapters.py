@@ -60,7 +60,9 @@ def config_of(made: Checkpoint) -> dict[str, Any]:
 def test_the_matrices_are_those_of_pefts_files(variant: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     adapted = adapted_model(made)
-    wanted, found = (adapted.load(each, MAX_RANK) for each in write_both(made, adapted, tmp_path))
+    wanted, found = (
+        adapted.load(str(each), MAX_RANK) for each in write_both(made, adapted, tmp_path)
+    )
     assert wanted.keys() == found.keys()
     for layer, parts in wanted.items():
         others = {part.first: part for part in found[layer]}
@@ -80,7 +82,7 @@ def test_a_base_from_gguf_computes_what_the_merged_model_computes(tmp_path: Path
     spec, tokens, paging = load_spec(base), random_tokens(12), Paging(dtype=torch.float64)
     model = load_model(base, spec, torch.float64, CPU)
     adapted = AdaptedModel(model, spec, 1, torch.float64)
-    adapted.slots.put(0, adapted.load(gguf, MAX_RANK))
+    adapted.slots.put(0, adapted.load(str(gguf), MAX_RANK))
     adapted.slots.begin_step([(0, range(12))])
     [found] = run_paged(model, spec, tokens, [[12]], paging)
     merged = load_model(tmp_path / "merged", made.spec, torch.float64, CPU)
@@ -94,8 +96,8 @@ def test_smaller_formats_are_dequantised(tmp_path: Path, kind: int, error: float
     adapted = adapted_model(made)
     peft = write_adapter(tmp_path / "peft", {QUERY: adapted.places[QUERY].shape}, 4)
     gguf = to_gguf(peft, tmp_path / "lora.gguf", config_of(made), kind)
-    [[wanted]] = adapted.load(peft, MAX_RANK).values()
-    [[found]] = adapted.load(gguf, MAX_RANK).values()
+    [[wanted]] = adapted.load(str(peft), MAX_RANK).values()
+    [[found]] = adapted.load(str(gguf), MAX_RANK).values()
     assert 0 < (found.down_RK - wanted.down_RK).abs().max() < error
 
 
@@ -137,12 +139,12 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     shapes: dict[str, Shape] = {QUERY: (32, 32)}
     path = to_gguf(write_adapter(tmp_path / "a", shapes), tmp_path / "a.gguf", other)
     with pytest.raises(ModelError, match="architecture 'qwen2'"):
-        adapted.load(path, MAX_RANK)
+        adapted.load(str(path), MAX_RANK)
     head = to_gguf(
         write_adapter(tmp_path / "b", {"lm_head": (96, 32)}), tmp_path / "b.gguf", config_of(made)
     )
     with pytest.raises(ModelError, match="no linear layer"):
-        adapted.load(head, MAX_RANK)
+        adapted.load(str(head), MAX_RANK)
     (tmp_path / "c.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="not a valid GGUF file"):
         read_adapter(tmp_path / "c.gguf")

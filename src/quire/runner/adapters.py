@@ -10,12 +10,11 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.base.errors import EngineError, ModelError
 from quire.base.plan import Plan
 from quire.base.settings.lora import LoraConfig
-from quire.models.checkpoint.adapter_files import adapter_digest
+from quire.models.checkpoint.adapter_sets import digest_of
 from quire.models.load.adapters import AdaptedModel
 from quire.ops.adapters import AdapterParts, AdapterSlots, Group
 from quire.runner.attachment import ForwardPart
@@ -58,12 +57,12 @@ class RowAdapters:
         with self._loading:
             parts = self._held.get(adapter_id)
             if parts is None:
-                if adapter_digest(Path(path)) != adapter_id:
+                if digest_of(path) != adapter_id:
                     raise ModelError(
                         f"the files of the adapter {path} have changed since it was added; add"
                         " it again."
                     )
-                parts = self._adapted.load(Path(path), self._max_rank)
+                parts = self._adapted.load(path, self._max_rank)
             self._held[adapter_id] = parts
             self._held.move_to_end(adapter_id)
             while len(self._held) > self._num_held:

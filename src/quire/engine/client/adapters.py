@@ -1,9 +1,10 @@
 """Adapters on the client's side: from a directory to the adapter's id, and to requests that use it.
 
 The id is the digest of the adapter's files. The core reads the files itself, when a request needs
-them.
+them. A weighted set of adapters is an adapter, too.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from quire.base.messages import Request
 from quire.base.requests.lora_request import LoRARequest
 from quire.engine.client.request_maker import RequestMaker
 from quire.models.checkpoint.adapter_files import adapter_digest, files_of, read_adapter
+from quire.models.checkpoint.adapter_sets import Member, set_of
 
 FIELD = "lora_request"
 MAX_KNOWN = 10_000
@@ -25,6 +27,12 @@ class Adapter(NamedTuple):
 
     id: str
     path: str
+
+
+def weighted(members: Iterable[tuple[Adapter, float]]) -> Adapter | None:
+    """Return the adapter that sums adapters, each with a scale; None if it changes nothing."""
+    found = set_of(Member(*adapter, scale) for adapter, scale in members)
+    return None if found is None else Adapter(*found)
 
 
 class AdapterIndex:
@@ -57,13 +65,19 @@ class AdapterRequests(RequestMaker):
 
     def __init__(self, maker: RequestMaker, adapter: Adapter) -> None:
         self.tokenizer, self.defaults = maker.tokenizer, maker.defaults
-        self._maker, self._adapter = maker, adapter
+        self.plain, self._adapter = maker, adapter
 
     def make(self, *args: Any, **named: Any) -> Request:
         """See TextRequestMaker."""
         adapter_id, path = self._adapter
-        made = self._maker.make(*args, **named)
+        made = self.plain.make(*args, **named)
         return msgspec.structs.replace(made, adapter_id=adapter_id, adapter_path=path)
+
+
+def with_adapter(maker: RequestMaker, adapter: Adapter | None) -> RequestMaker:
+    """Return a maker of requests that use this adapter only; None: that use no adapter."""
+    plain = maker.plain if isinstance(maker, AdapterRequests) else maker
+    return plain if adapter is None else AdapterRequests(plain, adapter)
 
 
 class AdapterMakers:

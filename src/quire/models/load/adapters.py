@@ -8,9 +8,10 @@ weight: B by the layer's rows, A by its columns. Ranks that share a layer's inpu
 results, which include the adapters'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,7 @@ from torch import nn
 
 from quire.base.errors import ConfigError, ModelError
 from quire.models.checkpoint.adapter_files import AdaptedModule, AdapterFiles, read_adapter
+from quire.models.checkpoint.adapter_sets import members_of
 from quire.models.checkpoint.sources import Rows
 from quire.models.gguf.adapters import GGUFAdapter
 from quire.models.parts.experts import ExpertLinear
@@ -46,6 +48,15 @@ class ModulePosition:
         return sum(cut.whole for cut in self.rows.cuts), inputs
 
 
+class Change(NamedTuple):
+    """The change of a module by one adapter: down A [R, K], up B^T [R, N]."""
+
+    name: str
+    down_RK: torch.Tensor
+    up_RN: torch.Tensor
+    scale: float
+
+
 Matrices = tuple[AdaptedModule, ModulePosition, torch.Tensor, torch.Tensor]  # A and B
 
 
@@ -70,16 +81,21 @@ class AdaptedModel:
                 self.places[name] = ModulePosition(layer, number, first, rows)
                 first += rows.count
 
-    def load(self, path: Path, max_rank: int) -> AdapterParts:
-        """Load an adapter. Raises ModelError if its files are invalid or do not fit the model."""
-        files = read_adapter(path, max_rank)
+    def load(self, path: str, max_rank: int) -> AdapterParts:
+        """Load an adapter or a weighted set of them. max_rank: of each adapter. Raises ModelError
+        if its files are invalid or do not fit the model."""
+        changes: dict[tuple[int, int], list[Change]] = {}  # by place
+        for member in members_of(path):
+            files = read_adapter(Path(member.path), max_rank)
+            try:
+                for module, place, down_RK, up_NR in self._matrices(files):
+                    change = self._change(place, module, member.scale, down_RK, up_NR)
+                    changes.setdefault((place.number, place.first), []).append(change)
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{files.weights} cannot be read: {error}.") from error
         found: dict[int, list[AdapterPart]] = {}
-        try:
-            for module, place, *matrices in self._matrices(files):
-                part = self._part(place, module, *matrices)
-                found.setdefault(place.number, []).append(part)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{files.weights} cannot be read: {error}.") from error
+        for (number, first), own in changes.items():
+            found.setdefault(number, []).append(self._part(first, own))
         return found
 
     def _matrices(self, files: AdapterFiles) -> Iterator[Matrices]:
@@ -120,13 +136,15 @@ class AdaptedModel:
             )
         return place
 
-    def _part(
+    def _change(
         self,
         place: ModulePosition,
         module: AdaptedModule,
+        weight: float,
         down_RK: torch.Tensor,
         up_NR: torch.Tensor,
-    ) -> AdapterPart:
+    ) -> Change:
+        """Cut and order a module's matrices as the layer's own weight. weight: of the adapter."""
         columns, (rows, order) = place.layer.columns, place.rows.taken()
         if columns is not None:
             down_RK = down_RK.narrow(1, columns.first, columns.count)
@@ -134,13 +152,23 @@ class AdaptedModel:
             up_NR = up_NR.narrow(0, rows.first, rows.count)
         if order is not None:
             up_NR = up_NR.index_select(0, order)
-        down_RK, up_RN = (each.to(self._dtype).contiguous() for each in (down_RK, up_NR.T))
+        return Change(module.name, down_RK, up_NR.T, weight * module.scale)
+
+    def _part(self, first: int, changes: Sequence[Change]) -> AdapterPart:
+        """Stack the changes of one module: their ranks add up. first: the module's first output."""
+        [change, *others] = changes
+        down_RK, up_RN, scale = change.down_RK, change.up_RN, change.scale
+        if others:
+            down_RK = torch.cat([each.down_RK.double() for each in changes])
+            up_RN = torch.cat([each.up_RN.double() * each.scale for each in changes])
+            scale = 1.0
+        down_RK, up_RN = (each.to(self._dtype).contiguous() for each in (down_RK, up_RN))
         if not (down_RK.isfinite().all() and up_RN.isfinite().all()):
             raise ModelError(
-                f"the adapter's matrices for {module.name} have numbers that are not finite in"
+                f"the adapter's matrices for {change.name} have numbers that are not finite in"
                 f" {str(self._dtype).removeprefix('torch.')}; train the adapter again."
             )
-        return AdapterPart(place.first, down_RK, up_RN, module.scale)
+        return AdapterPart(first, down_RK, up_RN, scale)
 
 
 def _layers(model: nn.Module) -> Iterator[Linear]:

@@ -47,7 +47,7 @@ async def load_lora_adapter(
 ) -> PlainTextResponse:
     """Load an adapter of the model. Afterwards `model` may name it. The response follows when the
     engine has loaded it; files that are not a suitable adapter get status 400."""
-    _check_processes(api)
+    check_processes(api)
     path = _allowed(body.lora_path, request, api.config)
     if body.load_inplace:
         check_admin(request.scope, api.config, SHARED)
@@ -61,7 +61,7 @@ async def unload_lora_adapter(
     body: UnloadAdapterBody, request: fastapi.Request, api: Api
 ) -> PlainTextResponse:
     """Unload an adapter. Its open requests are answered."""
-    _check_processes(api)
+    check_processes(api)
     if not api.config.api_key and not api.config.lora_roots:
         raise _not_allowed()
     check_admin(request.scope, api.config, SHARED)
@@ -91,13 +91,13 @@ def _allowed(given: str, request: fastapi.Request, config: ServerConfig) -> str:
 
 def _not_allowed() -> ApiError:
     text = (
-        f"{PATH} must be a directory or GGUF file below one of this server's --lora-roots, unless"
-        " an admin key is used; ask the operator to add its directory."
+        f"{PATH} must be below one of this server's --lora-roots, unless an admin key is used; ask"
+        " the operator to add its directory."
     )
     return ApiError(403, text, "permission_error", PATH, "not_allowed")
 
 
-def _check_processes(api: ApiContext) -> None:
+def check_processes(api: ApiContext) -> None:
     """Raise ApiError if other API processes would not see the change."""
     if api.peers.count > 1:
         raise ApiError(
