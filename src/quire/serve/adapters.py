@@ -49,9 +49,10 @@ async def add_adapter(
     max_rank = _max_rank(api)
     _check_name(api, name, replaces=replaces)
     try:
-        adapter = await asyncio.to_thread(api.adapter_index.find, path, max_rank)
+        found = await asyncio.to_thread(api.adapter_index.find, path, max_rank)
     except ModelError as error:
         raise RequestError(f"the adapter {name!r}: {error}", PATH) from error
+    adapter = found._replace(name=name)
     made = api.with_model(api.client, api.renderer, with_adapter(api.requests, adapter), (name,))
     made.base, made.adapter = api, adapter
     await _try(made, made.requests, tenant)

@@ -23,16 +23,19 @@ Stamp = tuple[tuple[int, int], ...]  # time of the last change, and size, of eac
 
 
 class Adapter(NamedTuple):
-    """An adapter. id: digest of its files. path: its directory or GGUF file."""
+    """An adapter. id: digest of its files. path: its directory or GGUF file. name: in metrics."""
 
     id: str
     path: str
+    name: str = ""
 
 
 def weighted(members: Iterable[tuple[Adapter, float]]) -> Adapter | None:
     """Return the adapter that sums adapters, each with a scale; None if it changes nothing."""
-    found = set_of(Member(*adapter, scale) for adapter, scale in members)
-    return None if found is None else Adapter(*found)
+    used = [(adapter, scale) for adapter, scale in members if scale]
+    found = set_of(Member(adapter.id, adapter.path, scale) for adapter, scale in used)
+    names = "+".join(adapter.name for adapter, _ in used)
+    return None if found is None else Adapter(*found, names)
 
 
 class AdapterIndex:
@@ -69,9 +72,10 @@ class AdapterRequests(RequestMaker):
 
     def make(self, *args: Any, **named: Any) -> Request:
         """See TextRequestMaker."""
-        adapter_id, path = self._adapter
+        id, path, name = self._adapter
         made = self.plain.make(*args, **named)
-        return msgspec.structs.replace(made, adapter_id=adapter_id, adapter_path=path)
+        fields = {"adapter_id": id, "adapter_path": path, "adapter_name": name}
+        return msgspec.structs.replace(made, **fields)
 
 
 def with_adapter(maker: RequestMaker, adapter: Adapter | None) -> RequestMaker:
@@ -103,9 +107,10 @@ class AdapterMakers:
                 FIELD,
             )
         try:
-            return AdapterRequests(maker, self._index.find(given.lora_path, self._max_rank))
+            found = self._index.find(given.lora_path, self._max_rank)
         except ModelError as error:
             raise RequestError(f"the adapter {given.lora_name!r}: {error}", FIELD) from error
+        return AdapterRequests(maker, found._replace(name=given.lora_name))
 
 
 def _stamp(path: Path) -> tuple[int, int]:
