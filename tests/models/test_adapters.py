@@ -37,7 +37,7 @@ def load(directory: Path, spec: Any, dtype: torch.dtype = torch.float64) -> Any:
 def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     model = load(made.directory, made.spec)
-    adapted = AdaptedModel(model, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
     modules = adaptable(adapted, made.directory)
     assert modules, "nothing would be tested"
     write_adapter(tmp_path / "adapter", modules)
@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> N
     merge(made.directory, tmp_path / "adapter", tmp_path / "merged", turned)
     tokens, paging = random_tokens(12), Paging(dtype=torch.float64)
     [base] = run_paged(model, made.spec, tokens, [[12]], paging)
-    adapted.slots.put(0, adapted.load(tmp_path / "adapter", MAX_RANK))
+    adapted.slots.put(0, adapted.load(str(tmp_path / "adapter"), MAX_RANK))
 
     def use(lens: Sequence[int]) -> None:
         adapted.slots.begin_step([(0, range(lens[0]))])
@@ -60,10 +60,10 @@ def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> N
 def test_transformers_computes_the_same_from_the_merged_checkpoint(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load(made.directory, made.spec)
-    adapted = AdaptedModel(model, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
     write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 4, use_rslora=True)
     merge(made.directory, tmp_path / "adapter", tmp_path / "merged")
-    adapted.slots.put(0, adapted.load(tmp_path / "adapter", MAX_RANK))
+    adapted.slots.put(0, adapted.load(str(tmp_path / "adapter"), MAX_RANK))
     adapted.slots.begin_step([(0, range(9))])
     tokens = random_tokens(9)
     [found] = run_paged(model, made.spec, tokens, [[9]], Paging(dtype=torch.float64))
@@ -80,11 +80,11 @@ def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
     made = write_checkpoint(tmp_path / "base", "qwen3")
     model = load(made.directory, made.spec, dtype)
     ranks = 1, 8, 64, 256
-    adapted = AdaptedModel(model, len(ranks), dtype)
+    adapted = AdaptedModel(model, made.spec, len(ranks), dtype)
     modules = adaptable(adapted, made.directory)
     for slot, rank in enumerate(ranks):
         write_adapter(tmp_path / f"{rank}", modules, rank, seed=rank)
-        adapted.slots.put(slot, adapted.load(tmp_path / f"{rank}", MAX_RANK))
+        adapted.slots.put(slot, adapted.load(str(tmp_path / f"{rank}"), MAX_RANK))
     paging = Paging(dtype=dtype, backend="cpu", native=True)
     sequences = random_tokens(9, 6, 11, 8, 5, 7)
     slots = [0, None, 1, 2, 3, 0]  # by sequence; None: the base model
@@ -119,10 +119,10 @@ def test_the_program_computes_what_the_reference_computes(tmp_path: Path) -> Non
     tokens, found = random_tokens(10), []
     for dtype, native in ((torch.float64, False), (torch.float32, True)):
         model = load(made.directory, made.spec, dtype)
-        adapted = AdaptedModel(model, 2, dtype)
+        adapted = AdaptedModel(model, made.spec, 2, dtype)
         if not found:
             write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 5)
-        adapted.slots.put(1, adapted.load(tmp_path / "adapter", MAX_RANK))
+        adapted.slots.put(1, adapted.load(str(tmp_path / "adapter"), MAX_RANK))
         use = partial(lambda slots, lens: slots.begin_step([(1, range(lens[0]))]), adapted.slots)
         paging = Paging(dtype=dtype, backend="cpu" if native else "torch", native=native)
         found += run_paged(model, made.spec, tokens, [[10]], paging, use)
@@ -132,7 +132,7 @@ def test_the_program_computes_what_the_reference_computes(tmp_path: Path) -> Non
 @pytest.fixture
 def llama(tmp_path: Path) -> AdaptedModel:
     made = write_checkpoint(tmp_path / "base", "llama")
-    return AdaptedModel(load(made.directory, made.spec), 1, torch.float64)
+    return AdaptedModel(load(made.directory, made.spec), made.spec, 1, torch.float64)
 
 
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -143,7 +143,7 @@ def test_an_adapter_may_change_some_of_the_merged_modules(
 ) -> None:
     value = QUERY.replace("q_proj", "v_proj")
     write_adapter(tmp_path / "a", {value: llama.places[value].shape}, 3)
-    [[part]] = llama.load(tmp_path / "a", MAX_RANK).values()
+    [[part]] = llama.load(str(tmp_path / "a"), MAX_RANK).values()
     assert part.first == llama.places[value].first > 0
     assert part.down_RK.shape == (3, 32) and part.up_RN.shape == (3, 16)
 
@@ -163,10 +163,10 @@ def test_an_adapter_of_another_model_is_refused(
 ) -> None:
     write_adapter(tmp_path / "a", {name: shape})
     with pytest.raises(ModelError, match=message):
-        llama.load(tmp_path / "a", MAX_RANK)
+        llama.load(str(tmp_path / "a"), MAX_RANK)
 
 
 def test_numbers_that_are_not_finite_are_refused(llama: AdaptedModel, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", {QUERY: (32, 32)}, size=float("inf"))
     with pytest.raises(ModelError, match="not finite"):
-        llama.load(tmp_path / "a", MAX_RANK)
+        llama.load(str(tmp_path / "a"), MAX_RANK)

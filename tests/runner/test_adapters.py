@@ -35,9 +35,9 @@ class FakeModel:
     def __init__(self) -> None:
         self.slots, self.loads = FakeSlots(), list[str]()
 
-    def load(self, directory: Path, max_rank: int) -> str:
-        self.loads.append(directory.name)
-        return directory.name
+    def load(self, path: str, max_rank: int) -> str:
+        self.loads.append(Path(path).name)
+        return Path(path).name
 
 
 class Bench:

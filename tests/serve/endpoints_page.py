@@ -157,8 +157,8 @@ ROUTES = {
         POST /props
         GET /slots
         POST /slots/ID
-        GET /lora-adapters | {NO_LORA}
-        POST /lora-adapters | {NO_LORA}
+        GET /lora-adapters
+        POST /lora-adapters
         GET /models
         POST /models/load | {LOADED}
         POST /models/unload | {LOADED}

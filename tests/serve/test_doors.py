@@ -55,6 +55,7 @@ NO_DOORS = {
     "/abort_requests": "an operator's call",
     "/v1/load_lora_adapter": "an operator's call, which sends a request of one token",
     "/v1/unload_lora_adapter": "an operator's call",
+    "/lora-adapters": "an operator's call, which sends a request of one token",
     "/pause": "an operator's call",
     "/resume": "an operator's call",
     "/init_weight_transfer_engine": "a trainer's call, which computes nothing",

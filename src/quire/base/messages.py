@@ -61,7 +61,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     keep_s: float = 0.0  # seconds to retain the ended request (scheduler/reuse/held.py)
     fork: Fork | None = None  # source to continue; the prompt includes the shared tokens
     kv_transfer: KVTransfer | None = None  # prefill for, or by, another engine
-    adapter_path: str = ""  # directory of the adapter's files; empty without an adapter
+    adapter_path: str = ""  # the adapter's directory or GGUF file; empty without an adapter
+    adapter_name: str = ""  # the adapter's name in metrics
     awaits_adapter: bool = False  # set by the core: wait for `AdapterReady`
     is_held_back: bool = False  # set by the core: wait for `GrammarReady`, as with a grammar
     # Images and videos of the prompt in order, with disjoint spans. A fork inherits the items of

@@ -10,12 +10,11 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.base.errors import EngineError, ModelError
 from quire.base.plan import Plan
 from quire.base.settings.lora import LoraConfig
-from quire.models.checkpoint.adapter_files import adapter_digest
+from quire.models.checkpoint.adapter_sets import digest_of
 from quire.models.load.adapters import AdaptedModel
 from quire.ops.adapters import AdapterParts, AdapterSlots, Group
 from quire.runner.attachment import ForwardPart
@@ -53,17 +52,17 @@ class RowAdapters:
         self.at_rest = StepAdapters(adapted.slots)
 
     def load(self, slot: int, adapter_id: str, path: str) -> None:
-        """Load an adapter from its directory, unless it is in memory, and assign it to a slot. Any
+        """Load an adapter from its files, unless it is in memory, and assign it to a slot. Any
         thread may call this. Raises ModelError if its files are unsuitable or have changed."""
         with self._loading:
             parts = self._held.get(adapter_id)
             if parts is None:
-                if adapter_digest(Path(path)) != adapter_id:
+                if digest_of(path) != adapter_id:
                     raise ModelError(
-                        f"the files of the adapter in {path} have changed since it was added; add"
+                        f"the files of the adapter {path} have changed since it was added; add"
                         " it again."
                     )
-                parts = self._adapted.load(Path(path), self._max_rank)
+                parts = self._adapted.load(path, self._max_rank)
             self._held[adapter_id] = parts
             self._held.move_to_end(adapter_id)
             while len(self._held) > self._num_held:

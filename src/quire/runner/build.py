@@ -252,18 +252,20 @@ def _attachments(
     media = _media(config, source, spec, model)
     found: list[Attachment] = [] if media is None else [media]
     if config.lora.enable_lora:
-        found.append(_adapters(config, model, device))
+        found.append(_adapters(config, spec, model, device))
     return found
 
 
-def _adapters(config: EngineConfig, model: Any, device: torch.device) -> RowAdapters:
+def _adapters(
+    config: EngineConfig, spec: ModelSpec, model: Any, device: torch.device
+) -> RowAdapters:
     if device.type != "cpu":
         raise ConfigError(
             f"enable_lora: adapters need a CPU for now, and the device is {device.type}; remove it,"
             " or set device to cpu."
         )
     dtype = torch_dtype(config.model.dtype)
-    return RowAdapters(AdaptedModel(model, config.lora.max_loras, dtype), config.lora)
+    return RowAdapters(AdaptedModel(model, spec, config.lora.max_loras, dtype), config.lora)
 
 
 def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media | None:

@@ -1,20 +1,25 @@
 """Adapters that a server offers as models: add one, remove one, and the settings that do so.
 
 The context of an adapter is its base model's, with a `RequestMaker` that adds the adapter. So each
-endpoint serves adapters: the body's `model` chooses the context (`ApiContext.of_model`).
+endpoint serves adapters: the body's `model` chooses the context (`ApiContext.of_model`). Scales, as
+llama.cpp has them, add a weighted set of adapters to requests of the base model. A body's `lora`
+has the scales of one request, and `POST /lora-adapters` of all others.
 """
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.base.errors import ConfigError, ModelError, RequestError
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.settings.lora import LoraModule, is_name, parse_modules
-from quire.engine.client.adapters import AdapterRequests
+from quire.engine.client.adapters import weighted, with_adapter
 from quire.engine.client.admission import admit
+from quire.engine.client.request_maker import RequestMaker
 from quire.render.renderer import RenderedPrompt
+from quire.serve.bodies.protocol import LoraScale
 from quire.serve.context import ApiContext
+from quire.serve.errors import bad_request
 
 MAX_ADAPTERS = 10_000
 NAME, PATH = "lora_name", "lora_path"  # fields of a body
@@ -44,19 +49,77 @@ async def add_adapter(
     max_rank = _max_rank(api)
     _check_name(api, name, replaces=replaces)
     try:
-        adapter = await asyncio.to_thread(api.adapter_index.find, path, max_rank)
+        found = await asyncio.to_thread(api.adapter_index.find, path, max_rank)
     except ModelError as error:
         raise RequestError(f"the adapter {name!r}: {error}", PATH) from error
-    made = api.with_model(api.client, api.renderer, AdapterRequests(api.requests, adapter), (name,))
+    adapter = found._replace(name=name)
+    made = api.with_model(api.client, api.renderer, with_adapter(api.requests, adapter), (name,))
     made.base, made.adapter = api, adapter
-    await _try(made, tenant)
+    await _try(made, made.requests, tenant)
     _check_name(api, name, replaces=replaces)  # another request may have taken it meanwhile
+    before = api.adapters.get(name)
+    made.adapter_number = _free_number(api) if before is None else before.adapter_number
     api.adapters[name] = made
+    api.requests = _with_scales(api, api.scales)
 
 
 def remove_adapter(api: ApiContext, name: str) -> None:
     """Remove an adapter. Its open requests are answered. Raises KeyError for an unknown name."""
     del api.adapters[name]
+    api.scales.pop(name, None)
+    api.requests = _with_scales(api, api.scales)
+
+
+def by_number(api: ApiContext) -> dict[int, ApiContext]:
+    """Return the contexts of adapters by their numbers, in order."""
+    found = {each.adapter_number: each for each in api.adapters.values()}
+    return dict(sorted(found.items()))
+
+
+def requests_of(api: ApiContext, given: Sequence[LoraScale] | None) -> RequestMaker:
+    """Return the maker of a request's own. given: the body's `lora`. Raises ApiError."""
+    if given is None:
+        return api.requests
+    if api.adapter is not None and given:
+        raise bad_request(
+            f"lora: the model {api.model_names[0]!r} is an adapter; name the base model.", "lora"
+        )
+    return api.requests if api.adapter is not None else _with_scales(api, _named(api, given))
+
+
+async def set_scales(api: ApiContext, given: Sequence[LoraScale], tenant: str) -> None:
+    """Set the scales of adapters in requests to the base model, after the engine has loaded their
+    sum once. Adapters that are not given get the scale 0. Raises ApiError and RequestError."""
+    scales = _named(api, given)
+    await _try(api, _with_scales(api, scales), tenant)
+    api.scales.clear()
+    api.scales.update(scales)
+    api.requests = _with_scales(api, api.scales)
+
+
+def _named(api: ApiContext, given: Iterable[LoraScale]) -> dict[str, float]:
+    """Return scales by name. Raises ApiError for an unknown number."""
+    known, found = by_number(api), dict[str, float]()
+    for each in given:
+        if each.id not in known:
+            raise bad_request(
+                f"lora: there is no adapter with the id {each.id}; GET /lora-adapters lists them.",
+                "lora",
+            )
+        found[known[each.id].model_names[0]] = each.scale
+    return found
+
+
+def _with_scales(api: ApiContext, scales: Mapping[str, float]) -> RequestMaker:
+    """Return the base model's maker of requests, with adapters of these scales."""
+    adapters = ((api.adapters[name].adapter, scale) for name, scale in scales.items())
+    return with_adapter(api.requests, weighted((a, scale) for a, scale in adapters if a))
+
+
+def _free_number(api: ApiContext) -> int:
+    """Return the lowest number that no adapter has."""
+    taken = by_number(api)
+    return next(number for number in range(len(taken) + 1) if number not in taken)
 
 
 def _max_rank(api: ApiContext) -> int:
@@ -82,15 +145,15 @@ def _check_name(api: ApiContext, name: str, *, replaces: bool) -> None:
         raise RequestError(f"there are {MAX_ADAPTERS:,} adapters already; unload one.", NAME)
 
 
-async def _try(api: ApiContext, tenant: str) -> None:
+async def _try(api: ApiContext, requests: RequestMaker, tenant: str) -> None:
     """Let the engine load the adapter, by a request of one token. Raises RequestError."""
     request_id, prompt = f"adapter-{secrets.token_hex(8)}", RenderedPrompt([0])
     if api.client.ready.pooling is not None:
-        made = api.requests.make_pooling(prompt, request_id, tenant=tenant)
+        made = requests.make_pooling(prompt, request_id, tenant=tenant)
         request = admit(api.client, made)
     else:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        made = api.requests.make(prompt, params, request_id, tenant=tenant)
+        made = requests.make(prompt, params, request_id, tenant=tenant)
         request = admit(api.client, made)
     async for output in api.client.generate(request):
         for each in output.outputs:

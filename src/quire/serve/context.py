@@ -51,8 +51,9 @@ class ApiContext:
     models: with several models, the contexts of all; they share everything but the model's own.
     all_models: with several models, the view of all of them. wait_until_known: waits until the
     model's limits and abilities are known.
-    adapters: the contexts of the model's adapters by name, which all of them share. base, adapter:
-    of an adapter's context, the base model's context and the adapter.
+    adapters: the contexts of the model's adapters by name, which all of them share. scales: the
+    scale of each adapter in requests to the base model. base, adapter, adapter_number: of an
+    adapter's context, the base model's context, the adapter, and its number in llama.cpp's API.
     """
 
     client: "AsyncClient"
@@ -71,8 +72,10 @@ class ApiContext:
     wait_until_known: Callable[[], Awaitable[None]] | None = None
     adapters: "dict[str, ApiContext]" = field(default_factory=dict)
     adapter_index: AdapterIndex = field(default_factory=AdapterIndex)
+    scales: dict[str, float] = field(default_factory=dict)
     base: "ApiContext | None" = None
     adapter: Adapter | None = None
+    adapter_number: int = 0
     hinted: HintedRequests = field(default_factory=HintedRequests)
     uploads: Uploads = field(default_factory=Uploads)
     responses: Responses = field(init=False)

@@ -42,14 +42,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # options that must have one of thes
 class AdapterConfig:
     """Scales of an adapter's modules. The files say which modules it has, and their ranks, so
     `target_modules` may have any form. alpha: of modules without a pattern of their own. alphas: by
-    name, end of a name, or `^` and a whole name."""
+    name, end of a name, or `^` and a whole name. is_unscaled: whether all scales are 1."""
 
     alpha: float
     is_rank_stabilised: bool = False
     alphas: Mapping[str, float] = field(default_factory=dict)
+    is_unscaled: bool = False
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return the factor of a module's product B A."""
+        if self.is_unscaled:
+            return 1.0
         found = (alpha for name, alpha in self.alphas.items() if _names(name, module))
         alpha = next(found, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
@@ -65,7 +68,8 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         raw = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
     except FileNotFoundError as error:
         raise ModelError(
-            f"{directory} has no {CONFIG}; give the directory of an adapter that PEFT wrote."
+            f"{directory} has no {CONFIG}; give the directory of an adapter that PEFT wrote, or a"
+            " GGUF file of llama.cpp."
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from quire.serve.adapters import add_configured
 from quire.serve.app import create_app
 from quire.serve.context import ApiContext
 from tests.serve.api.conftest import small_engine
-from tests.support.runner.adapters import write_adapter
+from tests.support.runner.adapters import to_gguf, write_adapter
 from tests.support.serve.fake_client import FakeClient
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -38,6 +38,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     modules = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in shapes.items() if "_proj" in n}
     for seed, name in enumerate(("a", "b", "deep/c")):
         write_adapter(folder / name, modules, 4 + seed, seed=seed, size=0.5)
+    config = json.loads((resolve_model("demo").directory / "config.json").read_text())
+    to_gguf(folder / "a", folder / "a.gguf", config)
     write_adapter(folder / "high", modules, 17)
     write_adapter(folder / "other", {next(iter(modules)): (8, 8)}, 4)
     return folder
@@ -94,6 +96,11 @@ def test_a_loaded_adapter_is_a_model(api: TestClient, adapters: Path) -> None:
     unknown = api.post("/v1/completions", json=BODY | {"model": "third"})
     assert unknown.status_code == 404
     assert "demo, first, second" in unknown.json()["error"]["message"]
+
+
+def test_a_gguf_file_is_an_adapter(api: TestClient) -> None:
+    assert load(api, "first", "a").status_code == load(api, "second", "a.gguf").status_code == 200
+    assert text(api, "first") == text(api, "second") != text(api, "demo")
 
 
 def test_an_unloaded_adapter_is_unknown(api: TestClient) -> None:
@@ -209,3 +216,107 @@ def test_settings_are_checked_before_the_model_is_loaded(adapters: Path) -> None
     for server in (ServerConfig(lora_modules=("x=/a",)), ServerConfig(lora_roots=("/a",))):
         with pytest.raises(ConfigError, match="enable_lora"):
             check_adapters(EngineConfig(), server)
+
+
+# ---- scales, as llama.cpp has them -----------------------------------------------------------
+
+
+def scaled(api: TestClient, scales: Mapping[int, float] | None, path: str = "/completion") -> str:
+    """The text of a request to the base model with these scales; None: without the field."""
+    body: dict[str, Any] = {"temperature": 0, "n_predict": 6, "ignore_eos": True, "prompt": [5, 6]}
+    if path != "/completion":
+        body = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+        body["messages"] = [{"role": "user", "content": "Hi"}]
+    if scales is not None:
+        body["lora"] = [{"id": number, "scale": scale} for number, scale in scales.items()]
+    answer = api.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    text = found["content"] if path == "/completion" else found["choices"][0]["message"]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions"])
+def test_a_request_has_scales_of_its_own(api: TestClient, path: str) -> None:
+    assert load(api, "first", "a").status_code == load(api, "second", "b").status_code == 200
+    base = scaled(api, None, path)
+    texts = [scaled(api, each, path) for each in ({0: 1}, {1: 1}, {0: 1, 1: 1}, {0: -1.5, 1: 0.5})]
+    assert len({base, *texts}) == 5
+    assert scaled(api, {}, path) == scaled(api, {0: 0, 1: 0}, path) == base
+    assert scaled(api, {1: 1, 0: 1}, path) == texts[2]
+    if path == "/completion":
+        body = {"prompt": [5, 6], "model": "first", "n_predict": 6, "temperature": 0}
+        named = api.post(path, json=body | {"ignore_eos": True})
+        assert named.json()["content"] == texts[0]
+
+
+def test_scales_of_all_requests(api: TestClient, adapters: Path) -> None:
+    assert api.get("/lora-adapters").json() == []
+    load(api, "first", "a")
+    load(api, "second", "b")
+    base, first = scaled(api, None), scaled(api, {0: 1.0})
+    both = scaled(api, {0: 1.0, 1: -0.5})
+    scales = [{"id": 0, "scale": 1.0}, {"id": 1, "scale": -0.5}]
+    assert api.post("/lora-adapters", json=scales).json() == {"success": True}
+    listed = api.get("/lora-adapters").json()
+    assert [(each["id"], each["scale"], each["name"]) for each in listed] == [
+        (0, 1.0, "first"), (1, -0.5, "second"),
+    ]  # fmt: skip
+    assert listed[0]["path"] == str(adapters / "a")
+    assert scaled(api, None) == both and scaled(api, {}) == base
+    assert text(api, "second") != text(api, "demo")  # an adapter's own name has its scale alone
+    assert api.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
+    assert scaled(api, None) == first
+    load(api, "third", "b")
+    assert [each["id"] for each in api.get("/lora-adapters").json()] == [0, 1]
+    load(api, "first", "b", load_inplace=True)
+    assert scaled(api, None) == scaled(api, {1: 1.0})
+    assert api.post("/lora-adapters", json=[]).status_code == 200
+    assert scaled(api, None) == base
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        [{"id": 5, "scale": 1}],
+        [{"id": -1, "scale": 1}],
+        [{"id": 0}],
+        [{"id": 0, "scale": "x"}],
+        [{"id": 0, "scale": 1e9}],
+        [{"id": 0, "scale": 1, "name": "first"}],
+        [{"id": 0, "scale": 1}] * 65,
+        {"id": 0, "scale": 1},
+        "first",
+    ],
+)
+def test_scales_that_are_refused(api: TestClient, lora: Any) -> None:
+    load(api, "first", "a")
+    for body in (BODY, {"prompt": "x"}):
+        path = "/completion" if "max_tokens" not in body else "/v1/completions"
+        assert api.post(path, json=body | {"lora": lora}).status_code == 400
+    assert api.post("/lora-adapters", json=lora).status_code == 400
+    assert api.get("/lora-adapters").json()[0]["scale"] == 0
+
+
+def test_scales_and_names(api: TestClient) -> None:
+    load(api, "first", "a")
+    refused = api.post(
+        "/v1/completions", json=BODY | {"model": "first", "lora": [{"id": 0, "scale": 1}]}
+    )
+    assert refused.status_code == 400 and "name the base model" in refused.text
+    assert (
+        api.post("/v1/completions", json=BODY | {"model": "first", "lora": []}).status_code == 200
+    )
+
+
+def test_keys_and_scales(adapted: Engine, adapters: Path) -> None:
+    boss, one = ({"Authorization": f"Bearer {key}"} for key in ("boss", "one"))
+    context = context_of(adapted, api_key=KEYS, admin_api_key=("boss",))
+    with TestClient(create_app(context)) as api:
+        load(api, "x", str(adapters / "a"), headers=boss)
+        scales = [{"id": 0, "scale": 1}]
+        assert api.post("/lora-adapters", json=scales).status_code == 401
+        assert api.post("/lora-adapters", json=scales, headers=one).status_code == 403
+        assert api.post("/lora-adapters", json=scales, headers=boss).status_code == 200
+        assert api.get("/lora-adapters", headers=one).json()[0]["path"] == "x"

@@ -135,6 +135,7 @@ SAMPLES: dict[str, Sample] = {
     "json_schema": Sample(SCHEMA),
     "keep_s": Sample(1.0),
     "keep_source": Sample(True),
+    "lora": Sample([{"id": 0, "scale": 0.5}]),
     "kv_transfer_params": Sample({"do_remote_decode": True}),
     "length_penalty": Sample(0.5, BEAMS),
     "logit_bias": Sample({"5": 1}),
@@ -255,7 +256,7 @@ SAMPLES: dict[str, Sample] = {
 }  # fmt: skip
 # Taken where a model or a server allows it: the demo model and this server refuse the sample, by
 # the field's name.
-UNAVAILABLE = {"suffix", "logits_processors", "previous_response_id", "images"}
+UNAVAILABLE = {"suffix", "logits_processors", "previous_response_id", "images", "lora"}
 UNUSUAL = {"whole number": 5, "text": "x"}
 ID_OR_TIME = re.compile(r'"created(_at)?":\d+|\b[a-z]+[-_][0-9a-f]{16,}\b')
 CHANCE = {

@@ -222,7 +222,7 @@ def test_a_text_is_cut_before_a_line_with_less_indentation() -> None:
         ({"mirostat": 2}, "mirostat"),
         ({"typical_p": 0.5}, "typical_p"),
         ({"dynatemp_range": 0.5}, "dynatemp_range"),
-        ({"lora": [{"id": 0}]}, "lora"),
+        ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
         ({"n_indent": 4}, "n_indent"),
         ({"t_max_predict_ms": "x"}, "t_max_predict_ms"),
         ({"grammar": "root ::= nothing"}, "grammar"),

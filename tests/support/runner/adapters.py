@@ -1,4 +1,5 @@
-"""Adapters (LoRA) as PEFT writes them, with random matrices, and checkpoints with one merged in."""
+"""Adapters (LoRA) as PEFT writes them, with random matrices, the same as GGUF files of llama.cpp,
+and checkpoints with one merged in."""
 
 import json
 import math
@@ -7,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from quire.models.checkpoint.adapter_files import PREFIX, WEIGHTS
 from quire.spec.adapter_config import CONFIG
+from tests.support.models.gguf_facts import ARCHITECTURES, arranged, tensor_name
+from tests.support.models.gguf_writer import F32, stored, write_gguf
 
 Shape = tuple[int, int]  # outputs, inputs
 
@@ -62,3 +66,30 @@ def merge(base: Path, adapter: Path, directory: Path, turned: frozenset[str] = f
             tensors[name] += change.T if module in turned else change
         save_file(tensors, file, metadata={"format": "pt"})
     return directory
+
+
+def to_gguf(adapter: Path, path: Path, model: Mapping[str, Any], kind: int = F32) -> Path:
+    """Write an adapter of PEFT as llama.cpp's converter does. model: the base model's config."""
+    tensors = {}
+    for full, values in load_file(adapter / WEIGHTS).items():
+        name, _, part = full.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        weight, matrix = f"{name}.weight", values.float().numpy()
+        if _is_arranged(weight, part):
+            matrix = arranged(weight, matrix, model)
+        theirs = f"{tensor_name(weight, model['model_type'])}.{part.lower()}"
+        tensors[theirs] = stored(np.ascontiguousarray(matrix), kind)
+    made = {
+        "general.type": "adapter",
+        "general.architecture": ARCHITECTURES.get(model["model_type"], model["model_type"]),
+        "adapter.type": "lora",
+        "adapter.lora.alpha": float(json.loads((adapter / CONFIG).read_text())["lora_alpha"]),
+    }
+    return write_gguf(path, made, tensors)
+
+
+def _is_arranged(weight: str, part: str) -> bool:
+    """Whether the order of a weight's rows, or of columns in the last module of linear attention,
+    concerns A or B. Adapters of GPT-2 are never transposed."""
+    if any(name in weight for name in ("c_attn", "c_proj", "c_fc")):
+        return False
+    return part == ("lora_A" if "linear_attn.out_proj" in weight else "lora_B")

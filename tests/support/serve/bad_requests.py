@@ -244,6 +244,7 @@ HARMLESS = {
          "mm_processor_kwargs", "return_prompt_text"),
         "refused whatever it holds but the neutral value (tests/serve/api/test_open_body.py)",
     ),
+    "lora": "bodies of HTTP have it (tests/serve/api/test_adapters.py)",
     **dict.fromkeys(
         ("tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs",
          "reasoning_effort", "suffix", "thinking_token_budget"),

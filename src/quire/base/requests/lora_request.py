@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter (LoRA) of the model: a directory that PEFT wrote.
+    """An adapter (LoRA) of the model: a directory that PEFT wrote, or a GGUF file.
 
         llm.generate(prompts, params, lora_request=LoRARequest("sql", 1, "adapters/sql"))
 
@@ -23,4 +23,4 @@ class LoRARequest:
         if self.lora_int_id < 1:
             raise ValueError(f"lora_int_id must be above 0, got {self.lora_int_id}.")
         if not self.lora_path:
-            raise ValueError("lora_path must be the directory of an adapter; it is empty.")
+            raise ValueError("lora_path must be an adapter's directory or GGUF file; it is empty.")

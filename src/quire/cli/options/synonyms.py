@@ -58,7 +58,7 @@ SPECULATION = (
 )
 STEP = "use --max-num-batched-tokens, the maximum number of tokens in one step"
 BATCHING = "requests are always batched continuously"
-ADAPTERS = "use --enable-lora and --lora-modules NAME=DIR"
+ADAPTERS = "use --enable-lora and --lora-modules NAME=PATH"
 
 FLAGS = (
     # Model

@@ -48,7 +48,7 @@ class AdapterAttachment(Attachment):
 
     load: loads an adapter into a slot and waits; called on a thread of its own. on_ready: called,
     from any thread, when `answers` has something to return. requests: lists the unfinished
-    requests."""
+    requests. count: called with each new request that uses an adapter."""
 
     order = Order.LOADING
 
@@ -58,8 +58,10 @@ class AdapterAttachment(Attachment):
         num_slots: int,
         on_ready: Callable[[], None],
         requests: Callable[[], Iterable[RequestView]] = tuple,
+        count: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self._load, self._on_ready, self._requests = load, on_ready, requests
+        self._count = count
         self._free = list(range(num_slots))
         self._slots: OrderedDict[str, int] = OrderedDict()  # by adapter, least recently used first
         self._users: Counter[str] = Counter()  # requests that use or load an adapter
@@ -89,6 +91,7 @@ class AdapterAttachment(Attachment):
                     self._end(event.request_id)
         if type(given) is Request:
             if given.awaits_adapter and decisions.refusal is None:
+                self._count(given)
                 self._enter(given)
         elif names := {each.request_id for each in decisions.events if isinstance(each, Queued)}:
             for view in self._requests():

@@ -1,9 +1,10 @@
 """Adapters on the client's side: from a directory to the adapter's id, and to requests that use it.
 
 The id is the digest of the adapter's files. The core reads the files itself, when a request needs
-them.
+them. A weighted set of adapters is an adapter, too.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from quire.base.errors import ModelError, RequestError
 from quire.base.messages import Request
 from quire.base.requests.lora_request import LoRARequest
 from quire.engine.client.request_maker import RequestMaker
-from quire.models.checkpoint.adapter_files import WEIGHTS, adapter_digest, read_adapter
-from quire.spec.adapter_config import CONFIG
+from quire.models.checkpoint.adapter_files import adapter_digest, files_of, read_adapter
+from quire.models.checkpoint.adapter_sets import Member, set_of
 
 FIELD = "lora_request"
 MAX_KNOWN = 10_000
@@ -22,24 +23,33 @@ Stamp = tuple[tuple[int, int], ...]  # time of the last change, and size, of eac
 
 
 class Adapter(NamedTuple):
-    """An adapter. id: digest of its files. path: its directory."""
+    """An adapter. id: digest of its files. path: its directory or GGUF file. name: in metrics."""
 
     id: str
     path: str
+    name: str = ""
+
+
+def weighted(members: Iterable[tuple[Adapter, float]]) -> Adapter | None:
+    """Return the adapter that sums adapters, each with a scale; None if it changes nothing."""
+    used = [(adapter, scale) for adapter, scale in members if scale]
+    found = set_of(Member(adapter.id, adapter.path, scale) for adapter, scale in used)
+    names = "+".join(adapter.name for adapter, _ in used)
+    return None if found is None else Adapter(*found, names)
 
 
 class AdapterIndex:
-    """The ids of adapters by directory. A digest is computed again if a file has changed."""
+    """The ids of adapters by path. A digest is computed again if a file has changed."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[Stamp, Adapter]] = {}
 
-    def find(self, directory: str, max_rank: int) -> Adapter:
-        """Return the adapter in a directory. Raises ModelError if quire does not support
-        its files."""
-        path = Path(directory).absolute()
+    def find(self, given: str, max_rank: int) -> Adapter:
+        """Return the adapter of a directory or GGUF file. Raises ModelError if quire does not
+        support its files."""
+        path = Path(given).absolute()
         try:
-            stamp = tuple(_stamp(path / name) for name in (CONFIG, WEIGHTS))
+            stamp = tuple(_stamp(each) for each in files_of(path))
         except OSError:
             stamp = ()
         known = self._known.get(path)
@@ -58,13 +68,20 @@ class AdapterRequests(RequestMaker):
 
     def __init__(self, maker: RequestMaker, adapter: Adapter) -> None:
         self.tokenizer, self.defaults = maker.tokenizer, maker.defaults
-        self._maker, self._adapter = maker, adapter
+        self.plain, self._adapter = maker, adapter
 
     def make(self, *args: Any, **named: Any) -> Request:
         """See TextRequestMaker."""
-        adapter_id, path = self._adapter
-        made = self._maker.make(*args, **named)
-        return msgspec.structs.replace(made, adapter_id=adapter_id, adapter_path=path)
+        id, path, name = self._adapter
+        made = self.plain.make(*args, **named)
+        fields = {"adapter_id": id, "adapter_path": path, "adapter_name": name}
+        return msgspec.structs.replace(made, **fields)
+
+
+def with_adapter(maker: RequestMaker, adapter: Adapter | None) -> RequestMaker:
+    """Return a maker of requests that use this adapter only; None: that use no adapter."""
+    plain = maker.plain if isinstance(maker, AdapterRequests) else maker
+    return plain if adapter is None else AdapterRequests(plain, adapter)
 
 
 class AdapterMakers:
@@ -90,9 +107,10 @@ class AdapterMakers:
                 FIELD,
             )
         try:
-            return AdapterRequests(maker, self._index.find(given.lora_path, self._max_rank))
+            found = self._index.find(given.lora_path, self._max_rank)
         except ModelError as error:
             raise RequestError(f"the adapter {given.lora_name!r}: {error}", FIELD) from error
+        return AdapterRequests(maker, found._replace(name=given.lora_name))
 
 
 def _stamp(path: Path) -> tuple[int, int]:

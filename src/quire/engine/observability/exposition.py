@@ -7,6 +7,7 @@ series has the labels `model_name` and `engine` (the core's number). The process
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from quire.base.settings.cache_config import CacheConfig
 from quire.base.settings.secrets import MASK, public_value
+from quire.engine.observability.adapter_use import AdapterUse
 from quire.engine.observability.metrics import HISTOGRAMS, EngineMetrics
 from quire.engine.observability.rank_times import RankTimes
 from quire.scheduler.views import SchedulerView
@@ -33,6 +35,7 @@ VLLM_NAMES = frozenset(HISTOGRAMS) | {
     "prompt_tokens_cached", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
     "request_success", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+    "lora_requests_info",
 }  # fmt: skip
 
 
@@ -48,12 +51,13 @@ class Exposition(Collector):
         core_id: int = 0,
         ranks: Sequence[RankTimes] = (),
         prefix: str = OURS,
+        adapters: AdapterUse | None = None,
     ) -> None:
         self._prefix = prefix
         self._metrics = metrics
         self._view = view
         self._cache = cache
-        self._ranks = ranks
+        self._ranks, self._adapters = ranks, adapters
         self._values = (model_name, str(core_id))
 
     def text(self) -> str:
@@ -72,6 +76,8 @@ class Exposition(Collector):
         yield from self._of_events(self._metrics)
         yield from self._histograms(self._metrics)
         yield from self._of_ranks()
+        if self._adapters is not None:
+            yield from self._of_adapters(self._adapters)
 
     def _of_scheduler(self, view: SchedulerView) -> Iterator[Metric]:
         """Yield the scheduler's current state: requests, KV blocks, pins, tiers, encoder memory."""
@@ -136,6 +142,20 @@ class Exposition(Collector):
         if any(pairs.values()):
             help = "Token-expert pairs that a rank computed (CPUs)."
             yield self._counters("rank_expert_pairs", help, "rank", pairs)
+
+    def _of_adapters(self, use: AdapterUse) -> Iterator[Metric]:
+        """Yield the adapters in use, as labels of the current time, and requests by adapter."""
+        running, waiting = use.by_state()
+        yield self._gauge(
+            "lora_requests_info",
+            "Adapters of running and waiting requests, as labels; the value is the time.",
+            time.time(),
+            max_lora=str(use.max_adapters),
+            waiting_lora_adapters=",".join(waiting),
+            running_lora_adapters=",".join(running),
+        )
+        help = "Requests that use adapters, by adapter."
+        yield self._counters("adapter_requests", help, "adapter", use.num_requests)
 
     def _cache_info(self, num_blocks: int) -> Metric:
         cache = self._cache

@@ -57,6 +57,7 @@ from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary
 from quire.engine.loop.attachment import Attachment
 from quire.engine.loop.core import EngineCore
+from quire.engine.observability.adapter_use import AdapterUse
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.start.identity import fingerprint_of
 from quire.engine.start.plugin_parts import check_plugins
@@ -177,7 +178,8 @@ class DeviceSide:
 class BuiltCore:
     """Core with a loaded model. config: configuration with all derived values. grammars: grammars
     of the core's requests. rank_times: live step times of its ranks. progress: receiver of reports
-    of progress within a step. updates, pausing: orders of a trainer to the core."""
+    of progress within a step. updates, pausing: orders of a trainer to the core. adapters: use of
+    adapters, if requests may use them."""
 
     core: EngineCore
     config: EngineConfig
@@ -188,6 +190,7 @@ class BuiltCore:
     pausing: Pausing
     rank_times: Sequence[RankTimes] = ()
     progress: StepProgress = field(default_factory=StepProgress)
+    adapters: AdapterUse | None = None
 
 
 def build_engine(
@@ -282,7 +285,10 @@ def _build_core(
     if (limit := config.scheduler.max_num_queued_reqs) is not None:
         core.attach(QueueLimit(core.scheduler, limit))
     connect_stores(core, config.cache, side.host_blocks, built.backend_name, clock)
-    core.attach(_adapters(core, config.lora, side.load_adapter))
+    adapters = None
+    if config.lora.enable_lora:
+        adapters = AdapterUse(config.lora.max_loras, core.scheduler.requests)
+    core.attach(_adapters(core, config.lora, side.load_adapter, adapters))
     if isinstance(built, WarmModel):
         core.attach(Loading(built.needs_whole, built.load, core.bell.ring))
     grammars = _make_grammars(core, built, source)
@@ -316,6 +322,7 @@ def _build_core(
         pausing,
         side.rank_times,
         side.progress,
+        adapters,
     )
 
 
@@ -338,11 +345,14 @@ def _stage(built: LoadedModel, path: Path) -> Swap:
     return swap
 
 
-def _adapters(core: EngineCore, lora: LoraConfig, load: LoadAdapter | None) -> Attachment:
+def _adapters(
+    core: EngineCore, lora: LoraConfig, load: LoadAdapter | None, use: AdapterUse | None
+) -> Attachment:
     """Create the attachment that loads adapters, or refuses requests that need one."""
-    if not lora.enable_lora or load is None:
+    if use is None or load is None:
         return NoAdapters()
-    return AdapterAttachment(load, lora.max_loras, core.bell.ring, core.scheduler.requests)
+    requests = core.scheduler.requests
+    return AdapterAttachment(load, lora.max_loras, core.bell.ring, requests, use.count)
 
 
 def _make_drafting(

@@ -169,13 +169,15 @@ def is_prediction_layer(name: str, spec: ModelSpec) -> bool:
 def our_names(place: TensorEntry, spec: ModelSpec) -> list[str]:
     """Return the names of a tensor in quire's layers: one, or one per expert if the tensor holds
     all experts of a layer. A tensor without a name there keeps its own."""
-    name = _our_name(place.name, BY_TYPE.get(spec.model_type, DECODER))
+    name = our_name(place.name, spec)
     if EXPERT not in name:
         return [name]
     return [name.replace(EXPERT, str(expert)) for expert in range(place.shape[0])]
 
 
-def _our_name(name: str, names: Names) -> str:
+def our_name(name: str, spec: ModelSpec) -> str:
+    """Return a tensor's name in quire's layers, or its own. EXPERT stands for a number."""
+    names = BY_TYPE.get(spec.model_type, DECODER)
     found = IN_LAYER.fullmatch(name)
     if found is None:
         stem, _, kind = name.rpartition(".")

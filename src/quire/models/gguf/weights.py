@@ -213,7 +213,7 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
                 f" {list(place.shape)}, which is not valid for a layer of {spec.model_type}."
             )
         stored = np.frombuffer(file.data(place), np.uint8).reshape(len(names), shape[0], -1)
-        order = _row_order(place.name, file, spec, shape[0])
+        order = rows_in_file(place.name, file.text("general.architecture"), spec, shape[0])
         columns = column_order(place.name, spec)
         offset = -1.0 if _is_offset_norm(place.name, spec) else 0.0
         for name, each in zip(names, stored, strict=True):
@@ -227,8 +227,8 @@ def _is_offset_norm(name: str, spec: ModelSpec) -> bool:
     return is_such and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
-def _row_order(
-    name: str, file: GGUFFile, spec: ModelSpec, num_rows: int
+def rows_in_file(
+    name: str, architecture: str, spec: ModelSpec, num_rows: int
 ) -> npt.NDArray[np.int64] | None:
     """Return the file's row for each row of a checkpoint's tensor, int64 [num_rows]; None if the
     orders are equal.
@@ -245,7 +245,7 @@ def _row_order(
         if num_rows != 3 * spec.num_heads * size:
             return None  # a wrong number of rows is found when the parameter is filled
         return np.arange(num_rows).reshape(3, -1, size).swapaxes(0, 1).reshape(-1)
-    is_permuted = file.text("general.architecture") in PERMUTED and re.fullmatch(
+    is_permuted = architecture in PERMUTED and re.fullmatch(
         r"blk\.\d+\.attn_[qk]\.(weight|bias)", name
     )
     if not is_permuted or num_rows % size or size % 2:

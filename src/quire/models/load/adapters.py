@@ -8,21 +8,26 @@ weight: B by the layer's rows, A by its columns. Ranks that share a layer's inpu
 results, which include the adapters'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ConfigError, ModelError
-from quire.models.checkpoint.adapter_files import AdaptedModule, read_adapter
+from quire.models.checkpoint.adapter_files import AdaptedModule, AdapterFiles, read_adapter
+from quire.models.checkpoint.adapter_sets import members_of
 from quire.models.checkpoint.sources import Rows
+from quire.models.gguf.adapters import GGUFAdapter
 from quire.models.parts.experts import ExpertLinear
 from quire.models.parts.layers import Linear
 from quire.models.vision.tower import VisionTower
 from quire.ops.adapters import AdapterPart, AdapterParts, AdapterSlots
+from quire.spec.gguf.container import GGUFFile
+from quire.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -43,17 +48,32 @@ class ModulePosition:
         return sum(cut.whole for cut in self.rows.cuts), inputs
 
 
+class Change(NamedTuple):
+    """The change of a module by one adapter: down A [R, K], up B^T [R, N]."""
+
+    name: str
+    down_RK: torch.Tensor
+    up_RN: torch.Tensor
+    scale: float
+
+
+Matrices = tuple[AdaptedModule, ModulePosition, torch.Tensor, torch.Tensor]  # A and B
+
+
 class AdaptedModel:
     """A model whose linear layers add the adapters of a step's rows. num_slots: adapters that one
     step can use. dtype: of the adapters' matrices."""
 
-    def __init__(self, model: nn.Module, num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, spec: ModelSpec, num_slots: int, dtype: torch.dtype
+    ) -> None:
         layers = list(_layers(model))
         if not layers:
             raise ConfigError(
                 "enable_lora: this model has no linear layers that adapters can change; remove it."
             )
         self.slots, self._dtype = AdapterSlots(num_slots, len(layers)), dtype
+        self._spec = spec
         self.places: dict[str, ModulePosition] = {}
         for number, layer in enumerate(layers):
             layer.adapted, first = (self.slots, number), 0
@@ -61,20 +81,38 @@ class AdaptedModel:
                 self.places[name] = ModulePosition(layer, number, first, rows)
                 first += rows.count
 
-    def load(self, directory: Path, max_rank: int) -> AdapterParts:
-        """Load an adapter. Raises ModelError if its files are invalid or do not fit the model."""
-        files = read_adapter(directory, max_rank)
-        places = [self._place(module, files.weights) for module in files.modules]
+    def load(self, path: str, max_rank: int) -> AdapterParts:
+        """Load an adapter or a weighted set of them. max_rank: of each adapter. Raises ModelError
+        if its files are invalid or do not fit the model."""
+        changes: dict[tuple[int, int], list[Change]] = {}  # by place
+        for member in members_of(path):
+            files = read_adapter(Path(member.path), max_rank)
+            try:
+                for module, place, down_RK, up_NR in self._matrices(files):
+                    change = self._change(place, module, member.scale, down_RK, up_NR)
+                    changes.setdefault((place.number, place.first), []).append(change)
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{files.weights} cannot be read: {error}.") from error
         found: dict[int, list[AdapterPart]] = {}
-        try:
-            with safe_open(files.weights, framework="pt") as file:
-                for module, place in zip(files.modules, places, strict=True):
-                    matrices = file.get_tensor(module.down), file.get_tensor(module.up)
-                    part = self._part(place, module, *matrices)
-                    found.setdefault(place.number, []).append(part)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{files.weights} cannot be read: {error}.") from error
+        for (number, first), own in changes.items():
+            found.setdefault(number, []).append(self._part(first, own))
         return found
+
+    def _matrices(self, files: AdapterFiles) -> Iterator[Matrices]:
+        """Yield each module's matrices. All modules are compared with the model before."""
+        if files.is_gguf:
+            gguf = GGUFAdapter(GGUFFile(files.weights), self._spec)
+            modules = gguf.renamed(files.modules)
+        else:
+            modules = files.modules
+        places = [self._place(module, files.weights) for module in modules]
+        if files.is_gguf:
+            for module, place in zip(modules, places, strict=True):
+                yield module, place, *gguf.matrices(module)
+            return
+        with safe_open(files.weights, framework="pt") as file:
+            for module, place in zip(modules, places, strict=True):
+                yield module, place, file.get_tensor(module.down), file.get_tensor(module.up)
 
     def _place(self, module: AdaptedModule, path: Path) -> ModulePosition:
         place = self.places.get(module.name)
@@ -98,13 +136,15 @@ class AdaptedModel:
             )
         return place
 
-    def _part(
+    def _change(
         self,
         place: ModulePosition,
         module: AdaptedModule,
+        weight: float,
         down_RK: torch.Tensor,
         up_NR: torch.Tensor,
-    ) -> AdapterPart:
+    ) -> Change:
+        """Cut and order a module's matrices as the layer's own weight. weight: of the adapter."""
         columns, (rows, order) = place.layer.columns, place.rows.taken()
         if columns is not None:
             down_RK = down_RK.narrow(1, columns.first, columns.count)
@@ -112,13 +152,23 @@ class AdaptedModel:
             up_NR = up_NR.narrow(0, rows.first, rows.count)
         if order is not None:
             up_NR = up_NR.index_select(0, order)
-        down_RK, up_RN = (each.to(self._dtype).contiguous() for each in (down_RK, up_NR.T))
+        return Change(module.name, down_RK, up_NR.T, weight * module.scale)
+
+    def _part(self, first: int, changes: Sequence[Change]) -> AdapterPart:
+        """Stack the changes of one module: their ranks add up. first: the module's first output."""
+        [change, *others] = changes
+        down_RK, up_RN, scale = change.down_RK, change.up_RN, change.scale
+        if others:
+            down_RK = torch.cat([each.down_RK.double() for each in changes])
+            up_RN = torch.cat([each.up_RN.double() * each.scale for each in changes])
+            scale = 1.0
+        down_RK, up_RN = (each.to(self._dtype).contiguous() for each in (down_RK, up_RN))
         if not (down_RK.isfinite().all() and up_RN.isfinite().all()):
             raise ModelError(
-                f"the adapter's matrices for {module.name} have numbers that are not finite in"
+                f"the adapter's matrices for {change.name} have numbers that are not finite in"
                 f" {str(self._dtype).removeprefix('torch.')}; train the adapter again."
             )
-        return AdapterPart(place.first, down_RK, up_RN, module.scale)
+        return AdapterPart(first, down_RK, up_RN, scale)
 
 
 def _layers(model: nn.Module) -> Iterator[Linear]:

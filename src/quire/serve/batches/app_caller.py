@@ -14,7 +14,8 @@ JSON = "application/json"
 NOT_IN_BATCHES = (
     "/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests/", "/abort_requests", "/api/",
     "/apply-template", "/completion", "/embedding", "/generate", "/infill", "/reranking",
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters",
+    "/init_weight_transfer_engine",
     "/start_weight_update", "/update_weights", "/finish_weight_update",
 )  # fmt: skip
 

@@ -46,6 +46,8 @@ MAX_TEMPLATE_KWARGS = 256
 MAX_STREAM_OPTIONS = 16
 MAX_SALT_CHARS = 1024
 MAX_LABEL_CHARS = 256
+MAX_LORAS = 64
+MAX_SCALE = 1e6  # of an adapter
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 19
 MAX_CHOICES = 1 << 14
@@ -108,6 +110,7 @@ CacheRetention = Literal["in_memory", "in-memory", "24h"]
 Tenant = Annotated[str, Field(max_length=MAX_SALT_CHARS)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 KeepSeconds = Annotated[float, Field(ge=0, le=MAX_KEEP_S)]
+Scale = Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
 ToolChoice = Annotated[
     Any,
@@ -194,6 +197,16 @@ class SchedulingFields(ModelField):
     priority: Int32 | None = becomes("Request.priority")
     timeout_s: Seconds | None = becomes("Request.timeout_s")
     cache_salt: Salt | None = becomes("Request.cache_salt")
+
+
+class LoraScale(StrictBody):
+    """The scale of an adapter, under llama.cpp's names. id: as in GET /lora-adapters."""
+
+    id: Natural = becomes("Request.adapter_id", default=...)
+    scale: Scale = becomes("Request.adapter_id", default=...)
+
+
+Loras = Annotated[list[LoraScale], Field(max_length=MAX_LORAS, fail_fast=True), at_most(MAX_LORAS)]
 
 
 class SamplingFields(StrictBody):
@@ -325,6 +338,8 @@ class GenerationRequest(SampledBody, ServedBody):
     regex: str | None = becomes(GRAMMAR)  # SGLang's field
     ebnf: str | None = becomes(GRAMMAR)  # SGLang's field
     guided_decoding_backend: Ignored
+
+    lora: Loras | None = becomes("Request.adapter_id")  # llama.cpp's field
 
     return_token_offsets: Any = unsupported(NOT_HERE, False)
     watermarking: Any = unsupported(NOT_HERE, False)

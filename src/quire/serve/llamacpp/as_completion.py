@@ -17,7 +17,7 @@ SAME = (
     "model", "priority", "timeout_s", "cache_salt", "temperature", "top_k", "top_p", "min_p",
     "stop", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "xtc_probability", "xtc_threshold", "ignore_eos", "grammar",
-    "json_schema", "stream",
+    "json_schema", "stream", "lora",
 )  # fmt: skip
 # Samplers, and the fields that switch each one off. The last ones are always off here.
 SAMPLERS: Mapping[str, Json] = {

@@ -25,6 +25,7 @@ from quire.serve.bodies.protocol import (
     Int32,
     JsonSchema,
     Label,
+    Loras,
     ModelField,
     Natural,
     Objects,
@@ -101,7 +102,7 @@ class NativeBody(OpenBody, SchedulingFields):
     typical_p: Any = _foreign("typical_p")
     top_n_sigma: Any = _foreign("top_n_sigma")
     dynatemp_range: Any = _foreign("dynatemp_range")
-    lora: Any = _foreign("lora")
+    lora: Loras | None = becomes("Request.adapter_id")
     post_sampling_probs: Any = unsupported("use n_probs, before sampling", False)
     n_cmpl: Any = unsupported("use n of /v1/completions", 1)
 

@@ -1,7 +1,7 @@
 """Loading and unloading of adapters under vLLM's paths.
 
-On a server with keys, an admin key may load any directory of the server's machine, and any key one
-below `--lora-roots`. On a server without keys, only directories below `--lora-roots` are loaded.
+On a server with keys, an admin key may load any adapter of the server's machine, and any key one
+below `--lora-roots`. On a server without keys, only those below `--lora-roots` are loaded.
 """
 
 from pathlib import Path
@@ -46,8 +46,8 @@ async def load_lora_adapter(
     body: LoadAdapterBody, request: fastapi.Request, api: Api
 ) -> PlainTextResponse:
     """Load an adapter of the model. Afterwards `model` may name it. The response follows when the
-    engine has loaded it; a directory that is not a suitable adapter gets status 400."""
-    _check_processes(api)
+    engine has loaded it; files that are not a suitable adapter get status 400."""
+    check_processes(api)
     path = _allowed(body.lora_path, request, api.config)
     if body.load_inplace:
         check_admin(request.scope, api.config, SHARED)
@@ -61,7 +61,7 @@ async def unload_lora_adapter(
     body: UnloadAdapterBody, request: fastapi.Request, api: Api
 ) -> PlainTextResponse:
     """Unload an adapter. Its open requests are answered."""
-    _check_processes(api)
+    check_processes(api)
     if not api.config.api_key and not api.config.lora_roots:
         raise _not_allowed()
     check_admin(request.scope, api.config, SHARED)
@@ -78,7 +78,7 @@ async def unload_lora_adapter(
 
 
 def _allowed(given: str, request: fastapi.Request, config: ServerConfig) -> str:
-    """Return the directory that a caller may load. Raises ApiError 403."""
+    """Return the path that a caller may load. Raises ApiError 403."""
     if config.api_key and is_admin(request.scope, config):
         return given
     for root in config.lora_roots:
@@ -91,13 +91,13 @@ def _allowed(given: str, request: fastapi.Request, config: ServerConfig) -> str:
 
 def _not_allowed() -> ApiError:
     text = (
-        f"{PATH} must be a directory below one of this server's --lora-roots, unless an admin key"
-        " is used; ask the operator to add the directory."
+        f"{PATH} must be below one of this server's --lora-roots, unless an admin key is used; ask"
+        " the operator to add its directory."
     )
     return ApiError(403, text, "permission_error", PATH, "not_allowed")
 
 
-def _check_processes(api: ApiContext) -> None:
+def check_processes(api: ApiContext) -> None:
     """Raise ApiError if other API processes would not see the change."""
     if api.peers.count > 1:
         raise ApiError(

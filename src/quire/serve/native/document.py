@@ -44,8 +44,9 @@ BY_OPERATORS = {
 }
 ORDERS = (
     "/reset_prefix_cache", "/abort_requests", "/pause", "/resume", "/is_paused",
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine",
-    "/start_weight_update", "/update_weights", "/update_weights/chunk", "/finish_weight_update",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/update_weights/chunk", "/finish_weight_update",
 )  # fmt: skip
 WITH_QUERY = {
     "400": "the query is invalid, or does not fit the requested object; `param` names the parameter"
@@ -408,6 +409,10 @@ ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
     ("post", "/abort_requests"): _json(_object(request_ids=["string"])),
     ("post", "/v1/load_lora_adapter"): {"text/plain": {"schema": {"type": "string"}}},
     ("post", "/v1/unload_lora_adapter"): {"text/plain": {"schema": {"type": "string"}}},
+    ("get", "/lora-adapters"): _json(
+        _schema([_object(id="integer", path="string", scale="number", name="string")])
+    ),
+    ("post", "/lora-adapters"): _json(_object(success="boolean")),
     ("get", "/load"): _json(_object(server_load="integer")),
     ("get", "/version"): _json(_object(version="string")),
     ("get", "/metrics"): {"text/plain": {"schema": {"type": "string"}}},

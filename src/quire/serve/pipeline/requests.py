@@ -20,6 +20,7 @@ from quire.render.grammars.grammars import Checked
 from quire.render.renderer import RenderedPrompt
 from quire.render.truncation import LEFT
 from quire.render.truncation import truncated as truncated_to
+from quire.serve.adapters import requests_of
 from quire.serve.bodies.constraints import CallableTools, callable_tools, form_size
 from quire.serve.bodies.length_limit import LengthLimit
 from quire.serve.bodies.protocol import (
@@ -131,7 +132,7 @@ def make_job(
     follows. Raises RequestError for what the engine can never serve.
     """
     body: GenerationRequest = plan.body
-    made = api.requests.make(
+    made = requests_of(api, body.lora).make(
         prompt,
         params,
         request_id,

@@ -93,7 +93,14 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     num_rows = config.scheduler.max_num_seqs or 0
     metrics = EngineMetrics(num_rows, length, cache.enable_prefix_caching)
     exposition = Exposition(
-        metrics, core.view, name, cache, options.core, built.rank_times, options.metrics_prefix
+        metrics,
+        core.view,
+        name,
+        cache,
+        options.core,
+        built.rank_times,
+        options.metrics_prefix,
+        built.adapters,
     )
     built.core.subscribe(metrics)
     timelines = Timelines.of(core.view(), core.requests())
