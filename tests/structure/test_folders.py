@@ -118,6 +118,7 @@ BUDGETS = {
     "tools/simulate": 2610,
     "tools/sizing": 720,
     "tools/verify": 1460,
+    "training": 600,
     "vllm": 1690,
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520

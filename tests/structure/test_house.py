@@ -22,6 +22,7 @@ LAYERS = {
     "render": 3,
     "runner": 4,
     "engine": 5,
+    "training": 5,
     "plugins": 6,
     "serve": 6,
     "tools": 7,
@@ -47,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "python_multipart",
         "opentelemetry", "ray", "rich", "starlette", "uvicorn",
     },
+    "training": {"numpy", "safetensors", "torch"},
     "cli": {"rich", "yaml"},
     "vllm": {"msgspec", "prometheus_client", "torch", "yaml"},
 }  # fmt: skip

@@ -1,0 +1,151 @@
+"""Gradients of values that the engine computed.
+
+The engine's program returns the inputs of all layers. `Recomputed` puts these values into torch's
+graph. Its backward pass computes one part of the model again, with the formulas of this file, and
+differentiates it. So only the layers' inputs are stored between the passes (Chen et al. 2016,
+arXiv 1604.06174). The gradient treats rounding to the engine's dtype as the identity.
+
+Shape legend: T tokens, S sequences, M longest sequence, D model dim, N query heads, K KV heads,
+H head dim, E = H / 2, R response tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from quire.models.parts.rope import rope_frequencies
+from quire.spec.model_spec import ModelSpec
+
+Weights = Mapping[str, torch.Tensor]
+Formula = Callable[..., torch.Tensor]  # of the input and the parameters, in order
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A part of the model: the engine's values, the formula, and the dtype of its parameters."""
+
+    values: torch.Tensor
+    formula: Formula
+    dtype: torch.dtype
+
+
+class Recomputed(torch.autograd.Function):
+    """The engine's values of a part of the model, whose backward pass recomputes the part."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the recipe's values. inputs: float32, the part's input and its parameters."""
+        ctx.recipe = recipe
+        ctx.save_for_backward(*inputs)
+        return recipe.values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the inputs, such as [T, D]."""
+        recipe, needed = ctx.recipe, ctx.needs_input_grad[1:]
+        first, *parameters = ctx.saved_tensors
+        rounded = [each.to(recipe.dtype).float() for each in parameters]
+        inputs = [each.detach() for each in (first, *rounded)]
+        for tensor, is_needed in zip(inputs, needed, strict=True):
+            tensor.requires_grad_(is_needed)
+        with torch.enable_grad():
+            values = recipe.formula(*inputs)
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
+        found = iter(torch.autograd.grad(values, leaves, gradient))
+        return None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dimension, [..., D], by its root mean square."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+class LayerFormula:
+    """A decoder layer over packed sequences, in torch and float32.
+
+    names: names of the parameters within the layer, in the order of the call's arguments. lengths:
+    tokens of each sequence, T in total.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, names: Sequence[str], lengths: Sequence[int]
+    ) -> None:
+        self._spec, self._names, self._lengths = spec, names, lengths
+        self._eps, self._window = spec.layers.norm_eps, spec.layer_windows[layer]
+
+    def __call__(self, x_TD: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        weights = dict(zip(self._names, parameters, strict=True))
+        normed_TD = rms_norm(x_TD, weights["input_layernorm.weight"], self._eps)
+        x_TD = x_TD + self._attention(normed_TD, weights)
+        normed_TD = rms_norm(x_TD, weights["post_attention_layernorm.weight"], self._eps)
+        gate_TF = _linear(normed_TD, weights, "mlp.gate_proj")
+        inner_TF = F.silu(gate_TF) * _linear(normed_TD, weights, "mlp.up_proj")
+        return x_TD + _linear(inner_TF, weights, "mlp.down_proj")
+
+    def _attention(self, x_TD: torch.Tensor, weights: Weights) -> torch.Tensor:
+        size, inside = self._spec.head_dim, "self_attn."
+        heads = {}
+        for name in "qkv":
+            heads_TNH = _linear(x_TD, weights, f"{inside}{name}_proj").unflatten(-1, (-1, size))
+            norm = weights.get(f"{inside}{name}_norm.weight")
+            heads[name] = heads_TNH if norm is None else rms_norm(heads_TNH, norm, self._eps)
+        positions_T = torch.cat([torch.arange(length) for length in self._lengths])
+        q_TNH, k_TKH = (_rotated(heads[name], positions_T, self._spec) for name in "qk")
+        read_TNH = self._attend(q_TNH, k_TKH, heads["v"])
+        return _linear(read_TNH.flatten(1), weights, f"{inside}o_proj")
+
+    def _attend(
+        self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+    ) -> torch.Tensor:
+        """Return causal attention within each sequence, [T, N, H]. Sequences of similar lengths are
+        padded to one batch."""
+        similar: dict[int, list[int]] = {}
+        for sequence, length in enumerate(self._lengths):
+            similar.setdefault(length.bit_length(), []).append(sequence)
+        parts = [each.split(list(self._lengths)) for each in (q_TNH, k_TKH, v_TKH)]
+        found: dict[int, torch.Tensor] = {}
+        for members in similar.values():
+            q, k, v = (_padded([part[i] for i in members]) for part in parts)
+            mask, longest = None, q.shape[2]
+            if self._window is not None and longest > self._window:
+                mask = torch.ones(longest, longest, dtype=torch.bool).tril().triu(1 - self._window)
+            read_SNMH = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, enable_gqa=True
+            )
+            read_SMNH = read_SNMH.transpose(1, 2)
+            found |= {i: read_SMNH[at, : self._lengths[i]] for at, i in enumerate(members)}
+        return torch.cat([found[i] for i in range(len(self._lengths))])
+
+
+def head_formula(rows_R: torch.Tensor, ids_R: torch.Tensor, eps: float) -> Formula:
+    """Return the formula of the tokens' log-probabilities [R] after some rows of the last layer's
+    output [T, D]."""
+
+    def formula(x_TD: torch.Tensor, norm: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        logits_RV = rms_norm(x_TD[rows_R], norm, eps) @ head.T
+        return logits_RV.log_softmax(-1).gather(-1, ids_R[:, None])[:, 0]
+
+    return formula
+
+
+def _linear(x_TI: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    return F.linear(x_TI, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def _rotated(x_TNH: torch.Tensor, positions_T: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """Rotate each pair (e, e + H / 2) of a head's dimensions by its position's angle."""
+    rope = spec.rope
+    angles_T1E = (positions_T[:, None] * rope_frequencies(rope, spec.head_dim))[:, None]
+    cos, sin = ((each * rope.scale).float() for each in (angles_T1E.cos(), angles_T1E.sin()))
+    one, other = x_TNH.chunk(2, dim=-1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+
+
+def _padded(sequences: list[torch.Tensor]) -> torch.Tensor:
+    """Return sequences [., N, H] as one batch [S, N, M, H]."""
+    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).transpose(1, 2)

@@ -1,0 +1,108 @@
+"""A trainer's log-probabilities are the engine's, to the bit, however the engine computed them.
+
+Covers `training/engine_pass.py` and `training/packing.py`.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.ops.host.native import core
+from quire.training import Samples, TrainingModel
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+BLOCK, VOCAB = 4, 11  # so few tokens that drafts are often accepted
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def open_llm(architecture: str, dtype: str, num_blocks: int = 200, **settings: Any) -> LLM:
+    """Open an engine that cuts prompts, verifies drafts, and has too few blocks for its rows."""
+    path = checkpoint(architecture, VOCAB)
+    pool = pool_bytes(path, num_blocks, BLOCK, 4) // (1 if dtype == "float32" else 2)
+    defaults: dict[str, Any] = {
+        "dtype": dtype, "block_size": BLOCK, "kv_cache_memory_bytes": pool,
+        "max_num_batched_tokens": 48, "max_num_seqs": 32, "speculative_config": NGRAM,
+    }  # fmt: skip
+    return LLM(str(path), disable_log_stats=True, **(defaults | settings))
+
+
+def generate(llm: LLM, num_requests: int, max_tokens: int, seed: int) -> list[RequestOutput]:
+    """Sample several responses per prompt. Prompts share their beginning, and are longer than a
+    step's tokens. Some responses are greedy, so that drafts are accepted."""
+    numbers = random.Random(seed)
+    start = numbers.choices(range(VOCAB), k=50)
+    ends = [numbers.choices(range(VOCAB), k=1 + i % 9) for i in range(num_requests)]
+    params = [
+        SamplingParams(
+            n=1 + i % 4, temperature=(0.0, 1.0, 0.3, 2.0)[i % 4], top_p=0.9 if i % 2 else 1.0,
+            seed=seed + i, max_tokens=max_tokens, ignore_eos=True, logprobs=0,
+        )
+        for i in range(num_requests)
+    ]  # fmt: skip
+    prompts = [{"prompt_token_ids": [*start, *end]} for end in ends]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def num_differences(model: TrainingModel, outputs: list[RequestOutput]) -> tuple[int, int]:
+    """Return how many log-probabilities differ in any bit, and the number of all."""
+    samples = Samples.of(outputs)
+    with torch.no_grad():
+        found = model(samples.prompts, samples.responses)
+    differ = found.view(torch.int32) != samples.logprobs.view(torch.int32)
+    return int(differ.sum()), len(found)
+
+
+def check_ways(outputs: list[RequestOutput]) -> None:
+    """Check that rows were preempted, drafts accepted, and prefixes found."""
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    assert sum(each.num_preemptions for each in metrics) > 2
+    assert sum(each.num_accepted_draft_tokens for each in metrics) > 10
+    assert sum(output.num_cached_tokens or 0 for output in outputs) > 100
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "num_requests"),
+    [("qwen3", "float32", 48), ("llama", "bfloat16", 48), ("mistral", "float16", 6)],
+)
+def test_all_bits_are_equal(architecture: str, dtype: str, num_requests: int) -> None:
+    """Of 1e4 tokens in all, with prefix hits, cut prompts, preemption, drafts and several
+    continuations, in one packed batch."""
+    model = TrainingModel(str(checkpoint(architecture, VOCAB)), dtype=dtype)
+    with open_llm(architecture, dtype) as llm:
+        outputs = generate(llm, num_requests, 44, seed=7)
+    if num_requests > 10:
+        check_ways(outputs)
+    num, total = num_differences(model, outputs)
+    assert num == 0 and total == sum(44 * (1 + i % 4) for i in range(num_requests))
+
+
+def test_new_weights_keep_all_bits_equal() -> None:
+    """After a step of the optimizer and an update of the running engine; not before the update."""
+    model = TrainingModel(str(checkpoint("qwen2", VOCAB)), dtype="bfloat16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with open_llm("qwen2", "bfloat16") as llm:
+        samples = Samples.of(generate(llm, 4, 8, seed=1))
+        (-model(samples.prompts, samples.responses).mean()).backward()
+        optimizer.step()
+        assert num_differences(model, generate(llm, 4, 8, seed=2))[0] > 0
+        llm.update_weights(model.state_dict())
+        assert num_differences(model, generate(llm, 4, 8, seed=2)) == (0, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_bits_of_many_tokens_are_equal(dtype: str) -> None:
+    """Half a million tokens per dtype, in batches."""
+    model = TrainingModel(str(checkpoint("qwen3", VOCAB)), dtype=dtype)
+    differ = total = 0
+    with open_llm("qwen3", dtype, 600, max_num_batched_tokens=192, max_num_seqs=64) as llm:
+        for seed in range(0, 12_000, 100):
+            num, count = num_differences(model, generate(llm, 34, 50, seed))
+            differ, total = differ + num, total + count
+    assert differ == 0 and total >= 500_000
