@@ -29,7 +29,6 @@ from quire.serve.fields import IGNORED, REFUSED, TAKEN, bodies, is_of_other_engi
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "endpoint-table.md"
 NOT_STORED = "answers of chats are not stored; use /v1/responses"
 NO_LORA = "use /v1/load_lora_adapter, and the adapter's name as model"
-NO_SLEEP = "restart the server, which maps its weights again"
 NO_PROFILER = "use `--record` and `quire trace`"
 NO_MODELS = "models are files; use `quire list` and `quire rm`"
 LOADED = "loaded at the first request; see several models"
@@ -113,8 +112,9 @@ ROUTES = {
         POST /pause
         POST /resume
         GET /is_paused
-        POST /sleep | {NO_SLEEP}
-        POST /wake_up | {NO_SLEEP}
+        POST /sleep
+        POST /wake_up
+        GET /is_sleeping
         POST /v1/load_lora_adapter
         POST /v1/unload_lora_adapter
         POST /start_profile | {NO_PROFILER}

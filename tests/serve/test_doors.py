@@ -58,6 +58,8 @@ NO_DOORS = {
     "/lora-adapters": "an operator's call, which sends a request of one token",
     "/pause": "an operator's call",
     "/resume": "an operator's call",
+    "/sleep": "an operator's call",
+    "/wake_up": "an operator's call",
     "/init_weight_transfer_engine": "a trainer's call, which computes nothing",
     "/start_weight_update": "a trainer's call, which computes nothing",
     "/update_weights": "a trainer's call: weights are no request",

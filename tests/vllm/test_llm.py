@@ -71,8 +71,8 @@ def test_what_is_refused_has_a_reason(llm: LLM) -> None:
         llm.generate("Hi", lora_request=adapter)
     with pytest.raises(RequestError, match="tokenization_kwargs"):
         llm.generate("a", GREEDY, tokenization_kwargs={"truncation": True})
-    with pytest.raises(AttributeError, match="quire has no LLM.sleep: call close"):
-        llm.sleep(1)
+    with pytest.raises(AttributeError, match="quire has no LLM.enqueue: call generate"):
+        llm.enqueue([])
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = llm.nonsense
 

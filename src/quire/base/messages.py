@@ -327,6 +327,19 @@ class SetPause(msgspec.Struct, frozen=True, tag=True):
     drains: bool = False  # finish the present requests first; later ones wait
 
 
+WEIGHTS, KV_CACHE = SLEEPING_PARTS = ("weights", "kv_cache")  # memory that a sleep gives back
+
+
+class SetSleep(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: give memory back, or take it again; without a level and parts, only report.
+    The reply is `Done`."""
+
+    question_id: int
+    level: int = 0  # 1: free the KV memory; 2: also the weights; 0: do not begin to sleep
+    aborts: bool = True  # end the present requests, instead of letting them finish first
+    wakes: list[str] = []  # parts to wake, of SLEEPING_PARTS
+
+
 class GetLive(msgspec.Struct, frozen=True, tag=True):
     """Client to core: request a snapshot of the engine. The reply is `Live`."""
 
@@ -350,6 +363,7 @@ ToCore = (
     | GetLive
     | UpdateWeights
     | SetPause
+    | SetSleep
 )
 
 
@@ -455,6 +469,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None  # why it failed; None: it succeeded
     weights_version: str = ""  # of the new weights (`UpdateWeights`)
     is_paused: bool = False  # now (`SetPause`)
+    is_sleeping: bool = False  # now (`SetSleep`)
 
 
 class WeightsChanged(msgspec.Struct, frozen=True, tag=True):

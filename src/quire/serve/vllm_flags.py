@@ -197,11 +197,9 @@ MODEL = {
     "enable_return_routed_experts": _switch("responses do not contain the chosen experts", False),
     "return_sampling_mask": _switch("responses do not contain the mask", False),
     "enable_trace_replay": _switch("use quire replay (docs/operate/recording.md)", False),
-    "enable_sleep_mode": _switch(
-        "sleep mode is not supported; a restart maps the stored weights", False
-    ),
+    "enable_sleep_mode": _ignored("every engine on a CPU can sleep", True),
     "enable_cumem_allocator": _ignored(ONE_WAY, True),
-    "enable_nccl_comm_suspend": _ignored("sleep mode is not supported", True),
+    "enable_nccl_comm_suspend": _ignored("a sleep needs no communicator", True),
     "diffusion_config": _value("diffusion models are not supported", short="-dc"),
     "watermark_config": _value("outputs are not watermarked"),
     "weight_transfer_config": _value("weights come from the model's files"),

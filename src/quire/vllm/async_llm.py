@@ -17,8 +17,6 @@ REFUSED = {
     "add_lora": "give lora_request with a request, which loads the adapter",
     "add_request": "iterate over generate, one task for each request",
     "collective_rpc": "the model runs in quire's own processes; see docs/operate/parallel.md",
-    "sleep": "call shutdown(), which frees the memory, and make a new engine",
-    "wake_up": "call shutdown(), which frees the memory, and make a new engine",
     "start_profile": "use `quire trace` (docs/operate/recording.md)",
     "stop_profile": "use `quire trace` (docs/operate/recording.md)",
 }

@@ -44,8 +44,6 @@ REFUSED = {
     "collective_rpc": "the model runs in quire's own processes; see docs/operate/parallel.md",
     "enqueue": "call generate with all prompts, or use LLMEngine",
     "reward": "use score or classify",
-    "sleep": "call close(), which frees the memory, and make a new LLM",
-    "wake_up": "call close(), which frees the memory, and make a new LLM",
     "start_profile": "use `quire trace` (docs/operate/recording.md) or torch.profiler",
     "stop_profile": "use `quire trace` (docs/operate/recording.md) or torch.profiler",
 }

@@ -29,7 +29,7 @@ def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     settings = SETTINGS | {"pipeline_depth": request.param}
     config = config_from_flat(model=str(checkpoint("llama")), **settings)
     built = build_core(config, resolve_model(config.model.model), MonotonicClock())
-    handlers = order_handlers(built.updates, built.pausing)
+    handlers = order_handlers(built.updates, built.pausing, built.sleeping)
     server = Served(tmp_path, built.core, handlers=handlers)
     announce_changes(built.updates, server.server)
     yield server

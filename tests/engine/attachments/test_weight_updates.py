@@ -153,7 +153,7 @@ def test_retained_requests_are_computed_again() -> None:
 
 @needs_core
 def test_random_programs() -> None:
-    """Requests, updates, failed updates, resets and pins in a small pool with preemption."""
+    """Requests, updates, failed ones, sleeps, resets and pins in a small pool with preemption."""
     numbers = random.Random(59)
     tight = {"kv_cache_memory_bytes": pool_bytes(checkpoint("qwen3"), 24, 4, 4), "max_num_seqs": 3}
     settings: dict[str, Any] = {"dtype": "float32"}
@@ -169,7 +169,7 @@ def test_random_programs() -> None:
     present = 0
     with open_llm(models[0], **settings, **tight) as llm:
         for _ in range(40):
-            action = numbers.choice(["ask", "ask", "update", "fail", "reset", "pin"])
+            action = numbers.choice(["ask", "ask", "update", "fail", "reset", "pin", "sleep"])
             if action == "ask":
                 chosen = numbers.sample(range(len(prompts)), numbers.randint(1, len(prompts)))
                 outputs = llm.generate(
@@ -182,6 +182,13 @@ def test_random_programs() -> None:
             elif action == "fail":
                 with pytest.raises(RequestError, match="lack"):
                     llm.update_weights(dict(list(changed_tensors("qwen3", 1).items())[1:]))
+            elif action == "sleep":
+                llm.sleep(level=numbers.choice([1, 2]))
+                if numbers.random() < 0.5:
+                    present = numbers.randrange(len(models))
+                    llm.wake_up(tags=["weights"])
+                    llm.update_weights(models[present])
+                llm.wake_up()
             elif action == "reset":
                 llm.reset_prefix_cache()
             else:

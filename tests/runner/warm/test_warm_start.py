@@ -504,3 +504,30 @@ def test_a_result_says_how_long_it_took(model: tuple[Path, Path]) -> None:
     found: StepResult = warm.run(Plan(step_id=3))
     assert found.step_id == 3 and found.duration_s > 0 and found.token_ids.shape == (0, 1)
     assert found.error is None
+
+
+def test_it_sleeps_with_and_without_torch(model: tuple[Path, Path]) -> None:
+    """The weights stay mapped from their file; torch's own are loaded again."""
+    run = Run(*model)
+    assert run.warm is not None
+    sleeping, prompt = run.built.sleeping, random_tokens(20, seed=2)[0]
+    run.add("before", prompt)
+    run.finish()
+    for index in range(3):
+        ended: list[str | None] = []
+        sleeping.begin(2, True, ended.append)
+        run.step()
+        assert ended == [None] and sleeping.is_sleeping
+        sleeping.wake(["weights", "kv_cache"], ended.append)
+        run.built.updates.wait()
+        while len(ended) < 2:
+            run.step()
+        assert ended == [None, None] and not sleeping.is_sleeping
+        assert run.warm.has_torch == (index == 2)
+        run.add(f"after {index}", prompt)
+        if index == 1:
+            run.add("torch", prompt, logprobs=1)
+            run.loaded()
+        run.finish()
+        assert run.tokens[f"after {index}", 0] == run.tokens["before", 0]
+    assert run.tokens["torch", 0] == run.tokens["before", 0]

@@ -112,6 +112,21 @@ def test_pause_and_resume(http: httpx.Client) -> None:
         assert tokens(http)[0] == before
 
 
+def test_sleep_and_wake_up(http: httpx.Client) -> None:
+    before, _ = tokens(http)
+    for level in (1, 2):
+        answer = http.post("/sleep", params={"level": level})
+        assert answer.json() == {"status": "sleeping"}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert "wake it up instead" in message(http.post("/resume"))
+        http.post("/wake_up", params={"tags": "weights"}).raise_for_status()
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        tags = {"tags": ["weights", "kv_cache"]}
+        assert http.post("/wake_up", params=tags).json() == {"status": "awake"}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert tokens(http) == (before, 0)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
@@ -121,6 +136,9 @@ def test_pause_and_resume(http: httpx.Client) -> None:
         ("/update_weights/chunk", {}, "no update has begun"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
         ("/init_weight_transfer_engine", {"init_info": {"master_port": 1}}, "is not supported"),
+        ("/sleep?level=3", {}, "level=3 is unknown; use 1 or 2"),
+        ("/sleep?mode=keep", {}, "a sleep loses the blocks that keep would need"),
+        ("/wake_up?tags=gpu", {}, "are unknown; use weights and kv_cache"),
         ("/pause?mode=stop", {}, "mode='stop' is unknown; use abort, wait, keep"),
     ],
 )
@@ -130,7 +148,15 @@ def test_bad_orders(http: httpx.Client, path: str, body: dict[str, Any], expecte
 
 @pytest.mark.parametrize(
     "path",
-    ["/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update"],
+    [
+        "/pause",
+        "/resume",
+        "/sleep",
+        "/wake_up",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ],
 )
 def test_other_keys_are_refused(http: httpx.Client, path: str) -> None:
     answer = http.post(path, headers=KEYS, json={} if "weight" in path else None)

@@ -133,8 +133,8 @@ def test_reset_prefix_cache(asked: Asked) -> None:
     assert asked.complete(ids).usage.prompt_tokens_details.cached_tokens == 0
 
 
-@pytest.mark.parametrize("path", ["/invocations", "/sleep", "/pooling", "/v1/completions/render"])
-@differs("404 for `/invocations`, `/sleep`, `/pooling` and rendering")
+@pytest.mark.parametrize("path", ["/invocations", "/pooling", "/v1/completions/render"])
+@differs("404 for `/invocations`, `/pooling` and rendering")
 def test_not_here(asked: Asked, path: str) -> None:
     """other endpoints of vLLM"""
     assert asked.post(path, 404, model="demo")["message"]

@@ -36,16 +36,22 @@ class WeightUpdates(Attachment):
     """Attachment that stages new weights on a thread, and swaps them in between two steps.
 
     stage: loads and packs the weights of a path and returns the swap; called on the thread. Raises
-    QuireError. version: name of the current weights; empty until the first update.
+    QuireError. stage_again: the same for the present weights, from their files.
+    version: name of the current weights; empty until the first update.
     on_change: called with the new version right after a swap, before any later output."""
 
     order = Order.PAUSING
     is_vital = False
 
-    def __init__(self, core: EngineCore, stage: Callable[[Path], Swap]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        stage: Callable[[Path], Swap],
+        stage_again: Callable[[], Swap] | None = None,
+    ) -> None:
         self.version = ""
         self.on_change: Callable[[str], None] = lambda version: None
-        self._core, self._stage = weakref.ref(core), stage
+        self._core, self._stage, self._stage_again = weakref.ref(core), stage, stage_again
         self._staged: SimpleQueue[Swap | str] = SimpleQueue()  # a swap, or an error
         self._thread: threading.Thread | None = None
         self._num_begun = 0
@@ -55,16 +61,22 @@ class WeightUpdates(Attachment):
         """Begin an update and return the new version's name: `version`, or a number if it is empty.
         on_end: called on the core's thread once the update has succeeded or failed. Raises
         EngineBusy during another update."""
-        if self._next is not None:
-            raise EngineBusy("another update of the weights has not ended; wait for its answer.")
+        self.check_idle()
         self._num_begun += 1
         version = version or str(self._num_begun)
-        self._next = version, on_end
-        self._thread = threading.Thread(
-            target=self._load, args=(path,), name="quire-weights", daemon=True
-        )
-        self._thread.start()
+        self._begin(lambda: self._stage(path), version, on_end)
         return version
+
+    def begin_again(self, on_end: OnEnd) -> None:
+        """Begin to load the present weights again, under their version. Otherwise as `begin`."""
+        self.check_idle()
+        assert self._stage_again is not None
+        self._begin(self._stage_again, self.version, on_end)
+
+    def check_idle(self) -> None:
+        """Raise EngineBusy during an update."""
+        if self._next is not None:
+            raise EngineBusy("another update of the weights has not ended; wait for its answer.")
 
     def wait(self) -> None:
         """Wait until the weights are staged."""
@@ -101,8 +113,9 @@ class WeightUpdates(Attachment):
             logger.exception("new weights cannot be used")
             on_end(f"the weights cannot be used: {type(error).__name__}: {error}")
             return []
-        self.version = version
-        self.on_change(version)
+        if version != self.version:
+            self.version = version
+            self.on_change(version)
         on_end(None)
         pause_ms = 1000 * (time.perf_counter() - began)
         logger.info("weights %s are in use; the swap took %.1f ms", version, pause_ms)
@@ -120,15 +133,22 @@ class WeightUpdates(Attachment):
         core = self._core()
         return core is not None and core.num_in_flight == 0
 
-    def _load(self, path: Path) -> None:
+    def _begin(self, stage: Callable[[], Swap], version: str, on_end: OnEnd) -> None:
+        self._next = version, on_end
+        self._thread = threading.Thread(
+            target=self._load, args=(stage,), name="quire-weights", daemon=True
+        )
+        self._thread.start()
+
+    def _load(self, stage: Callable[[], Swap]) -> None:
         result: Swap | str
         try:
-            result = self._stage(path)
+            result = stage()
         except QuireError as error:
             result = str(error)
         except BaseException as error:
             logger.exception("new weights cannot be loaded")
-            result = f"the weights of {path} cannot be loaded: {type(error).__name__}: {error}"
+            result = f"the weights cannot be loaded: {type(error).__name__}: {error}"
         self._staged.put(result)
         core = self._core()
         if core is not None:

@@ -7,15 +7,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Protocol, cast
 
 from quire.base.errors import STEP_FAILED, RequestError, StepFailed
 from quire.base.live import LiveFrame
-from quire.base.messages import PinnedPrefix, Ready, Request, RetainedRequest
+from quire.base.messages import SLEEPING_PARTS, PinnedPrefix, Ready, Request, RetainedRequest
 from quire.base.requests.outputs import RequestOutput
 
 PAUSE_MODES = ("abort", "wait", "keep")
+SLEEP_MODES = ("abort", "wait")
 
 
 class AsyncClient(Protocol):
@@ -124,6 +125,15 @@ class AsyncClient(Protocol):
         continues."""
         ...
 
+    async def set_sleep(
+        self, level: int = 0, wakes: Sequence[str] = (), *, aborts: bool = True
+    ) -> bool:
+        """Begin to sleep on level 1 or 2, or wake parts of a sleeping engine (SLEEPING_PARTS), or
+        change nothing. Requests that arrive meanwhile wait. aborts: end the present requests
+        with what they have, instead of letting them finish. Return whether the engine sleeps, once
+        that has happened. Raise RequestError if it is impossible."""
+        ...
+
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         """End requests of any client, or all of them. Their readers get what there is, with
         finish_reason `abort`. Return the ids of the requests that were open."""
@@ -208,6 +218,11 @@ class ForwardingClient(AsyncClient):
     async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
         return await self._client.pause(is_paused, drains)
 
+    async def set_sleep(
+        self, level: int = 0, wakes: Sequence[str] = (), *, aborts: bool = True
+    ) -> bool:
+        return await self._client.set_sleep(level, wakes, aborts=aborts)
+
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         return await self._client.cancel(request_ids, tenant)
 
@@ -250,3 +265,31 @@ async def pause(client: AsyncClient, mode: str, *, clear_cache: bool) -> None:
         await client.pause(True, drains=mode == "wait")
     if clear_cache:
         await client.reset_prefix_cache()
+
+
+async def sleep(client: AsyncClient, level: int, mode: str) -> None:
+    """Let an engine sleep as vLLM's `/sleep` does. mode: see `is_aborting`. Raises RequestError
+    as `AsyncClient.set_sleep` does."""
+    await client.set_sleep(checked_level(level), aborts=is_aborting(mode))
+
+
+async def wake_up(client: AsyncClient, tags: Sequence[str] | None) -> None:
+    """Wake the tagged parts of an engine, or all. Raises as `AsyncClient.set_sleep` does."""
+    await client.set_sleep(wakes=SLEEPING_PARTS if tags is None else tags)
+
+
+def is_aborting(mode: str) -> bool:
+    """Return whether a sleep's mode ends the present requests: `abort` does so with their output so
+    far, `wait` lets them finish. Raises RequestError for `keep`, and another mode."""
+    if mode not in SLEEP_MODES:
+        lost = " (a sleep loses the blocks that keep would need)" if mode == "keep" else ""
+        use = " or ".join(SLEEP_MODES)
+        raise RequestError(f"mode={mode!r} is no mode of a sleep{lost}; use {use}.", "mode")
+    return mode == "abort"
+
+
+def checked_level(level: int) -> int:
+    """Return the level of a sleep. Raises RequestError if it is not 1 or 2."""
+    if level not in (1, 2):
+        raise RequestError(f"level={level} is unknown; use 1 or 2.", "level")
+    return level

@@ -4,7 +4,7 @@ It shares the caller's thread with its core. `async_client.py` has the clients' 
 asyncio, which says what methods of the same names mean.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quire.base.clock import Clock
@@ -23,6 +23,7 @@ from quire.base.messages import (
 )
 from quire.base.requests.outputs import RequestOutput
 from quire.base.step_outputs import Finish
+from quire.engine.attachments.pausing import Sleeping
 from quire.engine.attachments.weight_updates import WeightUpdates
 from quire.engine.client.output import ABORTED, OpenRequest, OutputProcessor
 from quire.engine.loop.core import EngineCore
@@ -38,8 +39,9 @@ class InProcessClient:
         tokenizer: Tokenizer | None,
         clock: Clock,
         updates: WeightUpdates | None = None,
+        sleeping: Sleeping | None = None,
     ) -> None:
-        self.core, self._updates = core, updates
+        self.core, self._updates, self._sleeping = core, updates, sleeping
         self._tokenizer = tokenizer
         self._clock = clock
         self._outputs = OutputProcessor()
@@ -58,7 +60,10 @@ class InProcessClient:
         self.core.limits.check(request)
 
     def add(self, request: Request, prompt_text: str | None = None) -> OpenRequest:
-        """Queue a request. Raise RequestError, and queue nothing, if it cannot be served."""
+        """Queue a request. Raise RequestError, and queue nothing, if it cannot be served, or while
+        the engine sleeps, as no other caller could wake it."""
+        if self.set_sleep()[0]:
+            raise RequestError("the engine sleeps; call wake_up() before a request.")
         self.core.add(request)
         return self._outputs.add(request, prompt_text, self._tokenizer, self._clock.now())
 
@@ -102,14 +107,33 @@ class InProcessClient:
             raise RequestError("this engine cannot replace its weights.")
         ended: list[str | None] = []
         version = self._updates.begin(path, version, ended.append)
+        return version, self._until(ended)
+
+    def set_sleep(
+        self, level: int = 0, wakes: Sequence[str] = (), *, aborts: bool = True
+    ) -> tuple[bool, list[RequestOutput]]:
+        """See `AsyncClient.set_sleep`; also return the outputs that are due."""
+        if self._sleeping is None or not (level or wakes):
+            return self._sleeping is not None and self._sleeping.is_sleeping, []
+        ended: list[str | None] = []
+        if level:
+            self._sleeping.begin(level, aborts, ended.append)
+        else:
+            self._sleeping.wake(wakes, ended.append)
+        outputs = self._until(ended)
+        return self._sleeping.is_sleeping, outputs
+
+    def _until(self, ended: list[str | None]) -> list[RequestOutput]:
+        """Step until an order has ended, and return the outputs that are due. Raise RequestError if
+        it failed."""
         outputs: list[RequestOutput] = []
         while not ended:
-            if not self.core.has_work:
+            if not self.core.has_work and self._updates is not None:
                 self._updates.wait()
             outputs += self.step()
         if ended[0] is not None:
             raise RequestError(ended[0])
-        return version, outputs
+        return outputs
 
     def prefixes(self) -> list[PinnedPrefix]:
         return self.core.prefixes()

@@ -5,7 +5,7 @@ A question has a number, and the core's answer repeats it. Orders to the core ha
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from quire.base.errors import EngineDead, RequestError
@@ -29,6 +29,7 @@ from quire.base.messages import (
     RetainedRequest,
     Rewind,
     SetPause,
+    SetSleep,
     TimelineText,
     ToCore,
     Unpin,
@@ -108,6 +109,14 @@ class QuestionClient(AsyncClient):
     async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
         done = await self._query(lambda number: SetPause(number, is_paused, drains), LOAD_S)
         return _checked(cast(Done, done)).is_paused
+
+    async def set_sleep(
+        self, level: int = 0, wakes: Sequence[str] = (), *, aborts: bool = True
+    ) -> bool:
+        done = await self._query(
+            lambda number: SetSleep(number, level, aborts, list(wakes)), LOAD_S
+        )
+        return _checked(cast(Done, done)).is_sleeping
 
     async def _query(self, question: Callable[[int], ToCore], limit_s: float = ANSWER_S) -> Any:
         number, self._num_questions = self._num_questions, self._num_questions + 1

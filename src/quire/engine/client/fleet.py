@@ -214,6 +214,13 @@ class FleetClient(AsyncClient):
         clients = (self._clients[core] for core in self._usable())
         return any(await asyncio.gather(*(each.pause(is_paused, drains) for each in clients)))
 
+    async def set_sleep(
+        self, level: int = 0, wakes: Sequence[str] = (), *, aborts: bool = True
+    ) -> bool:
+        clients = (self._clients[core] for core in self._usable())
+        orders = (each.set_sleep(level, wakes, aborts=aborts) for each in clients)
+        return any(await asyncio.gather(*orders))
+
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         found = await self._query(lambda client: client.cancel(request_ids, tenant))
         return [name for names in found.values() for name in names]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
@@ -33,12 +33,12 @@ from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.kv_events import publish_events
 from quire.engine.attachments.loading import Loading
 from quire.engine.attachments.on_demand import OnDemand
-from quire.engine.attachments.pausing import Pausing
+from quire.engine.attachments.pausing import Pausing, Sleeping
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable, make_directory
 from quire.engine.attachments.retained_files import RetainedFiles, save_retained
 from quire.engine.attachments.stores import StoresAttachment
-from quire.engine.attachments.weight_updates import Swap, WeightUpdates
+from quire.engine.attachments.weight_updates import WeightUpdates
 from quire.engine.client.client import InProcessClient
 from quire.engine.client.request_maker import RequestMaker
 from quire.engine.connectors.connections import Connections, Worker
@@ -52,7 +52,7 @@ from quire.engine.drafting.drafting import Drafting
 from quire.engine.drafting.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.drafting.plugin_drafter import PluginDrafters
 from quire.engine.executors.executor import Executor, InProcessExecutor
-from quire.engine.executors.loaded import LoadedElsewhere, LoadedModel
+from quire.engine.executors.loaded import LoadedModel
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary
 from quire.engine.loop.attachment import Attachment
@@ -60,6 +60,7 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.observability.adapter_use import AdapterUse
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.start.identity import fingerprint_of
+from quire.engine.start.model_memory import ModelMemory
 from quire.engine.start.plugin_parts import check_plugins
 from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
@@ -89,7 +90,6 @@ from quire.spec.model_spec import ModelSpec, read_config
 if TYPE_CHECKING:
     from quire.engine.ranks.launch import Ranks
     from quire.ops.blocks.host_blocks import HostBlocks
-    from quire.runner.setup.built import BuiltRunner
 
 
 def connect_stores(
@@ -178,7 +178,7 @@ class DeviceSide:
 class BuiltCore:
     """Core with a loaded model. config: configuration with all derived values. grammars: grammars
     of the core's requests. rank_times: live step times of its ranks. progress: receiver of reports
-    of progress within a step. updates, pausing: orders of a trainer to the core. adapters: use of
+    of progress within a step. updates, pausing, sleeping: orders of a trainer. adapters: use of
     adapters, if requests may use them."""
 
     core: EngineCore
@@ -188,6 +188,7 @@ class BuiltCore:
     grammars: Grammars
     updates: WeightUpdates
     pausing: Pausing
+    sleeping: Sleeping
     rank_times: Sequence[RankTimes] = ()
     progress: StepProgress = field(default_factory=StepProgress)
     adapters: AdapterUse | None = None
@@ -211,7 +212,7 @@ def build_engine(
         built = build_core(config, source, clock, progress, ranks)
     publish_events(built.core, built.config)
     pin_configured(built.core, config.cache, text)
-    client = InProcessClient(built.core, text.tokenizer, clock, built.updates)
+    client = InProcessClient(built.core, text.tokenizer, clock, built.updates, built.sleeping)
     return Engine(client, text.renderer, text.requests, built.config, built.spec, built.memory)
 
 
@@ -309,8 +310,11 @@ def _build_core(
         core.attach(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
-    updates, pausing = WeightUpdates(core, lambda path: _stage(built, path)), Pausing(core)
+    model_memory, pausing = ModelMemory(built, source), Pausing(core)
+    updates = WeightUpdates(core, model_memory.stage, model_memory.stage_again)
+    sleeping = Sleeping(core, pausing, updates, model_memory)
     core.attach(updates)
+    core.attach(sleeping)
     core.attach(pausing)
     return BuiltCore(
         core,
@@ -320,29 +324,11 @@ def _build_core(
         grammars,
         updates,
         pausing,
+        sleeping,
         side.rank_times,
         side.progress,
         adapters,
     )
-
-
-def _stage(built: LoadedModel, path: Path) -> Swap:
-    """Load new weights for a model in this process; return the swap. Raises ConfigError for a
-    model in other processes, and as `stage_weights` does."""
-    if isinstance(built, LoadedElsewhere):
-        raise ConfigError("the weights of ranks cannot be replaced; use one process.")
-    import_torch()
-    from quire.runner.setup.new_weights import stage_weights, swap_weights
-
-    whole = built.load_whole() if isinstance(built, WarmModel) else cast("BuiltRunner", built)
-    model = stage_weights(whole, path)
-
-    def swap() -> None:
-        if isinstance(built, WarmModel):
-            built.take_over()
-        swap_weights(whole, model)
-
-    return swap
 
 
 def _adapters(

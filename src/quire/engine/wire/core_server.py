@@ -43,6 +43,7 @@ from quire.base.messages import (
     Refused,
     Request,
     SetPause,
+    SetSleep,
     Steer,
     TimelineText,
     ToCore,
@@ -175,7 +176,8 @@ class CoreReports:
 
 
 Reply = Callable[[FromCore], None]
-Handlers = Mapping[type, Callable[[Any, Reply], None]]  # by type, UpdateWeights and SetPause
+ORDERS = (UpdateWeights, SetPause, SetSleep)  # of a trainer
+Handlers = Mapping[type, Callable[[Any, Reply], None]]  # by type, for `ORDERS`
 
 
 class CoreServer:
@@ -385,7 +387,7 @@ class CoreServer:
         elif isinstance(message, Steer):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
-        elif isinstance(message, UpdateWeights | SetPause):
+        elif isinstance(message, ORDERS):
             handle = self._handlers.get(type(message), _refuse)
             handle(message, lambda reply: self._reply(client, reply))
         else:
@@ -433,7 +435,7 @@ class CoreServer:
             self.core.control(Abort(request_id))
 
 
-def _refuse(message: UpdateWeights | SetPause, reply: Reply) -> None:
+def _refuse(message: UpdateWeights | SetPause | SetSleep, reply: Reply) -> None:
     reply(Done(message.question_id, "this engine does not take this order."))
 
 

@@ -28,7 +28,7 @@ import torch
 
 from quire.ops.blocks.streams import Int32, Streams, streams_of
 from quire.ops.blocks.transfers import Blocks, Transfers, as_numpy
-from quire.ops.host.host_memory import lazy_zeros
+from quire.ops.host.host_memory import forget_pages, lazy_zeros
 from quire.ops.host.pages import populate
 from quire.ops.rows.row_arrays import last_writes
 
@@ -182,6 +182,14 @@ class HostBlocks:
                     allocator.end()
             self._host_kv = [None] * len(self._device_kv)
             self._host_allocators = [None] * len(self._device_kv)
+
+    def free(self, *, mirrors: bool) -> None:
+        """Return the memory of all blocks of a CPU to the system, with mirrors or without; the
+        contents are lost. The next write of a page allocates it again."""
+        for kv in self._device_kv:
+            forget_pages(kv)
+        if mirrors:
+            self.free_mirrors()
 
     def block_bytes(self, tensor_index: int) -> int:
         """Return the bytes of one block of a device tensor."""

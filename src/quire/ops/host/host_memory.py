@@ -68,6 +68,6 @@ def _huge_chunk(num_bytes: int) -> torch.Tensor:
 
 
 def forget_pages(values: torch.Tensor) -> None:
-    """Return to the system the whole file-mapped pages within contiguous values [...]."""
+    """Return to the system the whole pages within contiguous values [...], as `forget` does."""
     if values.device.type == "cpu":
         forget(values.data_ptr(), values.nbytes)

@@ -65,8 +65,8 @@ def _advise_huge_pages(mapped: mmap.mmap) -> None:
 
 
 def forget(address: int, num_bytes: int) -> None:
-    """Return whole pages of a mapped file to the system, so they no longer count as this process's
-    memory. Reading them again reads the file."""
+    """Return whole pages to the system, so they no longer count as this process's memory. Pages of
+    a mapped file are read from it again; other pages then hold zeros."""
     if MADV_DONTNEED is None:
         return
     start = aligned(address, mmap.PAGESIZE)

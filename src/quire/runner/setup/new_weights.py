@@ -4,7 +4,10 @@ The new model has the spec, dtype and weight formats of the running one. Both ar
 the swap, which replaces one reference. A model that cannot be replaced is refused with its reason.
 """
 
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from quire.base.errors import ConfigError, ModelError
 from quire.models.checkpoint.formats import weight_formats
@@ -27,6 +30,15 @@ COMPARED = (
 OPTIONS = ("layers", "rope", "experts", "quantization")
 
 
+class FreedModel:
+    """Stands for a model whose weights were freed. No step may run."""
+
+    def __call__(self, *_: object) -> torch.Tensor:
+        raise AssertionError("a step needs weights that were freed")
+
+    logits = __call__
+
+
 def stage_weights(built: BuiltRunner, path: Path) -> DecoderModel:
     """Load the weights of a directory of *.safetensors files, or of a GGUF file, for a running
     model. The directory needs no config.json; if it has one, it must describe the same model.
@@ -34,20 +46,35 @@ def stage_weights(built: BuiltRunner, path: Path) -> DecoderModel:
     Steps may run meanwhile. Raises ModelError for other, missing or broken tensors, OutOfMemory if
     both models do not fit, and ConfigError for a model whose weights cannot be replaced.
     """
-    reason = why_fixed(built)
-    if reason is not None:
-        raise ConfigError(f"the weights of this engine cannot be replaced: {reason}.")
+    _check_replaceable(built)
     if not path.exists():
         raise ModelError(f"{path} does not exist on the engine's machine; check the path.")
-    config, spec = built.config, built.spec
-    _check_same(config.model.model_impl, spec, path)
+    _check_same(built.config.model.model_impl, built.spec, path)
+    return _load(built, path, LoadOptions())
+
+
+def stage_again(built: BuiltRunner, path: Path, load_format: str) -> DecoderModel:
+    """Load the weights that a running model had before they were freed. load_format: see
+    LoadOptions. Raises as `stage_weights` does."""
+    return _load(built, path, LoadOptions(load_format, built.config.model.seed))
+
+
+def _load(built: BuiltRunner, path: Path, options: LoadOptions) -> DecoderModel:
+    """Load, pack and trace a model for a running one's backend."""
+    config = built.config
     formats, room = weight_formats(config.model), available_cpu_bytes()
-    options = LoadOptions(formats=formats, max_bytes=room)
-    model = load_model(path, spec, built.dtype, built.device, options)
+    options = replace(options, formats=formats, max_bytes=room)
+    model = load_model(path, built.spec, built.dtype, built.device, options)
     if config.deterministic:
         make_deterministic(model)
     native: DecoderModel = native_or_same(model, built.runner.backend)
     return native
+
+
+def _check_replaceable(built: BuiltRunner) -> None:
+    reason = why_fixed(built)
+    if reason is not None:
+        raise ConfigError(f"the weights of this engine cannot be replaced: {reason}.")
 
 
 def why_fixed(built: BuiltRunner) -> str | None:
@@ -67,9 +94,10 @@ def why_fixed(built: BuiltRunner) -> str | None:
     return None
 
 
-def swap_weights(built: BuiltRunner, model: DecoderModel) -> None:
-    """Use a staged model from the next step on. No step may run."""
-    built.runner.model = model
+def free_weights(built: BuiltRunner) -> None:
+    """Drop the model, which must be replaceable. No step may run before another one is loaded."""
+    _check_replaceable(built)
+    built.runner.model = FreedModel()
 
 
 def _check_same(impl: str, spec: ModelSpec, path: Path) -> None:

@@ -12,6 +12,7 @@ from quire.base.plan import DraftAnswer, DraftOrder, Plan, StepResult
 from quire.base.settings.config import EngineConfig
 from quire.base.step_progress import StepProgress
 from quire.models.checkpoint.source import ModelSource
+from quire.ops.host.pages import forget
 from quire.ops.host.threads import num_threads
 from quire.ops.host.torch_import import import_torch
 from quire.runner.derive import derive_config, with_length
@@ -134,6 +135,18 @@ class WarmModel:
         self.load()
         assert self._loaded is not None
         return self._loaded
+
+    @property
+    def whole(self) -> "BuiltRunner | None":
+        """Return the whole runner if it owns the rows."""
+        return self._whole
+
+    def free_pages(self, *, weights: bool) -> None:
+        """Return the memory of KV blocks to the system; their contents are lost. weights: also the
+        pages of the saved start, which later steps read from its file again."""
+        pieces = [*self.runner.backend.data, *(self.runner.mapped if weights else ())]
+        for piece in pieces:
+            forget(piece.ctypes.data, piece.nbytes)
 
     def take_over(self) -> None:
         """Hand the rows over to the whole runner, between two steps, if it has been loaded. A

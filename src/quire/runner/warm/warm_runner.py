@@ -24,7 +24,7 @@ from quire.runner.sampling.sampler import Sampler, Vocabulary
 from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import StepRunner
 from quire.runner.warm.array_ops import ArrayOps
-from quire.runner.warm.blocks import WarmBlocks
+from quire.runner.warm.blocks import Bytes, WarmBlocks
 from quire.runner.warm.start_file import Start
 
 NOTHING_RETAINED = (0, 0, 0, 0)
@@ -81,6 +81,11 @@ class WarmRunner(StepRunner):
         at = unused.ctypes.data
         self._head.run(num_rows, at, at, outside, [], NOTHING_RETAINED, num_threads())
         return logits_NV
+
+    @property
+    def mapped(self) -> Sequence[Bytes]:
+        """Return the mapped bytes of the saved start."""
+        return self._start.data
 
     def _program(self, parts: ProgramParts) -> CoreProgram:
         start = self._start

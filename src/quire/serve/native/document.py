@@ -44,6 +44,7 @@ BY_OPERATORS = {
 }
 ORDERS = (
     "/reset_prefix_cache", "/abort_requests", "/pause", "/resume", "/is_paused",
+    "/sleep", "/wake_up", "/is_sleeping",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters",
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
     "/update_weights/chunk", "/finish_weight_update",
@@ -399,6 +400,9 @@ ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
     ("post", "/pause"): _json(_object(status="string")),
     ("post", "/resume"): _json(_object(status="string")),
     ("get", "/is_paused"): _json(_object(is_paused="boolean")),
+    ("post", "/sleep"): _json(_object(status="string")),
+    ("post", "/wake_up"): _json(_object(status="string")),
+    ("get", "/is_sleeping"): _json(_object(is_sleeping="boolean")),
     ("post", "/init_weight_transfer_engine"): _json(_object(message="string")),
     ("post", "/start_weight_update"): _json(_object(message="string")),
     ("post", "/update_weights/chunk"): _json(_object(chunks="integer")),

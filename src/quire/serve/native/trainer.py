@@ -1,6 +1,7 @@
 """Orders of a trainer under vLLM's paths: pause an engine, and replace its weights.
 
     POST /pause?mode=keep         stop between two steps, until /resume
+    POST /sleep?level=2           give memory back, until /wake_up
     POST /start_weight_update     begin an empty folder for chunks
     POST /update_weights/chunk    add one chunk; the body is a safetensors file
     POST /finish_weight_update    load all chunks, and use them from the next step on
@@ -17,7 +18,8 @@ import fastapi
 from pydantic import Field
 
 from quire.base.errors import RequestError
-from quire.engine.client.async_client import PAUSE_MODES, pause
+from quire.base.messages import SLEEPING_PARTS
+from quire.engine.client.async_client import PAUSE_MODES, pause, sleep, wake_up
 from quire.serve.bodies.open_body import StrictBody, at_most, becomes
 from quire.serve.bodies.protocol import FilePath, Label
 from quire.serve.bodies.reading import BoundedRoute
@@ -30,6 +32,8 @@ WAYS = "/update_weights with a path, or chunks of safetensors files"
 
 MAX_INIT_FIELDS = 32
 InitInfo = Annotated[dict[str, Any], Field(max_length=MAX_INIT_FIELDS), at_most(MAX_INIT_FIELDS)]
+
+Tags = Annotated[list[str] | None, fastapi.Query(max_length=len(SLEEPING_PARTS))]
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 chunks = fastapi.APIRouter()  # its bodies are not JSON
@@ -95,6 +99,37 @@ async def resume_engine(request: fastapi.Request, api: Api) -> dict[str, str]:
 async def is_paused(request: fastapi.Request, api: Api) -> dict[str, bool]:
     """Return whether /pause is in effect."""
     return {"is_paused": await _of_one_model(request, api).client.pause(None)}
+
+
+@router.post("/sleep")
+async def sleep_engine(
+    request: fastapi.Request, api: Api, level: int = 1, mode: str = "abort"
+) -> dict[str, str]:
+    """Free the KV memory, on level 2 also the weights. mode: as of /pause, without `keep`. Later
+    requests wait for /wake_up."""
+    client = _of_one_model(request, api).client
+    try:
+        await sleep(client, level, mode)
+    except RequestError as error:
+        raise bad_request(str(error), error.field) from error
+    return {"status": "sleeping"}
+
+
+@router.post("/wake_up")
+async def wake_engine(request: fastapi.Request, api: Api, tags: Tags = None) -> dict[str, str]:
+    """Wake the tagged parts of a sleeping engine, or all."""
+    client = _of_one_model(request, api).client
+    try:
+        await wake_up(client, tags)
+    except RequestError as error:
+        raise bad_request(str(error), error.field) from error
+    return {"status": "awake"}
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: fastapi.Request, api: Api) -> dict[str, bool]:
+    """Return whether the engine, or a part of it, sleeps."""
+    return {"is_sleeping": await _of_one_model(request, api).client.set_sleep()}
 
 
 @router.post("/init_weight_transfer_engine")

@@ -126,7 +126,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)
     reports = CoreReports(exposition.text, status, heartbeat, timelines.text)
-    handlers = order_handlers(built.updates, built.pausing)
+    handlers = order_handlers(built.updates, built.pausing, built.sleeping)
     server = CoreServer(built.core, listener, ready, reports, clock, handlers)
     announce_changes(built.updates, server)
     return server

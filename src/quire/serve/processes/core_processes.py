@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -97,6 +97,12 @@ class CoreProcesses:
     def update_weights(self, path: Path, version: str = "") -> tuple[str, list[RequestOutput]]:
         """See `InProcessClient.update_weights`; outputs of open requests come with later steps."""
         return self._call(self._client.update_weights(str(path), version)), []
+
+    def set_sleep(
+        self, level: int = 0, wakes: Sequence[str] = (), *, aborts: bool = True
+    ) -> tuple[bool, list[RequestOutput]]:
+        """See `InProcessClient.set_sleep`; outputs of open requests come with later steps."""
+        return self._call(self._client.set_sleep(level, wakes, aborts=aborts)), []
 
     def prefixes(self) -> list[PinnedPrefix]:
         return self._call(self._client.prefixes())

@@ -7,7 +7,15 @@ process, or in the processes of several cores.
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +31,7 @@ from quire.base.requests.sampling_params import SamplingParams
 from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.client.adapters import AdapterMakers
 from quire.engine.client.admission import admit, checked_grammar_async
-from quire.engine.client.async_client import pause, pin
+from quire.engine.client.async_client import pause, pin, sleep, wake_up
 from quire.engine.client.fleet import CoreClient, client_of
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import TextSide, build_text_side
@@ -374,6 +382,19 @@ class AsyncLLM:
     async def is_paused(self) -> bool:
         """Return whether `pause_generation` is in effect."""
         return await (await self._connected()).pause(None)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`, as `LLM.sleep` does. Requests that arrive meanwhile
+        wait."""
+        await sleep(await self._connected(), level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, as `LLM.wake_up` does."""
+        await wake_up(await self._connected(), tags)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine, or a part of it, sleeps."""
+        return await (await self._connected()).set_sleep()
 
     async def check_health(self) -> None:
         """Raise EngineDead if the core has ended, or makes no progress."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import STEP_FAILED, ConfigError, RequestError, StepFailed
-from quire.base.messages import PinnedPrefix, Request
+from quire.base.messages import SLEEPING_PARTS, PinnedPrefix, Request
 from quire.base.requests.lora_request import LoRARequest
 from quire.base.requests.outputs import (
     ClassificationRequestOutput,
@@ -20,6 +20,7 @@ from quire.base.requests.sampling_params import RequestOutputKind, SamplingParam
 from quire.base.settings.config import config_from_flat
 from quire.engine.client.adapters import AdapterMakers
 from quire.engine.client.admission import admit, checked_grammar
+from quire.engine.client.async_client import checked_level, is_aborting
 from quire.engine.client.request_maker import RequestMaker
 from quire.engine.start.build import Engine, build_engine
 from quire.models.load.weight_files import weight_files
@@ -289,6 +290,30 @@ class LLM:
             made, outputs = self._alive.client.update_weights(path, version)
         self._store(outputs)
         return made
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`: on level 1 the KV blocks, on level 2 also the weights.
+
+        mode: what happens to open streams: `abort` ends them with what they have, `wait` lets them
+        finish. The prefix cache is empty afterwards. Requests are refused while the engine sleeps.
+        Raises RequestError if the engine cannot sleep."""
+        aborts = is_aborting(mode)
+        _, outputs = self._alive.client.set_sleep(checked_level(level), aborts=aborts)
+        self._store(outputs)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again. tags: parts to wake, `weights` and `kv_cache`; None wakes both.
+
+        Requests run once both are awake. Then weights that `update_weights` has not replaced are
+        loaded from their files. Raises RequestError if they are gone; the engine sleeps on."""
+        wakes = SLEEPING_PARTS if tags is None else tags
+        _, outputs = self._alive.client.set_sleep(wakes=wakes)
+        self._store(outputs)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine, or a part of it, sleeps."""
+        return self._alive.client.set_sleep()[0]
 
     def pin_prefix(
         self, prompt: Prompt | Messages, ttl_s: float = 0.0, cache_salt: str = ""
