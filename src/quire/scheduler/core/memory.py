@@ -137,6 +137,7 @@ class Memory:
         sources, listeners = self.sources, self.listeners
         self._finding = overriding(sources, HitSource, "find")
         self._begun = overriding(sources, HitSource, "begin")
+        self._lasting = overriding(sources, HitSource, "lasting_blocks")
         self._named = overriding(listeners, CacheListener, "named")
         self._copying = overriding(listeners, CacheListener, "copy_out")
         self._planned = overriding(listeners, CacheListener, "end_plan")
@@ -216,8 +217,8 @@ class Memory:
         blocks that they share are subtracted."""
         shared = sequence.num_prompt_tokens // self.block_size
         needs: Needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
-        for source in self.sources:
-            if source.entries and (lasting := source.lasting_blocks(sequence)):
+        for source, lasting_blocks in self._lasting:
+            if source.entries and (lasting := lasting_blocks(sequence)):
                 needs = [need - mine for need, mine in zip(needs, lasting, strict=True)]
         return needs
 
