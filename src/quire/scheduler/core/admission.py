@@ -46,6 +46,8 @@ class Admission:
             if deferred:
                 pass_over_heads(queue, deferred[0])
             head = competing_head(queue, deferred[0]) if deferred else queue.peek()
+            if head is not None and self._rows.num_free and not self._memory.prepare(head):
+                head = None  # its blocks are being fetched
             used: int | None = None
             if head is not None and head not in self._lifecycle.suspects.until:
                 used = self.bring_in(head, builder, budget, now)

@@ -136,6 +136,7 @@ class Memory:
         """Collect the methods that features override; default methods are not called."""
         sources, listeners = self.sources, self.listeners
         self._finding = overriding(sources, HitSource, "find")
+        self._preparing = overriding(sources, HitSource, "prepare")
         self._begun = overriding(sources, HitSource, "begin")
         self._lasting = overriding(sources, HitSource, "lasting_blocks")
         self._named = overriding(listeners, CacheListener, "named")
@@ -285,6 +286,10 @@ class Memory:
             if source.entries:
                 best = find(sequence, best)
         return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Let the sources fetch what the head of the queue lacks. Return whether it may start."""
+        return all(prepare(sequence) for _, prepare in self._preparing)
 
     def num_found_tokens(self, sequence: Sequence) -> int:
         """Return the length of the longest hit of any source, regardless of the cost to load it."""
