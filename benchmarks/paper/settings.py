@@ -19,11 +19,11 @@ from quire.base.requests.sampling_params import RequestOutputKind, SamplingParam
 from quire.base.settings.config import config_from_flat
 from quire.models.checkpoint.source import resolve_model
 from quire.tools.devices import find_gpu
-from quire.tools.simulate.arrivals import Arrival, token_ids_of
+from quire.tools.simulate.arrivals import Arrival
 from quire.tools.simulate.roofline import roofline_of
 from quire.tools.sizing.fit import fit
 from quire.tools.step_times import Roofline
-from quire.tools.workloads import ALPACA, SHAREGPT, Lengths, Workload
+from quire.tools.workloads import ALPACA, SHAREGPT, Lengths, Workload, token_ids_of
 
 MAX_LEN = 2048
 BLOCK_SIZE = 16

@@ -24,7 +24,7 @@ from quire.cli.model_files import find_config
 from quire.serve.processes.progress import CountBar
 from quire.tools.devices import find_gpu
 from quire.tools.report import benchmark_parser, print_head
-from quire.tools.simulate.arrivals import FIRST_WORD, Arrival, simulated_request
+from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.command import simulate_work
 from quire.tools.simulate.handover import Roles
@@ -32,6 +32,7 @@ from quire.tools.simulate.results import served_well
 from quire.tools.simulate.roofline import roofline_of
 from quire.tools.simulate.run import Run
 from quire.tools.sizing.fit import fit
+from quire.tools.workloads import FIRST_WORD
 
 LENGTHS = ("8192x128", "4096x256", "1024x256", "256x512")
 SPREAD = 0.25  # of lengths, up and down

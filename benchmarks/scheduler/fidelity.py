@@ -32,12 +32,13 @@ from quire.serve.python.llm import LLM
 from quire.tools.bench.calibrate import calibrate
 from quire.tools.devices import CPU, Device
 from quire.tools.report import benchmark_parser, print_head
-from quire.tools.simulate.arrivals import Arrival, token_ids_of
+from quire.tools.simulate.arrivals import Arrival
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.run import Run, run_all
 from quire.tools.simulate.served import Listener, Served
 from quire.tools.sizing.fit import fit
 from quire.tools.step_fitting import Fitted, lines_of
+from quire.tools.workloads import token_ids_of
 
 MILLISECONDS = 1e3
 POOL_BYTES = 256 << 20

@@ -17,6 +17,7 @@ from tests.support.serve.fake_openai import FakeOpenAI, running
     ("kind", "flags"),
     [
         ("throughput", ("--num-prompts", "--input-len", "--rounds", "--block-size", "--dtype")),
+        ("agents", ("--shape", "--trace", "--num-sessions", "--scale", "--speed", "--num-alone")),
         ("latency", ("--batch-size", "--num-iters", "--num-iters-warmup", "--block-size")),
         (
             "serve",
@@ -34,7 +35,7 @@ from tests.support.serve.fake_openai import FakeOpenAI, running
 def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, ...]) -> None:
     status, out, _ = run(capsys, "bench", kind, "--help", "all")
     assert status == 0
-    requests = () if kind == "latency" else ("--dataset-name",)
+    requests = () if kind in ("latency", "agents") else ("--dataset-name",)
     for flag in (*flags, *requests, "--output-json", "--seed"):
         assert flag in out
 
@@ -49,6 +50,7 @@ def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, .
         ("serve --num-prompts many", "invalid int value: 'many'"),
         ("serve --request-rate 0", "0 is not above 0"),
         ("serve --random-range-ratio 1", "1 is not in [0, 1)"),
+        ("agents --scale 0", "0 is not above 0"),
         ("serve --backend tgi", "invalid choice: 'tgi'"),
     ],
 )

@@ -1,6 +1,12 @@
 """Which block the pool hands out next, and what the index remembers."""
 
-from quire.kv.pool import BlockPool
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from quire.kv.pool import BlockPool, MakeEviction
+from quire.scheduler.policy.lfu import Lfu
 
 
 def take(pool: BlockPool, count: int) -> list[int]:
@@ -72,3 +78,34 @@ def test_each_change_of_the_index_counts() -> None:
     assert pool.num_index_changes == 2
     pool.unindex(0)
     assert pool.num_index_changes == 2
+
+
+@pytest.mark.parametrize("make_eviction", [OrderedDict, Lfu])
+def test_many_blocks_are_those_that_one_call_each_would_take(make_eviction: MakeEviction) -> None:
+    """Free blocks first, then evicted ones, with the same names lost in the same order."""
+    rng = np.random.default_rng(5)
+    together, apart = (BlockPool(12, None, make_eviction) for _ in range(2))
+    held: list[int] = []
+    for turn in range(300):
+        num = int(rng.integers(0, together.num_free + 1))
+        taken = together.allocate_all(num)
+        assert taken == take(apart, num), turn
+        named = [block_id for block_id in taken if rng.random() < 0.7]
+        digests = [b"%d %d" % (turn, block_id) for block_id in named]
+        together.index_all(named, digests)
+        for block_id, digest in zip(named, digests, strict=True):
+            apart.index(block_id, digest)
+        held += taken
+        rng.shuffle(held)
+        freed, held = held[: len(held) // 2], held[len(held) // 2 :]
+        together.release_all(freed)
+        for block_id in freed:
+            apart.release(block_id)
+        assert together.num_index_changes == apart.num_index_changes
+        assert together.lost == apart.lost and together.indexed_blocks() == apart.indexed_blocks()
+        together.check_invariants(held)
+
+
+def test_more_blocks_than_are_free_are_a_bug() -> None:
+    with pytest.raises(AssertionError, match="more blocks are allocated than are free"):
+        BlockPool(2).allocate_all(3)

@@ -69,7 +69,7 @@ def test_a_deferred_prompt_gets_the_slots_that_it_has_if_there_is_no_free_block(
     for num_granted in (2, 0):
         builder = PlanBuilder(9)
         assert scheduler.admission._continue_deferred(prompt, builder, 8) == num_granted
-        assert len(builder.rows) == (num_granted > 0)
+        assert len(builder.all_rows()[0]) == (num_granted > 0)
 
 
 def test_a_prompt_under_way_goes_before_a_new_one_of_the_same_rank() -> None:

@@ -10,7 +10,7 @@ from quire.base.messages import Abort, KeepCached, Request, ResetPrefixCache
 from quire.base.plan import Plan
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
-from quire.base.settings.kv_transfer import EVICTED, KVTransfer
+from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.step_outputs import SequenceUpdate
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.client.output import StepReader
@@ -343,6 +343,30 @@ def test_what_is_there_is_not_looked_up() -> None:
     lab.add([*PROMPT, *range(22, 30)], name="longer")
     [order] = lab.orders()
     assert len(all_names([order])) == 1
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_blocks_lost_while_a_request_waits_are_fetched_when_its_turn_comes(is_stored: bool) -> None:
+    """It was not looked up on arrival, since all was here. It stays the head of the queue."""
+    lab = Lab(gives=COMPUTED if is_stored else NOTHING)
+    lab.generate(PROMPT)
+    lab.generate([49])  # so that a plan copies what the first request computed
+    lab.answer()
+    first = lab.add(OTHER, num=4)
+    for _ in range(3):
+        lab.answer()
+        lab.step()
+    second, third = lab.add(PROMPT), lab.add([48])
+    assert not stores_of(lab).waiting and lab.scheduler.num_running == 1
+    waiting = lab.scheduler.lifecycle.sequences
+    sequence = waiting[second.request_id]
+    lab.kv.forget(sequence.digests)
+    while first.request_id in waiting:
+        lab.step()
+    assert lab.core.plan() is None and not lab.scheduler.num_running, "the look-up comes first"
+    assert lab.finish(second) == wanted(PROMPT)
+    assert sequence.num_cached_tokens == (4 * BLOCK if is_stored else 0)
+    assert lab.finish(third) and not stores_of(lab).waiting
 
 
 def test_only_so_many_blocks_are_on_their_way_to_a_store() -> None:

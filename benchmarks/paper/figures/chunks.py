@@ -6,8 +6,9 @@ from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs, run_ea
 from benchmarks.virtual.dry_run import dry_run
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.settings.config import SchedulerConfig
-from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
+from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.run import simulate
+from quire.tools.workloads import token_ids_of
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
 FEW_BUDGETS = (512, 16_384)

@@ -190,8 +190,9 @@ class Plan(FrozenRecord, frozen=True):
         """Rows that start with this plan and compute nothing in it."""
         if not self.started:
             return []
-        busy = set(self.rows.tolist())
-        return [start.row for start in self.started if start.row not in busy]
+        rows = np.array([start.row for start in self.started], np.int32)
+        found: list[int] = rows[~np.isin(rows, self.rows)].tolist()
+        return found
 
     @property
     def sample_sources(self) -> Int32:

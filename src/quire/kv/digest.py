@@ -13,6 +13,7 @@ fingerprint compute the same digests, also after a restart. Tenants with differe
 blocks. Python's `hash` is unsuitable: it differs between processes and can be made to collide.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -38,6 +39,7 @@ def cache_fingerprint(*parts: str) -> bytes:
     return _digest_strings(b"quire-kv-2", parts)
 
 
+@functools.lru_cache(maxsize=64)
 def root_digest(fingerprint: bytes, salt: str = "", adapter_id: str = "") -> bytes:
     """Return the digest before a request's first block."""
     return _digest_strings(fingerprint, (salt, adapter_id))

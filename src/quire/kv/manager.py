@@ -128,9 +128,9 @@ class KVManager:
         return sum(pool.num_index_changes for pool in pools)
 
     def new_sequence(self) -> SequenceBlocks:
-        pairs = zip(self.pools, self.groups, strict=True)
-        kinds = ((pool, StateTable if group.kind == STATE else BlockTable) for pool, group in pairs)
-        return SequenceBlocks(tuple(kind(pool, self.block_size) for pool, kind in kinds))
+        size, pairs = self.block_size, zip(self.pools, self.groups, strict=True)
+        tables = [(StateTable if g.kind == STATE else BlockTable)(pool, size) for pool, g in pairs]
+        return SequenceBlocks(tuple(tables))
 
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
@@ -179,7 +179,7 @@ class KVManager:
             before = length
             for g in range(len(self.groups)):
                 length = self._hit_length(g, digests, length, has)
-            settled = length == before
+            settled = length in (0, before) or len(self.groups) == 1
         return max(0, length)
 
     def fits(self, needs: Iterable[int], reserve: int = 0) -> bool:
@@ -230,7 +230,7 @@ class KVManager:
             return None
         if self.states.groups:
             self.states.grow(sequence.tables, start + num_new_tokens)
-        return tuple(table.append(num_new_tokens) for table in sequence.tables)
+        return tuple([table.append(num_new_tokens) for table in sequence.tables])
 
     def append_drafts(
         self, sequence: SequenceBlocks, num_tokens: int, num_draft_tokens: int, reserve: int = 0
@@ -247,7 +247,7 @@ class KVManager:
         """Return the number of free blocks of group g that a hit takes. These are cached blocks,
         blocks to load, and the copy of a last block that is not full."""
         pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
-        if hit.is_in_use:
+        if hit.is_in_use or not hit.num_tokens:
             return int(copied)
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
         return woken + copied
@@ -315,7 +315,7 @@ class KVManager:
         tables = [sequence.tables[0] for sequence in sequences]
         if [len(table.blocks) * size + 1 for table in tables] != num_tokens:
             return None
-        found = [pool.allocate() for _ in tables]
+        found = pool.allocate_all(len(tables))
         for table, length, block_id in zip(tables, num_tokens, found, strict=True):
             table.blocks.append(block_id)
             table.num_tokens = length

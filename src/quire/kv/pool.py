@@ -14,6 +14,7 @@ inverse to each other.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 MAX_LOST_NAMES = 1 << 14
@@ -23,7 +24,7 @@ NAME_REMOVED = b""  # no name
 class EvictionPolicy(Protocol):
     """Cached blocks of a pool, mapped to their numbers of hits, iterated in eviction order. An
     OrderedDict is thus LRU and costs no Python call. The order must depend only on the calls, or a
-    replay would evict other blocks."""
+    replay would evict other blocks. Deleting the first block leaves the order of the others."""
 
     def __setitem__(self, block_id: int, num_hits: int, /) -> None:
         """Add a block that its last table has released. num_hits: sequences that began with the
@@ -108,24 +109,54 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Return a free block with one reference. Evicts a block if the free stack is empty."""
-        if not self._free:
-            self.evict()
-        block_id = self._free.pop()
-        self._num_refs[block_id] = 1
-        return block_id
+        return self.allocate_all(1)[0]
+
+    def allocate_all(self, num: int) -> list[int]:
+        """Return this many free blocks with one reference each, as one call of `allocate` for each
+        would. There must be enough."""
+        free, refs = self._free, self._num_refs
+        num_plain = min(num, len(free))
+        found = free[len(free) - num_plain :]
+        found.reverse()
+        del free[len(free) - num_plain :]
+        for block_id in found:
+            refs[block_id] = 1
+        if num > num_plain:
+            chosen = list(islice(self._unused, num - num_plain))
+            assert len(chosen) == num - num_plain, "more blocks are allocated than are free"
+            self._evict(chosen)
+            for block_id in chosen:
+                refs[block_id] = 1
+            found += chosen
+        return found
 
     def evict(self) -> bool:
         """Free the cached block that the policy chooses; return whether there was one."""
         if not self._unused:
             return False
         block_id = next(iter(self._unused))
-        digest = self._digests[block_id]
-        assert digest is not None, "an unnamed block is cached"
-        if self.evicted is not None:
-            self.evicted.append((block_id, digest))
-        self.lost.append(digest)
-        self.unindex(block_id)
+        self._evict([block_id])
+        self._free.append(block_id)
         return True
+
+    def _evict(self, blocks: list[int]) -> None:
+        """Remove the names of cached blocks. Afterwards they are in none of the three states."""
+        digests, index, unused = self._digests, self._index, self._unused
+        num_names_lost, num_hits = self._num_names_lost, self._num_hits
+        for block_id in blocks:
+            digest = digests[block_id]
+            assert digest is not None, "an unnamed block is cached"
+            if self.evicted is not None:
+                self.evicted.append((block_id, digest))
+            self.lost.append(digest)
+            num_names_lost[block_id] += 1  # first, since other threads read it (`num_names_lost`)
+            del index[digest]
+            digests[block_id] = None
+            num_hits[block_id] = 0
+            if self.changes is not None:
+                self.changes += (NAME_REMOVED, digest)
+            del unused[block_id]
+        self.num_index_changes += len(blocks)
 
     def evict_soon(self, digest: bytes) -> None:
         """Make the block of this name the next to evict, if it is cached."""
@@ -168,10 +199,14 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """Release each of these blocks, in this order."""
-        refs, evictable = self._num_refs, self._evictable_refs
+        refs, evictable, digests = self._num_refs, self._evictable_refs, self._digests
         for block_id in blocks:
-            if refs[block_id] > 1 and not evictable[block_id]:
-                refs[block_id] -= 1
+            left = refs[block_id] - 1
+            if left > 0 and not evictable[block_id]:
+                refs[block_id] = left
+            elif left == 0 and digests[block_id] is not None:
+                refs[block_id] = 0
+                self._unused[block_id] = self._num_hits[block_id]
             else:
                 self.release(block_id)
 
@@ -220,13 +255,18 @@ class BlockPool:
 
     def index(self, block_id: int, digest: bytes) -> None:
         """Name a block in use, unless the digest already names another block."""
-        assert self._num_refs[block_id] > 0, f"block {block_id} is indexed while free"
-        index, digests = self._index, self._digests
-        if digest not in index and digests[block_id] is None:
-            index[digest], digests[block_id] = block_id, digest
-            self.num_index_changes += 1
-            if self.changes is not None:
-                self.changes.append(digest)
+        self.index_all((block_id,), (digest,))
+
+    def index_all(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Name each of these blocks in use, unless its digest already names another block."""
+        index, digests, refs = self._index, self._digests, self._num_refs
+        for block_id, digest in zip(blocks, names, strict=True):
+            assert refs[block_id] > 0, f"block {block_id} is indexed while free"
+            if digest not in index and digests[block_id] is None:
+                index[digest], digests[block_id] = block_id, digest
+                self.num_index_changes += 1
+                if self.changes is not None:
+                    self.changes.append(digest)
 
     def unindex(self, block_id: int) -> None:
         """Remove the name of a block, if it has one. A cached block becomes free."""

@@ -82,7 +82,7 @@ class BlockTable:
         self.num_tokens += num_tokens
         first = len(self.blocks)
         num_new = self.num_blocks_from(first, self.num_tokens)
-        found = [self._pool.allocate() for _ in range(num_new)]
+        found = self._pool.allocate_all(num_new)
         self.blocks += found
         done.writes += enumerate(found, first)
         return done
@@ -99,12 +99,12 @@ class BlockTable:
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
         """Index the full blocks from logical block `first` on. Return the blocks that the table
         still holds."""
-        named = []
-        for block_id, digest in zip(self.blocks[first:], digests, strict=False):
-            if block_id != NULL:
-                self._pool.index(block_id, digest)
-                named.append(block_id)
-        return named
+        blocks = self.blocks[first : first + len(digests)]
+        if self.num_dropped > first:
+            held = [pair for pair in zip(blocks, digests, strict=True) if pair[0] != NULL]
+            blocks, digests = [block for block, _ in held], [digest for _, digest in held]
+        self._pool.index_all(blocks, digests)
+        return blocks
 
     def can_continue_at(self, num_tokens: int, first_needed: int) -> bool:
         """Return whether another sequence could begin with the first num_tokens tokens.

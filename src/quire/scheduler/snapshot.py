@@ -71,7 +71,7 @@ OMITTED = types.MappingProxyType(  # the continuing run supplies these
         "Arrivals": ("_concerns",), "Planner": ("_last",),
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
         "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned", "_limits",
-                   "_grants"),
+                   "_grants", "_lasting", "_preparing"),
         "MissReports": ("_publish", "_last", "_open", "_young", "_old"),
     }
 )  # fmt: skip

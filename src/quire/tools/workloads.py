@@ -6,12 +6,15 @@ come from the given seed.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
+FIRST_WORD = 3  # smallest token id in a prompt made of named parts
+SMALLEST_VOCABULARY = 16
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,28 @@ def shared_prefix_prompts(
     """Draw prompts with the same `shared` random tokens, followed by `own` tokens each."""
     prefix = random_prompts(1, shared, vocab_size, seed)[0]
     return [prefix + rest for rest in random_prompts(num, own, vocab_size, seed + 1)]
+
+
+def token_ids_of(parts: Sequence[tuple[int, int]], vocab_size: int) -> list[int]:
+    """Return a prompt made of parts, each a name and a number of tokens.
+
+    Parts with the same name have the same tokens, so that equal prefixes give prefix hits."""
+    names = np.array([name & 0xFFFF_FFFF_FFFF for name, _ in parts], np.uint64)
+    counts = np.array([count for _, count in parts], np.int64)
+    total = int(counts.sum())
+    within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    mixed = _scramble(_scramble(np.repeat(names, counts)) + within.astype(np.uint64))
+    size = np.uint64(max(vocab_size, SMALLEST_VOCABULARY) - FIRST_WORD)
+    found: list[int] = (mixed % size + np.uint64(FIRST_WORD)).tolist()
+    return found
+
+
+def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix the bits of 64-bit numbers (the finalizer of SplitMix64)."""
+    x = values + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _normal(x: float) -> float:

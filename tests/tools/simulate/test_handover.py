@@ -11,11 +11,12 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.cache_group import CacheGroup
-from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
+from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.handover import DECODES, HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import Incoming, Run, run_all
 from quire.tools.step_times import Roofline
+from quire.tools.workloads import token_ids_of
 
 BLOCK, BYTES = 4, 100
 STEP_S = 1.0

@@ -5,11 +5,12 @@ import pytest
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import FakeClock
 from quire.base.settings.config import SchedulerConfig
-from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
+from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import Run, run_all, simulate
 from quire.tools.simulate.served import BUDGET, MEMORY, ROW, STEP
 from quire.tools.step_times import Attention, Roofline
+from quire.tools.workloads import token_ids_of
 
 
 def test_times_are_those_of_the_formula() -> None:

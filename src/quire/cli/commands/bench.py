@@ -1,4 +1,4 @@
-"""`quire bench throughput|latency|serve|calibrate`: measures an engine or a running server."""
+"""`quire bench KIND`: measures an engine or a running server."""
 
 import argparse
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_settings, given_settings
 from quire.tools.bench.arguments import (
+    add_agents_arguments,
     add_calibrate_arguments,
     add_latency_arguments,
     add_serve_arguments,
@@ -20,13 +21,17 @@ batch takes. The output has the form of `vllm bench latency`."""
 SERVE = """Send requests to a running server with OpenAI's API and print their latencies. The output
 has the form of `vllm bench serve`. The server's `usage` counts the tokens."""
 
+AGENTS = """Play sessions of coding agents against a running server: turns that resend a growing
+context, pauses, subagents. Print how much of what could be reused was reused, and how much longer
+jobs take than alone."""
 CALIBRATE = """Run an engine in this process on steps of all kinds and fit the time of each part of
 a step. `quire simulate --fit` reads the output file."""
 
 USUAL = (
     "base_url", "model", "dataset_name", "dataset_path", "num_prompts", "random_input_len",
     "random_output_len", "request_rate", "max_concurrency", "save_result", "output_json", "rounds",
-    "seconds", "batch_size", "num_iters", "input_len", "output_len",
+    "seconds", "batch_size", "num_iters", "input_len", "output_len", "shape", "trace",
+    "num_sessions", "scale", "speed",
 )  # fmt: skip
 
 
@@ -40,12 +45,13 @@ def add_command(commands: Commands) -> None:
     kinds = parser.add_subparsers(
         required=True,
         prog="quire bench",
-        metavar="KIND (throughput, latency, serve, calibrate)",
+        metavar="KIND (throughput, latency, serve, agents, calibrate)",
         title="kinds",
     )
     _add(kinds, "throughput", "throughput of an engine in this process", THROUGHPUT, run_engine)
     _add(kinds, "latency", "time of a batch in an engine in this process", LATENCY, run_engine)
     _add(kinds, "serve", "latency and throughput of a running server", SERVE, run_serve)
+    _add(kinds, "agents", "sessions of coding agents on a running server", AGENTS, run_serve)
     _add(kinds, "calibrate", "times of steps, for `quire simulate`", CALIBRATE, run_engine)
 
 
@@ -73,6 +79,8 @@ def _add(
     elif name == "calibrate":
         add_calibrate_arguments(parser)
         add_settings(parser, model_first=True)
+    elif name == "agents":
+        add_agents_arguments(parser)
     else:
         add_serve_arguments(parser)
 
@@ -87,7 +95,9 @@ def run_engine(arguments: argparse.Namespace) -> int:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status: 1 if no request got an answer."""
-    from quire.tools.bench import serve
+    """Run a benchmark of a server; return the exit status."""
+    from quire.tools.bench import agents, serve
 
-    return serve.run(arguments)
+    kind = agents if arguments.kind == "agents" else serve
+    status: int = kind.run(arguments)
+    return status

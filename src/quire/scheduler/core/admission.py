@@ -46,6 +46,8 @@ class Admission:
             if deferred:
                 pass_over_heads(queue, deferred[0])
             head = competing_head(queue, deferred[0]) if deferred else queue.peek()
+            if head is not None and self._rows.num_free and not self._memory.prepare(head):
+                head = None  # its blocks are being fetched
             used: int | None = None
             if head is not None and head not in self._lifecycle.suspects.until:
                 used = self.bring_in(head, builder, budget, now)
@@ -92,14 +94,14 @@ class Admission:
             reserve = max(reserve, self._worst_growth(sequence))
         return reserve
 
-    def name_full_blocks(self, rows: np.ndarray, builder: PlanBuilder, hit: Blocks = ()) -> None:
-        """Name the full blocks of known tokens that are computed after this plan. rows: int64 [N].
-        hit: blocks by cache group that the row begins with, if there is only one row."""
+    def name_full_blocks(self, rows: np.ndarray, builder: PlanBuilder) -> None:
+        """Name the full blocks of known tokens that are computed after this plan. rows: int64
+        [N]."""
         table, size = self._rows.table, self._memory.block_size
         num_ready = np.minimum(table.computed[rows], table.known[rows]) // size
         named = self._memory.name_full_blocks(self._rows.sequences(rows), num_ready.tolist())
         pairs = zip(rows.tolist(), named, strict=True)
-        builder.shared += [SharedBlocks(row, hit, new) for row, new in pairs]
+        builder.shared += [SharedBlocks(row, (), new) for row, new in pairs]
         self._rows.set_index_at(rows, (num_ready + 1) * size)
 
     # ---- one sequence ------------------------------------------------------------------------
@@ -114,9 +116,10 @@ class Admission:
         needs = self._group_needs(sequence)
         if needs is None or (needs and not memory.make_room(needs, reserve, sequence)):
             return None
+        num_known = sequence.num_known_tokens
         while True:
             hit = memory.find_hit(sequence)
-            num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
+            num_new = min(budget, num_known - sequence.is_open - hit.num_tokens)
             if num_new == 0:
                 lifecycle.park(sequence)
                 return 0
@@ -124,7 +127,7 @@ class Admission:
             num_new = memory.limit_chunk(sequence, hit.num_tokens, num_new, builder)
             if num_new == 0:
                 return None
-            if memory.needs_whole_prompt and num_new < sequence.num_known_tokens:
+            if num_new < num_known and memory.needs_whole_prompt:
                 return None  # its tokens attend to each other: wait for a step with room for all
             needs = memory.needs_to_start(sequence, hit, num_new)
             if memory.fits(needs, reserve):
@@ -203,14 +206,18 @@ class Admission:
     def _grant(
         self, sequence: Sequence, num_new: int, builder: PlanBuilder, hit: Blocks = ()
     ) -> None:
-        """Add the next tokens of a row to the plan. Their blocks are allocated. hit: as in
-        `name_full_blocks`."""
-        rows, first = np.array([sequence.row]), sequence.num_computed_tokens
-        self._memory.grant_chunk(sequence, first, num_new, builder)
-        self._rows.advance(sequence.row, first + num_new)
-        builder.add_rows(rows, np.array([num_new]))
-        if self._memory.names.is_indexed(sequence):
-            self.name_full_blocks(rows, builder, hit)
+        """Add the next tokens of a row to the plan, and name the blocks that become full. Their
+        blocks are allocated. hit: blocks by cache group that the row begins with."""
+        memory, rows = self._memory, self._rows
+        row, first = sequence.row, sequence.num_computed_tokens
+        memory.grant_chunk(sequence, first, num_new, builder)
+        rows.advance(row, first + num_new)
+        builder.add_row(row, num_new)
+        if memory.names.is_indexed(sequence):
+            num_ready = min(first + num_new, sequence.num_known_tokens) // memory.block_size
+            [named] = memory.name_full_blocks([sequence], [num_ready])
+            builder.shared.append(SharedBlocks(row, hit, named))
+            rows.set_index_at(row, (num_ready + 1) * memory.block_size)
 
     def _continue_deferred(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
         """Add the tokens of a deferred prompt to the plan, as far as budget and free blocks allow.
@@ -238,7 +245,7 @@ class Admission:
         if head.num_pending_lost:
             return False
         rows = self._rows.idle()
-        planned = np.concatenate([*builder.rows, rows[:0]])
+        planned, _ = builder.all_rows()
         for sequence in self._rows.sequences(rows[~np.isin(rows, planned)]):
             if sequence.priority >= head.priority:
                 self._lifecycle.park_running(sequence, head.request.request_id, now)

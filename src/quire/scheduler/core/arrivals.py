@@ -6,13 +6,21 @@ waits for something, such as its grammar.
 """
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from operator import attrgetter
+from types import SimpleNamespace
 
 import numpy as np
 
 from quire.base.errors import REQUEST_FAILED, RequestError
 from quire.base.events import Appended, GrammarTaken
-from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
+from quire.base.messages import (
+    DEFAULTS_OF_REQUEST,
+    Abort,
+    Append,
+    Cancel,
+    GrammarReady,
+    Request,
+)
 from quire.base.requests.retention import check_open
 from quire.base.step_outputs import CANCELLED, Failure, Finish
 from quire.scheduler.core.extension import Extension, Forking, RequestCompletion, of_kind
@@ -22,6 +30,31 @@ from quire.scheduler.core.queue import PATIENCE
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Blocker, Sequence, State
 from quire.scheduler.time_limits import TimeLimits
+
+
+class Concerns:
+    """Extensions, found by the requests that they concern."""
+
+    def __init__(self, extensions: Seq[Extension] = ()) -> None:
+        self._extensions = [(each, each.fields, each.names) for each in extensions]
+        self._always = [each for each in extensions if not each.fields]
+        self._names = [each.names for each in extensions if each.fields]
+        names = sorted({name for each in extensions for name in each.fields})
+        # One comparison for all fields, since most requests set none of them
+        self._values = attrgetter(*names, "is_open", "is_open")  # always several, so a tuple
+        self._defaults = self._values(SimpleNamespace(**DEFAULTS_OF_REQUEST))
+
+    def of(self, request: Request) -> list[Extension]:
+        """Return the extensions that a request concerns."""
+        request_id = request.request_id
+        is_named = any(request_id in names for names in self._names)
+        if not is_named and self._values(request) == self._defaults:
+            return self._always
+        return [
+            extension
+            for extension, fields, names in self._extensions
+            if not fields or request_id in names or request.sets(fields)
+        ]
 
 
 def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
@@ -47,20 +80,11 @@ class Arrivals:
         self._forking, self._features = forking, features
         self._max_model_len = max_model_len
         self._num_arrivals = 0
-        self._concerns: list[tuple[Extension, Seq[str], Any]] = []  # set by `connect`
+        self._concerns = Concerns()  # set by `connect`
 
     def connect(self) -> None:
         """Find the extensions, and the request fields and ids that each of them concerns."""
-        extensions = of_kind(self._features, Extension)
-        self._concerns = [(each, each.fields, each.names) for each in extensions]
-
-    def _concerned(self, request: Request) -> list[Extension]:
-        """Return the extensions that a request concerns."""
-        return [
-            extension
-            for extension, fields, names in self._concerns
-            if not fields or request.request_id in names or request.sets(fields)
-        ]
+        self._concerns = Concerns(of_kind(self._features, Extension))
 
     def accept(self, request: Request, now: float) -> Sequence:
         """Check a request and return its sequence. Raise RequestError if it can never be served,
@@ -79,11 +103,11 @@ class Arrivals:
                 f"{num} sequences are more than max_num_seqs={self._rows.table.num_rows}; request"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
-        concerned = self._concerned(request)
+        concerned = self._concerns.of(request)
         if completions := of_kind(concerned, RequestCompletion):
             for completion in completions:
                 request = completion.complete(request)
-            concerned = self._concerned(request)
+            concerned = self._concerns.of(request)
         has_room = [each.accept(request) for each in concerned]
         sequence = self.new_sequence(request, now)
         if any(has_room):
@@ -127,7 +151,7 @@ class Arrivals:
     def enter(self, sequence: Sequence, now: float) -> None:
         """Queue a new sequence, or park it until it can be computed."""
         self._num_arrivals += sequence.request.params.num_samples
-        for extension in self._concerned(sequence.request):
+        for extension in self._concerns.of(sequence.request):
             extension.enter(sequence, now)
         is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
         self._lifecycle.enter(sequence, is_parked, now)

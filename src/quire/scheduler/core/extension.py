@@ -53,6 +53,11 @@ class HitSource:
         """Return the number of tokens that `find` would find in this source, at little cost."""
         return 0
 
+    def prepare(self, sequence: Sequence) -> bool:
+        """Fetch what the head of the queue lacks, if that was there when it arrived. Return whether
+        the sequence may start now; False while it waits for a fetch."""
+        return True
+
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
         """Note that a sequence was given a row, together with the blocks of its hit and its next
         tokens."""

@@ -226,7 +226,7 @@ class Lifecycle:
             self.suspects.drop(sequence)
         self.ended.append(sequence)
         self._memory.headroom.take_end()
-        if all(member.state is State.ENDED for member in sequence.members):
+        if sequence.group is None or not sequence.group.unfinished:
             self._end_request(sequence, reason, now)
 
     def drop(self, sequence: Sequence, finish: Finish, now: float) -> None:
@@ -305,7 +305,8 @@ class Lifecycle:
         del self.sequences[request_id]
         self.queue.tenants.leave(request.tenant)
         self.searches.discard(request_id)
-        num_tokens, num_results = sum(member.num_output_tokens for member in members), len(members)
+        num_tokens = sum([member.num_output_tokens for member in members])
+        num_results = len(members)
         if sequence.group is not None and sequence.group.search is not None:
             results = sequence.group.results
             num_tokens = sum(len(found.token_ids) for found in results)

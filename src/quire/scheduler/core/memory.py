@@ -136,7 +136,9 @@ class Memory:
         """Collect the methods that features override; default methods are not called."""
         sources, listeners = self.sources, self.listeners
         self._finding = overriding(sources, HitSource, "find")
+        self._preparing = overriding(sources, HitSource, "prepare")
         self._begun = overriding(sources, HitSource, "begin")
+        self._lasting = overriding(sources, HitSource, "lasting_blocks")
         self._named = overriding(listeners, CacheListener, "named")
         self._copying = overriding(listeners, CacheListener, "copy_out")
         self._planned = overriding(listeners, CacheListener, "end_plan")
@@ -216,8 +218,8 @@ class Memory:
         blocks that they share are subtracted."""
         shared = sequence.num_prompt_tokens // self.block_size
         needs: Needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
-        for source in self.sources:
-            if source.entries and (lasting := source.lasting_blocks(sequence)):
+        for source, lasting_blocks in self._lasting:
+            if source.entries and (lasting := lasting_blocks(sequence)):
                 needs = [need - mine for need, mine in zip(needs, lasting, strict=True)]
         return needs
 
@@ -284,6 +286,10 @@ class Memory:
             if source.entries:
                 best = find(sequence, best)
         return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Let the sources fetch what the head of the queue lacks. Return whether it may start."""
+        return all(prepare(sequence) for _, prepare in self._preparing)
 
     def num_found_tokens(self, sequence: Sequence) -> int:
         """Return the length of the longest hit of any source, regardless of the cost to load it."""

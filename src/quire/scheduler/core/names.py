@@ -106,6 +106,8 @@ class BlockNaming:
     def extend(self, named: Seq[Named], counts: Seq[int], size: int | None = None) -> None:
         """Name the first counts[i] blocks of named[i], if they have no names yet. size: tokens per
         block, by default the cache's block size."""
+        if len(named) == 1 and len(named[0].digests) >= counts[0]:
+            return
         if self.new is not None:
             self.new += [
                 (each.arrival, digests, len(digests), count)
@@ -117,10 +119,10 @@ class BlockNaming:
     def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
         """Name the blocks that a sequence may find in the index. Return the names and a number of
         tokens, of which all but the last may be found."""
-        num_tokens = sequence.num_known_tokens
-        if not self.is_indexed(sequence) or not sequence.may_read_cache:
+        num_tokens, num_readable = sequence.num_known_tokens, sequence.num_readable_tokens
+        if not num_readable or not self.is_indexed(sequence):
             return (), num_tokens
-        num_tokens = min(num_tokens, sequence.num_readable_tokens + 1)
+        num_tokens = min(num_tokens, num_readable + 1)
         num_blocks = num_tokens // self.block_size
         if len(sequence.digests) < num_blocks:
             self.extend([sequence], [num_blocks])

@@ -67,6 +67,12 @@ class InFlightStep:
         """Sequences of row_sequences, by row."""
         return dict(zip(_leased(self.plan).tolist(), self.row_sequences.tolist(), strict=True))
 
+    def holders_of(self, rows: Seq[int]) -> dict[int, Sequence]:
+        """Return those of `holders` that hold one of these rows."""
+        leased = _leased(self.plan)
+        [at] = np.isin(leased, np.array(rows, np.int32)).nonzero()
+        return dict(zip(leased[at].tolist(), self.row_sequences[at].tolist(), strict=True))
+
     @property
     def sampling(self) -> dict[int, Sequence]:
         """Sequences of the sampling rows, by row."""
@@ -112,6 +118,7 @@ class PlanBuilder(Record):
     step_id: int
     rows: list[Int64] = []
     num_tokens: list[Int64] = []
+    admitted: list[tuple[int, int]] = []  # rows and their numbers of tokens
     started: list[RowStart] = []
     forked: list[RowFork] = []
     writes: list[tuple[int, int, int, int]] = []
@@ -128,6 +135,10 @@ class PlanBuilder(Record):
     def add_rows(self, rows: Int64, num_tokens: Int64) -> None:
         self.rows.append(rows)
         self.num_tokens.append(num_tokens)
+
+    def add_row(self, row: int, num_tokens: int) -> None:
+        """Add an admitted row. These rows come after all others."""
+        self.admitted.append((row, num_tokens))
 
     def add_blocks(self, row: int, appended: tuple[Appended, ...]) -> None:
         """Add the block-table entries and block copies of an allocation for a row."""
@@ -185,6 +196,7 @@ class PlanBuilder(Record):
 
     def all_rows(self) -> tuple[Int64, Int64]:
         """Return the scheduled rows and their numbers of tokens, both int64 [num_rows]."""
-        if len(self.rows) == 1:
+        if len(self.rows) == 1 and not self.admitted:
             return self.rows[0], self.num_tokens[0]
-        return np.concatenate([NO_ROWS, *self.rows]), np.concatenate([NO_ROWS, *self.num_tokens])
+        rows, num_tokens = np.array(self.admitted, np.int64).reshape(-1, 2).T
+        return np.concatenate([*self.rows, rows]), np.concatenate([*self.num_tokens, num_tokens])

@@ -138,8 +138,8 @@ class Rows:
         table.is_masked[row] = bool(request.grammar)
         table.samples[row] = sequence.samples
         table.stop_ids[row] = -1
-        stop_ids = request.stop_token_ids[:NUM_STOP_IDS]
-        table.stop_ids[row, : len(stop_ids)] = stop_ids
+        if stop_ids := request.stop_token_ids[:NUM_STOP_IDS]:
+            table.stop_ids[row, : len(stop_ids)] = stop_ids
         self.hand_to(sequence)
         others = self.running
         self.running = np.concatenate((others, (row,)))
@@ -207,7 +207,8 @@ class Rows:
         sequence.row = -1
         table.sequences[row] = None
         table.epoch[row] += 1
-        self.running = self.running[self.running != row]
+        [[at]] = (self.running == row).nonzero()
+        self.running = np.concatenate((self.running[:at], self.running[at + 1 :]))
         self.free.append(row)
         changes = self.changes
         changes.released.append(row)
@@ -235,7 +236,7 @@ class Rows:
         `Memory`."""
         self.table.capacity[rows] = self.table.computed[rows]
 
-    def set_index_at(self, rows: Int64, num_tokens: Int64) -> None:
+    def set_index_at(self, rows: Int64 | int, num_tokens: Int64 | int) -> None:
         """Set the length at which the next full block of each row enters the index."""
         self.table.index_at[rows] = num_tokens
 

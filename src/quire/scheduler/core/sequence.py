@@ -57,6 +57,8 @@ class State(Enum):
     SWAPPED = "swapped"  # in the queue, with its computed tokens in host memory
     ENDED = "ended"
 
+    __hash__ = object.__hash__  # each state is one object; an Enum hashes its name in Python
+
 
 class RowTable:
     """Numbers of all rows: one array per number, so that a decode step is array arithmetic.

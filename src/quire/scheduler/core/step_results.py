@@ -149,7 +149,8 @@ def _name_rows(step: InFlightStep, outputs: OutputsBuilder) -> None:
     plan = step.plan
     if not plan.started and not plan.forked:
         return
-    holders = step.holders
-    for row in [start.row for start in plan.started] + [fork.child for fork in plan.forked]:
+    named = [start.row for start in plan.started] + [fork.child for fork in plan.forked]
+    holders = step.holders_of(named)
+    for row in named:
         if row in holders and not holders[row].is_beam:
             outputs.name_row(row, holders[row])

@@ -138,19 +138,23 @@ class MissReports(HitSource, CacheListener):
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
         """Record how many blocks of an ending sequence were computed. It still has its blocks."""
-        found = self._open.pop(sequence.arrival, None)
+        found = self._open.get(sequence.arrival)
         if found is None:
             return
         num_indexed = sequence.blocks.num_indexed if sequence.row >= 0 else found.num_digests
-        found.tokens, found.sequence = sequence.known_tokens.copy(), None
-        found.num_computed = num_indexed
+        found.sequence, found.num_computed = None, num_indexed
         self._add_digests(found, num_indexed)
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing, since `leave` was called before."""
+        """Take the tokens of an ended sequence. Without a row it stores them itself."""
+        found = self._open.pop(sequence.arrival, None)
+        if found is not None:
+            found.tokens = sequence.saved_tokens
 
     def _add_digests(self, found: Remembered, num: int) -> None:
         new = found.digests[found.num_digests : num]
+        if not new:
+            return
         found.num_digests += len(new)
         self._young.by_digest.update(dict.fromkeys(new, found))
         if len(self._young.by_digest) > self._max_young:
@@ -164,7 +168,9 @@ class MissReports(HitSource, CacheListener):
         kv = self._kv
         for pool in (*kv.pools, *kv.host_pools):
             if pool.lost:
-                self._young.lost_s.update(dict.fromkeys(filter(self._known, pool.lost), now))
+                young, old = self._young.by_digest, self._old.by_digest
+                known = [digest for digest in pool.lost if digest in young or digest in old]
+                self._young.lost_s.update(dict.fromkeys(known, now))
                 pool.lost.clear()
 
     # ---- reports -----------------------------------------------------------------------------
@@ -173,6 +179,8 @@ class MissReports(HitSource, CacheListener):
         """Return the report of a new request's prompt: its hit by location, and the reason of its
         miss."""
         size, num_tokens = self._kv.block_size, hit.num_tokens
+        if not num_tokens:
+            return PrefixReport(**self._miss(sequence, hit, now))
         if hit.source:
             found: Fields = {hit.source: num_tokens}
             return PrefixReport(**found, **self._miss(sequence, hit, now))
@@ -225,13 +233,14 @@ class MissReports(HitSource, CacheListener):
         prompts of others, not even that one of them is nearer.
         """
         end, tenant = start + self._kv.block_size, sequence.request.tenant
-        mine = sequence.known_tokens[start:end].tobytes()
-        theirs = [near.tokens[start:end].tobytes() if start else near.first for near in nearest]
-        _, common, neg_index = max(
-            (near.tenant == tenant, _num_common(mine, other), -i)
-            for i, (near, other) in enumerate(zip(nearest, theirs, strict=True))
-        )
-        near = nearest[-neg_index]
+        mine = sequence.tokens_between(start, end).tobytes()
+        near, closest = nearest[0], (False, -1)
+        for each in nearest:
+            other = each.tokens[start:end].tobytes() if start else each.first
+            closeness = each.tenant == tenant, _num_common(mine, other)
+            if closeness > closest:
+                near, closest = each, closeness
+        common = closest[1]
         return near.fields(sequence) | {
             "miss": NEW if start + common == len(near.tokens) else DIVERGED,
             "at_token": start + common,

@@ -39,7 +39,7 @@ from quire.base.messages import KeepCached, ResetPrefixCache
 from quire.base.plan import Plan
 from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver
 from quire.kv.host_tier import HostTier, Name
-from quire.scheduler.core.extension import Extension, Handler, StepEnd, StepExtension
+from quire.scheduler.core.extension import Extension, Handler, HitSource, StepEnd, StepExtension
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import PROMPT_TAIL, Memory
 from quire.scheduler.core.planning import Planner
@@ -59,6 +59,12 @@ class StoreBlocker(StrEnum):
     REQUESTED = "asked"  # stores may have blocks of its prompt
 
 
+class StoreHit(StrEnum):
+    """Kind of a prefix hit in `Sequence.found_elsewhere`."""
+
+    EXPECTED = "expected"  # the hit after the last look-up, which may be lost before admission
+
+
 @dataclass(slots=True)
 class PendingLookup:
     """Request in a look-up or fetch. names: its blocks that are not cached here. is_handed_over:
@@ -73,7 +79,7 @@ class PendingLookup:
     tickets: set[int] = field(default_factory=set)
 
 
-class Stores(Extension, StepExtension):
+class Stores(HitSource, Extension, StepExtension):
     """Extension that looks up, fetches and keeps blocks in stores. num_stores: they are looked up
     in this order. kept: the blocks that stores receive (base/settings/kv_transfer.py). orders: list
     for new orders. offers: offers of computed blocks; None if stores receive no blocks."""
@@ -125,6 +131,31 @@ class Stores(Extension, StepExtension):
         if sequence.has_something_to_compute and self.begin(sequence):
             sequence.watch(self)
             sequence.blockers |= {StoreBlocker.REQUESTED}
+        else:
+            self._expect(sequence)
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """See HitSource. A request may wait in the queue until host memory has lost its blocks. It
+        is then looked up again, and stays at the head meanwhile."""
+        if sequence.request.request_id in self.waiting:
+            return False
+        _, num_expected = sequence.found_elsewhere.get(StoreHit.EXPECTED, (0, 0))
+        if not num_expected or self._num_here(sequence) >= num_expected:
+            return True
+        if self.begin(sequence):
+            sequence.watch(self)
+            return False
+        self._expect(sequence)
+        return True
+
+    def _num_here(self, sequence: Sequence) -> int:
+        """Return the length of the hit on the device and in host memory, in tokens."""
+        kv = self._memory.kv
+        return kv.num_computed_blocks(*self._memory.names.readable(sequence)) * kv.block_size
+
+    def _expect(self, sequence: Sequence) -> None:
+        """Record the hit that a sequence would have now."""
+        sequence.found_elsewhere[StoreHit.EXPECTED] = 0, self._num_here(sequence)
 
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """See Extension."""
@@ -376,9 +407,12 @@ class Stores(Extension, StepExtension):
         """Queue a request once no look-up or fetch is outstanding."""
         if wait.requested or wait.tickets:
             return
-        del self.waiting[wait.sequence.request.request_id]
-        wait.sequence.blockers -= {StoreBlocker.REQUESTED}
-        self._lifecycle.unpark(wait.sequence)
+        sequence = wait.sequence
+        del self.waiting[sequence.request.request_id]
+        self._expect(sequence)
+        if StoreBlocker.REQUESTED in sequence.blockers:
+            sequence.blockers -= {StoreBlocker.REQUESTED}
+            self._lifecycle.unpark(sequence)
 
     # ---- removing blocks ---------------------------------------------------------------------
 

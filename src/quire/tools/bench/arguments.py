@@ -12,6 +12,7 @@ DATASETS = (
     "alpaca-like",
     "custom",
 )
+AGENT_SHAPES = ("agentx", "codex")
 BACKENDS = ("openai", "openai-chat", "vllm")
 MANY_PROMPTS = 1000
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -133,6 +134,50 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also write each request's times and generated text to the result file",
     )
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+
+
+def add_agents_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench agents`."""
+    _add_server(parser)
+    group = parser.add_argument_group("sessions")
+    group.add_argument(
+        "--shape", choices=AGENT_SHAPES, default="agentx",
+        help="published shape of the sessions (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="sessions to replay instead: aiperf's multi-turn JSONL, or Mooncake's with session_id",
+    )  # fmt: skip
+    add_count(group, ("--trace-piece",), 512, "tokens per hash id of a Mooncake trace")
+    add_count(
+        group, ("--output-len",), 128, "output tokens of a turn without output_length in a trace"
+    )  # fmt: skip
+    add_count(
+        group, ("--num-sessions",), None, "sessions without their subagents (default: 20, or all"
+        " of a trace)",
+    )  # fmt: skip
+    group.add_argument(
+        "--scale", type=positive, default=1.0, metavar="FACTOR",
+        help="factor of all token counts of a shape, such as 0.005 for a context of 2,048"
+        " (default: %(default)g)",
+    )  # fmt: skip
+    group.add_argument(
+        "--arrival-s", type=at_least_zero, default=1.0, metavar="SECONDS",
+        help="mean time between the starts of two sessions (default: %(default)g)",
+    )  # fmt: skip
+    group.add_argument(
+        "--speed", type=positive, default=1.0, metavar="FACTOR",
+        help="divisor of all pauses and starts; inf for none (default: %(default)g)",
+    )  # fmt: skip
+    add_count(
+        group, ("--num-alone",), 2, "sessions to run without others before, for comparison",
+        minimum=0,
+    )  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, help="seed (default: %(default)s)")
+    _add_sampling(parser)
+    group = parser.add_argument_group("results")
+    _add_output(group)
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 

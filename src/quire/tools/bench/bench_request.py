@@ -46,8 +46,12 @@ class Asker:
 
     async def send(self, request: BenchRequest) -> RequestResult:
         """Send a request and time its chunks. Never raises: the result holds the server's error."""
-        body = json.dumps(self.body(request), separators=(",", ":")).encode()
-        reading = _Reading(RequestResult(time.perf_counter(), request.prompt_len), self.is_chat)
+        return await self.send_body(self.body(request), request.prompt_len)
+
+    async def send_body(self, given: dict[str, Any], prompt_len: int) -> RequestResult:
+        """Send a body as `send` does."""
+        body = json.dumps(given, separators=(",", ":")).encode()
+        reading = _Reading(RequestResult(time.perf_counter(), prompt_len), self.is_chat)
         try:
             async with aclosing(self.client.stream_json(self.path, body)) as payloads:
                 async for payload in payloads:
@@ -81,6 +85,9 @@ class _Reading:
             raise HttpError(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices", ())[:1]:
+            for part in (chunk, choice):  # vLLM puts a chat's prompt beside the choices
+                self.result.prompt_ids = part.get("prompt_token_ids") or self.result.prompt_ids
+            self.result.token_ids += choice.get("token_ids") or ()
             self._take_choice(choice, now_s)
 
     def _take_choice(self, choice: dict[str, Any], now_s: float) -> None:
@@ -110,6 +117,9 @@ class _Reading:
         result.latency_s = self._last_s - result.start_s
         result.output_len = int(self._usage["completion_tokens"])
         result.prompt_len = int(self._usage.get("prompt_tokens", result.prompt_len))
+        details = self._usage.get("prompt_tokens_details") or {}
+        result.cached_len = int(details.get("cached_tokens") or 0)
+        result.miss = str((details.get("cache_miss") or {}).get("reason", ""))
         result.text = "".join(self._texts)
         return result
 

@@ -25,7 +25,11 @@ HEADERS = {
 
 @dataclass
 class RequestResult:
-    """The outcome of one request. Times are in seconds; `start_s` is on the benchmark's clock."""
+    """The outcome of one request. Times are in seconds; `start_s` is on the benchmark's clock.
+
+    Token ids are those that the server reports, if asked for. miss: its reason for the part of the
+    prompt that was not cached, if it reports one.
+    """
 
     start_s: float
     prompt_len: int
@@ -35,6 +39,10 @@ class RequestResult:
     output_len: int = 0
     text: str = ""
     error: str = ""
+    cached_len: int = 0
+    miss: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def is_ok(self) -> bool:

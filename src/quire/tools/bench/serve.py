@@ -90,14 +90,14 @@ async def send_all(
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit status: 1 if all requests failed."""
     shown_metrics = ShownMetrics.from_options(options)
-    client = HttpClient(_base_url(options), _headers(options), verify=not options.insecure)
+    client = make_client(options)
     load = Load(
         options.request_rate, options.burstiness, options.max_concurrency, options.seed
     )  # fmt: skip
     with asyncio.Runner() as runner:
         runner.run(wait_until_ready(client, options.ready_check_timeout_sec))
         model = options.model or runner.run(first_model(client))
-        tokens = _tokens(options, runner, client, model)
+        tokens = make_tokens(options, runner, client, model)
         asker = make_asker(options, client, model)
         requests = make_requests(options, tokens, options.seed)
         if asker.is_chat:
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         block(metrics, shown_metrics.shown, load.max_concurrency, load.rate_per_s, more), flush=True
     )
-    _show_errors(outcome.results)
+    show_errors(outcome.results)
     _save(options, model, metrics, dataclasses.replace(outcome, draft_counts=draft_counts))
     return 1 if metrics.completed == 0 else 0
 
@@ -141,12 +141,18 @@ async def _warm_up(asker: Asker, request: BenchRequest, num: int) -> None:
             raise HttpError(f"the warm-up failed: {result.error}")
 
 
-def _tokens(
+def make_tokens(
     options: argparse.Namespace, runner: asyncio.Runner, client: HttpClient, model: str
 ) -> Tokens:
+    """Return the tokenizer that the options name, by default the server's."""
     if options.tokenizer is not None:
         return LocalTokens(options.tokenizer)
     return ServerTokens(runner, client, model)
+
+
+def make_client(options: argparse.Namespace) -> HttpClient:
+    """Return a client for the server that the options name. Raises ConfigError."""
+    return HttpClient(_base_url(options), _headers(options), verify=not options.insecure)
 
 
 def _base_url(options: argparse.Namespace) -> str:
@@ -166,7 +172,7 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
     return headers
 
 
-def _show_errors(results: list[RequestResult]) -> None:
+def show_errors(results: list[RequestResult]) -> None:
     """Print the first few distinct errors."""
     errors = list(dict.fromkeys(result.error for result in results if not result.is_ok))
     for error in errors[:ERRORS_SHOWN]:

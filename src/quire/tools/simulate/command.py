@@ -22,11 +22,11 @@ from quire.tools.simulate.recorded import RecordedWork, is_recording, read_recor
 from quire.tools.simulate.results import Results, as_data, results_of, text_of
 from quire.tools.simulate.roofline import roofline_of
 from quire.tools.simulate.run import Run, run_all
-from quire.tools.simulate.traces import read_trace
 from quire.tools.simulate.workload import Traced, Work, synthetic
 from quire.tools.sizing.fit import Fit, fit
 from quire.tools.step_fitting import Fitted, lines_of, read_fitted
 from quire.tools.step_times import Roofline, StepTimes
+from quire.tools.traces import read_trace
 
 ERRORS_SHOWN = 3
 

@@ -20,11 +20,12 @@ from quire.engine.recording.calls import ADD, CONTROL, SCHEDULE, UPDATE
 from quire.engine.recording.files import Segment, read_recording
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
-from quire.tools.simulate.arrivals import STOP, Arrival, Message, token_ids_of
+from quire.tools.simulate.arrivals import STOP, Arrival, Message
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import ANY_VOCABULARY, Incoming, Run, run_all
-from quire.tools.simulate.traces import OWN
 from quire.tools.step_fitting import Fitted, Measured, fit_steps
+from quire.tools.traces import OWN
+from quire.tools.workloads import token_ids_of
 
 MAX_OUTPUT = 1 << 30  # output length of a request that something else ends
 

@@ -15,9 +15,10 @@ from quire.base.settings.config import ModelConfig
 from quire.tools.bench.datasets import BenchRequest, make_requests
 from quire.tools.bench.load import Load
 from quire.tools.bench.tokens import LocalTokens
-from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
+from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.run import Incoming
-from quire.tools.simulate.traces import Trace, TraceRequest
+from quire.tools.traces import Trace, TraceRequest
+from quire.tools.workloads import token_ids_of
 
 
 class Work(Protocol):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.tools.simulate.arrivals import token_ids_of
-from quire.tools.simulate.traces import Trace, read_trace
 from quire.tools.simulate.workload import Traced
+from quire.tools.traces import Trace, read_trace
+from quire.tools.workloads import token_ids_of
 
 
 def write(folder: Path, text: str) -> Path:
