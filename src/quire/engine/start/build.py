@@ -270,17 +270,7 @@ def _build_core(
         make_scheduler(built, source),
         executor,
         clock,
-        RequestLimits(
-            built.spec.vocab_size,
-            config.model.max_model_len or 0,
-            config.max_logprobs,
-            config.scheduler.max_num_seqs or 0,
-            tuple(map(short_name, config.logits_processors)),
-            takes_functions=ranks is None,
-            pools=built.spec.pooling is not None,
-            has_text_pairs=built.spec.pooling is not None and built.spec.pooling.has_text_pairs,
-            takes_grammars=True,
-        ),
+        _limits(built, takes_functions=ranks is None),
         None if is_given else _step_budget(built),
     )
     if (limit := config.scheduler.max_num_queued_reqs) is not None:
@@ -328,6 +318,22 @@ def _build_core(
         side.rank_times,
         side.progress,
         adapters,
+    )
+
+
+def _limits(built: LoadedModel, takes_functions: bool) -> RequestLimits:
+    """Return the limits of requests. takes_functions: whether they may bring Python functions."""
+    config, pooling = built.config, built.spec.pooling
+    return RequestLimits(
+        built.spec.vocab_size,
+        config.model.max_model_len or 0,
+        config.max_logprobs,
+        config.scheduler.max_num_seqs or 0,
+        tuple(map(short_name, config.logits_processors)),
+        takes_functions=takes_functions,
+        pools=pooling is not None,
+        has_text_pairs=pooling is not None and pooling.has_text_pairs,
+        takes_grammars=True,
     )
 
 

@@ -5,7 +5,7 @@ them. A whole message is assembled from the same events.
 """
 
 import hashlib
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ REASONS = {"tool_calls": TOOL_USE, "length": "max_tokens", CONTENT_FILTER: "refu
 END = "end_turn"
 NO_ROOM = "model_context_window_exceeded"
 # Parts of usage without a meaning here, and those without a value for most messages.
-NO_USAGE: Mapping[str, Any] = {
+NO_USAGE: Json = {
     "cache_creation": None,
     "output_tokens_details": None,
     "server_tool_use": None,
@@ -70,7 +70,7 @@ class MessageEvents:
         return found
 
     def _message(self) -> Json:
-        kind = {"type": "message", "role": "assistant", "content": [], "container": None}
+        kind: Json = {"type": "message", "role": "assistant", "content": [], "container": None}
         ends = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
         return self.head | kind | ends | {"usage": self._usage_json()}
 
