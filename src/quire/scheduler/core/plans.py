@@ -68,7 +68,7 @@ class InFlightStep:
         return dict(zip(_leased(self.plan).tolist(), self.row_sequences.tolist(), strict=True))
 
     def holders_of(self, rows: Seq[int]) -> dict[int, Sequence]:
-        """Return those of `holders` that hold one of these rows."""
+        """Return the sequences of `holders` that hold one of these rows."""
         leased = _leased(self.plan)
         [at] = np.isin(leased, np.array(rows, np.int32)).nonzero()
         return dict(zip(leased[at].tolist(), self.row_sequences[at].tolist(), strict=True))

@@ -3,9 +3,9 @@
     quire bench agents --shape agentx --num-sessions 20 --scale 0.01
 
 Each session sends its turns one after the other; a subagent forks the context of its parent. The
-client knows all token ids, so it also knows how many tokens of each prompt could be reused: the
+client knows all token ids, so it knows which tokens of each prompt could be reused. These are the
 longest beginning that it has sent or received before. The last token of an answer does not count,
-since no step computed it, and neither does the last one of a prompt, which must be computed.
+since no step computed it. The last token of a prompt does not count either: it must be computed.
 `usage` says how many tokens were reused. Two views of the same run:
 
     server    reuse as a share of what could be reused, time to first token of the turns, memory
@@ -102,6 +102,22 @@ class TurnResult:
     @property
     def num_reused(self) -> int:
         return min(self.result.cached_len, self.num_reusable)
+
+    def as_data(self) -> dict[str, Any]:
+        result = self.result
+        return {
+            "job": self.job,
+            "turn": self.turn,
+            "start_s": result.start_s,
+            "prompt_tokens": result.prompt_len,
+            "reusable_tokens": self.num_reusable,
+            "cached_tokens": result.cached_len,
+            "miss": result.miss,
+            "output_tokens": result.output_len,
+            "ttft_s": result.ttft_s,
+            "latency_s": result.latency_s,
+            "error": result.error,
+        }
 
 
 @dataclass
@@ -279,6 +295,7 @@ def summary(run: Run, alone: Run) -> dict[str, Any]:
         "turns_s": _percentiles([run.turns_s(i) for i in run.job_s]),
         "times_alone": _percentiles(slower),
         "num_alone": len(slower),
+        "turns": [each.as_data() for each in run.turns],
     }
 
 

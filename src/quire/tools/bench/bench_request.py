@@ -85,7 +85,7 @@ class _Reading:
             raise HttpError(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices", ())[:1]:
-            for part in (chunk, choice):  # vLLM puts a chat's prompt beside the choices
+            for part in (chunk, choice):  # vLLM puts a chat's prompt next to the choices
                 self.result.prompt_ids = part.get("prompt_token_ids") or self.result.prompt_ids
             self.result.token_ids += choice.get("token_ids") or ()
             self._take_choice(choice, now_s)

@@ -27,8 +27,8 @@ HEADERS = {
 class RequestResult:
     """The outcome of one request. Times are in seconds; `start_s` is on the benchmark's clock.
 
-    Token ids are those that the server reports, if asked for. miss: its reason for the part of the
-    prompt that was not cached, if it reports one.
+    prompt_ids, token_ids: as the server reports them, if the body requests that. miss: the server's
+    reason for the part of the prompt that was not cached, if it reports one.
     """
 
     start_s: float
