@@ -2,14 +2,19 @@
 
 from typing import Any
 
-from benchmarks.numbers.page import ZEN4, ZEN5, Page, Section, Table
+from benchmarks.numbers.page import ZEN3, ZEN4, ZEN5, Page, Section, Table
 
 XEON = "xeon-amx-12/"
 FIGURES = {
     "ttft_s": "first token, s", "decode_rate": "decode, tokens/s",
     "prefill_rate": "prompt of 1,024, tokens/s", "batch_rate": "16 rows, tokens/s",
 }  # fmt: skip
-SHARE = "{best:sig} ({share:.0%})"
+OTHER_FIGURES = {
+    "cold_rate": "shared, new", "warm_rate": "shared, cached", "rows_rate": "64 rows",
+    "long_rate": "prompt of 2,048", "deep_rate": "decode after it", "tiny_ms": "8 M model, ms",
+}  # fmt: skip
+OURS = ("quire bf16", "quire int8", "quire int4")
+SHARE, MEDIAN = "{best:sig} ({share:.0%})", "{median:sig} ({share:.0%})"
 STEP = {
     "step": "{step}", "ms": "{seconds*1e3:,.1f}", "limit, ms": "{limit_s*1e3:,.1f}",
     "GB read": "{num_bytes*1e-9:.2f}",
@@ -24,9 +29,11 @@ CASES = {
 }  # fmt: skip
 
 
-def engines(file: str, headings: dict[str, str], cell: str, **where: Any) -> Table:
+def engines(
+    file: str, headings: dict[str, str], cell: str, folder: str = ZEN4, **where: Any
+) -> Table:
     chosen = {"figure": tuple(headings)} | where
-    return Table(ZEN4 + file, {"": "{engine}"}, chosen, "figure", cell, headings)
+    return Table(folder + file, {"": "{engine}"}, chosen, "figure", cell, headings)
 
 
 def steps(folder: str) -> tuple[Table, ...]:
@@ -83,6 +90,29 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
         "Tokens/s and share of the limit for 64 requests of 128 tokens in and 64 out.",
         "python -m benchmarks.cpu --workloads rows",
         (engines("cpu_rows.json", {"rows_rate": "64 rows"}, SHARE),),
+    ),
+    Section(
+        "AVX2 only",
+        "A CPU of AVX2 without AVX-512, two cores. Prompts are shorter than in the tables above:"
+        " 16 requests of 32 tokens in and 16 out, 64 of 8 and 8, 8 that share 128 tokens, and 2,048"
+        " tokens for the long prompt. Cells are medians of alternating rounds with the share of the"
+        " limit, then quire's median over that of the best other engine.",
+        "python -m benchmarks.cpu.held",
+        (
+            engines("cpu_held.json", FIGURES, MEDIAN, ZEN3),
+            engines("cpu_held.json", OTHER_FIGURES, MEDIAN, ZEN3),
+            engines("cpu_held.json", FIGURES, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
+            engines("cpu_held.json", OTHER_FIGURES, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
+        ),
+    ),
+    Section(
+        "Latent attention and experts",
+        "Tokens/s of a model of DeepSeek-V2-Lite's shape in Q4_0, from one GGUF file: a prompt of"
+        " 4,096 tokens, and 32 tokens after it. Two cores with AVX2; medians, with the share of the"
+        " limit.",
+        "python -m benchmarks.cpu.latent",
+        (engines("cpu_latent.json", {
+            "long_rate": "prompt of 4,096", "deep_rate": "decode after it"}, MEDIAN, ZEN3),),
     ),
     Section(
         "Images",

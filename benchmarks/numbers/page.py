@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.result_files import Result, Row
 
-ZEN4, ZEN5 = "epyc-zen4-2/", "epyc-zen5-2/"
+ZEN3, ZEN4, ZEN5 = "epyc-zen3-2/", "epyc-zen4-2/", "epyc-zen5-2/"
 OVERVIEW = "numbers.md"
 MARK = "<!-- made by python -m benchmarks.numbers -->"
 CHOICES: dict[str, Callable[[list[float]], float]] = {"": median, "min": min, "max": max}
