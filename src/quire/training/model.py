@@ -145,9 +145,9 @@ class TrainingModel(nn.Module):
 
     def _check(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> None:
         """Raise RequestError for samples that the model cannot compute."""
-        if len(prompts) != len(responses) or not prompts:
+        if len(prompts) != len(responses) or not any(responses):
             raise RequestError(
-                "each sample needs a prompt and a response; got"
+                "each sample needs a prompt and a response, of at least one token in all; got"
                 f" {len(prompts)} prompts and {len(responses)} responses.",
                 "responses",
             )
