@@ -151,7 +151,8 @@ def head_formula(rows_R: torch.Tensor, ids_R: torch.Tensor, eps: float) -> Formu
 
 def _gather(x_TNH: torch.Tensor, index_SM: torch.Tensor) -> torch.Tensor:
     """Return rows of x, [S, M, N, H]. Unlike indexing, this has a fast gradient on a CPU."""
-    return x_TNH.index_select(0, index_SM.flatten()).unflatten(0, index_SM.shape)
+    rows = x_TNH.index_select(0, index_SM.flatten())
+    return rows.view(*index_SM.shape, *x_TNH.shape[1:])
 
 
 def _linear(x_TI: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
