@@ -148,6 +148,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     [
         ([[1]], [], "1 prompts and 0 responses"),
         ([], [], "0 prompts"),
+        ([[1], [2]], [[], []], "at least one token in all"),
         ([[]], [[1]], "0 prompt tokens"),
         ([[1] * 100], [[1] * 29], "129 tokens"),
         ([[1]], [[97]], "from 0 to 96"),

@@ -65,17 +65,39 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
+class Padding:
+    """Batches of sequences of similar lengths, padded to the longest of each batch.
+
+    index_SM: the token of each place, of each batch; any token in places that pad. place_T: the
+    place of each token, counted over all batches. positions_T: within the sequences.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        lengths_S = torch.tensor(lengths)
+        first_S = lengths_S.cumsum(0) - lengths_S
+        sizes_S = torch.tensor([length.bit_length() for length in lengths])
+        self.positions_T = torch.cat([torch.arange(length) for length in lengths])
+        self.place_T, begin = torch.empty_like(self.positions_T), 0
+        self.index_SM = list[torch.Tensor]()
+        for size in sizes_S.unique():
+            own_S = (sizes_S == size).nonzero()[:, 0]
+            places_M = torch.arange(int(lengths_S[own_S].max()))
+            is_token_SM = places_M < lengths_S[own_S, None]
+            index_SM = (first_S[own_S, None] + places_M).where(is_token_SM, first_S[own_S, None])
+            places_SM = torch.arange(begin, begin + index_SM.numel()).view_as(index_SM)
+            self.place_T[index_SM[is_token_SM]] = places_SM[is_token_SM]
+            self.index_SM.append(index_SM)
+            begin += index_SM.numel()
+
+
 class LayerFormula:
     """A decoder layer over packed sequences, in torch and float32.
 
-    names: names of the parameters within the layer, in the order of the call's arguments. lengths:
-    tokens of each sequence, T in total.
+    names: names of the parameters within the layer, in the order of the call's arguments.
     """
 
-    def __init__(
-        self, spec: ModelSpec, layer: int, names: Sequence[str], lengths: Sequence[int]
-    ) -> None:
-        self._spec, self._names, self._lengths = spec, names, lengths
+    def __init__(self, spec: ModelSpec, layer: int, names: Sequence[str], padding: Padding) -> None:
+        self._spec, self._names, self._padding = spec, names, padding
         self._eps, self._window = spec.layers.norm_eps, spec.layer_windows[layer]
 
     def __call__(self, x_TD: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -94,7 +116,7 @@ class LayerFormula:
             heads_TNH = _linear(x_TD, weights, f"{inside}{name}_proj").unflatten(-1, (-1, size))
             norm = weights.get(f"{inside}{name}_norm.weight")
             heads[name] = heads_TNH if norm is None else rms_norm(heads_TNH, norm, self._eps)
-        positions_T = torch.cat([torch.arange(length) for length in self._lengths])
+        positions_T = self._padding.positions_T
         q_TNH, k_TKH = (_rotated(heads[name], positions_T, self._spec) for name in "qk")
         read_TNH = self._attend(q_TNH, k_TKH, heads["v"])
         return _linear(read_TNH.flatten(1), weights, f"{inside}o_proj")
@@ -102,24 +124,18 @@ class LayerFormula:
     def _attend(
         self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
     ) -> torch.Tensor:
-        """Return causal attention within each sequence, [T, N, H]. Sequences of similar lengths are
-        padded to one batch."""
-        similar: dict[int, list[int]] = {}
-        for sequence, length in enumerate(self._lengths):
-            similar.setdefault(length.bit_length(), []).append(sequence)
-        parts = [each.split(list(self._lengths)) for each in (q_TNH, k_TKH, v_TKH)]
-        found: dict[int, torch.Tensor] = {}
-        for members in similar.values():
-            q, k, v = (_padded([part[i] for i in members]) for part in parts)
-            mask, longest = None, q.shape[2]
-            if self._window is not None and longest > self._window:
-                mask = torch.ones(longest, longest, dtype=torch.bool).tril().triu(1 - self._window)
+        """Return causal attention within each sequence, [T, N, H]."""
+        found, window = list[torch.Tensor](), self._window
+        for index_SM in self._padding.index_SM:
+            q, k, v = (_gather(each, index_SM).transpose(1, 2) for each in (q_TNH, k_TKH, v_TKH))
+            mask, longest = None, index_SM.shape[1]
+            if window is not None and longest > window:
+                mask = torch.ones(longest, longest, dtype=torch.bool).tril().triu(1 - window)
             read_SNMH = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, enable_gqa=True
             )
-            read_SMNH = read_SNMH.transpose(1, 2)
-            found |= {i: read_SMNH[at, : self._lengths[i]] for at, i in enumerate(members)}
-        return torch.cat([found[i] for i in range(len(self._lengths))])
+            found.append(read_SNMH.transpose(1, 2).flatten(0, 1))
+        return torch.cat(found).index_select(0, self._padding.place_T)
 
 
 def head_formula(rows_R: torch.Tensor, ids_R: torch.Tensor, eps: float) -> Formula:
@@ -127,10 +143,16 @@ def head_formula(rows_R: torch.Tensor, ids_R: torch.Tensor, eps: float) -> Formu
     output [T, D]."""
 
     def formula(x_TD: torch.Tensor, norm: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        logits_RV = rms_norm(x_TD[rows_R], norm, eps) @ head.T
+        logits_RV = rms_norm(x_TD.index_select(0, rows_R), norm, eps) @ head.T
         return logits_RV.log_softmax(-1).gather(-1, ids_R[:, None])[:, 0]
 
     return formula
+
+
+def _gather(x_TNH: torch.Tensor, index_SM: torch.Tensor) -> torch.Tensor:
+    """Return rows of x, [S, M, N, H]. Unlike indexing, this has a fast gradient on a CPU."""
+    rows = x_TNH.index_select(0, index_SM.flatten())
+    return rows.view(*index_SM.shape, *x_TNH.shape[1:])
 
 
 def _linear(x_TI: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
@@ -144,8 +166,3 @@ def _rotated(x_TNH: torch.Tensor, positions_T: torch.Tensor, spec: ModelSpec) ->
     cos, sin = ((each * rope.scale).float() for each in (angles_T1E.cos(), angles_T1E.sin()))
     one, other = x_TNH.chunk(2, dim=-1)
     return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
-
-
-def _padded(sequences: list[torch.Tensor]) -> torch.Tensor:
-    """Return sequences [., N, H] as one batch [S, N, M, H]."""
-    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).transpose(1, 2)

@@ -26,6 +26,7 @@ from quire.spec.model_spec import QUIRE, ModelSpec
 from quire.training.engine_pass import CPU, EnginePass, PassValues
 from quire.training.gradients import (
     LayerFormula,
+    Padding,
     Recipe,
     Recomputed,
     head_formula,
@@ -115,14 +116,14 @@ class TrainingModel(nn.Module):
         first_TD, *others = values.inputs
 
         def look_up(table_VD: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-            return table_VD[step.ids_T]
+            return nn.functional.embedding(step.ids_T, table_VD)
 
-        x_TD = self._part(first_TD, look_up, parameters[EMBEDDING])
+        x_TD, padding = self._part(first_TD, look_up, parameters[EMBEDDING]), Padding(step.lengths)
         for layer, after_TD in enumerate(others):
             prefix = f"model.layers.{layer}."
             own = {name: each for name, each in parameters.items() if name.startswith(prefix)}
             names = [name.removeprefix(prefix) for name in own]
-            formula = LayerFormula(self._spec, layer, names, step.lengths)
+            formula = LayerFormula(self._spec, layer, names, padding)
             x_TD = self._part(after_TD, formula, x_TD, *own.values())
         return x_TD
 
@@ -144,9 +145,9 @@ class TrainingModel(nn.Module):
 
     def _check(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> None:
         """Raise RequestError for samples that the model cannot compute."""
-        if len(prompts) != len(responses) or not prompts:
+        if len(prompts) != len(responses) or not any(responses):
             raise RequestError(
-                "each sample needs a prompt and a response; got"
+                "each sample needs a prompt and a response, of at least one token in all; got"
                 f" {len(prompts)} prompts and {len(responses)} responses.",
                 "responses",
             )
