@@ -160,8 +160,8 @@ def _of_adapters(found: "Fit") -> Iterator[tuple[str, str]]:
     """Yield the part of the workspace for adapters."""
     if found.adapter_bytes:
         lora = found.config.lora
-        what = f"{lora.num_held} adapters of rank {lora.max_lora_rank}"
-        yield "  of which", f"{_size(found.adapter_bytes)} for {what}"
+        adapters = f"{lora.num_held} adapters of rank {lora.max_lora_rank}"
+        yield "  of which", f"{_size(found.adapter_bytes)} for {adapters}"
 
 
 def _of_encoder(found: "Fit") -> Iterator[tuple[str, str]]:
