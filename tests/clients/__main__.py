@@ -20,9 +20,11 @@ from pathlib import Path
 from tests.clients.environments import CLIENTS, HERE, ROOT, python_of, variables, version_of
 from tests.clients.random_model import write_random_model, write_seeing_model
 from tests.support.processes.servers import Server
+from tests.support.runner.adapters import write_demo_adapter
 
 MODELS = ("demo", "random")
 SEEING = "seeing"  # for cases with images
+ADAPTED = "adapted"  # the demo model with the adapter `poems`
 LIMIT_S = 600.0  # of one client's cases
 NOTE_CHARS = 110
 
@@ -65,8 +67,10 @@ def running_servers() -> Iterator[dict[str, str]]:
             write(folder / name)
             dummy = ["--load-format", "dummy", "--served-model-name", name]
             given[name] = [str(folder / name), *dummy]
+        lora = ["--enable-lora", "--lora-modules", f"poems={write_demo_adapter(folder / 'poems')}"]
+        given[ADAPTED] = ["demo", "--served-model-name", ADAPTED, *lora]
         urls = {}
-        for model in (*MODELS, SEEING):
+        for model in (*MODELS, SEEING, ADAPTED):
             server = Server(*given[model], is_fork=False)
             stack.callback(server.stop)
             urls[model] = f"{server.url}/v1"

@@ -32,6 +32,12 @@ def seeing() -> Served:
     return served("seeing")
 
 
+@pytest.fixture
+def adapted() -> Served:
+    """The demo model with the adapter `poems`."""
+    return served("adapted")
+
+
 @pytest.fixture(scope="session")
 def run() -> Iterator[Any]:
     """Runs coroutines in one loop, because clients keep their connections."""

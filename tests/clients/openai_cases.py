@@ -492,3 +492,39 @@ def test_images_that_are_refused(seeing: Served) -> None:
         with pytest.raises(openai.BadRequestError, match=words) as caught:
             Client(seeing).chat(messages=[{"role": "user", "content": parts}])
         assert caught.value.param == "messages[0].content[0].image_url"
+
+
+# --- adapters
+
+
+def test_an_adapter_is_a_model(adapted: Served) -> None:
+    client = Client(adapted)
+    cards = {card.id: card for card in client.openai.models.list()}
+    assert list(cards) == ["adapted", "poems"] and cards["poems"].parent == "adapted"
+    assert client.openai.models.retrieve("poems").id == "poems"
+    base, poems = (client.chat(model=model, max_tokens=12, temperature=0) for model in cards)
+    assert poems.model == "poems"
+    assert poems.choices[0].message.content != base.choices[0].message.content
+    stream = client.chat(model="poems", max_tokens=12, temperature=0, stream=True)
+    assert joined(stream)[0] == poems.choices[0].message.content
+    with pytest.raises(openai.NotFoundError):
+        client.chat(model="prose")
+
+
+def test_an_adapter_with_a_scale(adapted: Served) -> None:
+    client = Client(adapted)
+    fields = {"max_tokens": 12, "temperature": 0, "logprobs": 1}
+
+    def answer(**more: Any) -> Any:
+        choice = client.complete(**fields, **more).choices[0]
+        return choice.text, choice.logprobs.token_logprobs
+
+    scales = (0.0, 1.0, 0.5)
+    none, whole, half = (
+        answer(extra_body={"lora": [{"id": 0, "scale": scale}]}) for scale in scales
+    )
+    assert (none, whole) == (answer(), answer(model="poems"))
+    assert half not in (none, whole)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.complete(extra_body={"lora": [{"id": 9, "scale": 1.0}]})
+    assert error.value.param == "lora"

@@ -5,13 +5,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.base.errors import EngineError, ModelError
 from quire.base.plan import Plan, RowFork, RowStart
 from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
 from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import adapter_digest
+from quire.models.load.adapters import AdaptedModel
+from quire.models.load.loading import load_model
 from quire.runner.adapters import RowAdapters
+from quire.runner.memory_plan import adapter_bytes
+from tests.support.models.checkpoints import write_checkpoint
+from tests.support.models.paged_forward import CPU
+from tests.support.models.quick import first_of_each_type
 from tests.support.runner.adapters import write_adapter
 
 SHAPES = {"layer": (4, 4)}
@@ -149,3 +157,21 @@ def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(EngineError, match="in no slot"):
         bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(first_of_each_type()))],
+)
+def test_the_memory_plan_has_room_for_adapters(variant: str, tmp_path: Path) -> None:
+    """Two adapters of rank 3 in all linear layers; exact for llama."""
+    made = write_checkpoint(tmp_path / "base", variant)
+    model = load_model(made.directory, made.spec, torch.float32, CPU)
+    places = AdaptedModel(model, made.spec, 1, torch.float32).places.values()
+    needed = sum(sum(place.shape) for place in places) * 2 * 3 * 4
+    settings: dict[str, Any] = {"max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 3}
+    settings |= {"model": str(made.directory), "dtype": "float32"}
+    planned = adapter_bytes(config_from_flat(enable_lora=True, **settings), made.spec)
+    assert needed <= planned
+    assert variant != "llama" or needed == planned
+    assert adapter_bytes(config_from_flat(**settings), made.spec) == 0

@@ -184,18 +184,40 @@ def gpu_pool_budget(
 def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the workspace bytes of a config with derived values, including the encoder cache. It
     is the maximum over the model's largest step, the drafter's largest step, and encoding. Kept
-    inputs, encoder cache and spare blocks for draft tokens are added."""
+    inputs, encoder cache, adapters and spare blocks for draft tokens are added."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     size = DTYPE_BYTES[config.model.dtype]
     largest = max(workspace_bytes(spec, size, tokens, rows), encoding_bytes(config, spec))
     retained = retained_inputs_bytes(config, spec) + encoder_cache_bytes(config, spec)
+    retained += adapter_bytes(config, spec)
     if spec.drafter is None:
         return largest + retained
     largest = max(largest, workspace_bytes(spec.drafter, size, tokens, rows))
     spare = rows * spare_blocks(config) * sum(block_bytes_of(config, spec.drafter))
     return largest + retained + spare
+
+
+def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bound the bytes of the adapters in memory: each with the maximum rank in all linear layers of
+    attention and feed-forward parts, except routed experts. An adapter of rank R has R numbers for
+    each input and each output of a layer."""
+    lora, hidden = config.lora, spec.hidden_size
+    if not lora.enable_lora:
+        return 0
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    mixing = 4 * hidden + 2 * queries + 2 * keys
+    if spec.linear_layers:
+        gates, sizes = queries, spec.linear_attention
+        values = sizes.value_heads * sizes.value_dim
+        mixing = max(mixing + gates, 4 * hidden + 2 * sizes.keys_size + 3 * values)
+    per_layer = mixing + 3 * (hidden + spec.intermediate_size)
+    if spec.experts is not None:  # routers and shared experts
+        shared = 3 * (hidden + spec.experts.shared_size) if spec.experts.shared_size else 0
+        per_layer += 2 * hidden + spec.experts.num_experts + 1 + shared
+    numbers = spec.num_layers * per_layer * lora.max_lora_rank
+    return lora.num_held * numbers * DTYPE_BYTES[config.model.dtype]
 
 
 def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:

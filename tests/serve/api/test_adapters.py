@@ -14,14 +14,13 @@ from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.base.settings.lora import LoraConfig
 from quire.engine.start.build import Engine
 from quire.engine.start.preflight import check_adapters
-from quire.models.checkpoint.files import safetensors_shapes, weight_files
 from quire.models.checkpoint.source import resolve_model
 from quire.ops.host.native import core
 from quire.serve.adapters import add_configured
 from quire.serve.app import create_app
 from quire.serve.context import ApiContext
 from tests.serve.api.conftest import small_engine
-from tests.support.runner.adapters import to_gguf, write_adapter
+from tests.support.runner.adapters import to_gguf, write_adapter, write_demo_adapter
 from tests.support.serve.fake_client import FakeClient
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -34,14 +33,12 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "temperature":
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with adapters: a, b, deep/c, and two that do not fit."""
     folder = tmp_path_factory.mktemp("adapters")
-    shapes = safetensors_shapes(weight_files(resolve_model("demo").directory))
-    modules = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in shapes.items() if "_proj" in n}
     for seed, name in enumerate(("a", "b", "deep/c")):
-        write_adapter(folder / name, modules, 4 + seed, seed=seed, size=0.5)
+        write_demo_adapter(folder / name, 4 + seed, seed=seed)
     config = json.loads((resolve_model("demo").directory / "config.json").read_text())
     to_gguf(folder / "a", folder / "a.gguf", config)
-    write_adapter(folder / "high", modules, 17)
-    write_adapter(folder / "other", {next(iter(modules)): (8, 8)}, 4)
+    write_demo_adapter(folder / "high", 17)
+    write_adapter(folder / "other", {"model.layers.0.self_attn.q_proj": (8, 8)}, 4)
     return folder
 
 

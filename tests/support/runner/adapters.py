@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.models.checkpoint.adapter_files import PREFIX, WEIGHTS
+from quire.models.checkpoint.files import safetensors_shapes, weight_files
+from quire.models.checkpoint.source import resolve_model
 from quire.spec.adapter_config import CONFIG
 from tests.support.models.gguf_facts import ARCHITECTURES, arranged, tensor_name
 from tests.support.models.gguf_writer import F32, stored, write_gguf
@@ -44,6 +46,14 @@ def write_adapter(
     made = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": ends}
     (directory / CONFIG).write_text(json.dumps(made | config))
     return directory
+
+
+def write_demo_adapter(directory: Path, rank: int = 4, **more: Any) -> Path:
+    """An adapter of all linear layers of the demo model."""
+    shapes = safetensors_shapes(weight_files(resolve_model("demo").directory))
+    names = {name: (shape[0], shape[1]) for name, shape in shapes.items() if "_proj" in name}
+    modules = {name.removesuffix(".weight"): shape for name, shape in names.items()}
+    return write_adapter(directory, modules, rank, **{"size": 0.5} | more)
 
 
 def merge(base: Path, adapter: Path, directory: Path, turned: frozenset[str] = frozenset()) -> Path:

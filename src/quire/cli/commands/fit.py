@@ -27,7 +27,7 @@ SETTINGS = (
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
     "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
     "decode_context_parallel_size", "data_parallel_size", "enable_expert_parallel",
-    "hf_overrides",
+    "hf_overrides", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
 )  # fmt: skip
 MIB = 1 << 20
 GIB = 1 << 30
@@ -99,6 +99,7 @@ def as_data(found: "Fit") -> dict[str, Any]:
         "workspace_bytes": memory.workspace_bytes,
         "encoding_bytes": found.encoding_bytes,
         "encoder_cache_bytes": found.encoder_cache_bytes,
+        "adapter_bytes": found.adapter_bytes,
         "graph_bytes": memory.graph_bytes,
         "kv": {
             "bytes_per_token": sum(group.token_bytes for group in found.groups),
@@ -136,6 +137,7 @@ def _lines(found: "Fit") -> Iterator[str]:
         ("weights", f"{_size(memory.weights_bytes)} ({formats})"),
         ("workspace", f"{_size(memory.workspace_bytes)}{' (from the shape)' if is_gpu else ''}"),
         *_of_encoder(found),
+        *_of_adapters(found),
         *([("graphs", _size(memory.graph_bytes))] if memory.graph_bytes else []),
         *(_of_pool(found) if memory.pool_bytes else [("KV", NOTHING_KEPT)]),
     )
@@ -152,6 +154,14 @@ def _lines(found: "Fit") -> Iterator[str]:
     if found.warnings:
         yield "warnings"
         yield from (f"  ! {each}" for each in found.warnings)
+
+
+def _of_adapters(found: "Fit") -> Iterator[tuple[str, str]]:
+    """Yield the part of the workspace for adapters."""
+    if found.adapter_bytes:
+        lora = found.config.lora
+        adapters = f"{lora.num_held} adapters of rank {lora.max_lora_rank}"
+        yield "  of which", f"{_size(found.adapter_bytes)} for {adapters}"
 
 
 def _of_encoder(found: "Fit") -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from quire.ops.collective import FirstOf
 from quire.runner.derive import derive_config
 from quire.runner.memory_plan import (
     MemoryPlan,
+    adapter_bytes,
     block_bytes_of,
     encoder_cache_bytes,
     encoding_bytes,
@@ -79,6 +80,7 @@ class Fit:
     largest_item: int = 0  # tokens of the largest media item
     encoding_bytes: int = 0  # part of the workspace: the vision tower's memory for that item
     encoder_cache_bytes: int = 0  # part of the workspace: slots
+    adapter_bytes: int = 0  # part of the workspace: adapters in memory
 
 
 class DoesNotFit(OutOfMemory):
@@ -158,6 +160,7 @@ def _fit_rank(
         largest_item=_largest_item(config, own),
         encoding_bytes=encoding_bytes(config, own),
         encoder_cache_bytes=encoder_cache_bytes(config, own),
+        adapter_bytes=adapter_bytes(config, own),
     )
 
 
