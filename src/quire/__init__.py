@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.base.requests.structured_outputs import (
         StructuredOutputsParams as StructuredOutputsParams,
     )
+    from quire.models.load.patches import SparseDelta as SparseDelta
     from quire.serve.python.async_llm import AsyncEngineArgs as AsyncEngineArgs
     from quire.serve.python.async_llm import AsyncLLM as AsyncLLM
     from quire.serve.python.async_llm import AsyncLLMEngine as AsyncLLMEngine
@@ -46,6 +47,7 @@ _HOMES = {
     "RequestOutput": "quire.base.requests.outputs",
     "CompletionOutput": "quire.base.requests.outputs",
     "Logprob": "quire.base.requests.outputs",
+    "SparseDelta": "quire.models.load.patches",
     "QuireError": "quire.base.errors",
 }
 

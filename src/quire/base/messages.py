@@ -317,6 +317,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
     question_id: int
     path: str  # directory or file that the core's process can read
     version: str  # name of the new weights in outputs
+    is_partial: bool = False  # the path has some of the tensors, or deltas; the rest stays
 
 
 class SetPause(msgspec.Struct, frozen=True, tag=True):

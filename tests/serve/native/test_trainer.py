@@ -10,11 +10,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
-from quire import AsyncLLM, SamplingParams
+from quire import AsyncLLM, SamplingParams, SparseDelta
 from quire.base.errors import RequestError
 from quire.base.requests.outputs import WeightsSpan
+from quire.models.load.patches import write_update
 from quire.serve.errors import ApiError
 from quire.serve.uploads import Uploads
 from tests.support.models.reference_checkpoints import changed, changed_tensors, checkpoint
@@ -85,6 +86,28 @@ def test_a_path_and_chunks_replace_the_weights(http: httpx.Client) -> None:
     assert "no update has begun" in message(http.post("/finish_weight_update"))
     assert tokens(http)[0] == one
     http.post("/update_weights", json={"path": original}).raise_for_status()
+
+
+def test_chunks_replace_a_part_of_the_weights(http: httpx.Client, tmp_path: Path) -> None:
+    """The last one as a delta. The result is the weights that a whole update brings."""
+    new, path = changed_tensors("qwen3", 1), tmp_path / "delta.safetensors"
+    http.post("/update_weights", json={"path": str(changed("qwen3", 1))}).raise_for_status()
+    wanted = tokens(http)[0]
+    http.post("/update_weights", json={"path": str(checkpoint("qwen3"))}).raise_for_status()
+    old = load_file(checkpoint("qwen3") / "model.safetensors")
+    *names, last = sorted(new)
+    write_update({last: SparseDelta.between(old[last], new[last])}, path)
+    http.post("/start_weight_update").raise_for_status()
+    for content in (save({name: new[name] for name in names}), path.read_bytes()):
+        http.post("/update_weights/chunk", content=content).raise_for_status()
+    body = {"partial": True, "weights_version": "sum"}
+    answer = http.post("/finish_weight_update", json=body)
+    assert answer.json() == {"message": "Weights updated", "weights_version": "sum"}
+    assert tokens(http) == (wanted, 0)
+    order = {"path": str(path.parent), "partial": True}
+    http.post("/update_weights", json=order).raise_for_status()  # the same result
+    assert tokens(http)[0] == wanted
+    http.post("/update_weights", json={"path": str(checkpoint("qwen3"))}).raise_for_status()
 
 
 def test_a_chunk_that_arrives_after_its_update_is_refused() -> None:

@@ -35,8 +35,9 @@ CLOSED = "the engine has ended; start it again with the new weights."
 class WeightUpdates(Attachment):
     """Attachment that stages new weights on a thread, and swaps them in between two steps.
 
-    stage: loads and packs the weights of a path and returns the swap; called on the thread. Raises
-    QuireError. stage_again: the same for the present weights, from their files.
+    stage: loads and packs the weights of a path and returns the swap; called on the thread. Its
+    second argument is true for a path with some of the tensors. Raises QuireError.
+    stage_again: the same for the present weights, from their files.
     version: name of the current weights; empty until the first update.
     on_change: called with the new version right after a swap, before any later output."""
 
@@ -46,7 +47,7 @@ class WeightUpdates(Attachment):
     def __init__(
         self,
         core: EngineCore,
-        stage: Callable[[Path], Swap],
+        stage: Callable[[Path, bool], Swap],
         stage_again: Callable[[], Swap] | None = None,
     ) -> None:
         self.version = ""
@@ -57,14 +58,15 @@ class WeightUpdates(Attachment):
         self._num_begun = 0
         self._next: tuple[str, OnEnd] | None = None  # version and listener of the update
 
-    def begin(self, path: Path, version: str, on_end: OnEnd) -> str:
+    def begin(self, path: Path, version: str, on_end: OnEnd, *, is_partial: bool = False) -> str:
         """Begin an update and return the new version's name: `version`, or a number if it is empty.
+        is_partial: see UpdateWeights.
         on_end: called on the core's thread once the update has succeeded or failed. Raises
         EngineBusy during another update."""
         self.check_idle()
         self._num_begun += 1
         version = version or str(self._num_begun)
-        self._begin(lambda: self._stage(path), version, on_end)
+        self._begin(lambda: self._stage(path, is_partial), version, on_end)
         return version
 
     def begin_again(self, on_end: OnEnd) -> None:

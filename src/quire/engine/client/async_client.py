@@ -112,9 +112,12 @@ class AsyncClient(Protocol):
         """Stop using all blocks that were cached before."""
         ...
 
-    async def update_weights(self, path: str, version: str = "") -> str:
+    async def update_weights(
+        self, path: str, version: str = "", *, is_partial: bool = False
+    ) -> str:
         """Load other weights from a path that the core's process can read. Return
-        their version once later tokens are made by them: the given one, or a number. Raise
+        their version once later tokens are made by them: the given one, or a number. is_partial:
+        the path has some of the tensors, or deltas of them, and the rest stays. Raise
         RequestError if they cannot be used; the old ones stay then."""
         ...
 
@@ -212,8 +215,10 @@ class ForwardingClient(AsyncClient):
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()
 
-    async def update_weights(self, path: str, version: str = "") -> str:
-        return await self._client.update_weights(path, version)
+    async def update_weights(
+        self, path: str, version: str = "", *, is_partial: bool = False
+    ) -> str:
+        return await self._client.update_weights(path, version, is_partial=is_partial)
 
     async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
         return await self._client.pause(is_paused, drains)

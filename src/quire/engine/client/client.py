@@ -100,13 +100,15 @@ class InProcessClient:
     def reset_prefix_cache(self) -> None:
         self.core.control(ResetPrefixCache())
 
-    def update_weights(self, path: Path, version: str = "") -> tuple[str, list[RequestOutput]]:
+    def update_weights(
+        self, path: Path, version: str = "", *, is_partial: bool = False
+    ) -> tuple[str, list[RequestOutput]]:
         """See `AsyncClient.update_weights`. Steps of open requests go on meanwhile; also return
         the outputs that are due."""
         if self._updates is None:
             raise RequestError("this engine cannot replace its weights.")
         ended: list[str | None] = []
-        version = self._updates.begin(path, version, ended.append)
+        version = self._updates.begin(path, version, ended.append, is_partial=is_partial)
         return version, self._until(ended)
 
     def set_sleep(

@@ -102,8 +102,12 @@ class QuestionClient(AsyncClient):
         found = await self._query(lambda number: CancelRequests(number, request_ids, tenant))
         return cast(list[str], found)
 
-    async def update_weights(self, path: str, version: str = "") -> str:
-        done = await self._query(lambda number: UpdateWeights(number, path, version), LOAD_S)
+    async def update_weights(
+        self, path: str, version: str = "", *, is_partial: bool = False
+    ) -> str:
+        done = await self._query(
+            lambda number: UpdateWeights(number, path, version, is_partial), LOAD_S
+        )
         return _checked(cast(Done, done)).weights_version
 
     async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:

@@ -202,13 +202,15 @@ class FleetClient(AsyncClient):
         assert self._choice is not None
         self._choice.forget_all()
 
-    async def update_weights(self, path: str, version: str = "") -> str:
+    async def update_weights(
+        self, path: str, version: str = "", *, is_partial: bool = False
+    ) -> str:
         if len(self._clients) > 1:
             raise RequestError(
                 f"the weights of {len(self._clients)} cores cannot be replaced together yet; use"
                 " one core (data_parallel_size=1)."
             )
-        return await self._clients[0].update_weights(path, version)
+        return await self._clients[0].update_weights(path, version, is_partial=is_partial)
 
     async def pause(self, is_paused: bool | None, drains: bool = False) -> bool:
         clients = (self._clients[core] for core in self._usable())

@@ -1,12 +1,14 @@
 """Memory of a loaded model that a trainer's orders change: weights are replaced, freed and loaded.
 
-The files of the present weights are remembered, so that freed weights can be loaded again. Files
-that have changed since are refused, since they hold other weights.
+The files of the present weights are remembered, so that freed weights can be loaded again, and so
+that partial updates can be added to them as a patch. Files that have changed since are refused,
+since they hold other weights.
 """
 
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from quire.base.errors import ConfigError, ModelError
@@ -14,11 +16,15 @@ from quire.engine.attachments.weight_updates import Swap
 from quire.engine.executors.loaded import LoadedElsewhere, LoadedModel
 from quire.models.checkpoint.files import checkpoint_files
 from quire.models.checkpoint.source import ModelSource, load_format_of
+from quire.models.load.weight_files import folder_for
 from quire.ops.host.torch_import import import_torch
 from quire.runner.warm.model import WarmModel
+from quire.spec.gguf.container import is_gguf
 
 if TYPE_CHECKING:
     from quire.runner.setup.built import BuiltRunner
+
+PATCH = "patch.safetensors"
 
 
 class ModelMemory:
@@ -28,22 +34,55 @@ class ModelMemory:
     def __init__(self, built: LoadedModel, source: ModelSource) -> None:
         self._built, self._source = built, source
         self._path: Path = source.directory  # of the present weights
+        self._patch: TemporaryDirectory[str] | None = None  # deleted with its last reference
         self._files = [] if isinstance(built, LoadedElsewhere) else self._identity(self._path)
 
-    def stage(self, path: Path) -> Swap:
-        """Load new weights of a path and return the swap. Raises as `stage_weights` does."""
-        return self._staged(path, lambda whole: _setup().stage_weights(whole, path))
+    def stage(self, path: Path, is_partial: bool = False) -> Swap:
+        """Load new weights of a path and return the swap. is_partial: the path has some of the
+        tensors, or deltas. Raises as `stage_weights` and `write_patch` do, and ModelError for a
+        partial update of weights that have no files."""
+        if not is_partial:
+            return self._staged(path, lambda whole: _setup().stage_weights(whole, path))
+        if not self._has_files or is_gguf(self._path) or self._load_format(self._path) == "dummy":
+            raise ModelError(
+                f"a partial update needs the safetensors files of the present weights, which"
+                f" {self._path} does not have now; update from a folder first, or send all tensors."
+            )
+        update = checkpoint_files(path)
+        files = checkpoint_files(self._path)
+        num_bytes = sum(each.stat().st_size for each in update)
+        folder = TemporaryDirectory(prefix="quire-patch-", dir=folder_for(num_bytes))
+        patch = Path(folder.name) / PATCH
+        import_torch()
+        from quire.models.load.patches import write_patch  # imports torch
+
+        write_patch(files, self._patch_file, update, patch)
+        return self._staged_again(folder, patch)
 
     def stage_again(self) -> Swap:
         """Load the present weights from their files and return the swap. Raises ModelError if the
-        files are gone or have changed, and as `stage_weights` does."""
-        if not self._path.exists() or self._identity(self._path) != self._files:
+        files have changed or do not exist, and as `stage_weights` does."""
+        if not self._has_files:
             raise ModelError(
                 f"the weights were freed, and their files are not in {self._path} any more;"
                 " send the weights with update_weights, then wake the engine."
             )
-        form = self._load_format(self._path)
-        return self._staged(self._path, lambda whole: _setup().stage_again(whole, self._path, form))
+        return self._staged_again(self._patch, self._patch_file)
+
+    def _staged_again(self, folder: "TemporaryDirectory[str] | None", patch: Path | None) -> Swap:
+        path, form = self._path, self._load_format(self._path)
+        return self._staged(
+            path, lambda whole: _setup().stage_again(whole, path, form, patch), folder
+        )
+
+    @property
+    def _has_files(self) -> bool:
+        """Whether the files of the present weights, but for a patch, are as they were."""
+        return self._path.exists() and self._identity(self._path) == self._files
+
+    @property
+    def _patch_file(self) -> Path | None:
+        return None if self._patch is None else Path(self._patch.name) / PATCH
 
     @property
     def has_weights(self) -> bool:
@@ -80,7 +119,12 @@ class ModelMemory:
         built = self._built
         return built.whole if isinstance(built, WarmModel) else cast("BuiltRunner", built)
 
-    def _staged(self, path: Path, load: "Callable[[BuiltRunner], Any]") -> Swap:
+    def _staged(
+        self,
+        path: Path,
+        load: "Callable[[BuiltRunner], Any]",
+        patch: "TemporaryDirectory[str] | None" = None,
+    ) -> Swap:
         built = self._built
         if isinstance(built, LoadedElsewhere):
             raise ConfigError("the weights of ranks cannot be replaced; use one process.")
@@ -92,7 +136,7 @@ class ModelMemory:
             if isinstance(built, WarmModel):
                 built.take_over()
             whole.runner.model = model
-            self._path, self._files = path, files
+            self._path, self._files, self._patch = path, files, patch
 
         return swap
 

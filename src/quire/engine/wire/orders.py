@@ -18,7 +18,10 @@ def order_handlers(updates: WeightUpdates, pausing: Pausing, sleeping: Sleeping)
         number, name = message.question_id, message.version
         try:
             version = updates.begin(
-                Path(message.path), name, lambda error: reply(Done(number, error, version))
+                Path(message.path),
+                name,
+                lambda error: reply(Done(number, error, version)),
+                is_partial=message.is_partial,
             )
         except RequestError as error:
             reply(Done(number, str(error)))

@@ -16,6 +16,7 @@ from quire.base.errors import ModelError
 from quire.models.checkpoint.files import TensorHeader, TensorLocations, listed
 from quire.models.checkpoint.sources import Source
 from quire.models.load.packing import Stored
+from quire.models.load.patches import hidden_names
 from quire.models.model import Model
 from quire.models.parts.layers import Embedding, Layer
 from quire.models.quantised.layers import PLAIN, QuantisedLayer
@@ -35,9 +36,10 @@ class Contents:
     """The tensors of a checkpoint, by their names in a model. headers: shape and dtype by the name
     of a source, or by the name that extends the module of a source (quantised tensors)."""
 
-    def __init__(self, files: Iterable[Path], model: Model) -> None:
-        """Read the headers of the files. Raises ModelError for an unreadable file, and for a tensor
-        that two files hold, or one file under two names."""
+    def __init__(self, files: Iterable[Path], model: Model, patch: Path | None = None) -> None:
+        """Read the headers of the files. patch: see LoadOptions. Raises ModelError for an
+        unreadable file, and for a tensor that two files hold, or one file under two names."""
+        hidden = hidden_names(patch)
         self._model = model
         self._expected = {source.name: source for source in _sources(model)}
         modules = {name.rpartition(".")[0] for name in self._expected}
@@ -45,6 +47,8 @@ class Contents:
         self.headers: dict[str, TensorHeader] = {}
         for file in files:
             for name, header in _headers(file):
+                if file != patch and name in hidden:
+                    continue
                 names = model.names_of(name)
                 known = [each for each in names if each.rpartition(".")[0] in modules]
                 full = next((each for each in names if each in self._expected), (*known, *names)[0])

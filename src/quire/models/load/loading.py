@@ -28,6 +28,7 @@ from quire.models.load.assembly import Assembly, empty_model
 from quire.models.load.cache_files import WeightCache
 from quire.models.load.contents import Contents, check_complete, tensor_names
 from quire.models.load.packing import Stored, model_bytes, planned_bytes
+from quire.models.load.patches import hidden_names
 from quire.models.load.weight_cache import entry_of
 from quire.models.model import Model
 from quire.models.parts.layers import Layer
@@ -58,7 +59,8 @@ class LoadOptions:
     weights that a GGUF file quantises keep its format (gguf/stored.py) if the core multiplies it.
     cache: cache of packed weights, if any. max_bytes: limit of all weights; None for no limit.
     place: position of the rank whose part of the model is loaded. check_bytes: called with the
-    bytes of the packed weights before any is read; it may raise OutOfMemory.
+    bytes of the packed weights before any is read; it may raise OutOfMemory. patch: file of tensors
+    that replace the checkpoint's of the same names (patches.py).
     """
 
     load_format: str = "auto"
@@ -68,6 +70,7 @@ class LoadOptions:
     max_bytes: int | None = None
     place: RankPlace = WHOLE
     check_bytes: Callable[[int], object] | None = None
+    patch: Path | None = None
 
 
 def load_model(
@@ -92,7 +95,8 @@ def load_model(
             spec.raw[PART_OF],
         )
     report = progress or _no_progress
-    files = checkpoint_files(directory) if reads else []
+    files, patch = checkpoint_files(directory) if reads else [], options.patch
+    files += [] if patch is None else [patch]
     stored: Stored = {}
     if reads:
         model.adopt(_names(directory, spec, files))
@@ -112,7 +116,7 @@ def load_model(
     mapped = MappedTensors() if reads and not is_gguf(directory) else None
     assembly = Assembly(model, device, formats, stored, mapped)
     if mapped is not None:
-        fill_from_files(assembly, files, mapped, report)
+        fill_from_files(assembly, files, mapped, report, patch)
     elif reads:
         fill_from_gguf(assembly, directory, spec, report)
     else:
@@ -195,14 +199,18 @@ def check_files(files: Iterable[Path], spec: ModelSpec, place: RankPlace = WHOLE
 
 
 def fill_from_files(
-    assembly: Assembly, files: Iterable[Path], mapped: MappedTensors, report: Progress
+    assembly: Assembly,
+    files: Iterable[Path],
+    mapped: MappedTensors,
+    report: Progress,
+    patch: Path | None = None,
 ) -> None:
     """Copy each tensor of the files to the parameters that it fills. mapped: the same object that
-    the assembly has."""
+    the assembly has. patch: see LoadOptions; one of the files."""
     files, model = list(files), assembly.model
-    Contents(files, model).check(assembly.stored)
+    Contents(files, model, patch).check(assembly.stored)
     total, done = sum(file.stat().st_size for file in files), 0
-    for name, tensor in _tensors(files, mapped):
+    for name, tensor in _tensors(files, mapped, patch):
         any(assembly.put(each, tensor) for each in model.names_of(name))
         forget_pages(tensor)
         done += tensor.nbytes
@@ -310,9 +318,12 @@ class _RandomNumbers:
         flat[whole:].copy_(stretch[: flat.numel() - whole])
 
 
-def _tensors(files: Iterable[Path], mapped: MappedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    files: Iterable[Path], mapped: MappedTensors, patch: Path | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors of the files, one at a time, backed by the mapped file. The files stay open
     until the end, because a tensor may wait for a tensor of another file."""
+    hidden = hidden_names(patch)
     with ExitStack() as stack:
         for path in files:
             try:
@@ -320,6 +331,8 @@ def _tensors(files: Iterable[Path], mapped: MappedTensors) -> Iterator[tuple[str
                 ranges = tensor_ranges(path)
                 with safe_open(path, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+                        if path != patch and name in hidden:
+                            continue
                         tensor = opened.get_tensor(name)
                         mapped.add(tensor, FilePosition(file, ranges[name][0]))
                         yield name, tensor

@@ -16,23 +16,27 @@ from quire.base.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
+    from quire.models.load.patches import SparseDelta
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
-def weight_files(weights: "str | Path | Mapping[str, torch.Tensor]") -> Iterator[Path]:
+def weight_files(
+    weights: "str | Path | Mapping[str, torch.Tensor | SparseDelta]",
+) -> Iterator[Path]:
     """Yield the path of weights: the given one, or a temporary folder with the given tensors, by
     their names in the checkpoint. Raises RequestError if the tensors cannot be written."""
     if isinstance(weights, str | Path):
         yield Path(weights).expanduser().absolute()
         return
-    from safetensors.torch import save_file  # imports torch
+    from quire.models.load.patches import write_update  # imports torch
 
     tensors = _separate(weights)
-    num_bytes = sum(each.nbytes for each in tensors.values())
+    num_bytes = sum(_num_bytes(each) for each in tensors.values())
     with tempfile.TemporaryDirectory(prefix="quire-weights-", dir=folder_for(num_bytes)) as name:
         try:
-            save_file(tensors, Path(name) / "model.safetensors")
+            write_update(tensors, Path(name) / "model.safetensors")
         except OSError as error:
             raise RequestError(
                 f"{num_bytes:,} bytes of new weights cannot be written to {name}:"
@@ -41,12 +45,22 @@ def weight_files(weights: "str | Path | Mapping[str, torch.Tensor]") -> Iterator
         yield Path(name)
 
 
-def _separate(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+def _num_bytes(given: "torch.Tensor | SparseDelta") -> int:
+    parts = given[:2] if isinstance(given, tuple) else [given]
+    return sum(each.nbytes for each in parts)
+
+
+def _separate(
+    weights: "Mapping[str, torch.Tensor | SparseDelta]",
+) -> "dict[str, torch.Tensor | SparseDelta]":
     """Return the tensors contiguous, on the CPU, and without shared memory: a tied head is stored
     twice, which the engine checks."""
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor | SparseDelta] = {}
     places: set[int] = set()
     for name, tensor in weights.items():
+        if isinstance(tensor, tuple):
+            found[name] = tensor
+            continue
         own = tensor.detach().cpu().contiguous()
         place = own.untyped_storage().data_ptr()
         found[name] = own.clone() if place in places else own

@@ -53,10 +53,13 @@ def stage_weights(built: BuiltRunner, path: Path) -> DecoderModel:
     return _load(built, path, LoadOptions())
 
 
-def stage_again(built: BuiltRunner, path: Path, load_format: str) -> DecoderModel:
-    """Load the weights that a running model had before they were freed. load_format: see
-    LoadOptions. Raises as `stage_weights` does."""
-    return _load(built, path, LoadOptions(load_format, built.config.model.seed))
+def stage_again(
+    built: BuiltRunner, path: Path, load_format: str, patch: Path | None
+) -> DecoderModel:
+    """Load the weights of files that a running model was loaded from, with a patch. load_format,
+    patch: see LoadOptions. Raises as `stage_weights` does."""
+    _check_replaceable(built)
+    return _load(built, path, LoadOptions(load_format, built.config.model.seed, patch=patch))
 
 
 def _load(built: BuiltRunner, path: Path, options: LoadOptions) -> DecoderModel:

@@ -62,16 +62,18 @@ class UpdateInfo(StrictBody):
 
 class UpdateBody(StrictBody):
     """A body of /update_weights. path: folder or GGUF file on the engine's machine, either here or
-    in update_info."""
+    in update_info. partial: it has some of the tensors, or deltas; the rest stays."""
 
     path: FilePath | None = becomes("UpdateWeights.path")
+    partial: bool = becomes("UpdateWeights.is_partial", default=False)
     update_info: UpdateInfo | None = becomes("UpdateWeights.path")
     weights_version: Label = becomes("UpdateWeights.version", default="")
 
 
 class FinishBody(StrictBody):
-    """A body of /finish_weight_update."""
+    """A body of /finish_weight_update. partial: the chunks have some of the tensors."""
 
+    partial: bool = becomes("UpdateWeights.is_partial", default=False)
     weights_version: Label = becomes("UpdateWeights.version", default="")
 
 
@@ -174,7 +176,7 @@ async def update_weights(request: fastapi.Request, api: Api, body: UpdateBody) -
     path = body.path or (body.update_info.path if body.update_info is not None else None)
     if path is None:
         raise bad_request(f"the body names no weights; use {WAYS}.", "path")
-    return await _update(context, path, body.weights_version)
+    return await _update(context, path, body.weights_version, body.partial)
 
 
 @router.post("/finish_weight_update")
@@ -184,12 +186,13 @@ async def finish_update(
     """Load all chunks, and use them from the next step on."""
     context = _of_one_model(request, api)
     with context.uploads.take() as folder:
-        return await _update(context, folder, (body or FinishBody()).weights_version)
+        given = body or FinishBody()
+        return await _update(context, folder, given.weights_version, given.partial)
 
 
-async def _update(context: ApiContext, path: str, version: str) -> dict[str, str]:
+async def _update(context: ApiContext, path: str, version: str, is_partial: bool) -> dict[str, str]:
     try:
-        made = await context.client.update_weights(path, version)
+        made = await context.client.update_weights(path, version, is_partial=is_partial)
     except RequestError as error:
         raise bad_request(f"the old weights stay: {error}", "path") from error
     return {"message": "Weights updated", "weights_version": made}

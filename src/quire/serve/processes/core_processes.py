@@ -94,9 +94,12 @@ class CoreProcesses:
     def reset_prefix_cache(self) -> None:
         self._call(self._client.reset_prefix_cache())
 
-    def update_weights(self, path: Path, version: str = "") -> tuple[str, list[RequestOutput]]:
+    def update_weights(
+        self, path: Path, version: str = "", *, is_partial: bool = False
+    ) -> tuple[str, list[RequestOutput]]:
         """See `InProcessClient.update_weights`; outputs of open requests come with later steps."""
-        return self._call(self._client.update_weights(str(path), version)), []
+        made = self._call(self._client.update_weights(str(path), version, is_partial=is_partial))
+        return made, []
 
     def set_sleep(
         self, level: int = 0, wakes: Sequence[str] = (), *, aborts: bool = True

@@ -360,13 +360,13 @@ class AsyncLLM:
         return True
 
     async def update_weights(
-        self, weights: str | Path | Mapping[str, Any], version: str = ""
+        self, weights: str | Path | Mapping[str, Any], version: str = "", *, partial: bool = False
     ) -> str:
-        """Replace all weights, as `LLM.update_weights` does. Running requests continue."""
+        """Replace all weights, or some, as `LLM.update_weights` does. Running requests continue."""
         client = await self._connected()
         with contextlib.ExitStack() as stack:
             path = await asyncio.to_thread(stack.enter_context, weight_files(weights))
-            return await client.update_weights(str(path), version)
+            return await client.update_weights(str(path), version, is_partial=partial)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Pause all requests between two steps. mode: `abort` ends running requests with what they

@@ -278,16 +278,24 @@ class LLM:
         self._alive.client.reset_prefix_cache()
         return True
 
-    def update_weights(self, weights: str | Path | Mapping[str, Any], version: str = "") -> str:
+    def update_weights(
+        self,
+        weights: str | Path | Mapping[str, Any],
+        version: str = "",
+        *,
+        partial: bool = False,
+    ) -> str:
         """Replace all weights, between two steps. Return their version, which outputs name.
 
         weights: folder of *.safetensors files, GGUF file, or all of torch's tensors by their names
         in the checkpoint, such as `model.state_dict()`. They are packed like the first ones.
-        version: name for them; by default a number. No cached block of the old weights is used
-        again. Open streams continue with their own blocks. Raises RequestError if the weights do
-        not fit the model; the old ones then stay."""
+        version: name for them; by default a number. partial: give some of the tensors, or a
+        `SparseDelta` for some; the others stay. It needs the files of the present weights.
+
+        No cached block of the old weights is used again. Open streams continue with their own
+        blocks. Raises RequestError if the weights do not fit the model; the old ones then stay."""
         with weight_files(weights) as path:
-            made, outputs = self._alive.client.update_weights(path, version)
+            made, outputs = self._alive.client.update_weights(path, version, is_partial=partial)
         self._store(outputs)
         return made
 
@@ -305,7 +313,7 @@ class LLM:
         """Take memory again. tags: parts to wake, `weights` and `kv_cache`; None wakes both.
 
         Requests run once both are awake. Then weights that `update_weights` has not replaced are
-        loaded from their files. Raises RequestError if they are gone; the engine sleeps on."""
+        loaded from their files. Raises RequestError, and sleeps on, if these have changed."""
         wakes = SLEEPING_PARTS if tags is None else tags
         _, outputs = self._alive.client.set_sleep(wakes=wakes)
         self._store(outputs)
