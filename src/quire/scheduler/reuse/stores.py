@@ -356,6 +356,8 @@ class Stores(HitSource, Extension, StepExtension):
             for g in range(len(kv.groups))
             if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
+        for g, digest in ((g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))):
+            self._tier.touch(g, digest)  # the fetched blocks must not evict those before them
         num_new = (there - here) * kv.block_size
         for store in range(self.num_stores):
             mine = [name for name in lacking if wait.found.get(name) == store]
