@@ -369,6 +369,33 @@ def test_blocks_lost_while_a_request_waits_are_fetched_when_its_turn_comes(is_st
     assert lab.finish(third) and not stores_of(lab).waiting
 
 
+def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
+    """Host memory is full, and the beginning of the prompt is what it used longest ago."""
+    lab = Lab(gives=COMPUTED)
+    lab.generate(PROMPT)
+    lab.generate([49])  # so that a plan copies what the first request computed
+    lab.answer()
+    digests: list[bytes] = []
+    root = lab.scheduler.memory.names.root(make_request("", PROMPT), 1, 0)
+    extend_digests(digests, root, np.array(PROMPT, np.int32), BLOCK, 5)
+    lab.kv.forget(digests[2:])
+    for first, num in ((30, 21), (31, 21), (32, 21)):
+        if lab.kv.host_pools[0].num_indexed < 12:
+            lab.generate([first, *OTHER][:num])
+            lab.generate([49])
+            lab.answer()
+    host = lab.kv.host_pools[0]
+    for digest in digests:
+        lab.kv.pools[0].forget(digest)
+    assert host.num_indexed == 12 and [host.lookup(d) is not None for d in digests[:3]] == [
+        True, True, False,
+    ]  # fmt: skip
+    request = lab.add(PROMPT)
+    sequence = lab.scheduler.lifecycle.sequences[request.request_id]
+    assert lab.finish(request) == wanted(PROMPT)
+    assert sequence.num_cached_tokens == 4 * BLOCK
+
+
 def test_only_so_many_blocks_are_on_their_way_to_a_store() -> None:
     lab = Lab()
     stores, pool = stores_of(lab), lab.kv.host_pools[0]

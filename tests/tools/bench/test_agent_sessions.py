@@ -9,6 +9,7 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.tools.bench.agent_sessions import (
     SHAPES,
+    Part,
     Session,
     Turn,
     draw_sessions,
@@ -17,8 +18,17 @@ from quire.tools.bench.agent_sessions import (
 )
 
 
+def parts(turn: Turn) -> tuple[Part, ...]:
+    assert not isinstance(turn.new, str)
+    return turn.new
+
+
 def num_tokens(turn: Turn) -> int:
-    return sum(num for _, num in turn.new if isinstance(turn.new, tuple))
+    return sum(num for _, num in parts(turn))
+
+
+def names(sessions: list[Session]) -> set[int]:
+    return {name for each in sessions for turn in each.turns for name, _ in parts(turn)}
 
 
 def numbers(sessions: list[Session]) -> tuple[float, float, float, float]:
@@ -64,9 +74,7 @@ def test_subagents_fork_a_turn_that_has_a_next_one() -> None:
         if each.parent is not None:
             assert each.parent < i and each.after < len(sessions[each.parent].turns) - 1
     assert sessions == draw_sessions(SHAPES["agentx"], 60, 0.01, 1.0, seed=2)
-    names = [{name for turn in s.turns for name, _ in turn.new} for s in sessions]
-    others = [{n for t in s.turns for n, _ in t.new} for s in with_other_names(sessions)]
-    assert not set.union(*names) & set.union(*others)
+    assert not names(sessions) & names(with_other_names(sessions))
 
 
 def write(folder: Path, *items: object) -> Path:

@@ -128,7 +128,7 @@ class Stores(HitSource, Extension, StepExtension):
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """See Extension: a request with look-ups waits outside the queue."""
-        if sequence.has_something_to_compute and self._begin_look_up(sequence):
+        if sequence.has_something_to_compute and self.look_up(sequence):
             sequence.watch(self)
             sequence.blockers |= {StoreBlocker.REQUESTED}
         else:
@@ -142,7 +142,7 @@ class Stores(HitSource, Extension, StepExtension):
         _, num_expected = sequence.found_elsewhere.get(StoreHit.EXPECTED, (0, 0))
         if not num_expected or self._num_here(sequence) >= num_expected:
             return True
-        if self._begin_look_up(sequence):
+        if self.look_up(sequence):
             sequence.watch(self)
             return False
         self._expect(sequence)
@@ -243,7 +243,7 @@ class Stores(HitSource, Extension, StepExtension):
 
     # ---- looking up and fetching -------------------------------------------------------------
 
-    def _begin_look_up(self, sequence: Sequence) -> bool:
+    def look_up(self, sequence: Sequence) -> bool:
         """Look up a new request, if stores may have more of its prompt. Return whether it must
         wait."""
         kv = self._memory.kv
@@ -356,6 +356,8 @@ class Stores(HitSource, Extension, StepExtension):
             for g in range(len(kv.groups))
             if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
+        for g, digest in ((g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))):
+            self._tier.touch(g, digest)  # the fetched blocks must not evict those before them
         num_new = (there - here) * kv.block_size
         for store in range(self.num_stores):
             mine = [name for name in lacking if wait.found.get(name) == store]
