@@ -22,7 +22,7 @@ SERVE = """Send requests to a running server with OpenAI's API and print their l
 has the form of `vllm bench serve`. The server's `usage` counts the tokens."""
 
 AGENTS = """Play sessions of coding agents against a running server: turns that resend a growing
-context, pauses, subagents. Print how much of what could be reused was reused, and how much longer
+context, pauses, subagents. Print the share of reusable tokens that was reused, and how much longer
 jobs take than alone."""
 CALIBRATE = """Run an engine in this process on steps of all kinds and fit the time of each part of
 a step. `quire simulate --fit` reads the output file."""
