@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quire.base.messages import Request
-from quire.base.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.base.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput, WeightsSpan
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.settings.config import ServerConfig
 from quire.serve.observers.observers import Observers
@@ -16,30 +16,38 @@ from tests.support.processes.servers import Server, Stream
 
 
 class Client:
-    """A client that answers every request with one output."""
+    """A client that answers every request with one output. version: of its weights."""
+
+    def __init__(self, version: str) -> None:
+        self._spans = (WeightsSpan(0, version),) if version else ()
 
     async def generate(
         self, request: Request, prompt_text: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         metrics = RequestMetrics(10.0, first_token_s=10.25, num_generation_tokens=2)
-        completions = [CompletionOutput(0, "secret words", [1, 2], finish_reason="stop")]
+        completion = CompletionOutput(0, "secret words", [1, 2], finish_reason="stop")
+        completion.weights_versions = self._spans
         yield RequestOutput(
-            request.request_id, "secret", [1, 2, 3], None, completions, True, metrics, 2
+            request.request_id, "secret", [1, 2, 3], None, [completion], True, metrics, 2
         )
 
     async def close(self) -> None: ...
 
 
+@pytest.mark.parametrize("version", ["", "step-2"])
 @pytest.mark.parametrize("log_requests", [True, False])
 def test_a_line_per_request(
-    log_requests: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    log_requests: bool,
+    version: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     server = ServerConfig(log_requests=log_requests)
     request = Request("cmpl-1", [1, 2, 3], SamplingParams(), seed=0)
 
     async def run() -> None:
-        observers = Observers(Client(), server, "m", None)
+        observers = Observers(Client(version), server, "m", None)
         assert [each async for each in observers.client.generate(request, "secret")]
         await observers.close()
 
@@ -50,7 +58,7 @@ def test_a_line_per_request(
         [line] = caplog.messages
         assert re.fullmatch(
             r"request cmpl-1, model m: 3 prompt tokens \(2 cached\), 2 output tokens, first token"
-            r" 0\.250 s, total \d+\.\d{3} s, stop",
+            r" 0\.250 s, total \d+\.\d{3} s, stop" + (f", weights {version}" if version else ""),
             line,
         )
 

@@ -16,12 +16,16 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base.clock import MonotonicClock
 from quire.base.errors import ConfigError, EngineBusy, RequestError
+from quire.base.messages import ResetPrefixCache
 from quire.base.requests.outputs import WeightsSpan
 from quire.base.settings.config import config_from_flat
 from quire.engine.attachments.weight_updates import WeightUpdates
+from quire.engine.recording.calls import calls_of
+from quire.engine.recording.files import read_recording
 from quire.engine.start.build import build_core
 from quire.models.checkpoint.source import resolve_model
 from quire.ops.host.native import core
+from quire.tools.replay import replay_all
 from tests.serve.test_same_bits import Found, found
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import (
@@ -129,6 +133,23 @@ def test_streams_continue_and_name_their_weights() -> None:
         assert tokens[5:] != old.outputs[0].token_ids[5:]
         [new] = llm.generate(PROMPTS[:1], long, use_tqdm=False)
         assert new.outputs[0].weights_versions == (WeightsSpan(0, "two"),)
+
+
+@pytest.mark.parametrize("record_tokens", [True, False])
+def test_a_recording_names_the_weights(record_tokens: bool, tmp_path: Path) -> None:
+    """Between the calls of the requests before and after the update. Without tokens the name is
+    redacted, like all text. The recording can be replayed."""
+    recorded = {"record": str(tmp_path), "record_tokens": record_tokens}
+    with open_llm(checkpoint("llama"), dtype="float32", **recorded) as llm:
+        answers(llm)
+        llm.update_weights(changed("llama", 1), "step-1")
+        answers(llm)
+    [segment] = read_recording(tmp_path)
+    values = [call.value for call in calls_of(segment.items)]
+    epochs = [each.epoch for each in values if isinstance(each, ResetPrefixCache)]
+    assert len(epochs) == 1
+    assert epochs[0].startswith("weights 'step-1' " if record_tokens else "~")
+    assert replay_all([segment]).difference is None
 
 
 def updates_of(llm: LLM) -> WeightUpdates:

@@ -62,6 +62,13 @@ def test_a_path_and_chunks_replace_the_weights(http: httpx.Client) -> None:
     answer = http.post("/update_weights", json=order).json()
     assert answer == {"message": "Weights updated", "weights_version": "one"}
     one, cached = tokens(http)
+    asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    assert choice["weights_versions"] == [{"first_token": 0, "version": "one"}]
+    lines = http.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")
+    *rest, last = [line for line in lines if '"choices"' in line]
+    assert '"weights_versions":[{"first_token":0,"version":"one"}]' in last
+    assert not any("weights_versions" in line for line in rest)
     assert one != before and cached == 0
 
     http.post("/update_weights", json={"path": original}).raise_for_status()

@@ -5,12 +5,14 @@
                                            no plan is in flight
 
 A swap happens between two steps. It exchanges the model, then renames all blocks
-(`ResetPrefixCache`). So later requests never find blocks of older weights, on the device, in host
-memory or in a store. Running requests continue with their blocks; retained requests and
-pinned prefixes are computed again when they are needed. If loading fails, the old weights stay.
+(`ResetPrefixCache`, whose epoch names the version for recordings). So later requests never find
+blocks of older weights, on the device, in host memory or in a store. Running requests continue with
+their blocks; retained requests and pinned prefixes are computed again when they are needed. If
+loading fails, the old weights stay.
 """
 
 import logging
+import secrets
 import threading
 import time
 import weakref
@@ -121,7 +123,7 @@ class WeightUpdates(Attachment):
         on_end(None)
         pause_ms = 1000 * (time.perf_counter() - began)
         logger.info("weights %s are in use; the swap took %.1f ms", version, pause_ms)
-        return [ResetPrefixCache()]
+        return [ResetPrefixCache(f"weights {version!r} {secrets.token_hex(16)}")]
 
     def close(self, loop: Loop) -> None:
         """Fail an update that has not ended."""

@@ -1,8 +1,8 @@
 """Memory of a loaded model that a trainer's orders change: weights are replaced, freed and loaded.
 
-The files of the present weights are remembered, so that freed weights can be loaded again, and so
-that partial updates can be added to them as a patch. Files that have changed since are refused,
-since they hold other weights.
+The files of the present weights are remembered. Freed weights are loaded again from them, and
+partial updates are added to them as a patch. Files that have changed since are refused, since they
+hold other weights.
 """
 
 import gc
@@ -45,8 +45,8 @@ class ModelMemory:
             return self._staged(path, lambda whole: _setup().stage_weights(whole, path))
         if not self._has_files or is_gguf(self._path) or self._load_format(self._path) == "dummy":
             raise ModelError(
-                f"a partial update needs the safetensors files of the present weights, which"
-                f" {self._path} does not have now; update from a folder first, or send all tensors."
+                f"a partial update needs the safetensors files of the present weights, and"
+                f" {self._path} does not have these; update from a folder, or send all tensors."
             )
         update = checkpoint_files(path)
         files = checkpoint_files(self._path)

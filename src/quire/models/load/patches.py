@@ -5,8 +5,8 @@
     update             d   e   tensors or deltas; e is refused, as the checkpoint lacks it
 
 A delta changes single elements of a tensor. A file holds it as two tensors, NAME.delta_indices
-(positions in the flattened tensor) and NAME.delta_values, and the SHA-256 of the result's bytes in
-its metadata, as NAME. So a delta of other weights than the present ones is recognised.
+(positions in the flattened tensor) and NAME.delta_values. Its metadata has, as NAME, the SHA-256 of
+the result's bytes. So a delta of other weights than the present ones is recognised.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class SparseDelta(NamedTuple):
 
     @classmethod
     def between(cls, old: torch.Tensor, new: torch.Tensor) -> "SparseDelta":
-        """Return what turns one tensor into another one of its shape and dtype, to the bit."""
+        """Return what turns one tensor [...] into another of its shape and dtype, to the bit."""
         assert old.shape == new.shape and old.dtype == new.dtype, "other shape or dtype"
         before, after = _bits(old), _bits(new)
         indices = (before != after).any(dim=1).nonzero()[:, 0]
@@ -43,7 +43,7 @@ class SparseDelta(NamedTuple):
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes in C order."""
+    """Return the SHA-256 of the bytes of a tensor [...] in C order."""
     return hashlib.sha256(_bits(tensor).numpy().data).hexdigest()
 
 

@@ -188,6 +188,7 @@ _MESSAGE = _object(role="assistant", content="string or null", refusal="string o
 _CHOICE = _object(
     index="integer", logprobs="object or null", finish_reason="string",
     stop_reason="string or integer or null",
+    weights_versions=[_object(first_token="integer", version="string")],
 )  # fmt: skip
 _TEXT_CHOICE = {"allOf": [_CHOICE, _object(text="string")]}
 _CHAT_CHOICE = {"allOf": [_CHOICE, _object(message=_MESSAGE)]}

@@ -60,6 +60,7 @@ class ObservedRequest:
     is_settled: bool = False
     has_output: bool = False
     is_finished: bool = False
+    weights_version: str = ""  # of the last tokens; empty before the first update
     timeline: dict[str, Any] = field(default_factory=dict)
     trace_headers: Mapping[str, str] = field(default_factory=TRACE_HEADERS.get)
 
@@ -75,6 +76,8 @@ class ObservedRequest:
             self.first_token_s = output.metrics.first_token_latency
         if output.finished:
             self.is_finished = True
+            spans = [span for each in output.outputs for span in each.weights_versions]
+            self.weights_version = spans[-1].version if spans else ""
             reasons = [each.finish_reason for each in output.outputs if each.finish_reason]
             self.status = reasons[0] if reasons else self.status
 

@@ -68,9 +68,10 @@ class Observers:
         first = "" if seen.first_token_s is None else f"first token {seen.first_token_s:.3f} s, "
         logger.info(
             "request %s, model %s: %d prompt tokens (%d cached), %d output tokens, %stotal %.3f s,"
-            " %s",
+            " %s%s",
             seen.request.request_id, self._model, seen.num_prompt, seen.num_cached,
             seen.num_completion, first, seen.duration_s, seen.status,
+            f", weights {seen.weights_version}" if seen.weights_version else "",
         )  # fmt: skip
 
     def _write(self, seen: ObservedRequest) -> None:

@@ -37,7 +37,7 @@ from quire.serve.context import Api, ApiContext
 from quire.serve.errors import bad_request
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.http.middleware import answer_id_of, new_id
-from quire.serve.pipeline.answer import Answer, Json, UsageCounter
+from quire.serve.pipeline.answer import Answer, Json, UsageCounter, weights_fields
 from quire.serve.pipeline.chat_choice import token_names
 from quire.serve.pipeline.completion import completion_job
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
@@ -230,7 +230,7 @@ class CompletionChoice:
             "logprobs": None,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
-        }
+        } | weights_fields(completion)
         if self._logprobs is not None:
             positions: list[Position] = list(completion.logprobs or ())
             choice["logprobs"] = self._block(output, completion.token_ids, positions)

@@ -35,6 +35,13 @@ Outputs = AsyncGenerator[RequestOutput, None]
 OUTPUT_METHODS = ("on_output", "on_tool_call")
 
 
+def weights_fields(completion: CompletionOutput) -> Json:
+    """Return the field of an ended choice that names the weights of its tokens. It is absent before
+    the first update of the weights."""
+    spans = completion.weights_versions if completion.finish_reason is not None else ()
+    return {"weights_versions": [each._asdict() for each in spans]} if spans else {}
+
+
 @dataclass
 class UsageCounter:
     """Counts the tokens of one prompt and its continuations."""

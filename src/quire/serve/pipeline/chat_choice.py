@@ -7,7 +7,7 @@ from quire.render.answers.format import NamedTool
 from quire.serve.bodies.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.serve.bodies.protocol import ChatCompletionRequest, GenerationRequest
 from quire.serve.context import ApiContext
-from quire.serve.pipeline.answer import Json, UsageCounter
+from quire.serve.pipeline.answer import Json, UsageCounter, weights_fields
 from quire.serve.pipeline.parsed_answer import ParsedAnswer, parsed_answer
 from quire.serve.pipeline.plan import ChatPlan
 from quire.serve.pipeline.requests import Chat, PromptJob
@@ -105,7 +105,7 @@ class ChatChoice:
         if reason == "stop" and self._parsed is not None and not self._named_call_stops:
             fields["finish_reason"] = "tool_calls" if self._parsed.has_whole_calls else reason
         if reason is not None:
-            fields["stop_reason"] = completion.stop_reason
+            fields |= {"stop_reason": completion.stop_reason} | weights_fields(completion)
         if self._names is not None:
             fields["logprobs"] = chat_logprobs(
                 self._names,
