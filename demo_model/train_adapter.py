@@ -1,7 +1,6 @@
 """Train an adapter (LoRA) of the demo model: python -m demo_model.train_adapter --folder json.
 
-With it the model answers questions and small talk as {"answer": "..."}. The adapter has PEFT's
-format.
+With it the model answers questions and small talk as {"answer": "..."}. Its format is PEFT's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .model import Llama
 from .tokenizer import DEFAULT_FOLDER
 
 KINDS = {"small talk": 0.6, "questions": 0.3, "addition": 0.1}  # and their shares
-MAX_TOKENS = 96  # of an item; longer ones are left out
+MAX_TOKENS = 96  # of an item; longer ones are skipped
 WARMUP = 10
 REPORTED = 10  # steps between two reports
 
@@ -78,12 +77,12 @@ def rows(
             targets.append([-100] * (len(prompt) - 1) + answer)
     longest = max(map(len, ids))
     tokens = [row[:-1] + [0] * (longest - len(row)) for row in ids]
-    wanted = [row + [-100] * (longest - 1 - len(row)) for row in targets]
-    return torch.tensor(tokens), torch.tensor(wanted)
+    expected = [row + [-100] * (longest - 1 - len(row)) for row in targets]
+    return torch.tensor(tokens), torch.tensor(expected)
 
 
 def loss_of(model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of the answers' tokens."""
+    """Return the mean cross entropy of the answers; tokens and targets are [B, T]."""
     hidden = model.hidden(tokens)[targets >= 0]
     return F.cross_entropy(model.logits(hidden).float(), targets[targets >= 0])
 
