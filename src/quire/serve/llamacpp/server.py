@@ -1,5 +1,4 @@
-"""Routes of llama.cpp's server that generate nothing: properties, slots, templates, embeddings,
-scales of adapters."""
+"""Routes of llama.cpp's server that generate nothing: properties, slots, templates, embeddings."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,19 +9,15 @@ from starlette.responses import Response
 
 from quire.base.requests.pooling import EMBED
 from quire.base.version import QUIRE_VERSION
-from quire.serve.adapters import by_number, set_scales
 from quire.serve.bodies.any_type import AnyTypeRoute
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.pooling_protocol import EmbeddingBody
-from quire.serve.bodies.protocol import ChatCompletionRequest, Loras
+from quire.serve.bodies.protocol import ChatCompletionRequest
 from quire.serve.context import Api, require_known_model
 from quire.serve.errors import ApiError, bad_request
-from quire.serve.http.auth import reader_of
 from quire.serve.http.limits import generating
 from quire.serve.http.sse import encode
 from quire.serve.llamacpp.protocol import NativeEmbeddingBody, TemplateBody
-from quire.serve.native.adapters import SHARED, check_processes
-from quire.serve.native.admin import check_admin, is_admin
 from quire.serve.openai.pooled import PoolingCall, params_of, split_inputs
 from quire.serve.pipeline.plan import plan_prompt
 from quire.serve.pipeline.prompts import images_of, render_chat
@@ -90,32 +85,6 @@ async def change_server() -> None:
         " cache on disk. Properties are settings of the command line.",
         code="unsupported_endpoint",
     )
-
-
-@router.get("/lora-adapters")
-async def adapters(request: fastapi.Request, api: Api) -> Response:
-    """List the adapters and their scales in requests to the base model. On a server with keys, only
-    admin keys see the paths; others see names."""
-    shows_path = is_admin(request.scope, api.config)
-    found = []
-    for number, each in by_number(api).items():
-        name = each.model_names[0]
-        assert each.adapter is not None, "the context of an adapter"
-        path = each.adapter.path if shows_path else name
-        scale = api.scales.get(name, 0.0)
-        entry = {"id": number, "path": path, "scale": scale, "name": name}
-        found.append(entry | {"task_name": "", "prompt_prefix": ""})
-    return as_json(found)
-
-
-@router.post("/lora-adapters")
-async def scale_adapters(body: Loras, request: fastapi.Request, api: Api) -> Response:
-    """Set the scales of adapters in requests to the base model; an adapter that the body does not
-    name gets the scale 0. The response follows when the engine has loaded their sum."""
-    check_processes(api)
-    check_admin(request.scope, api.config, SHARED)
-    await set_scales(api, body, reader_of(request.scope, api.config.api_key) or "")
-    return as_json({"success": True})
 
 
 @router.post("/apply-template", dependencies=[Depends(require_known_model)])

@@ -1,4 +1,4 @@
-"""Loading and unloading of adapters under vLLM's paths.
+"""Loading and unloading of adapters under vLLM's paths, and their scales under llama.cpp's.
 
 On a server with keys, an admin key may load any adapter of the server's machine, and any key one
 below `--lora-roots`. On a server without keys, only those below `--lora-roots` are loaded.
@@ -11,9 +11,9 @@ import fastapi
 from starlette.responses import PlainTextResponse
 
 from quire.base.settings.config import ServerConfig
-from quire.serve.adapters import NAME, PATH, add_adapter, remove_adapter
+from quire.serve.adapters import NAME, PATH, add_adapter, by_number, remove_adapter, set_scales
 from quire.serve.bodies.open_body import MODEL, Ignored, StrictBody, becomes
-from quire.serve.bodies.protocol import FilePath, Label
+from quire.serve.bodies.protocol import FilePath, Label, Loras
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.bodies.validation_errors import shown
 from quire.serve.context import Api, ApiContext
@@ -75,6 +75,32 @@ async def unload_lora_adapter(
             code="not_found",
         ) from None
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.get("/lora-adapters")
+async def list_adapters(request: fastapi.Request, api: Api) -> list[dict[str, Any]]:
+    """List the adapters and their scales in requests to the base model. On a server with keys, only
+    admin keys see the paths; others see names."""
+    shows_path = is_admin(request.scope, api.config)
+    found = []
+    for number, each in by_number(api).items():
+        name = each.model_names[0]
+        assert each.adapter is not None, "the context of an adapter"
+        path = each.adapter.path if shows_path else name
+        scale = api.scales.get(name, 0.0)
+        entry = {"id": number, "path": path, "scale": scale, "name": name}
+        found.append(entry | {"task_name": "", "prompt_prefix": ""})
+    return found
+
+
+@router.post("/lora-adapters")
+async def scale_adapters(body: Loras, request: fastapi.Request, api: Api) -> dict[str, bool]:
+    """Set the scales of adapters in requests to the base model; an adapter that the body does not
+    name gets the scale 0. The response follows when the engine has loaded their sum."""
+    check_processes(api)
+    check_admin(request.scope, api.config, SHARED)
+    await set_scales(api, body, reader_of(request.scope, api.config.api_key) or "")
+    return {"success": True}
 
 
 def _allowed(given: str, request: fastapi.Request, config: ServerConfig) -> str:
