@@ -1,6 +1,6 @@
 """llm-comply: answers against the published schemas of OpenAI's and Anthropic's APIs.
 
-Each deviation is listed with its reason. A deviation that is gone fails, too.
+Each deviation is listed with its reason. A listed deviation that passes fails the test, too.
 """
 
 import json

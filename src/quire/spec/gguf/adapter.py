@@ -27,7 +27,7 @@ def read_gguf_adapter(path: Path) -> tuple[Shapes, AdapterConfig]:
     if file.text(TYPE, "model") != "adapter" or file.text(KIND, "") != "lora":
         raise ModelError(
             f"{path} is a GGUF file, but no adapter: {TYPE} must be adapter, and {KIND} lora. Give"
-            " a file that llama.cpp's convert_lora_to_gguf.py wrote."
+            " a file of llama.cpp's converter of adapters."
         )
     if INVOCATION in file.metadata:
         raise ModelError(
