@@ -134,12 +134,6 @@ class HostTier:
             self._host[group].acquire(block_id)
         return block_id
 
-    def touch(self, group: int, digest: bytes) -> None:
-        """Make the host block of this name the last to evict, if there is one."""
-        block_id = self.borrow(group, digest)
-        if block_id is not None:
-            self.release(group, block_id)
-
     def release(self, group: int, block_id: int) -> None:
         self._host[group].release(block_id)
 

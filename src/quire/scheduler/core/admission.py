@@ -46,8 +46,8 @@ class Admission:
             if deferred:
                 pass_over_heads(queue, deferred[0])
             head = competing_head(queue, deferred[0]) if deferred else queue.peek()
-            if head is not None and self._rows.num_free and not self._memory.prepare(head):
-                head = None  # its blocks are being fetched
+            if head is not None and self._is_parked_for_fetch(head):
+                continue
             used: int | None = None
             if head is not None and head not in self._lifecycle.suspects.until:
                 used = self.bring_in(head, builder, budget, now)
@@ -68,6 +68,12 @@ class Admission:
             return None
         bring = self._start if sequence.host_blocks is None else self._resume
         return bring(sequence, builder, budget, now)
+
+    def _is_parked_for_fetch(self, head: Sequence) -> bool:
+        """Let the sources fetch what the head lacks, if it could start now. Return whether they
+        have parked it."""
+        memory = self._memory
+        return memory.can_prepare and self.fits_now(head) and not memory.prepare(head)
 
     def fits_now(self, sequence: Sequence) -> bool:
         """Return whether a new request could be admitted now with the token budget of a whole

@@ -55,7 +55,7 @@ class HitSource:
 
     def prepare(self, sequence: Sequence) -> bool:
         """Fetch what the head of the queue lacks, if that was there when it arrived. Return whether
-        the sequence may start now; False while it waits for a fetch."""
+        the sequence may start now; otherwise it is parked until the fetch has ended."""
         return True
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:

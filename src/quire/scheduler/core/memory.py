@@ -287,6 +287,11 @@ class Memory:
                 best = find(sequence, best)
         return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
 
+    @property
+    def can_prepare(self) -> bool:
+        """Return whether a source may fetch what the head of the queue lacks."""
+        return bool(self._preparing)
+
     def prepare(self, sequence: Sequence) -> bool:
         """Let the sources fetch what the head of the queue lacks. Return whether it may start."""
         return all(prepare(sequence) for _, prepare in self._preparing)

@@ -128,24 +128,27 @@ class Stores(HitSource, Extension, StepExtension):
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """See Extension: a request with look-ups waits outside the queue."""
-        if sequence.has_something_to_compute and self.look_up(sequence):
-            sequence.watch(self)
-            sequence.blockers |= {StoreBlocker.REQUESTED}
-        else:
+        if not sequence.has_something_to_compute or not self._waits(sequence):
             self._expect(sequence)
 
     def prepare(self, sequence: Sequence) -> bool:
         """See HitSource. A request may wait in the queue until host memory has lost its blocks. It
-        is then looked up again, and stays at the head meanwhile."""
-        if sequence.request.request_id in self.waiting:
-            return False
+        is then looked up again."""
         _, num_expected = sequence.found_elsewhere.get(StoreHit.EXPECTED, (0, 0))
         if not num_expected or self._num_here(sequence) >= num_expected:
             return True
-        if self.look_up(sequence):
-            sequence.watch(self)
+        if self._waits(sequence):
+            self._lifecycle.park(sequence)
             return False
         self._expect(sequence)
+        return True
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Look up a request. Return whether it waits for that."""
+        if not self.look_up(sequence):
+            return False
+        sequence.watch(self)
+        sequence.blockers |= {StoreBlocker.REQUESTED}
         return True
 
     def _num_here(self, sequence: Sequence) -> int:
@@ -356,14 +359,18 @@ class Stores(HitSource, Extension, StepExtension):
             for g in range(len(kv.groups))
             if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
-        for g, digest in ((g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))):
-            self._tier.touch(g, digest)  # the fetched blocks must not evict those before them
+        # The fetched blocks must not evict those before them.
+        names = [(g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))]
+        held = [(g, self._tier.borrow(g, digest)) for g, digest in names]
         num_new = (there - here) * kv.block_size
         for store in range(self.num_stores):
             mine = [name for name in lacking if wait.found.get(name) == store]
             is_needed = wait.is_handed_over or self._is_faster(store, mine, num_new)
             if mine and is_needed:
                 self._order(wait, store, mine)
+        for g, block in held:
+            if block is not None:
+                self._tier.release(g, block)
 
     def _order(self, wait: PendingLookup, store: int, names: list[BlockName]) -> None:
         """Order a fetch of the blocks that are not in flight, as many as host memory has room
@@ -426,6 +433,8 @@ class Stores(HitSource, Extension, StepExtension):
         for wait in list(self.waiting.values()):
             wait.requested, wait.tickets = {}, set()
             self._end_wait(wait)
+        for sequence in self._lifecycle.sequences.values():
+            sequence.found_elsewhere.pop(StoreHit.EXPECTED, None)
 
     def remove(self, digests: list[bytes]) -> None:
         """Order the removal of blocks that a failed request may have computed wrongly.
