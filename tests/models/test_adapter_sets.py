@@ -62,7 +62,9 @@ def test_the_sum_is_the_merged_model(tmp_path: Path) -> None:
     members = write_three(tmp_path, adapted, made.directory)
     found = set_of(members)
     assert found is not None and digest_of(found[1]) == found[0]
-    adapted.slots.put(0, adapted.load(found[1], 8))
+    with pytest.raises(ModelError, match="3 adapters add up to 14, but max_lora_rank is 13"):
+        adapted.load(found[1], 13)
+    adapted.slots.put(0, adapted.load(found[1], 14))
     adapted.slots.begin_step([(0, range(12))])
     tokens, paging = random_tokens(12), Paging(dtype=torch.float64)
     [sum_TV] = run_paged(model, made.spec, tokens, [[12]], paging)
@@ -83,7 +85,7 @@ def test_the_core_computes_the_sum(tmp_path: Path) -> None:
             found = set_of(write_three(tmp_path, adapted, made.directory))
             assert found is not None
             path = found[1]
-        adapted.slots.put(0, adapted.load(path, 8))
+        adapted.slots.put(0, adapted.load(path, 14))
         paging = Paging(dtype=dtype, backend="cpu" if native else "torch", native=native)
         use = lambda lens, slots=adapted.slots: slots.begin_step([(0, range(lens[0]))])  # noqa: E731
         logits += run_paged(model, made.spec, tokens, [[10]], paging, use)

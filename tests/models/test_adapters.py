@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.base.errors import ModelError
+from quire.models.checkpoint.adapter_files import WEIGHTS
 from quire.models.checkpoint.files import safetensors_shapes, weight_files
 from quire.models.load.adapters import AdaptedModel
 from quire.models.load.loading import LoadOptions, load_model
@@ -170,3 +171,18 @@ def test_numbers_that_are_not_finite_are_refused(llama: AdaptedModel, tmp_path: 
     write_adapter(tmp_path / "a", {QUERY: (32, 32)}, size=float("inf"))
     with pytest.raises(ModelError, match="not finite"):
         llama.load(str(tmp_path / "a"), MAX_RANK)
+
+
+def test_a_loaded_adapter_does_not_change_with_its_file(tmp_path: Path) -> None:
+    """PEFT's files are mapped; an engine of the same dtype needs no conversion."""
+    made = write_checkpoint(tmp_path / "base", "llama")
+    model = load_model(made.directory, made.spec, torch.float32, CPU)
+    adapted = AdaptedModel(model, made.spec, 1, torch.float32)
+    shapes = {name: place.shape for name, place in adapted.places.items()}
+    path = write_adapter(tmp_path / "one", shapes, 4)
+    parts = [part for each in adapted.load(str(path), 4).values() for part in each]
+    before = [part.down_RK.clone() for part in parts]
+    weights = path / WEIGHTS
+    with weights.open("r+b") as file:  # the same file, as `cp` overwrites it
+        file.write(bytes(weights.stat().st_size))
+    assert before and all(map(torch.equal, before, [part.down_RK for part in parts]))

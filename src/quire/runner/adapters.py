@@ -59,15 +59,17 @@ class RowAdapters:
             if parts is None:
                 if digest_of(path) != adapter_id:
                     raise ModelError(
-                        f"the files of the adapter {path} have changed since it was added; add"
-                        " it again."
+                        "the files of this adapter have changed since it was added; add it again."
                     )
                 parts = self._adapted.load(path, self._max_rank)
             self._held[adapter_id] = parts
             self._held.move_to_end(adapter_id)
-            while len(self._held) > self._num_held:
-                self._held.popitem(last=False)
             self._arrived.append((slot, adapter_id, parts))
+            coming = {slot: each for slot, each, _ in list(self._arrived)}
+            used = {*self._slots, *coming.values()}
+            unused = [each for each in self._held if each not in used]
+            for each in unused[: max(0, len(self._held) - self._num_held)]:
+                del self._held[each]
 
     def prepare(self, plan: Plan) -> StepAdapters:
         """Note which rows a plan starts, forks and releases; return the adapters of its step."""

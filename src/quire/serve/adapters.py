@@ -92,8 +92,8 @@ async def set_scales(api: ApiContext, given: Sequence[LoraScale], tenant: str) -
     sum once. Adapters that are not given get the scale 0. Raises ApiError and RequestError."""
     scales = _named(api, given)
     await _try(api, _with_scales(api, scales), tenant)
-    api.scales.clear()
-    api.scales.update(scales)
+    api.scales.clear()  # adapters may have been removed meanwhile
+    api.scales.update({name: each for name, each in scales.items() if name in api.adapters})
     api.requests = _with_scales(api, api.scales)
 
 

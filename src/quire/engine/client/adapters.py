@@ -19,6 +19,7 @@ from quire.models.checkpoint.adapter_sets import Member, set_of
 
 FIELD = "lora_request"
 MAX_KNOWN = 10_000
+SETS = "(sets)"  # name of all weighted sets in metrics; no adapter can have it
 Stamp = tuple[tuple[int, int], ...]  # time of the last change, and size, of each file
 
 
@@ -34,8 +35,8 @@ def weighted(members: Iterable[tuple[Adapter, float]]) -> Adapter | None:
     """Return the adapter that sums adapters, each with a scale; None if it changes nothing."""
     used = [(adapter, scale) for adapter, scale in members if scale]
     found = set_of(Member(adapter.id, adapter.path, scale) for adapter, scale in used)
-    names = "+".join(adapter.name for adapter, _ in used)
-    return None if found is None else Adapter(*found, names)
+    name = used[0][0].name if len(used) == 1 else SETS
+    return None if found is None else Adapter(*found, name)
 
 
 class AdapterIndex:

@@ -36,7 +36,7 @@ class AdapterUse:
         for view in self._requests():
             if view.request.adapter_id:
                 (running if view.rows else waiting).add(_name(view.request))
-        return sorted(running), sorted(waiting)
+        return sorted(running)[:MAX_NAMES], sorted(waiting)[:MAX_NAMES]
 
 
 def _name(request: Request) -> str:

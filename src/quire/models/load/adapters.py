@@ -82,11 +82,17 @@ class AdaptedModel:
                 first += rows.count
 
     def load(self, path: str, max_rank: int) -> AdapterParts:
-        """Load an adapter or a weighted set of them. max_rank: of each adapter. Raises ModelError
-        if its files are invalid or do not fit the model."""
+        """Load an adapter or a weighted set of them. max_rank: of all adapters of a set together.
+        Raises ModelError if its files are invalid or do not fit the model."""
         changes: dict[tuple[int, int], list[Change]] = {}  # by place
-        for member in members_of(path):
-            files = read_adapter(Path(member.path), max_rank)
+        members = members_of(path)
+        all_files = [read_adapter(Path(member.path), max_rank) for member in members]
+        if (total := sum(files.max_rank for files in all_files)) > max_rank:
+            raise ModelError(
+                f"the ranks of these {len(members)} adapters add up to {total}, but max_lora_rank"
+                f" is {max_rank}; use fewer adapters, or raise it."
+            )
+        for member, files in zip(members, all_files, strict=True):
             try:
                 for module, place, down_RK, up_NR in self._matrices(files):
                     change = self._change(place, module, member.scale, down_RK, up_NR)
@@ -162,7 +168,8 @@ class AdaptedModel:
             down_RK = torch.cat([each.down_RK.double() for each in changes])
             up_RN = torch.cat([each.up_RN.double() * each.scale for each in changes])
             scale = 1.0
-        down_RK, up_RN = (each.to(self._dtype).contiguous() for each in (down_RK, up_RN))
+        # Copies: a file is mapped, and may be overwritten later.
+        down_RK, up_RN = (each.to(self._dtype, copy=True).contiguous() for each in (down_RK, up_RN))
         if not (down_RK.isfinite().all() and up_RN.isfinite().all()):
             raise ModelError(
                 f"the adapter's matrices for {change.name} have numbers that are not finite in"

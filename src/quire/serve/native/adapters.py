@@ -65,15 +65,14 @@ async def unload_lora_adapter(
     if not api.config.api_key and not api.config.lora_roots:
         raise _not_allowed()
     check_admin(request.scope, api.config, SHARED)
-    try:
-        remove_adapter(api, body.lora_name)
-    except KeyError:
+    if body.lora_name not in api.adapters:
         raise ApiError(
             404,
             f"there is no adapter {shown(body.lora_name)}; GET /v1/models lists them.",
             param=NAME,
             code="not_found",
-        ) from None
+        )
+    remove_adapter(api, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

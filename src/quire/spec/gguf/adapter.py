@@ -23,7 +23,11 @@ Shapes = dict[str, tuple[int, ...]]
 def read_gguf_adapter(path: Path) -> tuple[Shapes, AdapterConfig]:
     """Return the shape of each tensor as numpy writes it, and the scales. Raises ModelError for a
     file that is no such adapter."""
-    file = GGUFFile(path)
+    file = GGUFFile(path, is_whole=False)
+    if file.integer("split.count", 1) > 1:
+        raise ModelError(
+            f"{path} is one part of a split file; merge the parts with llama-gguf-split --merge."
+        )
     if file.text(TYPE, "model") != "adapter" or file.text(KIND, "") != "lora":
         raise ModelError(
             f"{path} is a GGUF file, but no adapter: {TYPE} must be adapter, and {KIND} lora. Give"
