@@ -17,6 +17,7 @@ what a subagent does. These parts of the shapes are estimates.
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,11 @@ def read_sessions(path: Path, piece_tokens: int, num_output: int, max_sessions: 
             f"{path} is {trace.format}'s trace, which has no sessions; use Mooncake's JSONL with"
             " session_id, or aiperf's multi-turn JSONL."
         )
+    if all(each.follows is None for each in trace.requests):
+        raise ConfigError(
+            f"{path} has no sessions: no line continues another. Its lines need session_id, and"
+            " delay from the second turn of a session on."
+        )
     return of_trace(trace)[:max_sessions]
 
 
@@ -201,7 +207,8 @@ def _aiperf_turn(where: str, turn: dict[str, Any], num_output: int) -> Turn:
         raise ConfigError(f"{where}: each turn needs a `text`, or `texts`, a list of them.")
     delay_ms, length = turn.get("delay") or 0, turn.get("output_length") or num_output
     for name, value, low in (("delay", delay_ms, 0), ("output_length", length, 1)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < low:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value < math.inf:
             raise ConfigError(f"{where}: {name} must be a number from {low}, got {value!r}.")
     return Turn("\n".join(texts), int(length), delay_ms / 1e3)
 

@@ -270,7 +270,8 @@ def summary(run: Run, alone: Run) -> dict[str, Any]:
     for each in done:
         reason = UNNAMED if each.result.miss in INSIDE_A_BLOCK else each.result.miss
         lost[reason] += each.num_reusable - each.num_reused
-    both = [i for i in alone.job_s if i in run.job_s]
+    failed = {each.job for each in [*run.turns, *alone.turns] if not each.result.is_ok}
+    both = [i for i in alone.job_s if i in run.job_s and i not in failed]
     slower = [run.turns_s(i) / alone.turns_s(i) for i in both if alone.turns_s(i) > 0]
     ttfts = [each.result.ttft_s * 1e3 for each in done]
     by_turn: dict[int, list[float]] = {}
@@ -378,10 +379,21 @@ def run(options: argparse.Namespace) -> int:
     roots = sum(each.parent is None for each in sessions)
     print(as_text(found, roots, len(sessions) - roots), flush=True)
     show_errors([each.result for each in [*alone.run.turns, *crowd.run.turns]])
-    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings = settings_of(options)
     counts = {"num_sessions": roots, "num_subagents": len(sessions) - roots}
     write_report(options.output_json, {"model_id": model} | settings | counts | found, plain_facts)
-    return 1 if found["failed"] or not found["completed"] else 0
+    is_failed = found["failed"] or any(not each.result.is_ok for each in alone.run.turns)
+    return 1 if is_failed or not found["completed"] else 0
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that describe the sessions, for the result file."""
+    found = {name: getattr(options, name) for name in SETTINGS}
+    if math.isinf(options.speed):
+        found["speed"] = "inf"  # JSON has no such number
+    if options.trace is not None:
+        found |= dict.fromkeys(("shape", "scale", "seed")) | {"trace": str(options.trace)}
+    return found
 
 
 async def _watched(client: HttpClient, player: Player) -> None:

@@ -4,6 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
+MAX_SCALE = 1000
 DATASETS = (
     "random",
     "sharegpt",
@@ -158,7 +159,7 @@ def add_agents_arguments(parser: argparse.ArgumentParser) -> None:
         " of a trace)",
     )  # fmt: skip
     group.add_argument(
-        "--scale", type=positive, default=1.0, metavar="FACTOR",
+        "--scale", type=_scale, default=1.0, metavar="FACTOR",
         help="factor of all token counts of a shape, such as 0.005 for a context of 2,048"
         " (default: %(default)g)",
     )  # fmt: skip
@@ -174,7 +175,7 @@ def add_agents_arguments(parser: argparse.ArgumentParser) -> None:
         group, ("--num-alone",), 2, "sessions to run without others before, for comparison",
         minimum=0,
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, help="seed (default: %(default)s)")
+    add_count(group, ("--seed",), 0, "seed", minimum=0)
     _add_sampling(parser)
     group = parser.add_argument_group("results")
     _add_output(group)
@@ -303,6 +304,13 @@ def positive(given: str) -> float:
     value = float(given)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{given} is not above 0")
+    return value
+
+
+def _scale(given: str) -> float:
+    value = float(given)
+    if not 0 < value <= MAX_SCALE:
+        raise argparse.ArgumentTypeError(f"{given} is not a number above 0, at most {MAX_SCALE}")
     return value
 
 
