@@ -371,6 +371,26 @@ def test_blocks_lost_while_a_request_waits_are_fetched_when_its_turn_comes(is_st
     assert not stores_of(lab).waiting
 
 
+def test_a_waiting_request_is_not_looked_up_again_after_a_reset() -> None:
+    """All names are new, so no store has its blocks."""
+    lab = Lab(gives=COMPUTED)
+    lab.generate(PROMPT)
+    lab.generate([49])  # so that a plan copies what the first request computed
+    lab.answer()
+    first = lab.add(OTHER, num=4)
+    for _ in range(3):
+        lab.answer()
+        lab.step()
+    second = lab.add(PROMPT)
+    lab.core.control(ResetPrefixCache())
+    sequences = lab.scheduler.lifecycle.sequences
+    while first.request_id in sequences:
+        lab.step()
+    assert not stores_of(lab).waiting
+    assert lab.finish(second) == wanted(PROMPT)
+    assert not [order for order in lab.stores.pending if isinstance(order, LookUp)]
+
+
 def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
     """Host memory is full, and the beginning of the prompt is what it used longest ago."""
     lab = Lab(gives=COMPUTED)
