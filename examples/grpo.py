@@ -68,7 +68,7 @@ def loss_of(new_R: torch.Tensor, samples: Samples, advantages_S: torch.Tensor) -
 def batches(numbers: random.Random, size: int) -> Iterator[tuple[list[str], list[Conversation]]]:
     """Yield heroes, and the conversations that ask for stories about them."""
     while True:
-        heroes = numbers.choices(HEROES, k=size)
+        heroes = numbers.sample(HEROES, k=size)
         yield heroes, [[{"role": "user", "content": PROMPT.format(hero=h)}] for h in heroes]
 
 
@@ -121,7 +121,10 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=2, help="updates per batch")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(given)
+    found = parser.parse_args(given)
+    if not 1 <= found.prompts <= len(HEROES) or found.group < 2 or found.updates < 1:
+        parser.error(f"--prompts is from 1 to {len(HEROES)}, --group at least 2, --updates 1.")
+    return found
 
 
 if __name__ == "__main__":

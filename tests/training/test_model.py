@@ -3,6 +3,8 @@
 Covers `training/gradients.py`.
 """
 
+import copy
+import gc
 import json
 import random
 import shutil
@@ -16,6 +18,7 @@ from quire.base.errors import ConfigError, ModelError, RequestError
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.ops.host.native import core
 from quire.training import Samples, TrainingModel
+from quire.training.gradients import Recipe
 from tests.support.models.reference_checkpoints import checkpoint
 
 if core() is None:
@@ -167,3 +170,21 @@ def test_samples_need_logprobs() -> None:
     output = RequestOutput("7", None, [1, 2], None, [CompletionOutput(0, "", [3])])
     with pytest.raises(RequestError, match="request 7 .* logprobs=0"):
         Samples.of([output])
+
+
+def test_a_forward_pass_leaves_nothing_behind() -> None:
+    """A result that holds itself would keep the activations of each step in memory."""
+    model = TrainingModel("demo", dtype="float32")
+    gc.collect()
+    gc.disable()
+    try:
+        model([[1, 2, 3]], [[4, 5]]).sum().backward()
+        assert not [each for each in gc.get_objects() if isinstance(each, Recipe)]
+    finally:
+        gc.enable()
+
+
+def test_a_copy_computes_the_same() -> None:
+    model = TrainingModel("demo", dtype="bfloat16")
+    found = model([[1, 2, 3]], [[4, 5]])
+    assert torch.equal(copy.deepcopy(model)([[1, 2, 3]], [[4, 5]]), found)

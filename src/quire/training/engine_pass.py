@@ -43,6 +43,10 @@ class EnginePass:
         self._model: Model | None = None
         self._native: NativeModel | None = None
 
+    def __reduce__(self) -> tuple[type["EnginePass"], tuple[ModelSpec, torch.dtype]]:
+        """Copy and pickle the pass without weights, which each forward pass loads."""
+        return EnginePass, (self._spec, self._dtype)
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pack weights, given by their names in the checkpoint and in any float dtype."""
         self._model = self._native = None  # frees the memory of the old weights

@@ -39,7 +39,8 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the recipe's values. inputs: float32, the part's input and its parameters."""
-        ctx.recipe = recipe
+        # Not the recipe: its values are the result, which would hold itself for ever.
+        ctx.formula, ctx.dtype = recipe.formula, recipe.dtype
         ctx.save_for_backward(*inputs)
         return recipe.values
 
@@ -47,14 +48,14 @@ class Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the inputs, such as [T, D]."""
-        recipe, needed = ctx.recipe, ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[1:]
         first, *parameters = ctx.saved_tensors
-        rounded = [each.to(recipe.dtype).float() for each in parameters]
+        rounded = [each.to(ctx.dtype).float() for each in parameters]
         inputs = [each.detach() for each in (first, *rounded)]
         for tensor, is_needed in zip(inputs, needed, strict=True):
             tensor.requires_grad_(is_needed)
         with torch.enable_grad():
-            values = recipe.formula(*inputs)
+            values = ctx.formula(*inputs)
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         found = iter(torch.autograd.grad(values, leaves, gradient))
         return None, *(next(found) if is_needed else None for is_needed in needed)

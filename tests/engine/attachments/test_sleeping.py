@@ -152,6 +152,11 @@ def test_random_numbers_are_made_again() -> None:
         llm.sleep(2)
         llm.wake_up()
         assert answers(llm) == before
+        llm.update_weights(checkpoint("qwen3"))
+        real = answers(llm)
+        llm.sleep(2)
+        llm.wake_up()
+        assert answers(llm) == real != before, "the files are the present weights now"
 
 
 def test_streams_end_or_finish_before_a_sleep() -> None:
@@ -233,6 +238,31 @@ def test_a_frozen_request_keeps_an_engine_awake(served: Served) -> None:
         await client.pause(False)
         await running.task
         assert running.reason == "length"
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_another_order_while_requests_finish_ends_the_wait_for_a_sleep(served: Served) -> None:
+    async def run() -> None:
+        client = await RemoteClient.connect(served.path, None)
+        whole = await wanted(client)
+        orders = {
+            "frozen requests": lambda: pause(client, "keep", clear_cache=False),
+            "before it slept": lambda: wake_up(client, None),
+        }
+        for number, (message, order) in enumerate(orders.items()):
+            running = Reader(client, f"running {number}")
+            await running.first.wait()
+            sleeping = asyncio.create_task(sleep(client, 1, "wait"))
+            await client.metrics()
+            await order()
+            with pytest.raises(RequestError, match=message):
+                await sleeping
+            assert not await client.set_sleep()
+            await client.pause(False)
+            await running.task
+            assert running.tokens == whole
         await client.close()
 
     asyncio.run(run())

@@ -303,8 +303,8 @@ def test_a_swap_that_fails_is_reported_and_the_next_one_works() -> None:
         updates = updates_of(llm)
         stage = updates._stage
 
-        def fails(path: Path) -> Any:
-            stage(path)
+        def fails(path: Path, is_partial: bool) -> Any:
+            stage(path, is_partial)
 
             def swap() -> None:
                 raise RuntimeError("the device is busy")

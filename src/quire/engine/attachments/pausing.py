@@ -156,7 +156,7 @@ class Sleeping(Attachment):
         self._pausing, self._updates, self._memory = pausing, updates, memory
         self._asleep: set[str] = set()  # parts that sleep
         self._messages: list[Control] = []  # for the scheduler
-        self._is_closed = False
+        self._is_closed = self._is_pending = False
 
     @property
     def is_sleeping(self) -> bool:
@@ -184,6 +184,7 @@ class Sleeping(Attachment):
             requests = (view.request for view in views)
             names = [each.request_id for each in requests if each.pin_s is None]
             self._messages += map(Cancel, names)
+        self._is_pending = True
         self._pausing.set(True, True, lambda: self._free(level, on_end))
 
     def wake(self, parts: Sequence[str], on_end: OnResult) -> None:
@@ -194,6 +195,9 @@ class Sleeping(Attachment):
             raise RequestError(
                 f"tags={sorted(unknown)} are unknown; use {' and '.join(SLEEPING_PARTS)}.", "tags"
             )
+        if self._is_pending and not self._asleep:
+            self._continue(on_end)
+            return
         left = self._asleep - set(parts)
         if left or not self._asleep:
             self._asleep = left
@@ -222,8 +226,13 @@ class Sleeping(Attachment):
         self._is_closed = True
 
     def _free(self, level: int, on_end: OnResult) -> None:
+        self._is_pending = False
         if self._is_closed or not self._pausing.is_paused:
             on_end(CLOSED if self._is_closed else "the engine was resumed before it slept.")
+            return
+        core = self._core()
+        if core is None or any(view.num_cached_tokens >= 0 for view in core.requests()):
+            on_end("a pause has frozen requests that need their KV blocks; resume, then sleep.")
             return
         self._memory.free(level)
         self._asleep = set(SLEEPING_PARTS)

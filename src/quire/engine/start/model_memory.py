@@ -24,7 +24,7 @@ from quire.spec.gguf.container import is_gguf
 if TYPE_CHECKING:
     from quire.runner.setup.built import BuiltRunner
 
-PATCH = "patch.safetensors"
+PATCH, DUMMY = "patch.safetensors", "dummy"
 
 
 class ModelMemory:
@@ -32,10 +32,12 @@ class ModelMemory:
     refused with ConfigError."""
 
     def __init__(self, built: LoadedModel, source: ModelSource) -> None:
-        self._built, self._source = built, source
-        self._path: Path = source.directory  # of the present weights
-        self._patch: TemporaryDirectory[str] | None = None  # deleted with its last reference
-        self._files = [] if isinstance(built, LoadedElsewhere) else self._identity(self._path)
+        self._built = built
+        # Of the present weights: path, load format, patch (deleted with its last reference), files.
+        self._path, self._form = source.directory, load_format_of(built.config, source)
+        self._patch: TemporaryDirectory[str] | None = None
+        is_here = not isinstance(built, LoadedElsewhere)
+        self._files = _identity(self._path, self._form) if is_here else []
 
     def stage(self, path: Path, is_partial: bool = False) -> Swap:
         """Load new weights of a path and return the swap. is_partial: the path has some of the
@@ -43,14 +45,14 @@ class ModelMemory:
         partial update of weights that have no files."""
         if not is_partial:
             return self._staged(path, lambda whole: _setup().stage_weights(whole, path))
-        if not self._has_files or is_gguf(self._path) or self._load_format(self._path) == "dummy":
+        if not self._has_files or is_gguf(self._path) or self._form == DUMMY:
             raise ModelError(
                 f"a partial update needs the safetensors files of the present weights, and"
                 f" {self._path} does not have these; update from a folder, or send all tensors."
             )
         update = checkpoint_files(path)
         files = checkpoint_files(self._path)
-        num_bytes = sum(each.stat().st_size for each in update)
+        num_bytes = sum(each.stat().st_size for each in [*files, *update])  # at most
         folder = TemporaryDirectory(prefix="quire-patch-", dir=folder_for(num_bytes))
         patch = Path(folder.name) / PATCH
         import_torch()
@@ -70,15 +72,15 @@ class ModelMemory:
         return self._staged_again(self._patch, self._patch_file)
 
     def _staged_again(self, folder: "TemporaryDirectory[str] | None", patch: Path | None) -> Swap:
-        path, form = self._path, self._load_format(self._path)
+        path, form = self._path, self._form
         return self._staged(
-            path, lambda whole: _setup().stage_again(whole, path, form, patch), folder
+            path, lambda whole: _setup().stage_again(whole, path, form, patch), folder, form
         )
 
     @property
     def _has_files(self) -> bool:
         """Whether the files of the present weights, but for a patch, are as they were."""
-        return self._path.exists() and self._identity(self._path) == self._files
+        return self._path.exists() and _identity(self._path, self._form) == self._files
 
     @property
     def _patch_file(self) -> Path | None:
@@ -124,32 +126,30 @@ class ModelMemory:
         path: Path,
         load: "Callable[[BuiltRunner], Any]",
         patch: "TemporaryDirectory[str] | None" = None,
+        form: str = "auto",
     ) -> Swap:
         built = self._built
         if isinstance(built, LoadedElsewhere):
             raise ConfigError("the weights of ranks cannot be replaced; use one process.")
         import_torch()
         whole = built.load_whole() if isinstance(built, WarmModel) else cast("BuiltRunner", built)
-        model, files = load(whole), self._identity(path)
+        model, files = load(whole), _identity(path, form)
 
         def swap() -> None:
             if isinstance(built, WarmModel):
                 built.take_over()
             whole.runner.model = model
-            self._path, self._files, self._patch = path, files, patch
+            self._path, self._form, self._patch, self._files = path, form, patch, files
 
         return swap
 
-    def _identity(self, path: Path) -> list[Any]:
-        """Identify the files of weights; empty for random numbers."""
-        if self._load_format(path) == "dummy":
-            return []
-        facts = [(each.name, each.stat()) for each in checkpoint_files(path)]
-        return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in facts]
 
-    def _load_format(self, path: Path) -> str:
-        is_first = path == self._source.directory
-        return load_format_of(self._built.config, self._source) if is_first else "auto"
+def _identity(path: Path, form: str) -> list[Any]:
+    """Identify the files of weights; empty for random numbers. form: load format."""
+    if form == DUMMY:
+        return []
+    facts = [(each.name, each.stat()) for each in checkpoint_files(path)]
+    return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in facts]
 
 
 def _setup() -> Any:

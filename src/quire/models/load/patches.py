@@ -35,8 +35,13 @@ class SparseDelta(NamedTuple):
 
     @classmethod
     def between(cls, old: torch.Tensor, new: torch.Tensor) -> "SparseDelta":
-        """Return what turns one tensor [...] into another of its shape and dtype, to the bit."""
-        assert old.shape == new.shape and old.dtype == new.dtype, "other shape or dtype"
+        """Return what turns one tensor [...] into another of its shape and dtype, to the bit.
+        Raises ModelError if these differ."""
+        if old.shape != new.shape or old.dtype != new.dtype:
+            raise ModelError(
+                f"a delta needs two tensors of one shape and dtype, got {list(old.shape)} of"
+                f" {old.dtype} and {list(new.shape)} of {new.dtype}; cast the new one first."
+            )
         before, after = _bits(old), _bits(new)
         indices = (before != after).any(dim=1).nonzero()[:, 0]
         return cls(indices, new.detach().cpu().reshape(-1)[indices], digest_of(new))
@@ -53,7 +58,8 @@ def write_update(tensors: "Mapping[str, torch.Tensor | SparseDelta]", path: Path
     digests: dict[str, str] = {}
     for name, each in tensors.items():
         if isinstance(each, SparseDelta):
-            found[name + INDICES], found[name + VALUES] = each.indices.cpu(), each.values.cpu()
+            found[name + INDICES] = each.indices.cpu().clone()  # deltas may share memory
+            found[name + VALUES] = each.values.cpu().clone()
             digests[name] = each.sha256
         else:
             found[name] = each
