@@ -188,7 +188,7 @@ def machine_name(machine: Mapping[str, Any]) -> str:
     if machine.get("gpu"):
         return _slug(str(machine["gpu"]).removeprefix("NVIDIA "))
     cpu, cores = str(machine["cpu"]), machine["cores"]
-    known = [name for key, name in PROCESSORS.items() if key in cpu]
+    known = [name for key, name in PROCESSORS.items() if f"({key})" in cpu]
     return f"{known[0] if known else _slug(cpu)}-{cores}" if cores else _slug(cpu)
 
 

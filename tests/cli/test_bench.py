@@ -50,7 +50,7 @@ def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, .
         ("serve --num-prompts many", "invalid int value: 'many'"),
         ("serve --request-rate 0", "0 is not above 0"),
         ("serve --random-range-ratio 1", "1 is not in [0, 1)"),
-        ("agents --scale 0", "0 is not above 0"),
+        ("agents --scale 0", "0 is not a number above 0"),
         ("serve --backend tgi", "invalid choice: 'tgi'"),
     ],
 )

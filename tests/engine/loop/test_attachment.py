@@ -316,6 +316,7 @@ def test_our_own_attachments_are_in_their_order(tmp_path: Path) -> None:
         Order.LOADING,
         Order.PAUSING,
         Order.PAUSING,
+        Order.PAUSING,
         Order.DRAFTING,
         Order.RECORDER,
     ]

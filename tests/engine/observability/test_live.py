@@ -111,13 +111,18 @@ def test_a_hit_and_a_copy_are_told_with_their_blocks() -> None:
 def test_steps_events_and_counts_are_those_of_a_random_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unindex, num_lost = BlockPool.unindex, [0]
+    unindex, evict, num_lost = BlockPool.unindex, BlockPool._evict, [0]
 
     def counted(pool: BlockPool, block_id: int) -> None:
         num_lost[0] += pool.is_indexed(block_id)
         unindex(pool, block_id)
 
+    def counted_all(pool: BlockPool, blocks: list[int]) -> None:
+        num_lost[0] += len(blocks)
+        evict(pool, blocks)
+
     monkeypatch.setattr(BlockPool, "unindex", counted)
+    monkeypatch.setattr(BlockPool, "_evict", counted_all)
     frames, moved, num_tokens, last = None, {"swap_out": 0, "load": 0, "copy": 0}, 0, 0
     for bench in random_run(3, 200, preemption_mode="swap"):
         if frames is None:

@@ -8,7 +8,7 @@ If a tool has a grammar, the description shows it to the model, but decoding is 
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.render.templates.conversation import arguments_object
@@ -34,6 +34,12 @@ _WHOLE = re.compile(
     rf"|(?!{_SURROGATE})\\u[0-9a-fA-F]{{4}})*"
 )
 _CUT_OFF = re.compile(rf"(?:{_SURROGATE})?(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?")
+
+
+def described_tools(tools: Sequence[Json] | None) -> list[Json]:
+    """Return the tools as a response shows them: functions with all of their fields."""
+    unset = dict.fromkeys(("description", "parameters", "strict"))
+    return [unset | tool if tool.get("type") == "function" else tool for tool in tools or ()]
 
 
 def custom_names(tools: Iterable[Json] | None) -> frozenset[str]:

@@ -1,6 +1,5 @@
 """Context of a response: the earlier conversation, and stored items that references name."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from quire.serve.http.auth import reader_of
 from quire.serve.pipeline.plan import Continued
 from quire.serve.responses.body import ResponsesRequest
 from quire.serve.responses.conversation import messages_of
+from quire.serve.responses.custom_tools import described_tools
 from quire.serve.responses.store import Stored
 
 Json = dict[str, Any]
@@ -66,12 +66,6 @@ async def continued_turn(
     messages = messages_of(None, items)
     begins_turn = bool(messages) and messages[0]["role"] in ("user", "tool")
     return Continued(found[0], messages) if begins_turn else None
-
-
-def described_tools(tools: Sequence[Json] | None) -> list[Json]:
-    """Return the tools as a response shows them: functions with all of their fields."""
-    unset = dict.fromkeys(("description", "parameters", "strict"))
-    return [unset | tool if tool.get("type") == "function" else tool for tool in tools or ()]
 
 
 def _items_of(conversation: list[Stored]) -> list[Json]:

@@ -18,13 +18,8 @@ from quire.serve.pipeline.requests import Chat
 from quire.serve.responses.as_chat import chat_body, in_own_words
 from quire.serve.responses.body import ResponsesRequest
 from quire.serve.responses.conversation import messages_of
-from quire.serve.responses.custom_tools import custom_names
-from quire.serve.responses.earlier import (
-    continued_turn,
-    described_tools,
-    earlier_items,
-    without_references,
-)
+from quire.serve.responses.custom_tools import custom_names, described_tools
+from quire.serve.responses.earlier import continued_turn, earlier_items, without_references
 from quire.serve.responses.items import read_items
 from quire.serve.responses.turn import Turn
 from quire.serve.responses.writer import ResponseWriter

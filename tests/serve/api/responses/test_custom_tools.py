@@ -11,8 +11,7 @@ from quire.render.templates.chat_template import ChatOptions
 from quire.serve.errors import ApiError
 from quire.serve.responses.as_chat import chat_tools
 from quire.serve.responses.conversation import messages_of
-from quire.serve.responses.custom_tools import InputText
-from quire.serve.responses.earlier import described_tools
+from quire.serve.responses.custom_tools import InputText, described_tools
 from tests.serve.api.responses.test_items import read
 from tests.serve.api.responses.test_writer import chunk, writer, written
 from tests.support.serve.direct_engine import direct
