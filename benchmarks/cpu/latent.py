@@ -5,7 +5,8 @@
 The model has DeepSeek-V2-Lite's shape, random weights in Q4_0, and routers in float32. Both engines
 read the same file of 8.9 GB, which is written to the scratch directory first. One prompt of 4,096
 tokens is computed, and 32 tokens are decoded after it. Each round starts one process per engine, in
-turn. --small: with three layers and a prompt of 256 tokens, to test the benchmark itself.
+turn. --small: with three layers and a prompt of 256 tokens, to test the benchmark itself; llama.cpp
+knows the shape by its 27 layers, and fails.
 
 The limit is that of `benchmarks.cpu.limits`, with the weights that one token multiplies: six of 64
 experts per layer. Attention is counted with expanded keys and values, 320 products and sums per
@@ -129,6 +130,7 @@ def write_model(shape: LatentShape, path: Path) -> Path:
     names = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(names), "utf-8")
     metadata = model_metadata(config) | byte_level_metadata(folder, "qwen2")
+    del metadata["tokenizer.ggml.token_type"]  # optional; llama.cpp wants it signed
     shapes, blocks = tensor_shapes(config), RandomBlocks()
     infos = {name: info_of(name, size) for name, size in shapes.items()}
     with unfinished.open("wb") as file:

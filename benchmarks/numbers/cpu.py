@@ -13,6 +13,7 @@ OTHER_FIGURES = {
     "cold_rate": "shared, new", "warm_rate": "shared, cached", "rows_rate": "64 rows",
     "long_rate": "prompt of 2,048", "deep_rate": "decode after it", "tiny_ms": "8 M model, ms",
 }  # fmt: skip
+COMPARED = {name: head for name, head in OTHER_FIGURES.items() if name != "rows_rate"}
 OURS = ("quire bf16", "quire int8", "quire int4")
 SHARE, MEDIAN = "{best:sig} ({share:.0%})", "{median:sig} ({share:.0%})"
 STEP = {
@@ -95,24 +96,17 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
         "AVX2 only",
         "A CPU of AVX2 without AVX-512, two cores. Prompts are shorter than in the tables above:"
         " 16 requests of 32 tokens in and 16 out, 64 of 8 and 8, 8 that share 128 tokens, and 2,048"
-        " tokens for the long prompt. Cells are medians of alternating rounds with the share of the"
-        " limit, then quire's median over that of the best other engine.",
+        " tokens for the long prompt. Cells are medians with the share of the limit, then quire's"
+        " median over that of the best other engine. So far these are one or two rounds on a noisy"
+        " machine: the same cell varied by up to 25 % between rounds. quire did not run the cell of"
+        " 64 rows.",
         "python -m benchmarks.cpu.held",
         (
             engines("cpu_held.json", FIGURES, MEDIAN, ZEN3),
             engines("cpu_held.json", OTHER_FIGURES, MEDIAN, ZEN3),
             engines("cpu_held.json", FIGURES, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
-            engines("cpu_held.json", OTHER_FIGURES, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
+            engines("cpu_held.json", COMPARED, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
         ),
-    ),
-    Section(
-        "Latent attention and experts",
-        "Tokens/s of a model of DeepSeek-V2-Lite's shape in Q4_0, from one GGUF file: a prompt of"
-        " 4,096 tokens, and 32 tokens after it. Two cores with AVX2; medians, with the share of the"
-        " limit.",
-        "python -m benchmarks.cpu.latent",
-        (engines("cpu_latent.json", {
-            "long_rate": "prompt of 4,096", "deep_rate": "decode after it"}, MEDIAN, ZEN3),),
     ),
     Section(
         "Images",
@@ -161,6 +155,12 @@ KERNELS = Page("cpu-kernels.md", "CPU kernels", (
         " cores of an EPYC, then twelve cores of a Xeon with AMX.",
         "python -m benchmarks.kernels.operations --quantization int8",
         (*steps(ZEN4), *steps(XEON)),
+    ),
+    Section(
+        "Steps in 16 bits with AVX2",
+        "Steps of Qwen3-0.6B's shape in bf16 on two cores with AVX2 only.",
+        "python -m benchmarks.kernels.operations --steps 16x128 64x128 prompt:128 prompt:1024",
+        (Table(ZEN3 + "operations_bf16.json", STEP, {"operation": "all"}),),
     ),
     Section(
         "Operations of a step",

@@ -126,10 +126,11 @@ def run_shared(model: Model, workload: Workload, new: Prompter) -> None:
 
 def warm_up(model: Model, workload: Workload, new: Prompter) -> None:
     """Warm up with short prompts, but the same number of requests."""
+    length = min(WARM_UP_TOKENS, workload.max_len - 4)  # engines have room for max_len tokens
     if workload.num_requests == 1:
-        model.times_s(new.prompts(1, WARM_UP_TOKENS)[0], 4)
+        model.times_s(new.prompts(1, length)[0], 4)
     else:
-        model.batch(new.prompts(workload.num_requests, WARM_UP_TOKENS), 2)
+        model.batch(new.prompts(workload.num_requests, length), 2)
 
 
 def run_workload(model: Model, workload: Workload, new: Prompter) -> None:
