@@ -94,18 +94,16 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
     ),
     Section(
         "AVX2 only",
-        "A CPU of AVX2 without AVX-512, two cores. Prompts are shorter than in the tables above:"
-        " 16 requests of 32 tokens in and 16 out, 64 of 8 and 8, 8 that share 128 tokens, and 2,048"
-        " tokens for the long prompt. Cells are medians with the share of the limit, then quire's"
-        " median over that of the best other engine. So far these are one or two rounds on a noisy"
-        " machine: the same cell varied by up to 25 % between rounds. quire did not run the cell of"
-        " 64 rows.",
+        "Two cores without AVX-512, and shorter prompts (`SHORT` in `benchmarks/cpu/workloads.py`):"
+        " medians of one or two rounds on a noisy machine, and quire's over the best other engine's."
+        " The last table has whole steps of quire in bf16.",
         "python -m benchmarks.cpu.held",
         (
             engines("cpu_held.json", FIGURES, MEDIAN, ZEN3),
             engines("cpu_held.json", OTHER_FIGURES, MEDIAN, ZEN3),
             engines("cpu_held.json", FIGURES, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
             engines("cpu_held.json", COMPARED, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
+            Table(ZEN3 + "operations_bf16.json", STEP, {"operation": "all"}),
         ),
     ),
     Section(
@@ -155,12 +153,6 @@ KERNELS = Page("cpu-kernels.md", "CPU kernels", (
         " cores of an EPYC, then twelve cores of a Xeon with AMX.",
         "python -m benchmarks.kernels.operations --quantization int8",
         (*steps(ZEN4), *steps(XEON)),
-    ),
-    Section(
-        "Steps in 16 bits with AVX2",
-        "Steps of Qwen3-0.6B's shape in bf16 on two cores with AVX2 only.",
-        "python -m benchmarks.kernels.operations --steps 16x128 64x128 prompt:128 prompt:1024",
-        (Table(ZEN3 + "operations_bf16.json", STEP, {"operation": "all"}),),
     ),
     Section(
         "Operations of a step",
