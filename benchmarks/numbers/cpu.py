@@ -95,7 +95,8 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
     Section(
         "AVX2 only",
         "Two cores without AVX-512, and shorter prompts (`SHORT` in `benchmarks/cpu/workloads.py`):"
-        " medians of one or two rounds on a noisy machine, and quire's over the best other engine's."
+        " medians of one or two rounds on a noisy machine, and quire's over the best other"
+        " engine's."
         " The last table has whole steps of quire in bf16.",
         "python -m benchmarks.cpu.held",
         (
