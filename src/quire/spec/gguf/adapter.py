@@ -21,8 +21,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_gguf_adapter(path: Path) -> tuple[Shapes, AdapterConfig]:
-    """Return the shape of each tensor as numpy writes it, and the scales. Raises ModelError for a
-    file that is no such adapter."""
+    """Return the shape of each tensor as numpy writes it, and the scales. Raises ModelError for
+    another kind of file."""
     file = GGUFFile(path, is_whole=False)
     if file.integer("split.count", 1) > 1:
         raise ModelError(
