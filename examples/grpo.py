@@ -4,8 +4,8 @@
 
 The model learns to tell stories of exactly five sentences. The rule that checks a story is the only
 teacher. The engine samples several stories per prompt, and the trainer makes stories with an
-advantage over their group more likely. Trainer and engine share no code path by chance: before the
-first update of a batch, their log-probabilities are equal to the bit, so the KL is exactly 0.
+advantage over their group more likely. The trainer's forward pass is the engine's. So before the
+first update of a batch, their log-probabilities are equal to the bit, and the KL is exactly 0.
 """
 
 import argparse

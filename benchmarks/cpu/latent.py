@@ -25,7 +25,7 @@ from benchmarks.cpu.__main__ import Session
 from benchmarks.cpu.checkpoints import SPECIAL, tokenizer_of
 from benchmarks.cpu.engines import Engine, llama, quire
 from benchmarks.cpu.limits import Ceilings, Format
-from benchmarks.cpu.report import ceiling_lines, ratios, rows_of, summary
+from benchmarks.cpu.report import ceiling_lines, legend, ratios, rows_of, summary, table
 from benchmarks.cpu.session import arguments, scratch_of
 from benchmarks.cpu.workloads import (
     LATENT,
@@ -45,7 +45,7 @@ from tests.support.models.gguf_writer import (
     model_metadata,
 )
 
-CATEGORY = "latent"
+CATEGORY = "4-bit"
 FORMAT = Format(18 / 32, 18 / 32, "int8")
 ENGINES = [
     quire("q4_0", CATEGORY, FORMAT), llama("q4_0", CATEGORY, FORMAT),
@@ -182,23 +182,13 @@ class LatentSession(Session):
         ceilings = Ceilings.of(self.ceilings[str(self.options.threads)])
         found = summary(self.runs, engines, ceilings, self.options.small, LATENT_METRICS)
         print("", *ceiling_lines(self.ceilings), "", sep="\n")
-        for metric in LATENT_METRICS:
-            for engine in engines:
-                if metric.name in found[engine.name]:
-                    print(line_of(engine.name, metric.title, found[engine.name][metric.name]))
-        compared = ratios(found, engines, "median", LATENT_METRICS)
-        for name, each in compared.items():
-            shares = ", ".join(f"{key} {value['ratio']:.2f}" for key, value in each.items())
-            print(f"{name} / llama.cpp, medians: {shares}")
+        for key in ("best", "median"):
+            print(*table(found, engines, key, LATENT_METRICS), sep="\n")
+        print(*legend(LATENT_METRICS), sep="\n")
+        compared = ratios(found, engines, metrics=LATENT_METRICS)
         print(*(f"failed: {name}: {reason}" for name, reason in self.failures.items()), sep="\n")
         rows = rows_of(found, compared, [asdict(run) for run in self.runs])
         return rows, self.written_settings(engines)
-
-
-def line_of(engine: str, title: str, found: dict[str, float]) -> str:
-    """Return a line with a metric's best, median and share of the limit."""
-    values = f"best {found['best']:.2f}, median {found['median']:.2f}, {found['num_runs']} runs"
-    return f"{engine:16s} {title}: {values}, {found['share']:.0%} of the limit"
 
 
 def main() -> None:

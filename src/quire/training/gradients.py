@@ -39,7 +39,7 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the recipe's values. inputs: float32, the part's input and its parameters."""
-        # Not the recipe: its values are the result, which would hold itself for ever.
+        # Keep no reference to the result: such a cycle would keep all activations in memory.
         ctx.formula, ctx.dtype = recipe.formula, recipe.dtype
         ctx.save_for_backward(*inputs)
         return recipe.values
