@@ -128,7 +128,7 @@ class Stores(HitSource, Extension, StepExtension):
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """See Extension: a request with look-ups waits outside the queue."""
-        if not sequence.has_something_to_compute or not self._waits(sequence):
+        if not sequence.has_something_to_compute or not self._begin_wait(sequence):
             self._expect(sequence)
 
     def prepare(self, sequence: Sequence) -> bool:
@@ -137,13 +137,13 @@ class Stores(HitSource, Extension, StepExtension):
         _, num_expected = sequence.found_elsewhere.get(StoreHit.EXPECTED, (0, 0))
         if not num_expected or self._num_here(sequence) >= num_expected:
             return True
-        if self._waits(sequence):
+        if self._begin_wait(sequence):
             self._lifecycle.park(sequence)
             return False
         self._expect(sequence)
         return True
 
-    def _waits(self, sequence: Sequence) -> bool:
+    def _begin_wait(self, sequence: Sequence) -> bool:
         """Look up a request. Return whether it waits for that."""
         if not self.look_up(sequence):
             return False
@@ -419,9 +419,8 @@ class Stores(HitSource, Extension, StepExtension):
         sequence = wait.sequence
         del self.waiting[sequence.request.request_id]
         self._expect(sequence)
-        if StoreBlocker.REQUESTED in sequence.blockers:
-            sequence.blockers -= {StoreBlocker.REQUESTED}
-            self._lifecycle.unpark(sequence)
+        sequence.blockers -= {StoreBlocker.REQUESTED}
+        self._lifecycle.unpark(sequence)
 
     # ---- removing blocks ---------------------------------------------------------------------
 
