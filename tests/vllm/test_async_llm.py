@@ -28,8 +28,8 @@ def test_an_engine_made_from_arguments_answers() -> None:
                 [_ async for _ in engine.generate("Hi", params, "b", lora_request=adapter)]
             assert engine.get_default_sampling_params().extra_args is None
             assert (await engine.get_tokenizer()).encode("Hi")
-            with pytest.raises(AttributeError, match="quire has no AsyncLLM.pause_generation"):
-                await engine.pause_generation()
+            with pytest.raises(AttributeError, match="quire has no AsyncLLM.start_profile"):
+                await engine.start_profile()
         finally:
             engine.shutdown()
 

@@ -91,7 +91,7 @@ def test_all_answers_are_those_of_one_process(starters: Starters, sizes: tuple[i
     [
         (False, signal.SIGKILL, r"has ended \(signal 9\)"),
         (False, signal.SIGSTOP, "was stopped"),
-        (True, signal.SIGSTOP, "keeper sent no heartbeat for 2 s"),
+        (True, signal.SIGSTOP, "its node agent sent no heartbeat for 2 s"),
     ],
 )
 def test_ranks_and_keepers_that_end_or_stand_still(
