@@ -15,7 +15,8 @@ struct Isa {
     static inline __m256i raw(I words) { return reinterpret_cast<__m256i>(words); }
     static inline I words_of(__m256i bits) { return reinterpret_cast<I>(bits); }
 
-    static constexpr int64_t kLanes = 8, kTileRows = 6, kPairRows = 5, kWideRows = 3;
+    static constexpr int64_t kLanes = 8, kTileRows = 6, kWideRows = 3;
+    static constexpr bool kSplitsPairs = true;  // 16 registers hold no pairs besides 12 sums
     static constexpr int kVectors = 4;
 #ifdef QUIRE_AVX_VNNI
     static constexpr int32_t kInt8Offset = 128;  // vpdpbusd multiplies unsigned by signed bytes

@@ -18,7 +18,8 @@ struct Isa {
     static inline __m512i raw(I words) { return reinterpret_cast<__m512i>(words); }
     static inline I words_of(__m512i bits) { return reinterpret_cast<I>(bits); }
 
-    static constexpr int64_t kLanes = 16, kTileRows = 6, kPairRows = 6, kWideRows = 6;
+    static constexpr int64_t kLanes = 16, kTileRows = 6, kWideRows = 6;
+    static constexpr bool kSplitsPairs = false;
     static constexpr int kVectors = 4;
     static constexpr int32_t kInt8Offset = 128;  // vpdpbusd multiplies unsigned by signed bytes
 #if defined(QUIRE_AMX)

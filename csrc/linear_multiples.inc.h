@@ -101,8 +101,7 @@ void multiplied_tile(const Sums& acc, const Operand& x, int64_t row, const Multi
 
 template <class, bool kFetches>
 struct MultipliedTile {
-    static constexpr int kMaxRows = Isa::kTileRows;
-    static constexpr int kMinRows = kFetches ? 1 : kMaxRows / 2;
+    static constexpr int kMinRows = kFetches ? 1 : Isa::kTileRows / 2;
     static constexpr int kWideRows = Isa::kTileRows / 2;
     Sums acc;
     const Operand* x;
@@ -130,7 +129,7 @@ void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand&
         run_tile_of<MultipliedTile, void>(count, ahead, acc.from(first, 0), &x, row + first, groups);
     };
     for (int64_t g = 0; g < layout.groups; g += chunk) {
-        for_tiles<Isa::kTileRows>(rows, layout.bytes, kAheadBytes, tile, g);
+        for_tiles(rows, layout.bytes, kAheadBytes, tile, g);
     }
 }
 

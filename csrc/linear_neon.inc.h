@@ -18,7 +18,8 @@ struct Isa {
     using F = float32x4_t;
     using I = int32x4_t;
 
-    static constexpr int64_t kLanes = 4, kTileRows = 4, kPairRows = 4, kWideRows = 4;
+    static constexpr int64_t kLanes = 4, kTileRows = 4, kWideRows = 4;
+    static constexpr bool kSplitsPairs = false;
     static constexpr int kVectors = 4;
     static constexpr int32_t kInt8Offset = 0;
     static constexpr const char* kName = QUIRE_NEON_NAME;

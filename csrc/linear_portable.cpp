@@ -11,7 +11,8 @@ namespace quire {
 namespace {
 
 struct Isa {
-    static constexpr int64_t kLanes = 4, kTileRows = 4, kPairRows = 4, kWideRows = 2;
+    static constexpr int64_t kLanes = 4, kTileRows = 4, kWideRows = 2;
+    static constexpr bool kSplitsPairs = false;
     static constexpr int kVectors = 4;
     static constexpr int32_t kInt8Offset = 0;
     static constexpr const char* kName = "portable";

@@ -27,6 +27,9 @@ namespace {
 
 static_assert(Isa::kVectors == kPanelVectors);
 constexpr int64_t kAheadBytes = 8192;  // measured: 4096 and 16384 are slower
+// The same for weights without groups. Where a tile passes a panel twice, the hardware does not prefetch
+// the half of the lines that a pass reads.
+constexpr int64_t kNearBytes = Isa::kWideRows < Isa::kTileRows ? kAheadBytes : 0;
 constexpr int64_t kBlockRows = 120;          // most rows that go through all panels together
 constexpr int64_t kFetchRows = 10;  // rows from which on the next panel is fetched ahead
 constexpr int64_t kCachedBytes = 8 * 1024 * 1024;  // of results
@@ -48,11 +51,41 @@ struct Ahead {
     }
 };
 
+// Makes the compiler finish a sum here and leave it in its register.
+template <class F>
+QUIRE_INLINE void finish(F& sum) {
+#ifdef QUIRE_X86_VARIANTS
+    asm volatile("" : "+x"(sum));
+#endif
+}
+
+// The same as add_step, with a half of all pairs at a time: registers hold 12 sums, two weights and an
+// activation. Unless each sum is finished in turn, compilers load more and store sums in between.
+template <class Weight, int kRows, int kVectors, class Sum, class X>
+QUIRE_INLINE void add_halves(Sum (&sums)[kRows][kVectors], const uint8_t* w,
+                             const X* const (&x)[kRows], int64_t at) {
+    unrolled<2>(QUIRE_EACH(half) {
+        Sum loaded[kVectors];
+        unrolled<kVectors>(QUIRE_EACH(v) {
+            loaded[v] = Weight::template load_half<half>(w + v * Weight::kVectorBytes);
+        });
+        unrolled<kRows>(QUIRE_EACH(r) {
+            const Sum each = Isa::all(x[r][at + half]);
+            unrolled<kVectors>(
+                QUIRE_EACH(v) { sums[r][v] = Isa::fma(loaded[v], each, sums[r][v]); });
+            unrolled<kVectors>(QUIRE_EACH(v) { finish(sums[r][v]); });
+        });
+    });
+}
+
 // sums[r][v] += the products of a step, of which `w` is the first vector's part.
 template <class Weight, int kRows, int kVectors, class Sum, class X>
 QUIRE_INLINE void add_step(Sum (&sums)[kRows][kVectors], const uint8_t* w, const X* const (&x)[kRows],
                            int64_t at) {
-    if constexpr (kTakesTurns<Weight> || (kArePairs<Weight> && kVectors == Isa::kVectors)) {
+    if constexpr (kSplits<Weight> && kVectors < Isa::kVectors) {
+        return add_halves<Weight, kRows, kVectors>(sums, w, x, at);
+    }
+    if constexpr (kTakesTurns<Weight> || kSplits<Weight>) {
         unrolled<kVectors>(QUIRE_EACH(v) {
             const typename Weight::Loaded loaded = Weight::load(w + v * Weight::kVectorBytes);
             unrolled<kRows>(QUIRE_EACH(r) { Weight::add(sums[r][v], loaded, x[r] + at); });
@@ -261,7 +294,7 @@ QUIRE_INLINE void tile_of(const Tile& tile) {
 // Tiles are of nearly equal size: where there are several, none has fewer rows than half of the most.
 static_assert(kFetchRows > Isa::kTileRows);
 
-template <class Tile, int kRows = Tile::kMaxRows>
+template <class Tile, int kRows = Isa::kTileRows>
 void run_tile(const Tile& tile, int64_t rows) {
     if constexpr (kRows > Tile::kMinRows) {
         if (rows < kRows) return run_tile<Tile, kRows - 1>(tile, rows);
@@ -271,9 +304,8 @@ void run_tile(const Tile& tile, int64_t rows) {
 
 template <class Weight, bool kFetches>
 struct DenseTile {
-    static constexpr int kMaxRows = kMaxTileRows<Weight>;
-    static constexpr int kMinRows = kFetches ? kMaxRows / 2 : 1;
-    static constexpr int kWideRows = kArePairs<Weight> ? 2 : Isa::kWideRows;
+    static constexpr int kMinRows = kFetches && kNearBytes == 0 ? Isa::kTileRows / 2 : 1;
+    static constexpr int kWideRows = kSplits<Weight> ? 2 : Isa::kWideRows;
     Sums acc;
     const uint8_t* x;
     int64_t stride;
@@ -294,8 +326,7 @@ template <class Weight, bool kOffsets>
 struct Grouped {
     template <class, bool kFetches>
     struct Tile {
-        static constexpr int kMaxRows = kMaxTileRows<Weight>;
-        static constexpr int kMinRows = kFetches ? 2 : kMaxRows / 2;
+        static constexpr int kMinRows = kFetches ? 2 : Isa::kTileRows / 2;
         static constexpr int kWideRows = kTakesTurns<Weight> ? 3 : Isa::kWideRows;
         Sums acc;
         const Operand* x;
@@ -316,12 +347,12 @@ struct Grouped {
     };
 };
 
-// Calls tile(first row, rows, what to fetch, begin of the chunk) for tiles of nearly equal size, of at
-// most kMaxRows. near: how far ahead the first one of few rows asks; 0 if it does not.
-template <int kMaxRows, class Call>
+// Calls tile(first row, rows, what to fetch, begin of the chunk) for tiles of nearly equal size. near: how
+// far ahead the first one of few rows asks; 0 if it does not.
+template <class Call>
 void for_tiles(int64_t rows, int64_t panel_bytes, int64_t near, const Call& call, int64_t chunk) {
     constexpr int64_t kLines = kPanel * 4 / 64;  // of a step
-    const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+    const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows;
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t first = t * rows / tiles;
         Ahead ahead{panel_bytes, t * kLines / tiles, (t + 1) * kLines / tiles};
@@ -344,17 +375,17 @@ template <class Weight>
 void dense_panel(const Sums& acc, const Sums&, const PackedWeight& weight, const PanelLayout& layout,
                  const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
     const int64_t steps = (weight.inputs + Weight::kDepth - 1) / Weight::kDepth;
-    constexpr int64_t kChunk = kChunkBytes / (kPanel * 4);
+    // Few rows pass half of the first cache at a time, so that second passes find it there.
+    const int64_t bytes = kNearBytes > 0 && rows < kFetchRows ? kChunkBytes / 16 : kChunkBytes;
+    const int64_t chunk = bytes / (kPanel * 4);
     constexpr int64_t kStepBytes = Weight::kDepth * sizeof(typename Weight::X);
     const auto tile = [&](int64_t first, int64_t count, const Ahead& ahead, int64_t s) {
         const uint8_t* values = x.values + (row + first) * x.stride + s * kStepBytes;
-        const int64_t some = steps - s < kChunk ? steps - s : kChunk;
+        const int64_t some = steps - s < chunk ? steps - s : chunk;
         run_tile_of<DenseTile, Weight>(count, ahead, acc.from(first, 0), values, x.stride,
                                        w + s * kPanel * 4, some, s == 0);
     };
-    for (int64_t s = 0; s < steps; s += kChunk) {
-        for_tiles<kMaxTileRows<Weight>>(rows, layout.bytes, 0, tile, s);
-    }
+    for (int64_t s = 0; s < steps; s += chunk) for_tiles(rows, layout.bytes, kNearBytes, tile, s);
 }
 
 // Groups whose factors are decoded together: whole blocks, and few where rows are few, so that memory
@@ -412,7 +443,7 @@ void grouped_panel(const Sums& acc, [[maybe_unused]] const Sums& last, const Pac
                 some, ahead, acc.from(first, 0), &x, row + first, part, &layout, &factors, block);
         };
         for (int64_t step = 0; step < steps; step += max_bytes) {
-            for_tiles<kMaxTileRows<Weight>>(rows, layout.bytes, kAheadBytes, tile, step);
+            for_tiles(rows, layout.bytes, kAheadBytes, tile, step);
         }
     }
 }
@@ -542,7 +573,7 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
 // Steps of the largest tile on the same few cache lines. Returns the operations of a step.
 template <class Weight, class X, class Sum>
 int64_t repeat_step(int64_t steps, const Sum& zero) {
-    constexpr int kRows = kMaxTileRows<Weight>;
+    constexpr int kRows = Isa::kTileRows;
     constexpr int kVectors = kRows <= Isa::kWideRows ? Isa::kVectors : Isa::kVectors / 2;
     alignas(64) static const uint8_t zeros[kPanel * 4] = {};
     const uint8_t* w = zeros;

@@ -48,6 +48,10 @@ struct Float16Weight {
     static QUIRE_INLINE Loaded load(const uint8_t* w) {
         return {Isa::load_halves(w), Isa::load_halves(w + kPanel * 2)};
     }
+    template <int kHalf>
+    static QUIRE_INLINE typename Isa::F load_half(const uint8_t* w) {
+        return Isa::load_halves(w + kHalf * kPanel * 2);
+    }
     static QUIRE_INLINE void add(typename Isa::F& sum, const Loaded& w, const X* x) {
         sum = Isa::fma(w.even, Isa::all(x[0]), sum);
         sum = Isa::fma(w.odd, Isa::all(x[1]), sum);
@@ -64,6 +68,12 @@ struct WidenedBfloat16Weight {
     static QUIRE_INLINE Loaded load(const uint8_t* w) {
         const typename Isa::I words = Isa::load_words(w);
         return {Isa::low_halves(words), Isa::high_halves(words)};
+    }
+    template <int kHalf>
+    static QUIRE_INLINE typename Isa::F load_half(const uint8_t* w) {
+        const typename Isa::I words = Isa::load_words(w);
+        if constexpr (kHalf == 0) return Isa::low_halves(words);
+        else return Isa::high_halves(words);
     }
     static QUIRE_INLINE void add(typename Isa::F& sum, const Loaded& w, const X* x) {
         sum = Isa::fma(w.even, Isa::all(x[0]), sum);
@@ -239,18 +249,13 @@ struct WeightOf<Values::kInt8> { using Type = Int8Weight; };
 template <class Weight>
 constexpr bool kTakesTurns = Weight::kDepth >= 16;
 
-// Whether weights become pairs of vectors that leave too few registers for the sums of kTileRows rows.
-// A sum that does not fit is stored and loaded in each step, which takes a third of the speed.
+// Whether tiles multiply the first weights of all pairs, then the second ones.
 template <class Weight>
-constexpr bool kArePairs = false;
+constexpr bool kSplits = false;
 template <>
-constexpr bool kArePairs<Float16Weight> = Isa::kPairRows < Isa::kTileRows;
+constexpr bool kSplits<Float16Weight> = Isa::kSplitsPairs;
 template <>
-constexpr bool kArePairs<WidenedBfloat16Weight> = Isa::kPairRows < Isa::kTileRows;
-
-// Most rows of a tile.
-template <class Weight>
-constexpr int kMaxTileRows = kArePairs<Weight> ? Isa::kPairRows : Isa::kTileRows;
+constexpr bool kSplits<WidenedBfloat16Weight> = Isa::kSplitsPairs;
 
 }  // namespace
 }  // namespace quire
