@@ -10,7 +10,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jsonschema
@@ -106,24 +106,19 @@ def walk(
 
 # ---- regular expressions ---------------------------------------------------------------------
 
-# A set of bytes, ("seq", a, b), ("alt", a, b), ("many", a, least, most); NOTHING has no text.
+# A set of bytes, ("empty",), ("seq", a, b), ("alt", a, b), or ("many", a, least, most).
 Regex = Any
-NOTHING: Regex = frozenset()
+# What remains to be written is one of several expressions: Antimirov's partial derivatives (1996).
+# There are about as many as an expression has letters, however long the text is.
+Rest = frozenset[Regex]
 EMPTY: Regex = ("empty",)
 
 
 def seq(a: Regex, b: Regex) -> Regex:
-    if NOTHING in (a, b):
-        return NOTHING
     return b if a == EMPTY else a if b == EMPTY else ("seq", a, b)
 
 
-def alt(a: Regex, b: Regex) -> Regex:
-    if a in (NOTHING, b):
-        return b
-    return a if b == NOTHING else ("alt", a, b)
-
-
+@cache
 def nullable(r: Regex) -> bool:
     if isinstance(r, frozenset):
         return False
@@ -137,29 +132,29 @@ def nullable(r: Regex) -> bool:
     return r[2] == 0 or nullable(r[1])
 
 
-def after(r: Regex, byte: int) -> Regex:
-    """Its derivative: the rest of its texts that begin with this byte."""
+@cache
+def partials(r: Regex, byte: int) -> Rest:
+    """Return expressions for the rests of its texts that begin with this byte."""
     if isinstance(r, frozenset):
-        return EMPTY if byte in r else NOTHING
+        return frozenset([EMPTY] if byte in r else [])
     match r[0]:
         case "empty":
-            return NOTHING
+            return frozenset()
         case "seq":
-            found = seq(after(r[1], byte), r[2])
-            return alt(found, after(r[2], byte)) if nullable(r[1]) else found
+            found = frozenset(seq(each, r[2]) for each in partials(r[1], byte))
+            return found | partials(r[2], byte) if nullable(r[1]) else found
         case "alt":
-            return alt(after(r[1], byte), after(r[2], byte))
+            return partials(r[1], byte) | partials(r[2], byte)
     _, inner, least, most = r
-    if most == 0:
-        return NOTHING
     rest = ("many", inner, max(0, least - 1), None if most is None else most - 1)
-    return seq(after(inner, byte), EMPTY if rest[3] == 0 else rest)
+    return frozenset(seq(each, EMPTY if rest[3] == 0 else rest) for each in partials(inner, byte))
 
 
-def rest_of(r: Regex, text: bytes) -> Regex:
+@cache
+def after(rest: Rest, text: bytes) -> Rest:
     for byte in text:
-        r = after(r, byte)
-    return r
+        rest = frozenset().union(*(partials(each, byte) for each in rest))
+    return rest
 
 
 # (pattern as text, the same as data)
@@ -176,7 +171,7 @@ def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(
         st.tuples(inner, inner).map(lambda two: (two[0][0] + two[1][0], seq(two[0][1], two[1][1]))),
         st.tuples(inner, inner).map(
-            lambda two: (f"({two[0][0]}|{two[1][0]})", alt(two[0][1], two[1][1]))),
+            lambda two: (f"({two[0][0]}|{two[1][0]})", ("alt", two[0][1], two[1][1]))),
         st.tuples(inner, counts).map(
             lambda two: (f"({two[0][0]}){two[1][0]}", ("many", two[0][1], *two[1][1:]))),
     )  # fmt: skip
@@ -186,12 +181,13 @@ def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(regex=st.recursive(leaves(), grown, max_leaves=8), seed=st.integers(0, 7))
 def test_regular_expressions(regex: tuple[str, Regex], seed: int) -> None:
     pattern, data = regex
+    whole = frozenset([data])
     walk(
         model(seed),
         grammar_of(StructuredOutputsParams(regex=pattern)),
-        allowed=lambda done, text: rest_of(data, done + text) != NOTHING,
-        ends=lambda done: nullable(rest_of(data, done)),
-        num_next=lambda done: sum(after(rest_of(data, done), b) != NOTHING for b in range(256)),
+        allowed=lambda done, text: bool(after(after(whole, done), text)),
+        ends=lambda done: any(map(nullable, after(whole, done))),
+        num_next=lambda done: sum(bool(after(after(whole, done), bytes([b]))) for b in range(256)),
         seed=seed,
     )
 

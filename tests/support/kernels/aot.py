@@ -1,5 +1,5 @@
 """Compiles kernels without a device: python -m tests.support.kernels.aot STEP MODULE ...
-[--capability 90] [--list CONFIGS]
+[--capability 90] [--list CONFIGS] [--lower MODULE ...]
 
 Prints JSON with one entry for each of the modules' CONFIGS. If a kernel has more than STEP of them,
 each STEPth from the first gets one. An entry holds registers, spilled bytes, shared memory, and
@@ -8,7 +8,8 @@ takes longer to read. It counts products that are fused with sums although the s
 also counts conditional reads of a buffer that a loop's next loads write: Triton (3.6) lets these
 loads begin first. For kernels that wait for their predecessor it holds the order of memory
 instructions in the machine code. A process of its own, since kernels that are interpreted cannot be
-compiled.
+compiled. The first launch of each kernel of the modules after --lower becomes Triton's IR only, a
+sixth of the work.
 
 Attention is launched in more ways than its CONFIGS have. Their lists, as JSON:
 
@@ -34,8 +35,9 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from quire.ops.kernels.attention.attention import config as attention_config
 from quire.ops.kernels.attention.attention_tiles import WARP_GROUPS, Machine, machine_with
@@ -67,6 +69,21 @@ ARRIVAL = {"LDG": "L", "STG": "S", "BAR": "B", "MEMBAR": "M", "ATOMG": "A", "CCT
 
 def compile_for(config: Config, target: GPUTarget) -> Any:
     """Return what Triton makes of a launch, by stage: `asm` has ttgir, ptx and cubin."""
+    return triton.compile(source_of(config), target=target, options=options_of(config))
+
+
+def lower(config: Config, target: GPUTarget) -> str:
+    """Return Triton's IR of a launch, before any pass of the compiler."""
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options(options_of(config))
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    return str(source_of(config).make_ir(target, options, functions, modules, context))
+
+
+def source_of(config: Config) -> ASTSource:
+    """Return the kernel with the types and constants of a launch."""
     names = config.kernel.arg_names
     pointers = [name for name, kind in config.signature.items() if kind.startswith("*")]
     attributes = {
@@ -76,11 +93,15 @@ def compile_for(config: Config, target: GPUTarget) -> Any:
         name: "constexpr" if name in config.constants else config.signature[name] for name in names
     }
     constants = {(names.index(name),): value for name, value in config.constants.items()}
-    source = ASTSource(config.kernel, signature, constants, attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return ASTSource(config.kernel, signature, constants, attributes)
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """Return the compiler's options of a launch."""
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if is_ordered(config):
         options["enable_fp_fusion"] = False
-    return triton.compile(source, target=target, options=options)
+    return options
 
 
 def compile_config(config: Config, reads_machine_code: bool, arch: int = ARCH) -> dict[str, Any]:
@@ -262,19 +283,31 @@ def main() -> None:
     parser.add_argument("modules", nargs="+")
     parser.add_argument("--capability", type=int, default=ARCH)
     parser.add_argument("--list", default="CONFIGS")
+    parser.add_argument("--lower", nargs="*", default=[])
     given = parser.parse_args()
     found, step = [], given.step
     for name in given.modules:
-        of_kernels: dict[Any, list[Config]] = {}
-        for config in getattr(importlib.import_module(f"quire.ops.kernels.{name}"), given.list):
-            of_kernels.setdefault(config.kernel, []).append(config)
-        for configs in of_kernels.values():
+        for configs in configs_of(name, given.list):
             some = configs[::step] if len(configs) > step else configs
             found += [
                 {"module": name} | compile_config(config, step == 1, given.capability)
                 for config in some
             ]
-    print(json.dumps(found))
+    target = GPUTarget("cuda", given.capability, 32)
+    lowered = [
+        {"module": name, "ir": lower(configs[0], target)}
+        for name in given.lower
+        for configs in configs_of(name, given.list)
+    ]
+    print(json.dumps(found + lowered))
+
+
+def configs_of(module: str, names: str) -> list[list[Config]]:
+    """Return the launches that a module lists under a name, by kernel."""
+    of_kernels: dict[Any, list[Config]] = {}
+    for config in getattr(importlib.import_module(f"quire.ops.kernels.{module}"), names):
+        of_kernels.setdefault(config.kernel, []).append(config)
+    return list(of_kernels.values())
 
 
 if __name__ == "__main__":
