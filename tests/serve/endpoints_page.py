@@ -124,9 +124,23 @@ ROUTES = {
         POST /start_weight_update
         POST /update_weights
         POST /finish_weight_update
-        POST /inference/v1/generate | use /v1/completions with token ids
+        GET /get_world_size
+        GET /server_info
+        POST /inference/v1/generate
         POST /invocations | use the path of the API itself
         POST /v1/audio/transcriptions
+    """,
+    "TRL": """
+        GET /health/
+        GET /get_world_size/
+        POST /generate/
+        POST /chat/
+        POST /get_sequence_logprobs/
+        POST /init_communicator/
+        POST /update_named_param/
+        POST /batch_update_named_params/
+        POST /reset_prefix_cache/
+        POST /close_communicator/
     """,
     "Ollama": """
         POST /api/chat

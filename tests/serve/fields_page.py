@@ -37,10 +37,11 @@ NATIVE_HEAD = """\
 
 <!-- written by `make fields` from the declarations of the bodies; do not edit -->
 
-This page lists the fields of vLLM's [orders of a trainer](training.md), and of the own endpoints of
-[Ollama](ollama.md) (`api/...`), [llama.cpp](llamacpp.md), [SGLang](../start/from-sglang.md)
-(`generate`) and [LM Studio](../start/from-lmstudio.md) (`api/v0/...`). [Fields](fields.md) explains
-the words, and lists the fields of the other endpoints.
+This page lists the fields of vLLM's [orders of a trainer](training.md), of the
+[endpoints of trainers](trl.md), and of the own endpoints of [Ollama](ollama.md) (`api/...`),
+[llama.cpp](llamacpp.md), [SGLang](../start/from-sglang.md) (`generate`) and
+[LM Studio](../start/from-lmstudio.md) (`api/v0/...`). [Fields](fields.md) explains the words, and
+lists the fields of the other endpoints.
 """
 FOREIGN_HEAD = """\
 ## Fields of other engines

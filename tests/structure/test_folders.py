@@ -90,7 +90,7 @@ BUDGETS = {
     "scheduler/media": 390,
     "scheduler/policy": 350,
     "scheduler/reuse": 2040,
-    "serve": 2890,
+    "serve": 2900,
     "serve/anthropic": 940,
     "serve/batches": 2320,
     "serve/bodies": 1800,
@@ -99,7 +99,7 @@ BUDGETS = {
     "serve/llamacpp": 740,
     "serve/lmstudio": 210,
     "serve/media": 900,
-    "serve/native": 2460,
+    "serve/native": 2500,
     "serve/observers": 750,
     "serve/ollama": 920,
     "serve/openai": 810,
@@ -108,6 +108,7 @@ BUDGETS = {
     "serve/python": 1990,
     "serve/responses": 1820,
     "serve/several": 1700,
+    "serve/rollouts": 610,
     "serve/sglang": 510,
     "spec": 3130,
     "spec/deepseek": 290,
@@ -123,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 885, 127_000
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 895, 128_000
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

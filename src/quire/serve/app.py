@@ -35,6 +35,7 @@ from quire.serve.ollama import models as ollama_models
 from quire.serve.ollama import routes as ollama
 from quire.serve.openai import chat_completions, completions, embeddings, scores
 from quire.serve.responses import routes as responses
+from quire.serve.rollouts import tokens, trl
 from quire.serve.sglang import routes as sglang
 from quire.serve.sglang import server as sglang_server
 
@@ -57,6 +58,7 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
     app.state.context, app.state.batches = context, batches
     protected = Depends(authorised)
     app.include_router(utility.public)
+    app.include_router(trl.public)
     app.include_router(utility.router, dependencies=[protected])
     if context.config.page:
         app.include_router(page.router)
@@ -68,12 +70,12 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         files_routes.router,
         batches_routes.router, responses.router, responses.stored_router, ollama_models.router,
         llamacpp_server.router, refused.router, sglang_server.router,
-        lmstudio.router, trainer.router, trainer.chunks,
+        lmstudio.router, trainer.router, trainer.chunks, trl.router,
     ):  # fmt: skip
         app.include_router(router, dependencies=[protected])
     for router in (
         completions.router, chat_completions.router, embeddings.router, scores.router,
-        ollama.router, llamacpp.router, sglang.router,
+        ollama.router, llamacpp.router, sglang.router, tokens.router, trl.generating_router,
     ):  # fmt: skip
         app.include_router(router, dependencies=[protected, Depends(generating)])
     for router in (sglang_server.generating_router, lmstudio.generating_router):

@@ -27,12 +27,15 @@ from quire.serve.ollama import routes as ollama
 from quire.serve.ollama.protocol import Options
 from quire.serve.openai import chat_completions, completions, embeddings, scores
 from quire.serve.responses import routes as responses
+from quire.serve.rollouts import tokens, trl
+from quire.serve.rollouts.protocol import VllmSampling
 from quire.serve.sglang import routes as sglang
 from quire.serve.sglang.protocol import Sampling
 
 # Fields of fields
 OPTIONS = "api/... options"  # of Ollama's bodies
 SAMPLING = "generate sampling_params"  # of SGLang's
+OF_VLLM = "inference/v1/generate sampling_params"  # and generation_kwargs of TRL's bodies
 STREAM = "/v1/stream"  # a WebSocket, whose route declares no body
 ROUTERS = (
     chat_completions.router, completions.router, responses.router, messages.generating_router,
@@ -42,9 +45,11 @@ ROUTERS = (
 # Endpoints of other engines.
 OTHER_ENGINES = (
     ollama.router, ollama_models.router, llamacpp.router, llamacpp_server.router, sglang.router,
-    lmstudio.generating_router, trainer.router,
+    lmstudio.generating_router, trainer.router, tokens.router, trl.generating_router,
 )  # fmt: skip
-PARTS: dict[str, type[BaseModel]] = {OPTIONS: Options, SAMPLING: Sampling}
+PARTS: dict[str, type[BaseModel]] = {
+    OPTIONS: Options, SAMPLING: Sampling, OF_VLLM: VllmSampling,
+}  # fmt: skip
 TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
 KINDS = {
     "integer": "whole number", "number": "number", "string": "text", "boolean": "true or false",

@@ -96,9 +96,7 @@ SERVER = {
     "enable_request_id_headers": _ignored("every answer has X-Request-Id", True),
     "enable_server_load_tracking": _ignored("/load always answers", True),
     "enable_tokenizer_info_endpoint": _ignored("/tokenizer_info always answers", True),
-    "enable_scale_out": _switch(
-        "its endpoints do not exist here; send prompts as token ids", False
-    ),
+    "enable_scale_out": _ignored("/inference/v1/generate always answers", True),
     "tokens_only": _switch("remove it: prompts and outputs may be token ids", False),
     "disable_frontend_multiprocessing": _ignored("use --api-server-count", True),
     "fail_on_environ_validation": _ignored("quire reads few environment variables", True),
@@ -202,7 +200,11 @@ MODEL = {
     "enable_nccl_comm_suspend": _ignored("a sleep needs no communicator", True),
     "diffusion_config": _value("diffusion models are not supported", short="-dc"),
     "watermark_config": _value("outputs are not watermarked"),
-    "weight_transfer_config": _value("weights come from the model's files"),
+    "weight_transfer_config": _value(
+        "new weights come from a folder or as chunks (docs/use/training.md)",
+        '{"backend": "http"}',
+        '{"backend":"http"}',
+    ),
     "additional_config": _value("no part of quire reads it", "{}"),
 }
 LOADING = {

@@ -10,12 +10,12 @@ from quire.serve.native.document import document
 
 JSON = "application/json"
 # Endpoints that batches may not call: for operators, files, batches and single requests, and the
-# APIs of Ollama, llama.cpp and SGLang.
+# APIs of Ollama, llama.cpp, SGLang and TRL.
 NOT_IN_BATCHES = (
     "/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests/", "/abort_requests", "/api/",
     "/apply-template", "/completion", "/embedding", "/generate", "/infill", "/reranking",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters",
-    "/init_weight_transfer_engine",
+    "/init_weight_transfer_engine", "/inference/", "/chat/", "/get_sequence_logprobs/",
     "/start_weight_update", "/update_weights", "/finish_weight_update",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from quire.serve.openai.scores import NAMES
 
 Json = dict[str, Any]
 
-PUBLIC = ("/health", "/ready", "/ping")
+PUBLIC = ("/health", "/health/", "/ready", "/ping")
 NOT_SENT = "422"
 ERROR = {"$ref": "#/components/schemas/Error"}
 MESSAGE_ERROR = {"$ref": "#/components/schemas/MessageError"}
@@ -43,8 +43,8 @@ BY_OPERATORS = {
     "403": "only an admin key may give this order, or it names a path of its own",
 }
 ORDERS = (
-    "/reset_prefix_cache", "/abort_requests", "/pause", "/resume", "/is_paused",
-    "/sleep", "/wake_up", "/is_sleeping",
+    "/reset_prefix_cache", "/reset_prefix_cache/", "/abort_requests", "/pause", "/resume",
+    "/is_paused", "/sleep", "/wake_up", "/is_sleeping",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters",
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
     "/update_weights/chunk", "/finish_weight_update",
@@ -291,6 +291,12 @@ _SERVER_INFO = _object(
     served_model_name="string", context_length="integer", max_running_requests="integer",
     version="string", status="string", internal_states=["object"],
 )  # fmt: skip
+# TRL's
+_ROLLOUTS = _object(
+    prompt_ids=[["integer"]], completion_ids=[["integer"]],
+    logprobs={"anyOf": [_schema([[["number"]]]), {"type": "null"}]},
+    logprob_token_ids={"anyOf": [_schema([[["integer"]]]), {"type": "null"}]},
+)  # fmt: skip
 _COMPLETION = {"type": "object", "properties": {"content": {"type": "string"}}}
 OF_OTHER_ENGINES: dict[tuple[str, str], Json] = {
     ("post", "/api/chat"): _LINES | _json(_object(**_OLLAMA_END, message="object")),
@@ -328,6 +334,11 @@ OF_OTHER_ENGINES: dict[tuple[str, str], Json] = {
     ("post", "/flush_cache"): {"text/plain": {"schema": {"type": "string"}}},
     **{("get", path): _json(_MODEL_INFO) for path in ("/model_info", "/get_model_info")},
     **{("get", path): _json(_SERVER_INFO) for path in ("/server_info", "/get_server_info")},
+    **{("post", path): _json(_ROLLOUTS) for path in ("/generate/", "/chat/")},
+    ("post", "/get_sequence_logprobs/"): _json({"type": "object"}),
+    ("get", "/get_world_size/"): _json(_object(world_size="integer")),
+    ("post", "/reset_prefix_cache/"): _json(_object(reset="boolean")),
+    ("post", "/close_communicator/"): _json(_object(message="string")),
     ("post", "/embedding"): _json(_schema([_object(index="integer", embedding=[["number"]])])),
 }  # fmt: skip
 ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
@@ -397,6 +408,15 @@ ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
             chat_template="string or null", eos_token="string or null",
         )
     ),
+    ("post", "/inference/v1/generate"): _EVENTS
+    | _json(_object(
+        request_id="string", created="integer", model="string", usage=_USAGE,
+        choices=[_object(
+            index="integer", token_ids=["integer"], finish_reason="string",
+            logprobs="object or null",
+        )],
+    )),
+    ("get", "/get_world_size"): _json(_object(world_size="integer")),
     ("post", "/reset_prefix_cache"): _json(_object(reset="boolean")),
     ("post", "/pause"): _json(_object(status="string")),
     ("post", "/resume"): _json(_object(status="string")),

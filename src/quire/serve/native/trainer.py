@@ -12,6 +12,7 @@ connections from the same machine may use them.
 """
 
 import ipaddress
+import math
 from typing import Annotated, Any, Literal
 
 import fastapi
@@ -75,6 +76,26 @@ class FinishBody(StrictBody):
 
     partial: bool = becomes("UpdateWeights.is_partial", default=False)
     weights_version: Label = becomes("UpdateWeights.version", default="")
+
+
+@router.get("/get_world_size")
+async def world_size(api: Api) -> dict[str, int]:
+    """Return the number of processes that hold weights, as vLLM counts them."""
+    settings = api.client.ready.settings
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    return {"world_size": math.prod(settings.get(name, 1) for name in names)}
+
+
+def vllm_config(api: ApiContext) -> dict[str, Any]:
+    """Return the parts of vLLM's configuration that trainers read from /server_info. Without a
+    weight_transfer_config they do not wait for an NCCL group."""
+    known = api.client.ready
+    model = {
+        "model": api.model_names[0],
+        "dtype": f"torch.{known.numerics.get('dtype', 'float32')}",
+        "max_model_len": known.max_model_len,
+    }
+    return {"model_config": model, "weight_transfer_config": None}
 
 
 @router.post("/pause")

@@ -15,6 +15,7 @@ from quire.serve.http.limits import generating
 from quire.serve.http.middleware import new_id
 from quire.serve.http.sse import unless_disconnected
 from quire.serve.native.admin import check_admin
+from quire.serve.native.trainer import vllm_config
 from quire.serve.pipeline.answer import collect
 from quire.serve.pipeline.completion import completion_job
 from quire.serve.pipeline.plan import plan_completion
@@ -50,7 +51,8 @@ async def model_info(api: Api) -> Json:
 @router.get("/server_info", dependencies=[Depends(require_known_model)])
 @router.get("/get_server_info", dependencies=[Depends(require_known_model)])
 async def server_info(api: Api) -> Json:
-    """Describe the server: its limits, its version, and its open requests."""
+    """Describe the server: its limits, its version, and its open requests. Trainers read
+    `vllm_config`, which vLLM's server has under the same path."""
     name, known = api.model_names[0], api.client.ready
     return {
         "model_path": name,
@@ -62,6 +64,7 @@ async def server_info(api: Api) -> Json:
         "internal_states": [{"num_open_requests": api.num_open}],
         "version": f"quire {QUIRE_VERSION}",
         "status": "ready" if api.client.is_alive and not api.draining else "not ready",
+        "vllm_config": vllm_config(api),
     }
 
 

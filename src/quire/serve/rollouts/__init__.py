@@ -1,0 +1,1 @@
+"""Routes of trainers that sample rollouts: tokens in and out, and TRL's server."""
