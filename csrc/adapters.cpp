@@ -1,6 +1,7 @@
 #include "adapters.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "elements.h"
 #include "parallel.h"
@@ -15,13 +16,13 @@ constexpr int64_t kAloneProducts = 1 << 16;  // that one thread does before anot
 
 // One part of one group: where its low-rank products begin, [rows, rank].
 struct Piece {
-    const AdapterRows* group;
+    const AdapterUse* use;
     const AdapterPart* part;
     int64_t low;    // index of its first number in low_
     int64_t ranks;  // ranks of the pieces before it
     int64_t blocks; // blocks of outputs of the pieces before it
 
-    int64_t rows() const { return static_cast<int64_t>(group->rows.size()); }
+    int64_t rows() const { return use->count; }
 };
 
 int64_t blocks_of(const AdapterPart& part) {
@@ -87,7 +88,7 @@ void go_down(float* low, const Piece& piece, const Matrix& x, int64_t begin, int
     for (int64_t first = 0; first < piece.rows(); first += kRowsAtOnce) {
         const int64_t rows = std::min(kRowsAtOnce, piece.rows() - first);
         const float* own[kRowsAtOnce] = {};
-        for (int64_t i = 0; i < rows; ++i) own[i] = all + piece.group->rows[first + i] * x.stride;
+        for (int64_t i = 0; i < rows; ++i) own[i] = all + piece.use->from[first + i] * x.stride;
         for (int64_t r = begin; r < end; ++r) {
             float* to = low + piece.low + first * rank + r;
             dot_rows(to, rank, own, rows, down + r * x.columns, x.columns);
@@ -104,7 +105,7 @@ void go_up(const MutableMatrix& out, const Piece& piece, const float* low, int64
     for (int64_t block = begin; block < end; ++block) {
         const int64_t n = block * kOutputsAtOnce, count = std::min(kOutputsAtOnce, part.outputs - n);
         for (int64_t i = 0; i < piece.rows(); ++i) {
-            float* row = static_cast<float*>(out.data) + piece.group->rows[i] * out.stride;
+            float* row = static_cast<float*>(out.data) + piece.use->to[i] * out.stride;
             add_row(row + part.first + n, low + piece.low + i * part.rank,
                     static_cast<const T*>(part.up) + n, part.rank, part.outputs, count);
         }
@@ -141,22 +142,85 @@ void add_pieces(const MutableMatrix& out, const Matrix& x, const std::vector<Pie
 
 }  // namespace
 
+void Adapters::begin_step(std::vector<AdapterRows> groups) {
+    groups_ = std::move(groups);
+    group_of_.clear();
+    for (size_t group = 0; group < groups_.size(); ++group) {
+        for (const int64_t row : groups_[group].rows) {
+            if (static_cast<size_t>(row) >= group_of_.size()) {
+                group_of_.resize(static_cast<size_t>(row) + 1, -1);
+            }
+            group_of_[static_cast<size_t>(row)] = static_cast<int64_t>(group);
+        }
+    }
+}
+
 void Adapters::add(const MutableMatrix& out, const Matrix& x, int64_t layer, int num_threads) {
+    uses_.clear();
+    for (const AdapterRows& group : groups_) {
+        const AdapterLayer* found = find(group.slot, layer);
+        if (found == nullptr || found->parts.empty()) continue;
+        const int64_t* rows = group.rows.data();
+        uses_.push_back({found, rows, rows, static_cast<int64_t>(group.rows.size())});
+    }
+    add_uses(out, x, num_threads);
+}
+
+void Adapters::group_experts(const std::vector<ExpertRow>& rows) {
+    struct Key {
+        int64_t expert, group, place;
+        bool operator<(const Key& other) const {
+            return std::tie(expert, group, place) < std::tie(other.expert, other.group, other.place);
+        }
+    };
+    std::vector<Key> keys;
+    for (size_t place = 0; place < rows.size(); ++place) {
+        const auto row = static_cast<size_t>(rows[place].row);
+        const int64_t group = row < group_of_.size() ? group_of_[row] : -1;
+        if (group >= 0) keys.push_back({rows[place].expert, group, static_cast<int64_t>(place)});
+    }
+    std::sort(keys.begin(), keys.end());
+    expert_groups_.clear();
+    from_.clear();
+    to_.clear();
+    for (size_t i = 0; i < keys.size(); ++i) {
+        const auto& [expert, group, place] = keys[i];
+        if (i == 0 || keys[i - 1].expert != expert || keys[i - 1].group != group) {
+            const int64_t slot = groups_[static_cast<size_t>(group)].slot;
+            expert_groups_.push_back({expert, slot, static_cast<int64_t>(i), 0});
+        }
+        ++expert_groups_.back().count;
+        from_.push_back(rows[static_cast<size_t>(place)].row);
+        to_.push_back(place);
+    }
+}
+
+void Adapters::add_experts(const MutableMatrix& out, const Matrix& x, int64_t first,
+                           bool is_of_step, int num_threads) {
+    uses_.clear();
+    for (const ExpertGroup& group : expert_groups_) {
+        const AdapterLayer* found = find(group.slot, first + group.expert);
+        if (found == nullptr || found->parts.empty()) continue;
+        const int64_t* to = to_.data() + group.begin;
+        uses_.push_back({found, is_of_step ? from_.data() + group.begin : to, to, group.count});
+    }
+    add_uses(out, x, num_threads);
+}
+
+void Adapters::add_uses(const MutableMatrix& out, const Matrix& x, int num_threads) {
     std::vector<Piece> pieces;
     Matrix inputs = x;
     Element element = Element::kFloat32;
     int64_t low = 0, ranks = 0, blocks = 0, products = 0;
-    for (const AdapterRows& group : groups_) {
-        const AdapterLayer& adapter = at(group.slot, layer);
-        for (const AdapterPart& part : adapter.parts) {
-            inputs.columns = adapter.inputs;
-            element = adapter.element;
-            pieces.push_back({&group, &part, low, ranks, blocks});
-            const auto rows = static_cast<int64_t>(group.rows.size());
-            low += rows * part.rank;
+    for (const AdapterUse& use : uses_) {
+        for (const AdapterPart& part : use.layer->parts) {
+            inputs.columns = use.layer->inputs;
+            element = use.layer->element;
+            pieces.push_back({&use, &part, low, ranks, blocks});
+            low += use.count * part.rank;
             ranks += part.rank;
             blocks += blocks_of(part);
-            products += rows * part.rank * (adapter.inputs + part.outputs);
+            products += use.count * part.rank * (use.layer->inputs + part.outputs);
         }
     }
     if (pieces.empty()) return;

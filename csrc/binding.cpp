@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
@@ -12,6 +13,7 @@
 #include <array>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <variant>
@@ -353,11 +355,11 @@ void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>
                  const std::vector<Address>& gate_up_biases, const std::vector<Address>& down_biases,
                  int64_t first, int64_t all, int64_t num_chosen, bool normalises, double alpha,
                  double limit, std::pair<int64_t, int64_t> groups, bool is_sigmoid, double scale,
-                 Address route_bias) {
+                 Address route_bias, std::pair<int64_t, int64_t> adapted) {
     const quire::Routing routing{groups.first, groups.second, is_sigmoid, static_cast<float>(scale),
                                  as<ConstFloats>(route_bias)};
     quire::Experts experts{{}, first, all, num_chosen, normalises, static_cast<float>(alpha),
-                           static_cast<float>(limit), routing};
+                           static_cast<float>(limit), routing, adapted.first, adapted.second};
     const auto bias = [](const std::vector<Address>& of, size_t expert) {
         return of.empty() ? nullptr : as<ConstFloats>(of.at(expert));
     };
@@ -371,14 +373,14 @@ void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>
 // parts: address of down, address of up, rank, first output, number of outputs and scale of each.
 using AdapterNumbers = std::tuple<Address, Address, int64_t, int64_t, int64_t, double>;
 
-void set_adapter(quire::Adapters& adapters, int64_t slot, int64_t layer, int element,
-                 int64_t inputs, const std::vector<AdapterNumbers>& parts) {
+void set_adapter(quire::Adapter& adapter, int64_t layer, int element, int64_t inputs,
+                 const std::vector<AdapterNumbers>& parts) {
     quire::AdapterLayer made{static_cast<quire::Element>(element), inputs, {}};
     for (const auto& [down, up, rank, first, outputs, scale] : parts) {
         made.parts.push_back({as<const void*>(down), as<const void*>(up), rank, first, outputs,
                               static_cast<float>(scale)});
     }
-    adapters.set(slot, layer, std::move(made));
+    adapter.set(layer, std::move(made));
 }
 
 void begin_adapters(quire::Adapters& adapters,
@@ -553,10 +555,13 @@ NB_MODULE(_core, m) {
                      " graph: int, /) -> int"))
         .def("is_done", &Launcher::is_done)
         .def("wait", &Launcher::wait, Unlocked());
+    nb::class_<quire::Adapter>(m, "Adapter").def(nb::init<int64_t>()).def("set", &set_adapter);
     nb::class_<quire::Adapters>(m, "Adapters")
-        .def(nb::init<int64_t, int64_t>())
-        .def("set", &set_adapter)
-        .def("clear", &quire::Adapters::clear)
+        .def(nb::init<int64_t>())
+        .def("put", [](quire::Adapters& adapters, int64_t slot,
+                       std::shared_ptr<quire::Adapter> adapter) {
+            adapters.put(slot, std::move(adapter));
+        }, "slot"_a, "adapter"_a.none())
         .def("begin_step", &begin_adapters);
     nb::class_<quire::Program>(m, "Program")
         .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, int64_t, int>())
@@ -566,7 +571,7 @@ NB_MODULE(_core, m) {
         .def("add_experts", &add_experts, nb::kw_only(), "gate_up"_a, "down"_a,
              "gate_up_biases"_a, "down_biases"_a, "first"_a, "all"_a, "num_chosen"_a,
              "normalises"_a, "alpha"_a, "limit"_a, "groups"_a, "is_sigmoid"_a, "scale"_a,
-             "route_bias"_a)
+             "route_bias"_a, "adapted"_a)
         .def_prop_ro("expert_pairs", &quire::Program::expert_pairs)
         .def("time_phases", &quire::Program::time_phases)
         .def_prop_ro("phase_seconds", &quire::Program::phase_seconds)

@@ -69,6 +69,14 @@ Order order_of(const Experts& experts, const Matrix& logits, int num_threads) {
     return order;
 }
 
+std::vector<ExpertRow> rows_of(const Order& order, int64_t chosen) {
+    std::vector<ExpertRow> rows(static_cast<size_t>(order.count()));
+    for (size_t place = 0; place < rows.size(); ++place) {
+        rows[place] = {order.experts[place], order.pairs[place] / chosen};
+    }
+    return rows;
+}
+
 // Operands of all pairs, by place: rows of `stride` bytes, and of int8 their scales and sums, of which
 // there are at most `groups`.
 struct Operands {
@@ -266,12 +274,15 @@ void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t n
 }
 
 int64_t run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
-                 const Matrix& logits, ExpertMemory& memory, int num_threads) {
+                    const Matrix& logits, ExpertMemory& memory, Adapters* adapters,
+                    int num_threads) {
     const int64_t size = x.columns, inner = experts.experts.front().down.inputs;
     const int64_t chosen = experts.num_chosen;
     if (x.rows == 0) return 0;
     const Order order = order_of(experts, logits, num_threads);
     const int64_t pairs = order.count();
+    const bool is_adapted = adapters != nullptr && experts.adapted_gate_up >= 0;
+    if (is_adapted) adapters->group_experts(rows_of(order, chosen));
     const auto bytes = [](int64_t floats) { return static_cast<int64_t>(sizeof(float)) * floats; };
     Operands first = space_for(experts, &Expert::gate_up, rounded(bytes(size)));
     Operands second = space_for(experts, &Expert::down, rounded(bytes(inner)));
@@ -304,6 +315,13 @@ int64_t run_experts(const MutableMatrix& out, const Experts& experts, const Matr
     const int64_t width = gate_up_bytes / bytes(1), out_width = first.stride / bytes(1);
     multiply_places(gate_up, width, experts, &Expert::gate_up, &Expert::gate_up_bias, first, order,
                     num_threads);
+    const auto places = [&](float* data, int64_t columns, int64_t stride) {
+        return MutableMatrix{Element::kFloat32, pairs, columns, stride, data};
+    };
+    if (is_adapted) {
+        adapters->add_experts(places(gate_up, 2 * inner, width), x, experts.adapted_gate_up, true,
+                              num_threads);
+    }
     for_places(pairs, 2 * inner, num_threads, [&](int64_t place) {
         float* both = gate_up + place * width;
         if (experts.limit > 0) {
@@ -316,6 +334,10 @@ int64_t run_experts(const MutableMatrix& out, const Experts& experts, const Matr
     auto* parts = reinterpret_cast<float*>(first.values);
     multiply_places(parts, out_width, experts, &Expert::down, &Expert::down_bias, second, order,
                     num_threads);
+    if (is_adapted) {
+        adapters->add_experts(places(parts, size, out_width), places(gate_up, inner, width),
+                              experts.adapted_down, false, num_threads);
+    }
     for_places(x.rows, chosen * size, num_threads, [&](int64_t r) {
         float* total = static_cast<float*>(out.data) + r * out.stride;
         std::fill(total, total + size, 0.0f);

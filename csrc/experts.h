@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.h"
 #include "linear.h"
 
 namespace quire {
@@ -40,6 +41,9 @@ struct Experts {
     float alpha;
     float limit;
     Routing routing;
+    // Numbers of the first expert's layers among the adapted ones; -1: adapters leave them as they are.
+    int64_t adapted_gate_up;
+    int64_t adapted_down;
 };
 
 // Memory that products pass to each other, kept from one step to the next.
@@ -65,8 +69,10 @@ void choose_in_groups(int32_t* ids, float* weights, const float* logits, int64_t
                       std::vector<float>& scratch);
 
 // out[T, D] of x[T, D] and the router's logits[T, E]; all float32. A row's sum is made in the order of
-// its ids, so it has the same bits alone and in any batch. Returns how many pairs there were here.
+// its ids, so it has the same bits alone and in any batch. adapters: null if no row uses one. Returns
+// how many pairs there were here.
 int64_t run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
-                 const Matrix& logits, ExpertMemory& memory, int num_threads);
+                    const Matrix& logits, ExpertMemory& memory, Adapters* adapters,
+                    int num_threads);
 
 }  // namespace quire

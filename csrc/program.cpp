@@ -133,9 +133,10 @@ void Program::run_phase(const Phase& phase, int num_threads) {
     if (first.kind == Kind::kExperts) {
         const Experts& experts = experts_[static_cast<size_t>(first.layer)];
         const int64_t size = experts.experts.front().gate_up.inputs;
+        Adapters* used = adapters_ == nullptr || adapters_->is_idle() ? nullptr : adapters_;
         expert_pairs_ += run_experts(matrix(first.views[0], size), experts,
                                      matrix(first.views[1], size),
-                                     matrix(first.views[2], experts.all), expert_memory_,
+                                     matrix(first.views[2], experts.all), expert_memory_, used,
                                      num_threads);
         return;
     }

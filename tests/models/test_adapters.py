@@ -73,12 +73,21 @@ def test_transformers_computes_the_same_from_the_merged_checkpoint(tmp_path: Pat
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("qwen3", torch.float32),
+        ("qwen3", torch.bfloat16),
+        ("qwen3", torch.float16),
+        ("qwen3_moe", torch.float32),
+        ("mixtral", torch.bfloat16),
+    ],
+)
 def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
-    dtype: torch.dtype, tmp_path: Path
+    variant: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Rows of ranks 1, 8, 64 and 256 and base rows, in the recorded program."""
-    made = write_checkpoint(tmp_path / "base", "qwen3")
+    made = write_checkpoint(tmp_path / "base", variant)
     model = load(made.directory, made.spec, dtype)
     ranks = 1, 8, 64, 256
     adapted = AdaptedModel(model, made.spec, len(ranks), dtype)
@@ -115,8 +124,9 @@ def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_the_program_computes_what_the_reference_computes(tmp_path: Path) -> None:
-    made = write_checkpoint(tmp_path / "base", "llama")
+@pytest.mark.parametrize("variant", ["llama", "mixtral"])
+def test_the_program_computes_what_the_reference_computes(variant: str, tmp_path: Path) -> None:
+    made = write_checkpoint(tmp_path / "base", variant)
     tokens, found = random_tokens(10), []
     for dtype, native in ((torch.float64, False), (torch.float32, True)):
         model = load(made.directory, made.spec, dtype)
@@ -144,7 +154,7 @@ def test_an_adapter_may_change_some_of_the_merged_modules(
 ) -> None:
     value = QUERY.replace("q_proj", "v_proj")
     write_adapter(tmp_path / "a", {value: llama.places[value].shape}, 3)
-    [[part]] = llama.load(str(tmp_path / "a"), MAX_RANK).values()
+    [[part]] = llama.load(str(tmp_path / "a"), MAX_RANK).parts.values()
     assert part.first == llama.places[value].first > 0
     assert part.down_RK.shape == (3, 32) and part.up_RN.shape == (3, 16)
 
@@ -155,6 +165,7 @@ def test_an_adapter_may_change_some_of_the_merged_modules(
         ("model.layers.9.self_attn.q_proj", (32, 32), "no linear layer"),
         ("lm_head", (32, 32), "no linear layer"),
         ("q_proj", (32, 32), "no linear layer"),  # of several layers
+        ("model.layers.0.mlp.experts.0.gate_proj", (32, 32), "no linear layer"),
         (QUERY, (32, 31), "trained on another model"),
         (QUERY, (31, 32), "trained on another model"),
     ],
@@ -180,7 +191,7 @@ def test_a_loaded_adapter_does_not_change_with_its_file(tmp_path: Path) -> None:
     adapted = AdaptedModel(model, made.spec, 1, torch.float32)
     shapes = {name: place.shape for name, place in adapted.places.items()}
     path = write_adapter(tmp_path / "one", shapes, 4)
-    parts = [part for each in adapted.load(str(path), 4).values() for part in each]
+    parts = [part for each in adapted.load(str(path), 4).parts.values() for part in each]
     before = [part.down_RK.clone() for part in parts]
     weights = path / WEIGHTS
     with weights.open("r+b") as file:  # the same file, as `cp` overwrites it

@@ -63,9 +63,9 @@ def test_the_matrices_are_those_of_pefts_files(variant: str, tmp_path: Path) -> 
     wanted, found = (
         adapted.load(str(each), MAX_RANK) for each in write_both(made, adapted, tmp_path)
     )
-    assert wanted.keys() == found.keys()
-    for layer, parts in wanted.items():
-        others = {part.first: part for part in found[layer]}
+    assert wanted.parts.keys() == found.parts.keys()
+    for layer, parts in wanted.parts.items():
+        others = {part.first: part for part in found.parts[layer]}
         assert len(others) == len(parts)
         for part in parts:
             other = others[part.first]
@@ -96,8 +96,8 @@ def test_smaller_formats_are_dequantised(tmp_path: Path, kind: int, error: float
     adapted = adapted_model(made)
     peft = write_adapter(tmp_path / "peft", {QUERY: adapted.places[QUERY].shape}, 4)
     gguf = to_gguf(peft, tmp_path / "lora.gguf", config_of(made), kind)
-    [[wanted]] = adapted.load(str(peft), MAX_RANK).values()
-    [[found]] = adapted.load(str(gguf), MAX_RANK).values()
+    [[wanted]] = adapted.load(str(peft), MAX_RANK).parts.values()
+    [[found]] = adapted.load(str(gguf), MAX_RANK).parts.values()
     assert 0 < (found.down_RK - wanted.down_RK).abs().max() < error
 
 

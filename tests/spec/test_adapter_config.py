@@ -62,7 +62,7 @@ def test_target_modules_may_have_any_form(tmp_path: Path, targets: Any) -> None:
         ("bias", "all"),
         ("lora_bias", True),
         ("trainable_token_indices", [1]),
-        ("target_parameters", ["experts.weight"]),
+        ("target_parameters", "experts.gate_up_proj"),
         ("layer_replication", [[0, 1]]),
         ("use_qalora", True),
         ("peft_type", "IA3"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.ops.host.native import address, core
-from quire.ops.host.native_types import CoreAdapters
+from quire.ops.host.native_types import CoreAdapter, CoreAdapters
 from quire.ops.registry import op
 from quire.ops.weights.packed import ELEMENTS
 
@@ -35,39 +35,45 @@ class AdapterPart:
 AdapterParts = Mapping[int, Sequence[AdapterPart]]  # an adapter's parts, by number of the layer
 
 
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter in memory. core: the same for the C++ core, whose addresses are those of the
+    parts; None without the core, or if no program computes in the parts' dtype."""
+
+    parts: AdapterParts
+    core: CoreAdapter | None = None
+
+
+EMPTY = LoadedAdapter({})
+
+
 class AdapterSlots:
     """Adapters in the slots of a device, and the rows of the current step that use them."""
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
-        self._slots: list[AdapterParts] = [{}] * num_slots
+        self._slots, self._num_layers = [EMPTY] * num_slots, num_layers
         self._groups: Sequence[Group] = ()
         native = core()
-        self.core: CoreAdapters | None = None
-        if native is not None:
-            self.core = native.Adapters(num_slots, num_layers)
+        self.core: CoreAdapters | None = None if native is None else native.Adapters(num_slots)
 
-    def put(self, slot: int, parts: AdapterParts) -> None:
-        """Replace the adapter of a slot, which no current or later row uses until then."""
-        self._slots[slot] = parts
-        if self.core is None:
-            return
-        self.core.clear(slot)
+    def prepare(self, parts: AdapterParts) -> LoadedAdapter:
+        """Return an adapter that `put` takes at once. Any thread may call this."""
+        native = core()
+        elements = {ELEMENTS.get(own[0].down_RK.dtype) for own in parts.values()}
+        if native is None or None in elements:
+            return LoadedAdapter(parts)
+        made = native.Adapter(self._num_layers)
         for layer, own in parts.items():
-            element = ELEMENTS.get(own[0].down_RK.dtype)
-            if element is None:  # no program computes in this dtype
-                return
-            numbers = [
-                (
-                    address(part.down_RK, part.down_RK.dtype),
-                    address(part.up_RN, part.up_RN.dtype),
-                    len(part.down_RK),
-                    part.first,
-                    part.up_RN.shape[1],
-                    part.scale,
-                )
-                for part in own
-            ]
-            self.core.set(slot, layer, element, own[0].down_RK.shape[1], numbers)
+            [*numbers] = map(_numbers, own)
+            down_RK = own[0].down_RK
+            made.set(layer, ELEMENTS[down_RK.dtype], down_RK.shape[1], numbers)
+        return LoadedAdapter(parts, made)
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        """Replace the adapter of a slot, which no current or later row uses until then."""
+        self._slots[slot] = adapter
+        if self.core is not None:
+            self.core.put(slot, adapter.core)
 
     def begin_step(self, groups: Sequence[Group]) -> None:
         """Set the rows of the next steps that use adapters; a row is in one group at most."""
@@ -81,15 +87,58 @@ class AdapterSlots:
         """Add to the outputs [T, O] of the groups' rows, for inputs [T, K]: the reference of the
         core's code."""
         for slot, rows in self._groups:
-            own = self._slots[slot].get(layer, ())
-            if not own:
-                continue
-            rows_G = torch.tensor(rows, device=x_TK.device)
-            x_GK = x_TK[rows_G]
-            for part in own:
-                added_GN = (x_GK @ part.down_RK.T * part.scale) @ part.up_RN
-                end = part.first + added_GN.shape[1]
-                out_TO[rows_G, part.first : end] += added_GN
+            if own := self._slots[slot].parts.get(layer):
+                _add_parts(out_TO, x_TK, own, torch.tensor(rows, device=x_TK.device))
+
+    def add_to_pairs(
+        self, out_PO: torch.Tensor, x_PK: torch.Tensor, layer: int, tokens_P: torch.Tensor
+    ) -> None:
+        """Add to the outputs [P, O] of one expert's rows, for inputs [P, K]. tokens: the step's
+        token of each row."""
+        for slot, rows in self._groups:
+            if own := self._slots[slot].parts.get(layer):
+                used_T = torch.tensor(rows, device=tokens_P.device)
+                rows_G = torch.isin(tokens_P, used_T).nonzero().flatten()
+                if len(rows_G):
+                    _add_parts(out_PO, x_PK, own, rows_G)
+
+
+def _add_parts(
+    out_TO: torch.Tensor, x_TK: torch.Tensor, parts: Sequence[AdapterPart], rows_G: torch.Tensor
+) -> None:
+    x_GK = x_TK[rows_G]
+    for part in parts:
+        added_GN = (x_GK @ part.down_RK.T * part.scale) @ part.up_RN
+        end = part.first + added_GN.shape[1]
+        out_TO[rows_G, part.first : end] += added_GN
+
+
+def _numbers(part: AdapterPart) -> tuple[int, int, int, int, int, float]:
+    """Return a part as the core reads it."""
+    down_RK, up_RN = part.down_RK, part.up_RN
+    addresses = address(down_RK, down_RK.dtype), address(up_RN, up_RN.dtype)
+    return *addresses, len(down_RK), part.first, up_RN.shape[1], part.scale
+
+
+@dataclass(frozen=True)
+class ExpertAdapters:
+    """Where adapters change the experts of a mixture. layers: numbers of the first expert's layers
+    among the adapted ones, gate and up and then down; expert e has the e-th after them."""
+
+    slots: AdapterSlots
+    layers: tuple[int, int]
+
+    def add(
+        self,
+        which: int,
+        expert: int,
+        out_PO: torch.Tensor,
+        x_PK: torch.Tensor,
+        rows_P: torch.Tensor,
+    ) -> None:
+        """Add to the outputs [P, O] of an expert, for inputs [P, K]. which: 0 for gate and up, 1
+        for down. rows: the step's token of each row."""
+        self.slots.add_to_pairs(out_PO, x_PK, self.layers[which] + expert, rows_P)
 
 
 @op("add_adapters")

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 import torch
 
+from quire.ops.adapters import ExpertAdapters
 from quire.ops.elementwise import ClampedGate, silu_mul
 from quire.ops.gpu import kernels_for
 from quire.ops.linear import linear
@@ -107,12 +108,13 @@ def moe_experts(
     biases: tuple[ExpertBiases, ExpertBiases] | None = None,
     clamped: ClampedGate | None = None,
     first: int | None = None,
+    adapted: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum [T, D] of the results of each token's experts, in x's dtype.
 
     An expert is down(silu(gate(x)) * up(x)), or uses the gate `clamped`. biases: [E, G] and [E, D].
     first: number of this rank's first expert; experts of other ranks are not in the sum. None: this
-    rank has all experts.
+    rank has all experts. adapted: adds the step's adapters to each expert's products.
 
     Only experts with tokens are computed. A token's sum follows the order of its ids, so the other
     tokens do not change it. With weights of fixed order their number does not change it either. The
@@ -151,9 +153,16 @@ def moe_experts(
             gate_up_bias, down_bias = (
                 (None, None) if biases is None else (b[expert] for b in biases)
             )
-            x_PD = x_TD[pairs // num_chosen]
-            inner_PF = gate(linear(x_PD, gate_up_EGD[expert], gate_up_bias))
-            out_PD[pairs] = linear(inner_PF, down_EDF[expert], down_bias)
+            tokens = pairs // num_chosen
+            x_PD = x_TD[tokens]
+            both_PG = linear(x_PD, gate_up_EGD[expert], gate_up_bias)
+            if adapted is not None:
+                adapted.add(0, expert, both_PG, x_PD, tokens)
+            inner_PF = gate(both_PG)
+            own_PD = linear(inner_PF, down_EDF[expert], down_bias)
+            if adapted is not None:
+                adapted.add(1, expert, own_PD, inner_PF, tokens)
+            out_PD[pairs] = own_PD
     return _weighted_sum(out_PD.view(-1, num_chosen, x_TD.shape[1]), weights_TC)
 
 

@@ -16,7 +16,7 @@ from quire.base.plan import Plan
 from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_sets import digest_of
 from quire.models.load.adapters import AdaptedModel
-from quire.ops.adapters import AdapterParts, AdapterSlots, Group
+from quire.ops.adapters import AdapterSlots, Group, LoadedAdapter
 from quire.runner.attachment import ForwardPart
 
 
@@ -44,9 +44,9 @@ class RowAdapters:
         self._adapted = adapted
         self._max_rank, self._num_held = config.max_lora_rank, config.num_held
         # Adapters in memory by id, least recently used first.
-        self._held: OrderedDict[str, AdapterParts] = OrderedDict()
+        self._held: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._loading = threading.Lock()
-        self._arrived: deque[tuple[int, str, AdapterParts]] = deque()  # in no slot yet
+        self._arrived: deque[tuple[int, str, LoadedAdapter]] = deque()  # in no slot yet
         self._slots: list[str] = [""] * config.max_loras  # ids
         self._rows: dict[int, str] = {}  # ids of rows that use an adapter
         self.at_rest = StepAdapters(adapted.slots)

@@ -201,7 +201,7 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
 
 def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Bound the bytes of the adapters in memory: each with the maximum rank in all linear layers of
-    attention and feed-forward parts, except routed experts. An adapter of rank R has R numbers for
+    attention and feed-forward parts, and of all experts. An adapter of rank R has R numbers for
     each input and each output of a layer."""
     lora, hidden = config.lora, spec.hidden_size
     if not lora.enable_lora:
@@ -213,9 +213,10 @@ def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
         values = sizes.value_heads * sizes.value_dim
         mixing = max(mixing + gates, 4 * hidden + 2 * sizes.keys_size + 3 * values)
     per_layer = mixing + 3 * (hidden + spec.intermediate_size)
-    if spec.experts is not None:  # routers and shared experts
-        shared = 3 * (hidden + spec.experts.shared_size) if spec.experts.shared_size else 0
-        per_layer += 2 * hidden + spec.experts.num_experts + 1 + shared
+    if (experts := spec.experts) is not None:  # routed, shared, and their routers
+        shared = 3 * (hidden + experts.shared_size) if experts.shared_size else 0
+        per_layer += 2 * hidden + experts.num_experts + 1 + shared
+        per_layer += experts.num_experts * 3 * (hidden + experts.inner_size)
     numbers = spec.num_layers * per_layer * lora.max_lora_rank
     return lora.num_held * numbers * DTYPE_BYTES[config.model.dtype]
 

@@ -28,7 +28,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # options that must have one of thes
     "bias": (None, "none"),
     "lora_bias": (None, False),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
     "megatron_config": (None,),
@@ -42,12 +41,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # options that must have one of thes
 class AdapterConfig:
     """Scales of an adapter's modules. The files say which modules it has, and their ranks, so
     `target_modules` may have any form. alpha: of modules without a pattern of their own. alphas: by
-    name, end of a name, or `^` and a whole name. is_unscaled: whether all scales are 1."""
+    name, end of a name, or `^` and a whole name. is_unscaled: whether all scales are 1. rank: of
+    modules without a pattern of their own. has_parameters: whether tensors that hold all experts
+    are changed; all experts have this rank."""
 
     alpha: float
     is_rank_stabilised: bool = False
     alphas: Mapping[str, float] = field(default_factory=dict)
     is_unscaled: bool = False
+    rank: int = 1
+    has_parameters: bool = False
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return the factor of a module's product B A."""
@@ -97,11 +100,33 @@ def _config_of(raw: dict[str, Any], path: Path) -> AdapterConfig:
                 " names, and `^` before a whole name, but no other patterns."
             )
     _check_rank(raw.get("r"), path)
+    _check_parameters(raw, path)
     return AdapterConfig(
         alpha=_alpha(raw.get("lora_alpha"), "lora_alpha", path),
         is_rank_stabilised=bool(raw.get("use_rslora")),
         alphas={key: _alpha(each, "alpha_pattern", path) for key, each in alphas.items()},
+        rank=raw["r"],
+        has_parameters=bool(raw.get("target_parameters")),
     )
+
+
+def _check_parameters(raw: dict[str, Any], path: Path) -> None:
+    """Check `target_parameters`. The files name only the module of such a parameter, so patterns
+    cannot be assigned to parameters."""
+    names = raw.get("target_parameters")
+    if not names:
+        return
+    if not isinstance(names, list) or len(names) > MAX_NAMES:
+        raise ModelError(
+            f"{path}: target_parameters must be a list of at most {MAX_NAMES} names of parameters,"
+            f" got {_shown(names)}."
+        )
+    for option in ("rank_pattern", "alpha_pattern"):
+        if raw.get(option):
+            raise ModelError(
+                f"{path}: {option} together with target_parameters is not supported; train the"
+                f" adapter with one r and lora_alpha, or merge it into the model."
+            )
 
 
 def _check_rank(value: Any, path: Path) -> None:

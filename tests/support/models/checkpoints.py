@@ -504,12 +504,25 @@ def exact_logits(directory: Path, sequences: Sequence[Sequence[int]]) -> list[to
         digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
     key = digest.hexdigest()
     if key not in _EXACT:
-        with WholePrecision():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float64, **EAGER
-            )
-            _EXACT[key] = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
+        _EXACT[key] = logits_in_float64(float64_model(directory), sequences)
     return _EXACT[key]
+
+
+def float64_model(directory: Path) -> torch.nn.Module:
+    """transformers' model of a checkpoint."""
+    with WholePrecision():
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float64, **EAGER
+        )
+    return model
+
+
+def logits_in_float64(
+    model: torch.nn.Module, sequences: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """[tokens, V] of each sequence, by transformers' model."""
+    with WholePrecision(), torch.inference_mode():
+        return [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
 
 
 def write_checkpoint(directory: Path, variant: str, max_shard_size: str = "1GB") -> Checkpoint:

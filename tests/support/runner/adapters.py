@@ -4,7 +4,7 @@ and checkpoints with one merged in."""
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,51 @@ def write_adapter(
     made = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": ends}
     (directory / CONFIG).write_text(json.dumps(made | config))
     return directory
+
+
+def write_parameters_adapter(
+    directory: Path, model: torch.nn.Module, rank: int = 3, *, is_swapped: bool = False
+) -> Path:
+    """An adapter of the tensors of all experts of transformers' model, by `target_parameters`.
+    is_swapped: whether A has the third dimension of a parameter in the place of the second one."""
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for name, parameter in _expert_parameters(model):
+        count, second, third = parameter.shape
+        inputs, outputs = (third, second) if is_swapped else (second, third)
+        for part, shape in (("A", (rank * count, inputs)), ("B", (outputs, rank * count))):
+            values = torch.randn(shape, generator=generator) * 0.2 / math.sqrt(rank)
+            tensors[f"{PREFIX}{name}.lora_{part}.weight"] = values
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / WEIGHTS)
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 6.0, "target_parameters": names}
+    (directory / CONFIG).write_text(json.dumps(config))
+    return directory
+
+
+def merge_parameters(
+    model: torch.nn.Module, adapter: Path, *, is_swapped: bool = False
+) -> torch.nn.Module:
+    """Add the changes of a parameters' adapter to transformers' model, as PEFT's documentation
+    defines them: rank r of expert e is row e R + r of A, and column r E + e of B."""
+    config, changes = json.loads((adapter / CONFIG).read_text()), load_file(adapter / WEIGHTS)
+    for name, parameter in _expert_parameters(model):
+        count = parameter.shape[0]
+        down, up = (changes[f"{PREFIX}{name}.lora_{part}.weight"].double() for part in "AB")
+        for expert in range(count):
+            rows = torch.arange(config["r"])
+            change = up[:, rows * count + expert] @ down[rows + expert * config["r"]]
+            change *= config["lora_alpha"] / config["r"]
+            parameter.data[expert] += change if is_swapped else change.T
+    return model
+
+
+def _expert_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the tensors of all experts, and the names of the modules that PEFT wraps."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            yield f"{name}.base_layer", module.gate_up_proj  # type: ignore[misc]
+            yield name, module.down_proj  # type: ignore[misc]
 
 
 def write_demo_adapter(directory: Path, rank: int = 4, **more: Any) -> Path:

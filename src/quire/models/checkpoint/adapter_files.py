@@ -6,6 +6,8 @@ A directory that PEFT wrote:
     adapter_model.safetensors    base_model.model.NAME.lora_A.weight [R, K]
                                  base_model.model.NAME.lora_B.weight [N, R]
 
+For tensors that hold all experts of a mixture, see `load/expert_adapters.py`.
+
 or a GGUF file of llama.cpp, with the scales in its metadata:
 
     blk.0.attn_q.weight.lora_a [R, K], blk.0.attn_q.weight.lora_b [N, R]
@@ -17,6 +19,7 @@ Shape legend: R rank, K inputs, N outputs.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +37,16 @@ MAX_WEIGHT_BYTES = 16 << 30
 MAX_TENSORS = 200_000
 READ_BYTES = 1 << 22
 DTYPES = ("F64", "F32", "F16", "BF16")
+# PEFT wraps a module once for each of its parameters, so all but the last are of a `base_layer`.
+EXPERTS = re.compile(r"((?:^|\.)experts)(?:\.base_layer)*$")
 
 
 @dataclass(frozen=True)
 class AdaptedModule:
     """A module of the base model that an adapter changes, by x -> scale * B A x.
 
-    down, up: names of A [R, K] and B [N, R] in the file."""
+    down, up: names of A [R, K] and B [N, R] in the file. num_experts: of a tensor that holds all
+    experts of a mixture (`load/expert_adapters.py`), each with this rank; 0 for other modules."""
 
     name: str
     rank: int
@@ -49,6 +55,7 @@ class AdaptedModule:
     scale: float
     down: str
     up: str
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def _read_gguf(path: Path) -> AdapterFiles:
     for name, shape in shapes.items():
         if len(shape) != 2:
             raise ModelError(
-                f"{path}: {name} must be a matrix, got {list(shape)}. Experts are not supported."
+                f"{path}: {name} must be a matrix, got {list(shape)}. Experts need PEFT's format."
             )
     modules = tuple(_modules(shapes, (DOWN_GGUF, UP_GGUF), config, path))
     return AdapterFiles(path, modules, is_gguf=True)
@@ -168,8 +175,12 @@ def _modules(
                 f"{path}: {down} has rank {rank}, but {up} has shape [{outputs}, {up_rank}];"
                 " the file is damaged or incomplete."
             )
-        name = down.removesuffix(first).removeprefix(PREFIX)
-        yield AdaptedModule(name, rank, inputs, outputs, config.scale_of(name, rank), down, up)
+        name, num_experts = down.removesuffix(first).removeprefix(PREFIX), 0
+        if config.has_parameters and EXPERTS.search(name):
+            name, num_experts = EXPERTS.sub(r"\1", name), rank // config.rank
+            rank = _rank_of_one(down, rank, config.rank, path)
+        scale = config.scale_of(name, rank)
+        yield AdaptedModule(name, rank, inputs, outputs, scale, down, up, num_experts)
     alone = [
         name
         for name in shapes
@@ -177,3 +188,13 @@ def _modules(
     ]
     if alone:
         raise ModelError(f"{path} lacks the lora_A of {listed(alone, 3)}.")
+
+
+def _rank_of_one(name: str, ranks: int, rank: int, path: Path) -> int:
+    """Return the rank of one expert. ranks: of all experts together."""
+    if ranks % rank:
+        raise ModelError(
+            f"{path}: {name} has {ranks} rows, which is no multiple of r={rank}; the experts of"
+            " target_parameters must all have this rank."
+        )
+    return rank

@@ -8,8 +8,9 @@ weight: B by the layer's rows, A by its columns. Ranks that share a layer's inpu
 results, which include the adapters'.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,10 +23,10 @@ from quire.models.checkpoint.adapter_files import AdaptedModule, AdapterFiles, r
 from quire.models.checkpoint.adapter_sets import members_of
 from quire.models.checkpoint.sources import Rows
 from quire.models.gguf.adapters import GGUFAdapter
-from quire.models.parts.experts import ExpertLinear
+from quire.models.load.expert_adapters import JointExperts, expert_matrices
 from quire.models.parts.layers import Linear
 from quire.models.vision.tower import VisionTower
-from quire.ops.adapters import AdapterPart, AdapterParts, AdapterSlots
+from quire.ops.adapters import AdapterPart, AdapterSlots, LoadedAdapter
 from quire.spec.gguf.container import GGUFFile
 from quire.spec.model_spec import ModelSpec
 
@@ -58,6 +59,39 @@ class Change(NamedTuple):
 
 
 Matrices = tuple[AdaptedModule, ModulePosition, torch.Tensor, torch.Tensor]  # A and B
+MIXTRAL = ".block_sparse_moe.", ".mlp."  # in checkpoints, and in transformers from 5 on
+
+
+# Returns the layers' own matrices, from a module's A and B.
+Target = Callable[[torch.Tensor, torch.Tensor], Iterable[Matrices]]
+
+
+class ModuleNames:
+    """Names of a model's modules. Files may name them with or without the names of parents."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def find(self, given: str) -> str:
+        """Return the model's name of a module, or an empty text if there is not exactly one."""
+        if given in self._names:
+            return given
+        checkpoint, other = MIXTRAL
+        for name in dict.fromkeys((given, given.replace(other, checkpoint))):
+            ends = [name, *_ends(name)]
+            found = {each for each in ends if each in self._names}
+            found |= self._by_end.get(name, set())
+            if len(found) == 1:
+                return found.pop()
+        return ""
+
+    @cached_property
+    def _by_end(self) -> dict[str, set[str]]:
+        ends: dict[str, set[str]] = {}
+        for name in self._names:
+            for end in _ends(name):
+                ends.setdefault(end, set()).add(name)
+        return ends
 
 
 class AdaptedModel:
@@ -73,18 +107,22 @@ class AdaptedModel:
                 "enable_lora: this model has no linear layers that adapters can change; remove it."
             )
         self.slots, self._dtype = AdapterSlots(num_slots, len(layers)), dtype
-        self._spec = spec
+        self._spec, self._joint = spec, JointExperts(model)
         self.places: dict[str, ModulePosition] = {}
         for number, layer in enumerate(layers):
             layer.adapted, first = (self.slots, number), 0
             for name, rows in layer.module_rows:
                 self.places[name] = ModulePosition(layer, number, first, rows)
                 first += rows.count
+        self._names = ModuleNames(
+            (*self.places, *self._joint.names(), *self._joint.names_elsewhere)
+        )
 
-    def load(self, path: str, max_rank: int) -> AdapterParts:
+    def load(self, path: str, max_rank: int) -> LoadedAdapter:
         """Load an adapter or a weighted set of them. max_rank: of all adapters of a set together.
         Raises ModelError if its files are invalid or do not fit the model."""
-        changes: dict[tuple[int, int], list[Change]] = {}  # by place
+        # By number of the layer, first output and number of outputs.
+        changes: dict[tuple[int, int, int], list[Change]] = {}
         members = members_of(path)
         all_files = [read_adapter(Path(member.path), max_rank) for member in members]
         if (total := sum(files.max_rank for files in all_files)) > max_rank:
@@ -96,13 +134,14 @@ class AdaptedModel:
             try:
                 for module, place, down_RK, up_NR in self._matrices(files):
                     change = self._change(place, module, member.scale, down_RK, up_NR)
-                    changes.setdefault((place.number, place.first), []).append(change)
+                    key = place.number, place.first, place.rows.count
+                    changes.setdefault(key, []).append(change)
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{files.weights} cannot be read: {error}.") from error
         found: dict[int, list[AdapterPart]] = {}
-        for (number, first), own in changes.items():
+        for (number, first, _), own in changes.items():
             found.setdefault(number, []).append(self._part(first, own))
-        return found
+        return self.slots.prepare(found)
 
     def _matrices(self, files: AdapterFiles) -> Iterator[Matrices]:
         """Yield each module's matrices. All modules are compared with the model before."""
@@ -111,29 +150,47 @@ class AdaptedModel:
             modules = gguf.renamed(files.modules)
         else:
             modules = files.modules
-        places = [self._place(module, files.weights) for module in modules]
+        targets = [(module, self._target(module, files.weights)) for module in modules]
         if files.is_gguf:
-            for module, place in zip(modules, places, strict=True):
-                yield module, place, *gguf.matrices(module)
+            for module, target in targets:
+                yield from target(*gguf.matrices(module))
             return
         with safe_open(files.weights, framework="pt") as file:
-            for module, place in zip(modules, places, strict=True):
-                yield module, place, file.get_tensor(module.down), file.get_tensor(module.up)
+            for module, target in targets:
+                yield from target(file.get_tensor(module.down), file.get_tensor(module.up))
 
-    def _place(self, module: AdaptedModule, path: Path) -> ModulePosition:
-        place = self.places.get(module.name)
-        if place is None:  # files may name modules with or without the names of their parents
-            ends = [
-                each
-                for name, each in self.places.items()
-                if name.endswith(f".{module.name}") or module.name.endswith(f".{name}")
-            ]
-            if len(ends) != 1:
-                raise ModelError(
-                    f"{path}: the model has no linear layer {module.name!r} that adapters can"
-                    " change. Experts, embeddings and output heads are not supported."
-                )
-            place = ends[0]
+    def _target(self, module: AdaptedModule, path: Path) -> Target:
+        """Return a function of a module's A and B that lists the layers' own."""
+        name = self._names.find(module.name)
+        if name in self._joint.names() and module.num_experts:
+            return self._joint_target(module, name, path)
+        if name in self._joint.names_elsewhere:
+            return lambda down, up: ()
+        place = self._place(module, self.places.get(name), path)
+        return lambda down, up: [(module, place, down, up)]
+
+    def _joint_target(self, module: AdaptedModule, name: str, path: Path) -> Target:
+        tensor, is_turned = self._joint.find(module, name, path)
+        first = tensor.of_all.experts.first
+
+        def found(down: torch.Tensor, up: torch.Tensor) -> Iterator[Matrices]:
+            for i, layer in enumerate(tensor.layers):
+                assert layer.adapted is not None, "all of the model's layers are adapted"
+                place = ModulePosition(layer, layer.adapted[1], 0, tensor.of_all.rows)
+                own = expert_matrices(module, down, up, first + i, is_turned=is_turned)
+                yield module, place, *own
+
+        return found
+
+    def _place(
+        self, module: AdaptedModule, place: ModulePosition | None, path: Path
+    ) -> ModulePosition:
+        if place is None:
+            raise ModelError(
+                f"{path}: the model has no linear layer {module.name!r} that adapters can"
+                " change. Embeddings and output heads are not supported, and experts only on a"
+                " CPU."
+            )
         if place.shape != (module.outputs, module.inputs):
             raise ModelError(
                 f"{path}: {module.name} is a layer of {list(place.shape)} in the model, but of"
@@ -183,7 +240,14 @@ def _layers(model: nn.Module) -> Iterator[Linear]:
     towers = [module for module in model.modules() if isinstance(module, VisionTower)]
     outside = {id(each) for tower in towers for each in tower.modules()}
     for layer in model.modules():
-        if not isinstance(layer, Linear) or isinstance(layer, ExpertLinear):
+        if not isinstance(layer, Linear):
             continue
         if type(layer).forward is Linear.forward and id(layer) not in outside:
             yield layer
+
+
+def _ends(name: str) -> Iterator[str]:
+    """List a name without some of its first parts."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name

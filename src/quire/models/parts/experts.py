@@ -23,6 +23,7 @@ from quire.models.parts.layers import (
     ParamFactory,
     is_added_elsewhere,
 )
+from quire.ops.adapters import ExpertAdapters
 from quire.ops.collective import all_reduce
 from quire.ops.elementwise import ClampedGate
 from quire.ops.moe import moe_experts, moe_route, moe_route_groups
@@ -173,7 +174,7 @@ class ExpertList(nn.Module):
     ) -> None:
         super().__init__()
         self._made_of = name, size, options
-        self._form, self._factory, self.num_chosen = form, factory, options.num_chosen
+        self.form, self._factory, self.num_chosen = form, factory, options.num_chosen
         inner = factory.place.inner_size(options.inner_size)
         self._own = own = factory.place.experts(options.num_experts)
         of_all = form.tensors_of_all(name, size, own, inner)
@@ -190,26 +191,27 @@ class ExpertList(nn.Module):
 
     def adopt(self, stored: Container[str]) -> None:
         """Detect whether the weight files hold modules per expert or joint tensors."""
-        for layer in (*_linears(self.gate_up), *_linears(self.down)):
+        for layer in (*linears(self.gate_up), *linears(self.down)):
             layer.is_part = layer.of_all.is_among(stored)
 
     def forward(
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
     ) -> torch.Tensor:
-        gate_up, down = _linears(self.gate_up), _linears(self.down)
+        gate_up, down = linears(self.gate_up), linears(self.down)
         weights = [layer.weight for layer in gate_up], [layer.weight for layer in down]
-        biases = (_biases(gate_up), _biases(down)) if self._form.has_bias else None
-        clamped, first = self._form.clamped, first_of(self._own)
-        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, clamped, first)
+        biases = (_biases(gate_up), _biases(down)) if self.form.has_bias else None
+        clamped, first = self.form.clamped, first_of(self._own)
+        routed, adapted = (x_TD, ids_TC, weights_TC), _adapted(gate_up[0], down[0])
+        return moe_experts(*routed, *weights, biases, clamped, first, adapted)
 
     def stacked(self) -> "StackedExperts":
         """Return the loaded weights as StackedExperts. This list drops gate_up and down as each is
         stacked, so that both never exist twice at the same time."""
         empty = replace(self._factory, device=torch.device("meta"))
-        stack = StackedExperts(*self._made_of, empty, self._form)
+        stack = StackedExperts(*self._made_of, empty, self.form)
         for name in ("gate_up", "down"):
-            layers = _linears(getattr(self, name))
-            if self._form.has_bias:
+            layers = linears(getattr(self, name))
+            if self.form.has_bias:
                 biases = torch.stack(_biases(layers))
                 setattr(stack, f"{name}_bias", nn.Parameter(biases, requires_grad=False))
             stack.set(name, stacked_weights([layer.weight for layer in layers]))
@@ -357,8 +359,17 @@ def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExpert
     return StackedExperts if device.type == "cuda" else ExpertList
 
 
-def _linears(layers: nn.ModuleList) -> list[ExpertLinear]:
+def linears(layers: nn.ModuleList) -> list[ExpertLinear]:
+    """Return the layers of a list of experts."""
     return cast(list[ExpertLinear], list(layers))
+
+
+def _adapted(gate_up: ExpertLinear, down: ExpertLinear) -> ExpertAdapters | None:
+    """Return where adapters change experts, from the first one's layers."""
+    if gate_up.adapted is None or down.adapted is None:
+        return None
+    slots, number = gate_up.adapted
+    return ExpertAdapters(slots, (number, down.adapted[1]))
 
 
 def _biases(layers: list[ExpertLinear]) -> list[torch.Tensor]:

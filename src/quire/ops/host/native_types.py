@@ -73,15 +73,20 @@ class CoreGroup(Protocol):
     def abort(self) -> None: ...
 
 
-class CoreAdapters(Protocol):
-    """Adapters in the slots of a device (csrc/adapters.h). parts: address of down, address of up,
-    rank, first output, number of outputs, scale. groups: slots and the rows that use them."""
+class CoreAdapter(Protocol):
+    """One adapter's layers (csrc/adapters.h). parts: address of down, address of up, rank, first
+    output, number of outputs, scale."""
 
     def set(
-        self, slot: int, layer: int, element: int, inputs: int,
+        self, layer: int, element: int, inputs: int,
         parts: Sequence[tuple[int, int, int, int, int, float]], /,
     ) -> None: ...  # fmt: skip
-    def clear(self, slot: int, /) -> None: ...
+
+
+class CoreAdapters(Protocol):
+    """Adapters in the slots of a device. groups: slots and the rows that use them."""
+
+    def put(self, slot: int, adapter: CoreAdapter | None, /) -> None: ...
     def begin_step(self, groups: Sequence[tuple[int, Sequence[int]]], /) -> None: ...
 
 
@@ -100,7 +105,7 @@ class CoreProgram(Protocol):
         self, *, gate_up: Sequence[CoreWeight], down: Sequence[CoreWeight],
         gate_up_biases: Sequence[int], down_biases: Sequence[int], first: int, all: int,
         num_chosen: int, normalises: bool, alpha: float, limit: float, groups: tuple[int, int],
-        is_sigmoid: bool, scale: float, route_bias: int,
+        is_sigmoid: bool, scale: float, route_bias: int, adapted: tuple[int, int],
     ) -> None: ...  # fmt: skip
     def add(
         self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,
@@ -149,7 +154,8 @@ class Core(Protocol):
     def SharedGroup(
         self, path: str, rank: int, size: int, slot_bytes: int, timeout_s: float, /
     ) -> CoreGroup: ...
-    def Adapters(self, num_slots: int, num_layers: int, /) -> CoreAdapters: ...
+    def Adapter(self, num_layers: int, /) -> CoreAdapter: ...
+    def Adapters(self, num_slots: int, /) -> CoreAdapters: ...
     def Program(
         self, widths: Sequence[int], indices: Sequence[int], arena: int, variant: int, /
     ) -> CoreProgram: ...

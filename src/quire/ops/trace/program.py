@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.ops.adapters import AdapterSlots
+from quire.ops.adapters import AdapterSlots, ExpertAdapters
 from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.elementwise import ClampedGate
@@ -79,6 +79,7 @@ SHARED = (
     Kind.HEAD_PRODUCT,
     Kind.ADAPT,
 )
+NOT_ADAPTED = -1, -1
 NO_GROUPS = Routing(is_sigmoid=False, num_groups=0, num_chosen_groups=0)  # for the largest logits
 NO_HEADS = DeltaHeads(0, 0, 0, 0)
 OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # of a layer's memory
@@ -132,7 +133,7 @@ class Route(NamedTuple):
 @dataclass(frozen=True)
 class Experts:
     """A layer's experts on this rank: experts from `first` on, of `num_all`. biases: float32, one
-    per expert for up and down; empty lists without biases."""
+    per expert for up and down; empty lists without biases. adapted: where adapters change them."""
 
     gate_up: list[PackedWeight]
     down: list[PackedWeight]
@@ -141,6 +142,7 @@ class Experts:
     num_all: int
     route: Route
     clamped: ClampedGate | None
+    adapted: ExpertAdapters | None = None
 
     def part(self, reference_of: ReferenceOf) -> Part:
         """Return plain data for program_parts.py. Weights and biases must outlive a program."""
@@ -157,6 +159,7 @@ class Experts:
             "all": self.num_all,
             "alpha": 1.0 if self.clamped is None else self.clamped.alpha,
             "limit": 0.0 if self.clamped is None else self.clamped.limit,
+            "adapted": NOT_ADAPTED if self.adapted is None else self.adapted.layers,
         } | self.route.part(reference_of)
 
 

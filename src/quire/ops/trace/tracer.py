@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.ops.adapters import AdapterSlots
+from quire.ops.adapters import AdapterSlots, ExpertAdapters
 from quire.ops.attention_inputs import DeltaHeads, Scores
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
@@ -445,7 +445,10 @@ class Tracer:
             raise Untraceable("experts or their weights are not chosen by moe_route alone")
         views = self._new(out), self._view(x_TD), self._view(route.logits_TE)
         self._emit(Instruction(Kind.EXPERTS, views, layer=len(self._draft.experts)))
-        self._draft.experts.append(_experts(route, *experts, **named))
+        made = _experts(route, *experts, **named)
+        self._draft.experts.append(made)
+        if made.adapted is not None:
+            self._draft.adapters = made.adapted.slots
 
     def _kv_write(
         self, _out: None, _backend: object, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -549,6 +552,7 @@ def _experts(
     biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
     clamped: ClampedGate | None = None,
     first: int | None = None,
+    adapted: ExpertAdapters | None = None,
 ) -> Experts:
     """Describe the experts of a layer by their route and the other arguments of moe_experts."""
     of_up, of_sums = biases or ((), ())
@@ -557,7 +561,7 @@ def _experts(
         (_all_packed(gate_up), _all_packed(down)),
         (first or 0, route.logits_TE.shape[1]),
     )
-    return Experts(*weights, floats, *view_of_out, route, clamped)
+    return Experts(*weights, floats, *view_of_out, route, clamped, adapted)
 
 
 def _all_packed(weights: Sequence[Weight]) -> list[PackedWeight]:
