@@ -41,10 +41,21 @@ class Curve:
         return replace(self, x=[self.x[i] for i in indices], y=[self.y[i] for i in indices])
 
 
+# What a finding shows of a published sentence.
+VALUE = "reproduced"  # the band lies around a published number
+ORDER = "ordering"  # the text gives an order, a limit or a trend, and the band states it
+MISSED = "not reproduced"  # the published number cannot follow; the band states what can
+OWN = ""  # no published sentence; the band guards our own result
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One number, and the band in which it must lie. published: the paper's, or its range, if it
-    gives one. where: in the paper."""
+    """One number, and the band in which it must lie.
+
+    published: the paper's number, or its range, if it gives one.
+    standing: VALUE, ORDER, MISSED or OWN.
+    why: the reason for the band's width.
+    """
 
     what: str
     ours: float
@@ -52,6 +63,8 @@ class Finding:
     high: float
     published: str = ""
     unit: str = ""
+    standing: str = OWN
+    why: str = ""
 
     @property
     def holds(self) -> bool:

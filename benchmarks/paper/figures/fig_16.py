@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 
-from benchmarks.paper.figure import Effort, Figure, Finding, Runs, run_each
+from benchmarks.paper.bands import near
+from benchmarks.paper.figure import Effort, Figure, Runs, run_each
 from benchmarks.paper.settings import LLAMA_13B, TRANSLATION, Load
 from benchmarks.paper.sweep import sweep
 from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, ORCA_POW2, PLAIN, QUIRE
 
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX)
 PREFIXES = (
-    ("a", "one example", 80, "1.67", 1.1, 2.6),
-    ("b", "five examples", 341, "3.58", 1.8, 6.0),
+    ("a", "one example", 80, 1.67),
+    ("b", "five examples", 341, 3.58),
 )
 FIRST_RATE = 4.0
 CACHED = replace(PLAIN, caches=True)
@@ -26,7 +27,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     ]
     found = run_each(runs, sweep, cases)
     made = []
-    for index, (letter, prefix_kind, prefix, published, low, high) in enumerate(PREFIXES):
+    for index, (letter, prefix_kind, prefix, published) in enumerate(PREFIXES):
         sweeps = {each.system: each for each in found[index * 4 : index * 4 + 4]}
         ratio = sweeps[QUIRE].sustained() / sweeps[ORCA_ORACLE].sustained()
         hits = 100 * sweeps[QUIRE].points[-1].hits
@@ -36,7 +37,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             f" {hits:.0f} % of the prompt tokens are cached. The paper names the data set but not"
             " its lengths; the lengths of sentences are assumed (`benchmarks/paper/settings.py`)."
         )
-        finding = Finding("sustained rate, quire over Orca (Oracle)", ratio, low, high, published)
+        finding = near("sustained rate, quire over Orca (Oracle)", ratio, published)
         made.append(
             Figure(
                 f"fig_16{letter}",

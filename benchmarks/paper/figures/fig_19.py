@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs, run_each
+from benchmarks.paper.bands import order
+from benchmarks.paper.figure import Curve, Effort, Figure, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.systems import QUIRE, Options, serve
 from benchmarks.virtual.swap_costs import (
@@ -44,12 +45,13 @@ def _overhead() -> Figure:
     again, swap, batched = seconds.values()
     at = {size: index for index, size in enumerate(SIZES)}
     findings = [
-        Finding("swap over recomputation, blocks of 1, many transfers", swap[0] / again[0], 3, 100,
-                "far above 1"),
-        Finding("swap over recomputation, blocks of 256, many transfers",
-                swap[at[256]] / again[at[256]], 0.05, 1.0, "below 1"),
-        Finding("swap over recomputation, blocks of 1, one transfer", batched[0] / again[0],
-                0.1, 1.5),
+        order("swap over recomputation, blocks of 1, many transfers", swap[0] / again[0], 2, 30,
+              "excessive", "twice at least"),
+        order("recomputation over swap, blocks of 256, many transfers",
+              again[at[256]] / swap[at[256]], 1.0, 1.2, "1 to 1.2",
+              "swapping is more efficient, but recomputation takes at most 20 % longer"),
+        order("swap, blocks of 1 over 256, one transfer", batched[0] / batched[at[256]], 0.99,
+              1.01, "", "one transfer does not depend on the block size"),
     ]  # fmt: skip
     text = (
         f"A sequence of {VICTIM.num_tokens} tokens is swapped out and in again, or recomputed, by"
@@ -99,8 +101,9 @@ def _end_to_end(effort: Effort, runs: Runs) -> Figure:
         curves.append(Curve(label, [float(s) for s in sizes], [each.latency_s for each in mine]))
     again, swap, _ = by_way.values()
     findings = [
-        Finding(f"latency by swapping over recomputing, blocks of {size}, many transfers",
-                swap[size].latency_s / again[size].latency_s, 0.7, 1.5, "near 1")
+        order(f"latency by swapping over recomputing, blocks of {size}, many transfers",
+              swap[size].latency_s / again[size].latency_s, 0.8, 1.25, "comparable",
+              "a quarter to either side")
         for size in sizes if 16 <= size <= 64
     ]  # fmt: skip
     text = (
