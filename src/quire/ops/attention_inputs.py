@@ -69,6 +69,8 @@ class AttentionStep:
     one. The host has the exact values. None: no token attends in both directions.
     is_uncut: whether no row's keys may be cut, so that a backend has no parts to merge. Results are
     right either way.
+    is_separate: whether each row has at most one token, and none reads a block that another row of
+    the step writes. So a backend may store a row's key in the launch that reads all others.
     """
 
     positions_T: torch.Tensor
@@ -82,6 +84,7 @@ class AttentionStep:
     groups: range | None = None
     ends_T: Int32 | None = None
     is_uncut: bool = False
+    is_separate: bool = False
 
     def has(self, group: int) -> bool:
         """Return whether the layers of a cache group run in this step."""

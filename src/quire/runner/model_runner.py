@@ -63,6 +63,7 @@ class ModelRunner(StepRunner):
             query_lens_host=shape.query_lens,
             context_lens_host=shape.context_lens,
             is_uncut=shape.is_uncut,
+            is_separate=shape.is_separate,
         )
 
     def logits(self, hidden_TD: torch.Tensor, last_N: torch.Tensor, needs: Needs) -> torch.Tensor:
@@ -118,11 +119,16 @@ class ModelRunner(StepRunner):
             return None
         num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
         num_row_slots = max(num_rows, len(plan.sample_rows))
-        num_tokens = 0 if num_tokens == num_rows else num_tokens
+        num_tokens = 0 if num_tokens == num_rows and self._are_separate(plan) else num_tokens
         is_whole = not num_tokens and not self._in_pieces
         if is_whole and self.backend.prefers_uncut(plan.computed_bound + 1):
             needs = replace(needs, is_uncut=True)
         return self._graphs.find(num_row_slots, num_tokens, needs, drafted_of(plan, runs))
+
+    def _are_separate(self, plan: Plan) -> bool:
+        """Return whether a decoding graph serves this plan of rows with one token each. A row that
+        starts may read blocks that other rows of its first step write."""
+        return not (self.backend.needs_separate and (plan.started or plan.forked))
 
     def graph_bytes(self, config: EngineConfig) -> int:
         """Return the measured bytes of recorded steps; 0 if steps are not recorded."""

@@ -149,13 +149,14 @@ def requests_features(start: RowStart) -> bool:
 @dataclass(frozen=True)
 class StepShape:
     """Size of a step on the host. query_lens, context_lens: new tokens and context of each row
-    slot; upper bounds of the device's values. num_samples: rows that sample. is_uncut: see
-    AttentionStep."""
+    slot; upper bounds of the device's values. num_samples: rows that sample. is_uncut, is_separate:
+    see AttentionStep."""
 
     query_lens: Int32
     context_lens: Int32
     num_samples: int
     is_uncut: bool = False
+    is_separate: bool = False
 
     @property
     def num_tokens(self) -> int:

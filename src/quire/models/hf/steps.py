@@ -161,8 +161,7 @@ class Run:
         rows = self._rotary_rows(frequencies_E, factor, qkv_TMH.dtype)
         weight_MH, eps = (None, 0.0) if norms is None else (norms.weight(), norms.eps)
         stored = num_kv_heads, rows, weight_MH, eps
-        q_TNH = self.attention.rotary_write(step.layer, qkv_TMH, *stored)
-        return self.attention.run(step.layer, q_TNH, scores)
+        return self.attention.rotary_run(step.layer, qkv_TMH, *stored, scores)
 
     def _rotary_rows(
         self, frequencies_E: torch.Tensor, factor: float, dtype: torch.dtype

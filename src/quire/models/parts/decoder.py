@@ -22,6 +22,7 @@ from quire.models.parts.layers import (
     Attention,
     Embedding,
     HeadNorm,
+    HeadWeights,
     Linear,
     LMHead,
     ParamFactory,
@@ -76,16 +77,6 @@ class LayerStep(NamedTuple):
     rotary_rows: torch.Tensor | None
     backend: AttentionBackend
     positions_T: torch.Tensor
-
-
-class HeadWeights(Protocol):
-    """The norm of query and key heads: weights [N + K, H], and what is added to the mean square."""
-
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-    @property
-    def eps(self) -> float: ...
 
 
 class DecoderAttention(nn.Module):
@@ -155,10 +146,7 @@ class DecoderAttention(nn.Module):
             assert norm is None, "norms of heads come with rotation"
             q_TNH, k_TKH, v_TKH = qkv_TMH.split([heads, kv_heads, kv_heads], dim=1)
             return self.attention(q_TNH, k_TKH, v_TKH, backend, sinks_N)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        layer = self.attention.layer
-        q_TNH = backend.rotary_write(layer, qkv_TMH, kv_heads, rotary_rows, weight, eps)
-        return self.attention.stored(q_TNH, backend, sinks_N)
+        return self.attention.rotated(qkv_TMH, kv_heads, rotary_rows, norm, backend, sinks_N)
 
 
 class GatedMLP(nn.Module):

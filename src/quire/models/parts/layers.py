@@ -11,7 +11,7 @@ uninitialised memory on the target device until `loading.py` fills it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -436,6 +436,16 @@ class Sinks(Layer):
         return Stretches(self._rows.cuts)
 
 
+class HeadWeights(Protocol):
+    """The norm of query and key heads: weights [N + K, H], and what is added to the mean square."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
 @dataclass
 class Attention:
     """One layer's attention over paged memory. `scores` stores the sinks of the latest call."""
@@ -459,9 +469,30 @@ class Attention:
         self, q_TNH: torch.Tensor, backend: AttentionBackend, sinks_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend over keys and values that are already in the cache; return [T, N * H]."""
+        self._set_sinks(sinks_N)
+        return backend.run(self.layer, q_TNH, self.scores).flatten(1)
+
+    def rotated(
+        self,
+        qkv_TMH: torch.Tensor,
+        num_kv_heads: int,
+        rotary_rows: torch.Tensor,
+        norm: HeadWeights | None,
+        backend: AttentionBackend,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Normalise and rotate the heads, write keys and values, attend, and return [T, N * H].
+        norm: None for heads without norms."""
+        self._set_sinks(sinks_N)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        turned = rotary_rows, weight, eps
+        return backend.rotary_run(self.layer, qkv_TMH, num_kv_heads, *turned, self.scores).flatten(
+            1
+        )
+
+    def _set_sinks(self, sinks_N: torch.Tensor | None) -> None:
         if sinks_N is not self.scores.sinks_N:
             self.scores = replace(self.scores, sinks_N=sinks_N)
-        return backend.run(self.layer, q_TNH, self.scores).flatten(1)
 
 
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -68,9 +68,7 @@ class GatedAttention(nn.Module):
         heads, kv_heads, size = self._heads, self._kv_heads, self._head_dim
         all_heads = self.gate_qkv(x_TD).view(-1, 2 * (heads + kv_heads), size)
         gate_TNH, qkv_TMH = all_heads.split([heads, heads + 2 * kv_heads], dim=1)
-        norm, layer = self.norm, self.attention.layer
-        q_TNH = backend.rotary_write(layer, qkv_TMH, kv_heads, rotary_rows, norm.weight, norm.eps)
-        read_TM = self.attention.stored(q_TNH, backend)
+        read_TM = self.attention.rotated(qkv_TMH, kv_heads, rotary_rows, self.norm, backend)
         out: torch.Tensor = self.output(sigmoid_mul(read_TM, gate_TNH.flatten(1)))
         return out
 

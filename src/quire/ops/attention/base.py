@@ -43,7 +43,7 @@ Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 class AttentionBackend(ABC):
     """Interface of attention backends. `prepare` is called once per step. Then each layer calls
-    `write` (or `rotary_write`), and `run` after it.
+    `write` (or `rotary_write`), and `run` after it; `rotary_run` does both.
 
     Each layer writes all keys and values of a step before it reads any. So rows of one step may
     read blocks that other rows of the same step write.
@@ -61,6 +61,11 @@ class AttentionBackend(ABC):
     @property
     def has_states(self) -> bool:
         """Return whether layers have states, which a recorded step with draft tokens settles."""
+        return False
+
+    @property
+    def needs_separate(self) -> bool:
+        """Return whether recorded decoding steps rely on `is_separate`."""
         return False
 
     def prefers_uncut(self, context_lens: Int32) -> bool:
@@ -191,6 +196,21 @@ class AttentionBackend(ABC):
         self.write(layer, k_TKH, v_TKH)
         return q_TNH
 
+    def rotary_run(
+        self,
+        layer: int,
+        qkv_TMH: torch.Tensor,
+        num_kv_heads: int,
+        rotary_rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        scores: Scores,
+    ) -> torch.Tensor:
+        """Return `run` after `rotary_write`, [T, N, H]. A backend may do both in one launch if the
+        rows of the step are separate."""
+        q_TNH = self.rotary_write(layer, qkv_TMH, num_kv_heads, rotary_rows, weight, eps)
+        return self.run(layer, q_TNH, scores)
+
     @property
     def host_blocks(self) -> HostBlocks | None:
         """Host-memory blocks by group, which stores read and write; None if the backend does not
@@ -208,6 +228,11 @@ class ForwardingBackend(AttentionBackend):
     def has_states(self) -> bool:
         """See AttentionBackend."""
         return self.inner.has_states
+
+    @property
+    def needs_separate(self) -> bool:
+        """See AttentionBackend."""
+        return self.inner.needs_separate
 
     def prefers_uncut(self, context_lens: Int32) -> bool:
         """See AttentionBackend."""
@@ -228,6 +253,10 @@ class ForwardingBackend(AttentionBackend):
     def rotary_write(self, *given: Any) -> torch.Tensor:
         """See AttentionBackend."""
         return self.inner.rotary_write(*given)
+
+    def rotary_run(self, *given: Any) -> torch.Tensor:
+        """See AttentionBackend. Subclasses with a `run` of their own call it here, too."""
+        return self.inner.rotary_run(*given)
 
     def run(
         self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None

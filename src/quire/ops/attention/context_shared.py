@@ -21,6 +21,7 @@ KV head.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,6 +151,10 @@ class ContextShared(ForwardingBackend):
         if self._accepts_slot_minus_one:
             return self._divided.rotary_write(*given)
         return AttentionBackend.rotary_write(self, *given)  # writes with this class's `write`
+
+    def rotary_run(self, *given: Any) -> torch.Tensor:
+        """See AttentionBackend."""
+        return AttentionBackend.rotary_run(self, *given)
 
     @op("attention")
     def run(

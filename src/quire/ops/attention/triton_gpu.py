@@ -42,6 +42,7 @@ from quire.spec.cache_group import LATENT, STATE
 if TYPE_CHECKING:
     from quire.ops.kernels.attention.attention_plan import Cut, Work
     from quire.ops.kernels.attention.delta_chunks import Chunks
+    from quire.ops.kernels.attention.rotary_attention import Rotation
     from quire.ops.kernels.attention.states import StateStep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,6 +92,8 @@ class TritonBackend(MovesBlocks):
     has_small_tiles: prompts in tiles of 64 rows instead of 128, for heads of up to 128 numbers.
     merges_last: whether a decoding step merges parts without a launch of its own (`Work.arrivals`);
     None for the environment variable.
+    rotates_within: whether decoding rows that are separate take one launch for rotation and
+    attention (`rotary_attention.py`); None for the environment variable.
     """
 
     name = "triton"
@@ -106,10 +109,12 @@ class TritonBackend(MovesBlocks):
         scales: dict[int, tuple[float, float]] | None = None,
         has_small_tiles: bool = False,
         merges_last: bool | None = None,
+        rotates_within: bool | None = None,
     ) -> None:
         reason = why_not(layout)
         if reason is not None:
             raise ConfigError(f"attention_backend triton cannot be used here: {reason}; take auto.")
+        from quire.ops.kernels import launch
         from quire.ops.kernels.attention import (
             attention,
             attention_plan,
@@ -118,13 +123,16 @@ class TritonBackend(MovesBlocks):
             delta_chunks,
             delta_rule,
             latent,
+            rotary_attention,
             rotary_write,
             states,
         )
-        from quire.ops.kernels.launch import merges_last as is_switched_on
 
-        self._merges_last = is_switched_on() if merges_last is None else merges_last
+        self._merges_last = launch.merges_last() if merges_last is None else merges_last
+        is_on = launch.rotates_within() if rotates_within is None else rotates_within
+        self._rotates_within = is_on and not deterministic and layout.kv_format == "auto"
         self._rotary, self._latent, self._tiles = rotary_write, latent, attention_tiles
+        self._rotary_attention = rotary_attention
         self._states, self._delta_rule, self._delta_chunks = states, delta_rule, delta_chunks
         self._chunks = chunks or delta_chunks.Chunks()
         self._attention, self._plan, self._write = attention, attention_plan, attention_write
@@ -169,7 +177,8 @@ class TritonBackend(MovesBlocks):
         self._ends_T = None if step.ends_T is None else to_device(step.ends_T, self._layout.device)
 
     def prefers_uncut(self, context_lens: Int32) -> bool:
-        """See AttentionBackend. The device would cut none of these rows in any group."""
+        """See AttentionBackend. The device would cut none of these rows in any group. The cuts are
+        those of recorded decoding steps."""
         return bool(self._cuts) and all(
             cut.leaves_uncut(context_lens) for cut in self._cuts.values()
         )
@@ -217,6 +226,48 @@ class TritonBackend(MovesBlocks):
             return torch.empty_like(q_TNH)
         kv, work = self._layers[layer], self._work_for(layer, q_TNH)
         return self._attention.attention(q_TNH, kv, work, scores, self._machine, out_TNH)
+
+    @property
+    def needs_separate(self) -> bool:
+        """See AttentionBackend."""
+        return self._rotates_within
+
+    def rotary_run(
+        self,
+        layer: int,
+        qkv_TMH: torch.Tensor,
+        num_kv_heads: int,
+        rotary_rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        scores: Scores,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        assert self._step is not None, "prepare comes first"
+        group_size = qkv_TMH.shape[1] // num_kv_heads - 2
+        if len(qkv_TMH) and self._step.is_separate and self._rotates(layer, group_size):
+            slots_T = self._step.slots_T[self._location[layer][0]]
+            turned = self._rotary_attention.Rotation(rotary_rows, weight, eps, slots_T)
+            return self._run_rotating(layer, qkv_TMH, turned, scores)
+        given = num_kv_heads, rotary_rows, weight, eps
+        return super().rotary_run(layer, qkv_TMH, *given, scores)
+
+    @op("rotary_attention")
+    def _run_rotating(
+        self, layer: int, qkv_TMH: torch.Tensor, turned: "Rotation", scores: Scores
+    ) -> torch.Tensor:
+        """Rotate, store and attend for all rows, [T, N, H]."""
+        kv, size = self._layers[layer], qkv_TMH.shape[2]
+        num_heads = qkv_TMH.shape[1] - 2 * kv.num_heads
+        group = self._location[layer][0]
+        work = self._work_of(group, num_heads, num_heads // kv.num_heads, size)
+        machine = self._machine.for_decoding(size)
+        return self._rotary_attention.rotary_attention(qkv_TMH, kv, turned, work, scores, machine)
+
+    def _rotates(self, layer: int, group_size: int) -> bool:
+        """Return whether recorded decoding steps rotate the layer's heads within attention."""
+        kv, size = self._layers[layer], self._layout.groups[self._location[layer][0]].head_dim
+        return self._rotates_within and self._rotary_attention.serves(kv, group_size, size)
 
     def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
@@ -309,9 +360,7 @@ class TritonBackend(MovesBlocks):
             self._planned[group], step = group_size, self._step
             assert step is not None, "prepare comes first"
             cut = self._cut_of(group, group_size, size)
-            if self._programs:
-                cut = replace(cut, items=max(1, self._programs * cut.group_size // num_heads))
-            self._cuts[group] = cut
+            cut, self._cuts[group] = self._shared_cuts(cut, group, num_heads, size)
             if step.is_uncut and not cut.is_fixed:
                 cut = replace(cut, max_splits=1)
             slot_bytes = 4 * num_heads * (size + 2)
@@ -323,6 +372,21 @@ class TritonBackend(MovesBlocks):
             work = self._plan.plan_work(cut, step, table_SL, self._ends_T, heads)
             self._work[group] = work
         return work
+
+    def _shared_cuts(
+        self, cut: "Cut", group: int, num_heads: int, size: int
+    ) -> tuple["Cut", "Cut"]:
+        """Return a cut with an item for each program of the prepared step, and of a recorded
+        decoding step."""
+        step, machine = self._step, self._machine
+        assert step is not None, "prepare comes first"
+        if not self._programs:
+            return cut, cut
+        if self._rotates(self._layout.groups[group].layers[0], cut.group_size):
+            machine = machine.for_decoding(size)
+        num = [self._programs, machine.num_programs]
+        usual, decoding = (replace(cut, items=max(1, n * cut.group_size // num_heads)) for n in num)
+        return decoding if step.is_separate else usual, decoding
 
 
 def _slots(cut: "Cut", step: AttentionStep) -> int:

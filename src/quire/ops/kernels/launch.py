@@ -26,7 +26,8 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 OVERLAP = "QUIRE_OVERLAP_LAUNCHES"
 MERGE_LAST = "QUIRE_MERGE_IN_ATTENTION"
 STREAM_K = "QUIRE_STREAM_PRODUCTS"
-SWITCHES = (OVERLAP, MERGE_LAST, STREAM_K)
+ROTATE_WITHIN = "QUIRE_ROTATE_IN_ATTENTION"
+SWITCHES = (OVERLAP, MERGE_LAST, STREAM_K, ROTATE_WITHIN)
 
 
 @functools.cache
@@ -56,6 +57,12 @@ def merges_last() -> bool:
     """Return whether the program that arrives last merges the parts of attention (`arrives_last`).
     Off by default, because no GPU has run it yet."""
     return os.environ.get(MERGE_LAST) == "1"
+
+
+def rotates_within() -> bool:
+    """Return whether attention of decoding rows rotates their heads (`rotary_attention.py`). Off by
+    default, because no GPU has run it yet."""
+    return os.environ.get(ROTATE_WITHIN) == "1"
 
 
 @triton.jit

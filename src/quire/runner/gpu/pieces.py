@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -86,6 +87,10 @@ class CutAtAttention(ForwardingBackend):
         self._pieces.launches.append(partial(self.inner.run, layer, q, scores, out))
         self.begin()
         return out_TNH
+
+    def rotary_run(self, *given: Any) -> torch.Tensor:
+        """See AttentionBackend: the graph rotates the heads, then `run` ends it."""
+        return AttentionBackend.rotary_run(self, *given)
 
     def run_latent(
         self, layer: int, q_TNL: torch.Tensor, scores: Scores, num_values: int

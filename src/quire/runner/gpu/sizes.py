@@ -1,6 +1,6 @@
 """Sizes of recorded steps: how many rows, tokens and draft tokens a step has room for.
 
-    decoding   each row has one token                          Size(rows)
+    decoding   each row has one token, rows are separate       Size(rows)
     drafted    each row has one token and up to k drafts       Size(rows, drafts=rows * k)
     mixed      rows may have any number of tokens              Size(rows, tokens)
     both       any number of tokens, and draft tokens          Size(rows, tokens, drafts)
@@ -191,9 +191,11 @@ class Sizes:
 
 
 def largest_shape(size: Size, max_model_len: int) -> StepShape:
-    """Return the shape of the largest step of a size. If mixed, its first row has all tokens."""
+    """Return the shape of the largest step of a size. If mixed, its first row has all tokens. The
+    rows of plain decoding steps are separate."""
     query_lens = np.full(size.rows, 1 + size.drafts // size.rows, np.int32)
     if size.is_mixed:
         query_lens[:] = size.tokens, *[0] * (size.rows - 1)
     context_lens = np.full(size.rows, max_model_len, np.int32)
-    return StepShape(query_lens, context_lens, size.rows)
+    is_separate = not (size.is_mixed or size.drafts)
+    return StepShape(query_lens, context_lens, size.rows, is_separate=is_separate)

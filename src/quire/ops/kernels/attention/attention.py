@@ -263,17 +263,17 @@ def _attend(
     if ROWS > 16:
         whole, edge = _unmasked(first, end, position, count, WINDOW, TILE)
         if WINDOW != 0:
-            maximum, total, values = _scan(
+            maximum, total, values = scan(
                 q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
                 first, whole, lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW,
                 BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
             )  # fmt: skip
-        maximum, total, values = _scan(
+        maximum, total, values = scan(
             q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, whole,
             edge, lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE,
             WINDOW, FORMAT, HAS_CAP, TILE, DOT, False,
         )  # fmt: skip
-    maximum, total, values = _scan(
+    maximum, total, values = scan(
         q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, edge, end,
         lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW,
         FORMAT, HAS_CAP, TILE, DOT, True,
@@ -384,7 +384,7 @@ def _attend_fixed(
     values = tl.zeros([ROWS, WIDTH], tl.float32)
     for chunk in range(first // CHUNK * CHUNK, end, CHUNK):
         stop = tl.minimum(chunk + CHUNK, end)
-        chunk_maximum, chunk_total, chunk_values = _scan(
+        chunk_maximum, chunk_total, chunk_values = scan(
             q, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
             tl.zeros([ROWS, WIDTH], tl.float32), k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
             table_ptr, tl.maximum(chunk, first), stop, lowest, stop, query, last_seen, factor,
@@ -411,7 +411,7 @@ def _unmasked(first, end, position, count, WINDOW: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def _scan(
+def scan(
     q,
     maximum,
     total,

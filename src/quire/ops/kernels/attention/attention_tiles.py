@@ -41,6 +41,12 @@ class Machine:
         """Long tiles of half as many rows, of which a multiprocessor holds two at once."""
         return replace(self, long_rows=64, long_warps=SHORT_WARPS)
 
+    def for_decoding(self, size: int) -> "Machine":
+        """Limits of `rotary_attention` with heads of a size. A multiprocessor with warp groups has
+        registers and shared memory for three of its programs if the heads fill their tiles."""
+        fits = self.has_warp_groups and self.num_stages >= NUM_STAGES and size in (64, 128)
+        return replace(self, num_programs=self.num_programs * 3 // 2) if fits else self
+
 
 HOPPER = Machine(2 * 132)
 
