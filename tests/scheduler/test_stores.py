@@ -46,9 +46,12 @@ class Lab:
         budget: int = 8,
         kept: FakeStores | None = None,
         gives: str = EVICTED,
+        reuses_partial: bool = False,
     ) -> None:
         self.kv = KVManager((FULL,), (12,), BLOCK, host_limits=(12,))
-        config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget)
+        config = SchedulerConfig(
+            max_num_seqs=1, max_num_batched_tokens=budget, reuse_partial_blocks=reuses_partial
+        )
         self.scheduler = Scheduler(
             Memory(self.kv, budget), config, MAX_LEN, num_stores=num_stores, kept=gives
         )

@@ -246,7 +246,8 @@ class KVManager:
     def _num_taken_blocks(self, g: int, hit: KVBlocks) -> int:
         """Return the number of free blocks of group g that a hit takes. These are cached blocks,
         blocks to load, and the copy of a last block that is not full."""
-        pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
+        pool = self.pools[g]
+        copied = hit.num_tokens % self.block_size > 0 and pool.is_in_use(hit.blocks[g][-1])
         if hit.is_in_use or not hit.num_tokens:
             return int(copied)
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])

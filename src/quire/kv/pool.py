@@ -229,6 +229,10 @@ class BlockPool:
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
 
+    def is_in_use(self, block_id: int) -> bool:
+        """Return whether tables hold this block; False for an entry that is no block."""
+        return block_id >= 0 and self._num_refs[block_id] > 0
+
     def all_refs(self) -> list[int]:
         """Return the reference counts of all blocks."""
         return self._num_refs.copy()

@@ -4,6 +4,7 @@
     pinned prefixes     prompts whose blocks stay until they are unpinned pins.py, pinned.py
     retained requests   ended requests to continue or fork                held.py
     media inputs        images in prompts, and their encoder outputs      media_inputs.py
+    partial blocks      last blocks of ended sequences that are not full  partial_blocks.py
     stores              blocks outside of this process                    stores.py, offers.py
     miss reports        reasons for prefix misses                         miss_report.py
     steering            changes of priority, and pauses                   steering.py
@@ -34,6 +35,7 @@ from quire.scheduler.policy.extensions import extension_classes
 from quire.scheduler.reuse.held import Holds
 from quire.scheduler.reuse.index_changes import IndexWatch
 from quire.scheduler.reuse.miss_report import MissReports
+from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.reuse.pinned import PinnedPrefixes
 from quire.scheduler.reuse.pins import Pins
 from quire.scheduler.reuse.stores import Stores
@@ -76,8 +78,12 @@ class Scheduler(SchedulerCore):
         self.misses = MissReports(kv, memory.names, lifecycle.report_prefix)
         self.stores: Stores | None = None
         self.attach(self.retained, PrefixIndex(kv, memory.names, memory))
+        partial = None
+        if config.reuse_partial_blocks and memory.names_partial_blocks:
+            partial = PartialBlocks(memory)
+            self.attach(partial)
         if num_stores:
-            self.stores = Stores(memory, lifecycle, planner, self.orders, num_stores, kept)
+            self.stores = Stores(memory, lifecycle, planner, self.orders, num_stores, kept, partial)
             offers = self.stores.offers
             self.attach(self.stores, *(() if offers is None else (offers,)))
         if takes_media:

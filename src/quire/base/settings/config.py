@@ -266,6 +266,11 @@ class SchedulerConfig:
         " models that take media",
         unit="tokens",
     )
+    reuse_partial_blocks: bool = setting(
+        False,
+        "cache the last block of an ended request even if it is not full, so that the next turn of"
+        " a conversation computes only its new tokens",
+    )
     pipeline_depth: int | None = setting(
         None,
         "steps in flight; 1 waits for each result, 2 plans the next step meanwhile; by default 1"

@@ -52,9 +52,9 @@ GROUPS = (
         "KV cache: memory, data type, prefixes, stores",
         (
             "gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_dtype", "block_size",
-            "enable_prefix_caching", "eviction_policy", "prefix_caching_hash_algo", "pin_prefix",
-            "pin_share", "kv_host_gb", "kv_disk_dir", "kv_disk_gb", "kv_store", "kv_eager",
-            "kv_transfer_config", "kv_events_config",
+            "enable_prefix_caching", "reuse_partial_blocks", "eviction_policy",
+            "prefix_caching_hash_algo", "pin_prefix", "pin_share", "kv_host_gb", "kv_disk_dir",
+            "kv_disk_gb", "kv_store", "kv_eager", "kv_transfer_config", "kv_events_config",
         ),
     ),
     Group("speculation", "speculative decoding", ("speculative_config",)),

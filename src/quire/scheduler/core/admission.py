@@ -146,7 +146,7 @@ class Admission:
         if appended is None:
             return None
         builder.started.append(lifecycle.start(sequence, hit.num_tokens, now))
-        builder.add_table(sequence, hit.num_tokens // memory.block_size)
+        builder.add_table(sequence, memory.num_kept_blocks(hit, appended))
         builder.add_blocks(sequence.row, appended)
         held = [table.blocks for table in sequence.blocks.tables]
         found = [blocks[: len(mine)] for blocks, mine in zip(held, hit.blocks, strict=True)]

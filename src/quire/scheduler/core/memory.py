@@ -161,6 +161,12 @@ class Memory:
         return STEP in self._kinds
 
     @property
+    def names_partial_blocks(self) -> bool:
+        """Whether a sequence may begin within a block by name. A state is stored only after a full
+        block."""
+        return self.kv.enable_prefix_caching and not {STATE, STEP} & set(self._kinds)
+
+    @property
     def block_size(self) -> int:
         return self.kv.block_size
 
@@ -310,6 +316,13 @@ class Memory:
             for listener in self.listeners:
                 listener.loaded(sequence, hit.num_tokens // self.block_size)
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
+
+    def num_kept_blocks(self, hit: KVBlocks, appended: Seq[Appended]) -> int:
+        """Return the number of a hit's blocks that the sequence still has after `start`. It has
+        copied a last block that is not full, unless no other table held the block."""
+        num_full, num_more = divmod(hit.num_tokens, self.block_size)
+        copied = [one.writes[:1] and one.writes[0][0] == num_full for one in appended]
+        return num_full + (num_more > 0 and not all(copied))
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
         """Notify the sources that a sequence was given its row with this hit."""

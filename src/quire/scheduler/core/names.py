@@ -140,6 +140,19 @@ class BlockNaming:
             found = sequence.prefix_digests[num_tokens] = prefix.digests[0]
         return found
 
+    def of_partial(self, sequence: Sequence, num_blocks: int, length: int) -> bytes:
+        """Return the name of a block of `length` tokens, which is not full, after the first
+        num_blocks blocks of a sequence. These are named and at least one. Its tokens have no
+        marks."""
+        first = num_blocks * self.block_size
+        found = sequence.partial_digests.get(first + length)
+        if found is None:
+            tokens = sequence.tokens_between(first, first + length)
+            block = Prefix(sequence.arrival, sequence.digests[num_blocks - 1], tokens)
+            self.extend([block], [1], size=length)
+            found = sequence.partial_digests[first + length] = block.digests[0]
+        return found
+
 
 def rename(sequence: Sequence, names: BlockNaming, epoch: str) -> None:
     """Give the sequences of a request, which share blocks by name, another root."""
@@ -153,7 +166,7 @@ def rename(sequence: Sequence, names: BlockNaming, epoch: str) -> None:
     for member in members:
         member.is_renamed = holds
         member.root, member.digests = root, []  # a new list: a recorder may hold the old one
-        member.prefix_digests, member.found_at = {}, -1
+        member.prefix_digests, member.partial_digests, member.found_at = {}, {}, -1
 
 
 class Rated(Protocol):

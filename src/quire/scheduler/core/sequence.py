@@ -133,6 +133,7 @@ class Sequence:
     # Prefix hits of other sources (`HitSource`), by kind: change number of the source, hit tokens.
     found_elsewhere: dict[StrEnum, tuple[int, int]] = field(default_factory=dict, repr=False)
     prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length
+    partial_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by their end
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions with logprobs already returned
     finish_reason: str | None = None

@@ -12,7 +12,7 @@ its run.
 """
 
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Collection, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,7 +184,7 @@ class MissReports(HitSource, CacheListener):
         if hit.source:
             found: Fields = {hit.source: num_tokens}
             return PrefixReport(**found, **self._miss(sequence, hit, now))
-        away = max([0, *map(len, hit.host)]) * size
+        away = max([0, *(_num_tokens(loads, num_tokens, size) for loads in hit.host)])
         store = min(away, sequence.num_fetched_blocks * size)
         return PrefixReport(
             device=num_tokens - away,
@@ -262,6 +262,12 @@ class MissReports(HitSource, CacheListener):
         if not num_blocks:
             return {}
         return {"num_other_tokens": num_blocks * kv.block_size}
+
+
+def _num_tokens(blocks: Collection[int], num_tokens: int, size: int) -> int:
+    """Return the number of tokens in some blocks, by logical index, of the first num_tokens."""
+    is_last_partial = num_tokens % size > 0 and num_tokens // size in blocks
+    return len(blocks) * size - is_last_partial * (-num_tokens % size)
 
 
 def _num_common(one: bytes, other: bytes) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from quire.base.kv_orders import (
     BlockName,
@@ -45,6 +46,7 @@ from quire.scheduler.core.memory import PROMPT_TAIL, Memory
 from quire.scheduler.core.planning import Planner
 from quire.scheduler.core.sequence import NEVER, Sequence
 from quire.scheduler.reuse.offers import Offers
+from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.views import StoresView
 
 MAX_KEEP_BLOCKS = 256  # blocks in flight to one store; further blocks are not kept
@@ -82,7 +84,8 @@ class PendingLookup:
 class Stores(HitSource, Extension, StepExtension):
     """Extension that looks up, fetches and keeps blocks in stores. num_stores: they are looked up
     in this order. kept: the blocks that stores receive (base/settings/kv_transfer.py). orders: list
-    for new orders. offers: offers of computed blocks; None if stores receive no blocks."""
+    for new orders. offers: offers of computed blocks; None if stores receive no blocks. partial:
+    names of last blocks that are not full; None if they have no names."""
 
     follows_steps = True
 
@@ -94,8 +97,10 @@ class Stores(HitSource, Extension, StepExtension):
         orders: list[Order],
         num_stores: int,
         kept: str = EVICTED,
+        partial: PartialBlocks | None = None,
     ) -> None:
         self.num_stores = num_stores
+        self._partial = partial
         self.kept = kept
         self.orders = orders
         self.offers: Offers | None = None
@@ -162,7 +167,10 @@ class Stores(HitSource, Extension, StepExtension):
 
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """See Extension."""
-        digests = (d for s in failed for member in s.members for d in member.digests)
+        members = [member for sequence in failed for member in sequence.members]
+        digests = [digest for member in members for digest in member.digests]
+        if self._partial is not None:
+            digests += [name for member in members for name in self._partial.names_in(member)]
         self.remove(list(dict.fromkeys(digests)))
 
     def end_step(self, end: StepEnd, now: float) -> None:
@@ -275,6 +283,9 @@ class Stores(HitSource, Extension, StepExtension):
         if not stores:
             return False
         self.num_here += max_blocks * len(kv.groups) - len(names)
+        if self._partial is not None:
+            num_before = self._partial.num_blocks_before(sequence)
+            names += tuple(chain(*self._partial.to_fetch(sequence, num_before)))
         wait = PendingLookup(sequence, names, is_handed_over)
         self.waiting[sequence.request.request_id] = wait
         for store in stores:
@@ -359,6 +370,7 @@ class Stores(HitSource, Extension, StepExtension):
             for g in range(len(kv.groups))
             if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
+        lacking += self._partial_to_fetch(wait, there)
         # The fetched blocks must not evict those before them.
         names = [(g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))]
         held = [(g, self._tier.borrow(g, digest)) for g, digest in names]
@@ -371,6 +383,16 @@ class Stores(HitSource, Extension, StepExtension):
         for g, block in held:
             if block is not None:
                 self._tier.release(g, block)
+
+    def _partial_to_fetch(self, wait: PendingLookup, num_blocks: int) -> list[BlockName]:
+        """Return the names to fetch of the longest partial block after these full blocks that is
+        found."""
+        if self._partial is None:
+            return []
+        for names in self._partial.to_fetch(wait.sequence, num_blocks):
+            if all(name in wait.found for name in names):
+                return names
+        return []
 
     def _order(self, wait: PendingLookup, store: int, names: list[BlockName]) -> None:
         """Order a fetch of the blocks that are not in flight, as many as host memory has room
