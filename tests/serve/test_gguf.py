@@ -9,6 +9,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cli.main import main
 from quire.models.checkpoint.source import resolve_model
+from tests.support.cases import slow_but
 from tests.support.models.gguf_writer import BF16, F32, Q8_0, byte_level_metadata, convert
 from tests.support.models.reference_checkpoints import checkpoint, reference_tokens, text_checkpoint
 
@@ -23,7 +24,10 @@ def tokens_of(path: Path, prompts: list[Any], **settings: Any) -> list[list[int]
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    "architecture",
+    slow_but(("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2"), "llama", "gpt2", "gemma2"),
+)
 def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     folder = checkpoint(architecture)
     path = convert(folder, tmp_path / "model.gguf", F32)

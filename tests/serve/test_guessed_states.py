@@ -16,6 +16,7 @@ from quire.runner.memory_plan import retained_inputs_bytes
 from tests.runner.test_guesses import Oracle
 from tests.serve.test_exactness import assert_idle
 from tests.serve.test_hybrid import FEW_BLOCKS, P, ask, folder, open_llm
+from tests.support.cases import in_turn
 from tests.support.engine.attachments import draft_with
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
@@ -93,9 +94,11 @@ def test_a_turn_begins_with_the_state_behind_the_last_answer(right: float) -> No
     assert cached[0] and cached[0] > len(first) and cached[1] == cached[0]
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize(("num", "right"), [(4, 1.0), (3, 0.0), (9, 0.9)])
-def test_nobody_gives_way_for_a_guess(mode: str, num: int, right: float) -> None:
+@pytest.mark.parametrize(
+    ("mode", "guesses"), in_turn(("swap", "recompute"), ((4, 1.0), (3, 0.0), (9, 0.9)))
+)
+def test_nobody_gives_way_for_a_guess(mode: str, guesses: tuple[int, float]) -> None:
+    num, right = guesses
     asked = random_tokens(*[20] * 8, seed=6)
     with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
         outputs = ask(plain, asked, PLAIN)
@@ -149,8 +152,9 @@ def test_what_guesses_keep_is_counted() -> None:
         assert retained_inputs_bytes(llm.engine.config, llm.engine.spec) == 0
 
 
-@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe"])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(
+    ("variant", "quantization"), in_turn(("qwen3_next", "qwen3_5_moe"), (None, "int8"))
+)
 def test_mixtures_and_rounded_weights(
     variant: str, quantization: str | None, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.base.settings.config import config_from_flat
 from quire.engine.executors.executor import Executor
+from tests.support.cases import in_turn, slow_but
 from tests.support.models.reference_checkpoints import checkpoint, reference_tokens, text_checkpoint
 from tests.support.render.chat_templates import QWEN
 
@@ -161,7 +162,7 @@ def test_chat() -> None:
 # ---- streams ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_stream_gives_what_generate_gives(depth: int) -> None:
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=24, stop="zzz", logprobs=1)
     with open_llm(pipeline_depth=depth) as llm:
@@ -177,7 +178,7 @@ def test_stream_gives_what_generate_gives(depth: int) -> None:
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_leaving_a_stream_early_ends_the_request(depth: int) -> None:
     with open_llm(pipeline_depth=depth) as llm:
         stream = llm.stream("Hello", SamplingParams(max_tokens=60))
@@ -269,11 +270,11 @@ class InterruptedExecutor:
 
 # From depth 2 on it computes on a thread, which no interrupt reaches.
 @pytest.mark.parametrize(
-    ("depth", "where"),
-    [(1, "while it computes"), (1, "while it waits"), (2, "while it waits")],
+    ("place", "countdown"),
+    in_turn(((1, "while it computes"), (1, "while it waits"), (2, "while it waits")), (1, 3)),
 )
-@pytest.mark.parametrize("countdown", [1, 3])
-def test_an_interrupt_leaves_no_request_behind(depth: int, where: str, countdown: int) -> None:
+def test_an_interrupt_leaves_no_request_behind(place: tuple[int, str], countdown: int) -> None:
+    depth, where = place
     with open_llm(pipeline_depth=depth, max_num_seqs=3, weight_cache="off") as llm:
         wanted = [text(output) for output in llm.generate(PROMPTS, GREEDY)]
         core = llm.engine.client.core

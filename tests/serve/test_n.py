@@ -11,6 +11,7 @@ from quire.base.errors import RequestError
 from quire.base.requests.outputs import CompletionOutput, RequestMetrics
 from quire.serve.processes.progress import RequestBar
 from tests.serve.test_llm import PROMPTS, assert_idle, open_llm
+from tests.support.cases import slow_but
 
 PROMPT = "The quick brown fox"
 
@@ -48,7 +49,7 @@ def test_n_continuations(llm: LLM) -> None:
     assert only(llm.generate(PROMPT, sampled())) == four[:1]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_several_prompts_together(llm: LLM, depth: int) -> None:
     """More sequences than rows, n different from prompt to prompt."""
     params = [sampled(n=n, seed=n) for n in (3, 1, 4, 2)]
@@ -80,7 +81,7 @@ def test_chat_with_n(llm: LLM) -> None:
     ]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_a_stream_of_n(llm: LLM, depth: int) -> None:
     params = sampled(n=3, logprobs=1, stop=["e", "zz"])
     whole = only(llm.generate(PROMPT, params))

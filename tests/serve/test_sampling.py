@@ -11,6 +11,7 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import RequestError
 from quire.render.tokens.tokenizer import Tokenizer
+from tests.support.cases import in_turn, slow_but
 from tests.support.models.reference_checkpoints import (
     checkpoint,
     pool_bytes,
@@ -148,8 +149,7 @@ ASCII = [i for i in range(3, 424) if (TOK.token(i) or "\u4f60").isascii() and TO
 FREE: dict[str, Any] = {"seed": 0, "max_tokens": 30, "allowed_token_ids": ASCII}
 
 
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "include"), in_turn((1, 2), (False, True)))
 def test_stop_strings_anywhere(free_text: str, depth: int, include: bool) -> None:
     """Each piece of the text ends it, wherever the tokens' borders are, where it first occurs."""
     with open_llm(text_checkpoint(), pipeline_depth=depth) as llm:
@@ -181,7 +181,7 @@ def test_the_first_of_several_stop_strings(text_llm: LLM, free_text: str) -> Non
     assert (whole.text, whole.finish_reason, whole.stop_reason) == (free_text, "length", None)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_stop_token_ids_and_min_tokens(depth: int) -> None:
     """Before min_tokens a stop token is not even chosen."""
     with open_llm(pipeline_depth=depth) as llm:
@@ -243,7 +243,7 @@ def test_sampling_defaults_of_the_model(eos_folder: Path) -> None:
         assert done.token_ids == [300]  # what ends a sequence is no way to sample
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_without_max_tokens_it_goes_on_to_max_model_len(depth: int) -> None:
     with open_llm(pipeline_depth=depth, max_model_len=40) as llm:
         for length in (1, 17, 39):
@@ -408,7 +408,7 @@ def test_rows_for_other_tokens_than_the_prompt_has(ids_llm: LLM) -> None:
         ids_llm.generate({"prompt_token_ids": [5, 6, 7]}, wrong, use_tqdm=False)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_prompt_logprobs_of_a_prompt_that_is_begun_twice(depth: int) -> None:
     """Three short prompts grow while a long one is computed in chunks, until it loses its row."""
     folder = checkpoint("llama")
@@ -491,7 +491,7 @@ def test_bad_words(text_llm: LLM) -> None:
     assert without.token_ids[:1] == plain.token_ids[:1]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_penalties_against_a_plain_loop(depth: int) -> None:
     """Repetition counts prompt and output; presence and frequency the output alone."""
     cases = [(1.5, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, 0.7), (1.3, 0.5, 0.4), (0.8, -1.0, -0.3)]

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from tests.structure.test_folders import MAX_FILES
 from tests.structure.test_house import ROOT, sources
 from tests.structure.test_mirror import TESTS
-from tests.support.cases import pairwise
+from tests.support.cases import in_turn, pairwise
 
 SUPPORT = TESTS / "support"
 # Commands that tests/README.md lists, or packages of one; the rules have their own parts.
@@ -92,3 +92,10 @@ def test_each_pair_of_values_has_a_quick_case() -> None:
     found = {pair for values in quick for pair in combinations(values, 2)}
     assert found == {p for two in combinations(factors, 2) for p in product(*two)}
     assert len(quick) < len(cases) / 1.5
+
+
+def test_each_value_is_once_among_the_quick_cases_that_take_turns() -> None:
+    factors = (1, 2, 3), "ab"
+    cases = in_turn(*factors)
+    assert [case.values for case in cases] == list(product(*factors))
+    assert [case.values for case in cases if not case.marks] == [(1, "a"), (2, "b"), (3, "a")]

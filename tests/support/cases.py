@@ -1,6 +1,6 @@
 """Choose which cases of a long list `make test` runs; mark the others as slow."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -10,6 +10,23 @@ import pytest
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """Return all cases; those that are not quick are slow."""
     return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in cases]
+
+
+def in_turn(*factors: Sequence[Any]) -> list[Any]:
+    """Return parameters for all combinations of the factors' values.
+
+    `make test` runs as many as the longest factor has values: each time the next value of each.
+    """
+    longest = max(map(len, factors))
+    quick = {tuple(k % len(factor) for factor in factors) for k in range(longest)}
+    cases = product(*(enumerate(factor) for factor in factors))
+    return [
+        pytest.param(
+            *(value for _, value in case),
+            marks=[] if tuple(place for place, _ in case) in quick else [pytest.mark.slow],
+        )
+        for case in cases
+    ]
 
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:

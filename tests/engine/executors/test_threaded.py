@@ -23,6 +23,7 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.loop.in_flight import LEAD_S, NO_SAMPLING, SHARE, InFlight, StepInFlight
 from quire.engine.observability.beating import BeatingExecutor
 from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader
+from tests.support.cases import in_turn
 from tests.support.engine.failing_core import Bench, prompt, with_poison
 from tests.support.models.reference_checkpoints import checkpoint
 
@@ -194,8 +195,7 @@ def threaded_bench(folder: Path, depth: int, **settings: object) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "when"), in_turn((1, 2, 3), ("before", "after")))
 def test_a_step_that_raises_fails_one_request_only(folder: Path, depth: int, when: str) -> None:
     bench = threaded_bench(folder, depth, when=when, max_num_seqs=3)
     bench.add("before", prompt(1, 9), 3)

@@ -22,6 +22,7 @@ from quire.engine.observability.metrics import EngineMetrics
 from quire.ops.host.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler.reuse import held
+from tests.support.cases import in_turn
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import checkpoint
 
@@ -284,8 +285,9 @@ def test_more_than_may_be_held_is_refused(
 
 
 @needs_core
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "gemma3_text"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("architecture", "depth"), in_turn(("qwen3_5_text", "gemma3_text"), (1, 2))
+)
 def test_layers_that_cannot_go_back_anywhere(architecture: str, depth: int) -> None:
     """States and windows: a fork begins where it can, and computes the rest; at the end it takes
     over all."""

@@ -8,6 +8,7 @@ import pytest
 
 from quire import LLM
 from quire.base.errors import ConfigError
+from tests.support.cases import slow_but
 from tests.support.engine.scenarios import COMMON, Answers, alone, answers_of, asked, told
 from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
 
@@ -29,7 +30,7 @@ def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", slow_but(("swap", "recompute"), "swap"))
 def test_who_gives_way_comes_back(mode: str) -> None:
     settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
     found = compare(TWO, "multi_query", 30, **settings)
@@ -43,7 +44,9 @@ def test_guesses() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "architecture", slow_but(("gpt_oss", "gemma2", "qwen3_5_text"), "gpt_oss", "qwen3_5_text")
+)
 def test_other_layers(architecture: str) -> None:
     """With windows, sinks, soft caps and states; two of four ranks have the same heads."""
     compare(FOUR, architecture, 240)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import in_turn, slow_but
 from tests.support.engine.scenarios import Answers, alone, answers_of
 from tests.support.models.reference_checkpoints import text_checkpoint
 
@@ -68,7 +69,7 @@ def test_layers_of_all_kinds_are_shared(architecture: str, ranks: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", slow_but(("swap", "recompute"), "swap"))
 def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
     """A rank has half of the heads, and so twice the blocks."""
     settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
@@ -78,8 +79,9 @@ def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize(
+    ("architecture", "mode"), in_turn(("deepseek_v3", "llama4_text"), ("swap", "recompute"))
+)
 def test_preempted_rows_with_latent_vectors_or_chunks(architecture: str, mode: str) -> None:
     """Preempted rows of a full pool have the answers of an engine with room."""
     settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
@@ -89,7 +91,9 @@ def test_preempted_rows_with_latent_vectors_or_chunks(architecture: str, mode: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize(
+    "architecture", slow_but(("llama", "deepseek_v3", "llama4_text"), "deepseek_v3")
+)
 def test_guesses_of_the_text_are_tried_by_all_ranks(architecture: str) -> None:
     guesses = {"method": "ngram", "num_speculative_tokens": 3}
     found = compare(TWO, architecture, 240, speculative_config=json.dumps(guesses))

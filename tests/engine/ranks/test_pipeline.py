@@ -8,6 +8,7 @@ import pytest
 from quire import LLM
 from quire.base.errors import ConfigError
 from tests.engine.ranks.test_executor import compare
+from tests.support.cases import in_turn, slow_but
 from tests.support.engine.scenarios import COMMON, alone, answers_of
 from tests.support.models.reference_checkpoints import text_checkpoint
 
@@ -20,8 +21,10 @@ def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [STAGES, BOTH])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("architecture", "ranks"),
+    in_turn(("llama", "qwen3_moe", "qwen3_5", "gpt2", "deepseek_v3"), (STAGES, BOTH)),
+)
 def test_mixtures_hybrids_and_stages_of_several_ranks(
     architecture: str, ranks: dict[str, Any]
 ) -> None:
@@ -29,7 +32,7 @@ def test_mixtures_hybrids_and_stages_of_several_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", slow_but(("swap", "recompute"), "swap"))
 def test_who_gives_way_comes_back(mode: str) -> None:
     """A stage has half of the layers, and so twice the blocks."""
     settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
