@@ -29,12 +29,12 @@ int64_t blocks_of(const AdapterPart& part) {
     return (part.outputs + kOutputsAtOnce - 1) / kOutputsAtOnce;
 }
 
-// low[i] = x[i] . down for up to kRowsAtOnce rows.
-template <class T>
+// low[i] = x[i] . down for each of the rows.
+template <int64_t rows, class T>
 inline __attribute__((always_inline)) void dot(float* low, int64_t stride, const float* const* x,
-                                               int64_t rows, const T* down, int64_t inputs) {
+                                               const T* down, int64_t inputs) {
     const int64_t whole = inputs / kLanes * kLanes;
-    float sums[kRowsAtOnce][kLanes] = {};
+    float sums[rows][kLanes] = {};  // a fixed number of rows, so that they stay in registers
     for (int64_t k = 0; k < whole; k += kLanes) {
         float values[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) values[lane] = widen(down[k + lane]);
@@ -68,7 +68,12 @@ inline __attribute__((always_inline)) void add(float* out, const float* low, con
 #define QUIRE_ADAPTER_ROWS(T)                                                                      \
     QUIRE_VECTOR void dot_rows(float* low, int64_t stride, const float* const* x, int64_t rows,    \
                                const T* down, int64_t inputs) {                                    \
-        dot(low, stride, x, rows, down, inputs);                                                   \
+        switch (rows) {                                                                            \
+            case 1: return dot<1>(low, stride, x, down, inputs);                                   \
+            case 2: return dot<2>(low, stride, x, down, inputs);                                   \
+            case 3: return dot<3>(low, stride, x, down, inputs);                                   \
+            default: return dot<kRowsAtOnce>(low, stride, x, down, inputs);                        \
+        }                                                                                          \
     }                                                                                              \
     QUIRE_VECTOR void add_row(float* out, const float* low, const T* up, int64_t rank,             \
                               int64_t stride, int64_t count) {                                     \

@@ -120,9 +120,10 @@ class TimedHead:
 
 
 class Machine:
-    """A runner over random weights, and the ceilings of the machine."""
+    """A runner over random weights, and the ceilings of the machine. settings: more of the
+    engine's."""
 
-    def __init__(self, options: argparse.Namespace, steps: Sequence[Step]) -> None:
+    def __init__(self, options: argparse.Namespace, steps: Sequence[Step], **settings: Any) -> None:
         longest = max(step.context for step in steps) + 1
         rows = max(step.num_rows for step in steps)
         blocks = max(step.num_rows * -(-(step.context + 1) // BLOCK_SIZE) for step in steps)
@@ -138,6 +139,7 @@ class Machine:
             max_num_batched_tokens=max(options.chunk, rows),
             kv_cache_memory_bytes=POOL_BYTES,
             disable_log_stats=True,
+            **settings,
         )
         self.built: BuiltRunner = build_runner(config, resolve_model(options.model))
         model = self.built.runner.model
@@ -168,7 +170,7 @@ class Machine:
     def run(self, step: Step) -> dict[str, Cost]:
         """Carry out a step on fresh rows; returns the cost of each operation."""
         found: dict[str, Cost] = defaultdict(Cost)
-        plans = self._plans(step)
+        plans = self.plans(step)
         if not step.chunk:
             for plan in plans[:-1]:
                 self.built.run(plan)
@@ -187,7 +189,7 @@ class Machine:
             found[REST] += Cost(whole - self.head.seconds)
         return dict(found)
 
-    def _plans(self, step: Step) -> list[Plan]:
+    def plans(self, step: Step) -> list[Plan]:
         """Make plans of a step whose earlier tokens count as computed, whatever their blocks hold.
         Tokens are random; keys that were not computed are zeros or another round's."""
         rng = np.random.default_rng(0)
