@@ -22,7 +22,7 @@ class Effort:
     is_full: bool
 
 
-FULL = Effort(150.0, 2, True)
+FULL = Effort(60.0, 1, True)
 REDUCED = Effort(60.0, 1, False)
 
 

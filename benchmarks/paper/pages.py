@@ -19,7 +19,7 @@ INTRODUCTION = (
 # Paragraphs about how the figures are made.
 METHOD = (
     "`make paper` makes these pages, their plots and `benchmarks/results/virtual-time/paper.json`"
-    " in a quarter of an hour on two cores.",
+    " in some ten minutes on two cores.",
     "Unless a figure says that it was measured, it is [simulated](../operate/simulate.md). quire is"
     " its own core, scheduler and memory under a virtual clock. The other systems follow the"
     " paper's description (`benchmarks/paper/baselines/`). All systems have the same requests and"
@@ -29,9 +29,10 @@ METHOD = (
     " follow from public measurements of that engine, and from no figure"
     " (`benchmarks/paper/overhead.py`). [Assumptions](evaluation-assumptions.md) shows what other"
     " times would give.",
-    "A point of a curve is a trace of 150 seconds, and shorter for workloads with many requests per"
-    " second. The lengths of requests follow the paper's means; the paper does not give their"
-    " spread.",
+    "A point of a curve is a trace of 60 seconds, and shorter for workloads with many requests per"
+    " second; `--seconds` makes them longer. An overload of a short trace raises the latencies of"
+    " all systems by the same factor, so it changes their ratios little. The lengths of requests"
+    " follow the paper's means; the paper does not give their spread.",
     "A band is the range in which a number must lie. Bands are set from the text, not from our"
     " results, and each has its reason beside it. A number outside its band ends `make paper` with"
     " an error. The tests check the bands on shorter traces, and that ten faults in the allocator,"

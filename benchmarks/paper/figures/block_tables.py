@@ -10,8 +10,8 @@ from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.settings.config import SchedulerConfig
 
 BLOCK_SIZE, ROWS, NUM_STEPS = 16, 32, 32
-CONTEXTS = (512, 2048, 8192, 32_768)
-FEW_CONTEXTS = (512, 8192)
+CONTEXTS = (512, 2048, 8192)
+FEW_CONTEXTS = (512, 2048)
 # The thesis' case: rows, tokens of each, and what its table takes.
 MANY_ROWS, MANY_TOKENS, ENTRIES, TABLE_MB = 1000, 1_000_000, 62.5, 250.0
 ID_BYTES, NUMBERS = 4, 4
@@ -25,7 +25,7 @@ def entries(rows: int, tokens: int) -> int:
 def sent(context: int) -> float:
     """Return the block ids that a plan sends in a step, the mean over decoding steps."""
     config = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=ROWS * context)
-    blocks = ROWS * (context // BLOCK_SIZE + 8)
+    blocks = ROWS * (context // BLOCK_SIZE + 8) * 11 // 10  # more than the watermark of admission
     scheduler, executor = dry_run(blocks, BLOCK_SIZE, config, context + 4 * NUM_STEPS, False)
     for row in range(ROWS):
         scheduler.add(dry_request(str(row), [5] * context, 2 * NUM_STEPS), 0.0)

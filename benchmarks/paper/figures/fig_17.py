@@ -17,6 +17,7 @@ MAX_TOKENS = 1024
 MEAN_TURNS = 6.0
 NEAR = 1.2  # of a simulation and the formula of the same system
 FIRST_RATE = 0.75
+LONGER = 3  # traces, since there are few requests per second
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def _over(other: str, ratio: float) -> Finding:
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure."""
-    load = Load(CHAT, FIRST_RATE, 0.0)
-    found = run_each(runs, sweep, [(system, OPT_13B, load, effort) for system in SYSTEMS])
+    load, longer = Load(CHAT, FIRST_RATE, 0.0), replace(effort, seconds=LONGER * effort.seconds)
+    found = run_each(runs, sweep, [(system, OPT_13B, load, longer) for system in SYSTEMS])
     sweeps = {each.system: each for each in found}
     rates = {name: each.sustained() for name, each in sweeps.items()}
     lengths = np.array(

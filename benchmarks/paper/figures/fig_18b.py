@@ -5,7 +5,7 @@ from benchmarks.paper.capacity import Capacity
 from benchmarks.paper.figure import Curve, Effort, Figure, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.systems import QUIRE, Options, serve
-from quire.tools.workloads import ALPACA, SHAREGPT
+from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FEW_SIZES = (16, 32, 128, 256)
@@ -14,12 +14,21 @@ LOAD = 0.75
 RATES = {each.name: LOAD * Capacity(QUIRE, OPT_13B, each).rate for each in (SHAREGPT, ALPACA)}
 
 
+def _seconds(effort: Effort, workload: Workload) -> float:
+    return effort.seconds / (4 if workload is ALPACA else 1)
+
+
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure."""
     sizes = SIZES if effort.is_full else FEW_SIZES
     workloads = (SHAREGPT, ALPACA)
     cases = [
-        (QUIRE, OPT_13B, Load(workload, RATES[workload.name], effort.seconds / 2), Options(size))
+        (
+            QUIRE,
+            OPT_13B,
+            Load(workload, RATES[workload.name], _seconds(effort, workload)),
+            Options(size),
+        )
         for workload in workloads
         for size in sizes
     ]
