@@ -1,7 +1,8 @@
 """Make the papers' figures: docs/results/evaluation*.md, their plots, and their numbers,
 benchmarks/results/virtual-time/paper.json.
 
-    python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--reduced --output DIR]
+    python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--seconds 60]
+        [--reduced --output DIR]
 
 With --only the other figures stay as they are.
 """
@@ -10,6 +11,7 @@ import argparse
 import importlib
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,12 @@ def main() -> int:
     parser.add_argument("--reduced", action="store_true", help="short traces, as the tests have")
     parser.add_argument("--output", type=Path, default=ROOT, metavar="DIR",
                         help="where to write (default: this repository)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=FULL.seconds, metavar="S",
+                        help="of arrivals in a trace (default: %(default)s)")  # fmt: skip
     options = parser.parse_args()
-    effort = REDUCED if options.reduced else FULL
+    if not 10 <= options.seconds <= 3600:
+        parser.error(f"--seconds must be between 10 and 3600, not {options.seconds:g}")
+    effort = REDUCED if options.reduced else replace(FULL, seconds=options.seconds)
     results = options.output / "benchmarks" / "results" / "virtual-time" / "paper.json"
     made = figures_of(read(results).rows) if results.exists() else {}
     began = time.monotonic()
@@ -66,17 +72,23 @@ def main() -> int:
         runs = CountedRuns(pool)
         for name in options.only:
             made[name] = make(name, effort, runs)
+            _save(made, results, options)
             took = time.monotonic() - began
             print(f"{name}: {runs.num_done} simulations so far, {took:.0f} s", flush=True)
     made = {name: made[name] for name in MODULES if name in made}
-    settings = {"effort": "reduced" if options.reduced else "full"}
-    write(results, "paper", rows_of(made), settings, lambda: plain_facts() | VIRTUAL)
     figures = [figure for several in made.values() for figure in several]
     write_document(made, options.output / "docs" / "results")
     outside = [f for each in figures for f in each.findings if not f.holds]
     for finding in outside:
         print(f"outside its band: {finding.what}: {finding.ours:.3g}")
     return 1 if outside else 0
+
+
+def _save(made: dict[str, list[Figure]], path: Path, options: argparse.Namespace) -> None:
+    """Write the numbers of the figures that are made, in the order of the document."""
+    ordered = {name: made[name] for name in MODULES if name in made}
+    settings = {"effort": "reduced" if options.reduced else "full", "seconds": options.seconds}
+    write(path, "paper", rows_of(ordered), settings, lambda: plain_facts() | VIRTUAL)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Effort:
     is_full: bool
 
 
-FULL = Effort(600.0, 3, True)
+FULL = Effort(60.0, 1, True)
 REDUCED = Effort(60.0, 1, False)
 
 
@@ -41,7 +41,7 @@ class Curve:
         return replace(self, x=[self.x[i] for i in indices], y=[self.y[i] for i in indices])
 
 
-# What a finding shows of a published sentence.
+# The standing of a finding towards a published sentence.
 VALUE = "reproduced"  # the band lies around a published number
 ORDER = "ordering"  # the text gives an order, a limit or a trend, and the band states it
 MISSED = "not reproduced"  # the published number cannot follow; the band states what can

@@ -17,7 +17,7 @@ def section(figure: Figure) -> str:
     if figure.curves:
         lines += [f"![{figure.title}](evaluation/{figure.name}.svg)", ""]
     if figure.findings:
-        lines += ["| | quire | paper | band |", "|---|---|---|---|"]
+        lines += ["| | quire | paper | band | shows | why this band |", "|---|---|---|---|---|---|"]
         lines += [_row(finding) for finding in figure.findings]
         lines.append("")
     if figure.text:
@@ -42,7 +42,8 @@ def _row(finding: Finding) -> str:
     band = f"{shown(finding.low)} to {shown(finding.high)}"
     outside = "" if finding.holds else " (outside)"
     ours = f"{shown(finding.ours)}{finding.unit}"
-    return f"| {finding.what} | {ours}{outside} | {finding.published} | {band} |"
+    cells = (finding.what, ours + outside, finding.published, band, finding.standing, finding.why)
+    return f"| {' | '.join(cells)} |"
 
 
 def shown(value: float) -> str:

@@ -1,19 +1,21 @@
 """The paper's models and machines (P table 1), and its workloads.
 
 Memory for keys and values is the paper's, so all systems have the same. Step times come from the
-models' shapes and the A100's data sheet (`quire simulate`). All systems add the same overhead per
-step, as engines of 2023 had it. The paper gives no step times, but they follow from its figures.
-With 2 arrivals a second and 30.4 requests at once, answers have 338 tokens on average (P fig. 13 a,
-fig. 11). That is 45 ms per token; the formula has 26 to 27 ms for such a step. Attention through
-block tables is slowed down for quire as the paper measured it for its kernels (20 to 26 %, P 7.1).
-quire's own kernels were not measured to be slower.
+models' shapes and the A100's data sheet (`quire simulate`). The host of an engine of 2023 adds its
+time to each step (`overhead.py`). Orca is the authors' own version inside their engine, so it has
+the same host time; FasterTransformer is a C++ engine and has none. Attention through block tables
+is slowed down for quire as the paper measured it for its kernels (20 to 26 %, P 7.1). quire's own
+kernels were not measured to be slower.
+
+`Assumptions` has all that the texts leave open. Figures can change one assumption at a time.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
 
+from benchmarks.paper.overhead import EngineTimes, Overhead, overhead
 from quire.base.messages import Request
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.config import config_from_flat
@@ -21,7 +23,7 @@ from quire.models.checkpoint.source import resolve_model
 from quire.tools.devices import find_gpu
 from quire.tools.simulate.arrivals import Arrival
 from quire.tools.simulate.roofline import roofline_of
-from quire.tools.sizing.fit import fit
+from quire.tools.sizing.fit import Fit, fit
 from quire.tools.step_times import Roofline
 from quire.tools.workloads import ALPACA, SHAREGPT, Lengths, Workload, token_ids_of
 
@@ -29,9 +31,25 @@ MAX_LEN = 2048
 BLOCK_SIZE = 16
 MAX_SEQS = 1024
 MAX_STEP_TOKENS = 2048
-ENGINE_S = 0.018  # of each step, in addition to the formula: see above
-PAGED_ATTENTION = 1.23  # times as long as over contiguous memory: the middle of 20 to 26 %
 PREFIX_NAME, OWN_NAME = 1, 1 << 20  # of parts of prompts
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Everything that the texts leave open. None: the derived value of `overhead.py`."""
+
+    step_s: float | None = None  # the host's time in a step
+    request_s: float | None = None  # the host's time for each request that samples
+    arithmetic: float = 1.0  # rate of products, as times the formula's share of the data sheet
+    memory: float = 1.0  # rate of reading, likewise
+    paged_attention: float = 1.23  # times as long as over contiguous memory: 20 to 26 % (P 7.1)
+    sureness: float = 0.8  # of the candidates of beams: benchmarks/memory/sharing.py
+    same_share: float = 0.9  # share of the positions where beams have the same candidates
+    launch_s: float = 10e-6  # to submit one copy of the device's memory
+    replaced: float | None = None  # share of Orca's beams copied in a step; None is as in quire
+
+
+DEFAULT = Assumptions()
 
 
 @dataclass(frozen=True)
@@ -45,24 +63,46 @@ class Setting:
     num_slots: int
 
     @property
-    def contiguous(self) -> Roofline:
-        """Step times over contiguous memory."""
-        times = _times(self.model, self.device, self.num_devices)
-        return replace(times, fixed_s=times.fixed_s + ENGINE_S)
+    def device_times(self) -> Roofline:
+        """Step times of the device alone, over contiguous memory."""
+        return _times(self.model, self.device, self.num_devices)
 
     @property
-    def paged(self) -> Roofline:
-        """Step times over block tables."""
-        times = self.contiguous
-        slower = tuple(
+    def plan(self) -> Fit:
+        """quire's plan of the model and its memory on this machine."""
+        return _fit(self.model, self.device, self.num_devices)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that move a sequence: its keys and its values in each layer."""
+        return 2 * self.plan.spec.num_layers
+
+    def times(
+        self, is_paged: bool, num_rows: int = 1, assumed: Assumptions = DEFAULT
+    ) -> EngineTimes:
+        """Return step times with the host's. num_rows: of a request, which are sampled at once."""
+        derived = host_times()
+        step_s = derived.step_s if assumed.step_s is None else assumed.step_s
+        request_s = derived.request_s if assumed.request_s is None else assumed.request_s
+        device = self.device_times
+        slower = assumed.paged_attention if is_paged else 1.0
+        attention = tuple(
             replace(
                 each,
-                context_s=PAGED_ATTENTION * each.context_s,
-                pair_s=PAGED_ATTENTION * each.pair_s,
+                context_s=slower * each.context_s / assumed.memory,
+                pair_s=slower * each.pair_s / assumed.arithmetic,
             )
-            for each in times.attention
+            for each in device.attention
         )
-        return replace(times, attention=slower)
+        given = {each.name: getattr(device, each.name) for each in fields(device)}
+        given |= {
+            "weights_s": device.weights_s / assumed.memory,
+            "token_s": device.token_s / assumed.arithmetic,
+            "sample_s": device.sample_s / assumed.arithmetic,
+            "fixed_s": device.fixed_s + step_s,
+            "attention": attention,
+        }
+        return EngineTimes(**given, row_s=request_s / num_rows)
 
 
 OPT_13B = Setting("OPT-13B, 1 A100", "shape:opt-13b", "A100-40", 1, 15_700)
@@ -73,9 +113,20 @@ WORKLOADS = (SHAREGPT, ALPACA)
 
 
 @cache
+def host_times() -> Overhead:
+    """Return the host's time in a step."""
+    return overhead(OPT_13B.device_times)
+
+
+@cache
 def _times(model: str, device: str, num_devices: int) -> Roofline:
+    return roofline_of(_fit(model, device, num_devices))
+
+
+@cache
+def _fit(model: str, device: str, num_devices: int) -> Fit:
     config = config_from_flat(model=model, tensor_parallel_size=num_devices)
-    return roofline_of(fit(config, resolve_model(model), find_gpu(device)))
+    return fit(config, resolve_model(model), find_gpu(device))
 
 
 @dataclass(frozen=True)
@@ -106,6 +157,7 @@ class Load:
     """A workload's lengths at a rate of Poisson arrivals, for so many seconds.
 
     prefix: tokens with which all prompts begin, in addition to the workload's own.
+    is_even: arrivals at equal distances instead.
     """
 
     workload: Workload
@@ -114,12 +166,15 @@ class Load:
     method: Method = Method()
     prefix: int = 0
     seed: int = 0
+    is_even: bool = False
 
     def lengths(self) -> list[tuple[float, int, int]]:
         """Draw arrivals: time, tokens of the prompt without the prefix, tokens of the answer."""
         rng = np.random.default_rng(self.seed)
         num = max(1, rng.poisson(self.rate_per_s * self.seconds))
         at_s = np.sort(rng.uniform(0.0, self.seconds, num))
+        if self.is_even:
+            at_s = np.arange(num) / self.rate_per_s
         inputs, outputs = self.workload.sample(num, self.seed + 1)
         outputs = np.minimum(outputs, MAX_LEN - self.prefix - inputs)
         return list(zip(at_s.tolist(), inputs.tolist(), outputs.tolist(), strict=True))

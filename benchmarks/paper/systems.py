@@ -1,15 +1,17 @@
 """The five systems of the paper's comparison (P 6.1), on one clock, workload and step times."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.paper.baselines.core import BaselineCore, Batches
 from benchmarks.paper.baselines.faster_transformer import FasterTransformerCore
-from benchmarks.paper.baselines.orca import OrcaCore, Reserve, longest, oracle, pow2
+from benchmarks.paper.baselines.orca import Copies, OrcaCore, Reserve, longest, oracle, pow2
 from benchmarks.paper.settings import (
     BLOCK_SIZE,
+    DEFAULT,
     MAX_LEN,
     MAX_SEQS,
     MAX_STEP_TOKENS,
+    Assumptions,
     Load,
     Method,
     Setting,
@@ -34,7 +36,8 @@ FASTER_TRANSFORMER = "FasterTransformer"
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX, FASTER_TRANSFORMER)
 RESERVES: dict[str, Reserve] = {ORCA_ORACLE: oracle, ORCA_POW2: pow2, ORCA_MAX: longest}
 VOCAB_SIZE = 1 << 16
-SURENESS, SAME_SHARE = 0.8, 0.9  # of the candidates of beams: benchmarks/memory/sharing.py
+# Share of the rows that quire's beam searches replace in a step, by width (`Served.replaced`).
+REPLACED = {2: 0.055, 4: 0.085, 6: 0.10}
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Served:
     memory: shares of its uses while a request waited.
     saved: share of the blocks without sharing.
     hits: share of the prompts' tokens.
+    replaced: share of the rows that a beam search gave up for a copy of another one, by step.
     """
 
     system: str
@@ -57,17 +61,23 @@ class Served:
     num_preemptions: int = 0
     saved: float = 0.0
     hits: float = 0.0
+    replaced: float = 0.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of quire alone. caches: whether prefixes are found again; mode: how it preempts; times: in
-    place of the setting's."""
+    """Assumptions of all systems, and options of quire alone.
+
+    caches: whether prefixes are found again.
+    mode: how it preempts.
+    copy_s: to move one block to or from host memory.
+    """
 
     block_size: int = BLOCK_SIZE
     caches: bool = False
     mode: str = "recompute"
-    times: Roofline | None = None
+    copy_s: float | None = None
+    assumed: Assumptions = DEFAULT
 
 
 PLAIN = Options()
@@ -78,7 +88,7 @@ class PagedMeter:
 
     def __init__(self, scheduler: Scheduler, block_size: int) -> None:
         self.batches = Batches()
-        self.num_used = self.num_unshared = 0
+        self.num_used = self.num_unshared = self.num_rows = self.num_forked = 0
         self._scheduler, self._block_size = scheduler, block_size
         self._since_s = 0.0
         self._num_requests = self._live = self._used = 0
@@ -87,12 +97,14 @@ class PagedMeter:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Planned):
             self._open(event.at_s)
+            self.num_forked += 0 if event.plan is None else len(event.plan.forked)
         elif isinstance(event, Stepped):
             self._close(event.at_s)
 
     def _open(self, now: float) -> None:
         running = self._scheduler.rows.sequences()
         self._since_s = now
+        self.num_rows += len(running)
         self._num_requests = len({sequence.request.request_id for sequence in running})
         self.num_unshared += sum(len(each.blocks.tables[0].live_blocks) for each in running)
         num_used = self._scheduler.memory.kv.pools[0].num_used
@@ -120,7 +132,7 @@ def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -
         core, meter = _quire(setting, clock, run, load.method, options)
         batches, made = meter.batches, core
     else:
-        made = _baseline(system, setting, clock, run)
+        made = _baseline(system, setting, clock, run, load.method, options.assumed)
         batches, meter = made.batches, None
     cores: list[SimulatedCore] = [made]
     run_all(cores, arrivals, clock, run)
@@ -140,24 +152,41 @@ def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -
         run.num_preemptions,
         0.0 if meter is None else 1 - meter.num_used / max(1, meter.num_unshared),
         sum(max(0, each.num_cached_tokens) for each in done) / max(1, prompts),
+        0.0 if meter is None else meter.num_forked / max(1, meter.num_rows),
     )
 
 
-def _baseline(system: str, setting: Setting, clock: FakeClock, run: Run) -> BaselineCore:
-    common = (setting.contiguous, clock, run.by_id, setting.num_slots, MAX_LEN)
+def _baseline(
+    system: str,
+    setting: Setting,
+    clock: FakeClock,
+    run: Run,
+    method: Method,
+    assumed: Assumptions,
+) -> BaselineCore:
+    common = (clock, run.by_id, setting.num_slots, MAX_LEN)
     if system == FASTER_TRANSFORMER:
-        return FasterTransformerCore(*common)
+        return FasterTransformerCore(setting.device_times, *common)
+    times = setting.times(False, method.num, assumed)
     return OrcaCore(
-        *common, reserve=RESERVES[system], max_num_seqs=MAX_SEQS, max_num_tokens=MAX_STEP_TOKENS
+        times,
+        *common,
+        reserve=RESERVES[system],
+        max_num_seqs=MAX_SEQS,
+        max_num_tokens=MAX_STEP_TOKENS,
+        copies=_copies(setting, times, method, assumed),
     )
 
 
-def _with_candidates(executor: Executor) -> Executor:
-    return BranchingExecutor(executor, SURENESS, SAME_SHARE)
-
-
-def _as_it_is(executor: Executor) -> Executor:
-    return executor
+def _copies(
+    setting: Setting, times: Roofline, method: Method, assumed: Assumptions
+) -> Copies | None:
+    """Return what Orca copies when a beam is replaced (P 4.4); None without beams."""
+    if not method.is_beams:
+        return None
+    share = REPLACED[method.num] if assumed.replaced is None else assumed.replaced
+    token_s = 2 * sum(each.context_s for each in times.attention)  # a copy reads and writes
+    return Copies(share, setting.num_copies * assumed.launch_s, token_s)
 
 
 def _quire(
@@ -174,8 +203,16 @@ def _quire(
     hosts = (num_blocks,) if options.mode == "swap" else None
     kv = KVManager((group,), (num_blocks,), size, options.caches, host_limits=hosts)
     scheduler = Scheduler(SchedulerMemory(kv, MAX_STEP_TOKENS), config, MAX_LEN, Fifo)
-    times = options.times or setting.paged
-    wrap = _with_candidates if method.is_beams else _as_it_is
+    times = setting.times(True, method.num, options.assumed)
+    if options.copy_s is not None:
+        times = replace(times, copy_s=options.copy_s)
+
+    def wrap(executor: Executor) -> Executor:
+        assumed = options.assumed
+        if not method.is_beams:
+            return executor
+        return BranchingExecutor(executor, assumed.sureness, assumed.same_share)
+
     core = Replica(scheduler, times, clock, 0, run.by_id, VOCAB_SIZE, wrap=wrap)
     meter = PagedMeter(scheduler, size)
     core.core.subscribe(meter)

@@ -1,32 +1,37 @@
 """P fig. 12: normalized latency against the rate of requests, of five systems."""
 
-from benchmarks.paper.bands import falling, near, order, within
+from dataclasses import replace
+
+from benchmarks.paper.bands import falling, missed, near, order, within
+from benchmarks.paper.capacity import Capacity, gain
 from benchmarks.paper.figure import Effort, Figure, Finding, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, OPT_66B, OPT_175B, Load, Setting
 from benchmarks.paper.sweep import LIMIT_S, OTHER_LIMITS_S, Sweep, sweep
 from benchmarks.paper.systems import FASTER_TRANSFORMER, ORCA_MAX, ORCA_ORACLE, QUIRE, SYSTEMS
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 
+# The rate at which the search begins comes last.
 PANELS = (
-    ("a", OPT_13B, SHAREGPT),
-    ("b", OPT_66B, SHAREGPT),
-    ("c", OPT_175B, SHAREGPT),
-    ("d", OPT_13B, ALPACA),
-    ("e", OPT_66B, ALPACA),
-    ("f", OPT_175B, ALPACA),
+    ("a", OPT_13B, SHAREGPT, 1.5),
+    ("b", OPT_66B, SHAREGPT, 1.0),
+    ("c", OPT_175B, SHAREGPT, 3.0),
+    ("d", OPT_13B, ALPACA, 16.0),
+    ("e", OPT_66B, ALPACA, 16.0),
+    ("f", OPT_175B, ALPACA, 24.0),
 )
-FIRST_RATE = {SHAREGPT.name: 0.5, ALPACA.name: 2.0}
+SHORTER = 0.25  # traces of Alpaca, which has many requests per second
 # Of the rates that quire sustains, over others'. P gives them for ShareGPT, over three models.
 PUBLISHED = {ORCA_ORACLE: (1.7, 2.7), ORCA_MAX: (2.7, 8.0)}
-MOST = 22.0  # over FasterTransformer, in any panel
+NEAR = 1.2  # of a simulation and the formula of the same system
+MAX_GAIN = 22.0  # over FasterTransformer, in any panel
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make one figure a panel."""
     panels = PANELS if effort.is_full else (PANELS[0], PANELS[3])
     cases = [
-        (system, setting, Load(workload, FIRST_RATE[workload.name], 0.0), effort)
-        for _, setting, workload in panels
+        (system, setting, Load(workload, first, 0.0), _effort(effort, workload))
+        for _, setting, workload, first in panels
         for system in SYSTEMS
     ]
     found = run_each(runs, sweep, cases)
@@ -35,18 +40,25 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         {each.system: each for each in found[number * num : (number + 1) * num]}
         for number in range(len(panels))
     ]
-    made = [_panel(*panel, by_name) for panel, by_name in zip(panels, swept, strict=True)]
-    made[0].findings.append(_most(swept))
+    made = [_panel(*panel[:3], by_name) for panel, by_name in zip(panels, swept, strict=True)]
+    made[0].findings.append(_max_gain(swept))
     if effort.is_full:
         made[-1].findings.append(_less_pronounced(swept))
     return made
 
 
-def _most(swept: list[dict[str, Sweep]]) -> Finding:
+def _effort(effort: Effort, workload: Workload) -> Effort:
+    shorter = SHORTER if workload is ALPACA else 1.0
+    return replace(effort, seconds=shorter * effort.seconds)
+
+
+def _max_gain(swept: list[dict[str, Sweep]]) -> Finding:
     """Return the largest gain over FasterTransformer."""
-    most = max(_ratio(by_name, FASTER_TRANSFORMER, LIMIT_S) for by_name in swept)
+    gained = max(_ratio(by_name, FASTER_TRANSFORMER, LIMIT_S) for by_name in swept)
     why = "half to either side: the text does not say which panel has the largest gain"
-    return near("sustained rate, quire over FasterTransformer, most", most, MOST, 0.5, "", why)
+    return near(
+        "sustained rate, quire over FasterTransformer, most", gained, MAX_GAIN, 0.5, "", why
+    )
 
 
 def _less_pronounced(swept: list[dict[str, Sweep]]) -> Finding:
@@ -57,23 +69,30 @@ def _less_pronounced(swept: list[dict[str, Sweep]]) -> Finding:
                  "less pronounced", why)  # fmt: skip
 
 
-def _findings(workload: Workload, by_name: dict[str, Sweep]) -> list[Finding]:
+def _findings(setting: Setting, workload: Workload, by_name: dict[str, Sweep]) -> list[Finding]:
     rates = [by_name[system].sustained() for system in SYSTEMS]
     findings = [
         order("smallest ratio of neighbours, of five systems", falling(rates), 0.95, 30,
               "quire, Oracle, Pow2, Max, FasterTransformer", "the order; 5 % for equal rates")
     ]  # fmt: skip
-    if workload is SHAREGPT:
-        findings += [
-            within(f"sustained rate, quire over {other}", _ratio(by_name, other, LIMIT_S), *ends)
-            for other, ends in PUBLISHED.items()
-        ]
+    if workload is ALPACA:
+        return findings
+    for other, (low, high) in PUBLISHED.items():
+        label, ratio = f"sustained rate, quire over {other}", _ratio(by_name, other, LIMIT_S)
+        if setting is OPT_175B:
+            formula = gain(Capacity(QUIRE, setting, workload), other)
+            findings.append(
+                missed(label, ratio, formula / NEAR, formula * NEAR, f"{low:g} to {high:g}",
+                       f"the formula has {formula:.2f}; see figure 12 c, one assumption at a time")
+            )  # fmt: skip
+        else:
+            findings.append(within(label, ratio, low, high))
     return findings
 
 
 def _panel(letter: str, setting: Setting, workload: Workload, by_name: dict[str, Sweep]) -> Figure:
     sweeps = list(by_name.values())
-    findings = _findings(workload, by_name)
+    findings = _findings(setting, workload, by_name)
     others = "; ".join(
         f"{_ratio(by_name, ORCA_ORACLE, limit):.2f} and {_ratio(by_name, ORCA_MAX, limit):.2f} at"
         f" {limit:g} s"

@@ -12,9 +12,9 @@ from quire.tools.workloads import ALPACA, SHAREGPT
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX)
 NUMS = (2, 4, 6)
 ONE = Method()
-FIRST_RATE = 4.0
+FIRST_RATE = 6.0
 SAVING_RATE = {ALPACA.name: 4.0, SHAREGPT.name: 0.3}  # for which the memory is enough
-MIN_SAVING_S = 60.0  # of a trace: a shorter one is not in a steady state
+MIN_SAVING_S = 40.0  # of a trace: a shorter one is not in a steady state
 SAVED = {  # P 6.3: %, of 2 and of 6 sequences
     (ALPACA.name, False): {2: 6.1, 6: 9.8},
     (SHAREGPT.name, False): {2: 16.2, 6: 30.5},
@@ -138,8 +138,8 @@ def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
         for method, served in zip(methods, mine, strict=True):
             published = SAVED[workload.name, method.is_beams].get(method.num)
             if published is not None:
-                what = f"blocks saved, {_label(method)}, {workload.name}"
-                findings.append(near(what, 100 * served.saved, published, unit=" %"))
+                label = f"blocks saved, {_label(method)}, {workload.name}"
+                findings.append(near(label, 100 * served.saved, published, unit=" %"))
     text = (
         "Saved blocks, as a share of the blocks without sharing. The paper gives the range from 2"
         " to 6 sequences. Samples share only their prompt, so their savings follow from the"

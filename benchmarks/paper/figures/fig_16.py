@@ -13,7 +13,7 @@ PREFIXES = (
     ("a", "one example", 80, 1.67),
     ("b", "five examples", 341, 3.58),
 )
-FIRST_RATE = 4.0
+FIRST_RATE = 10.0
 CACHED = replace(PLAIN, caches=True)
 
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.paper.bands import near, order
-from benchmarks.paper.figure import Effort, Figure, Runs, run_each
+from benchmarks.paper.bands import missed, order
+from benchmarks.paper.capacity import Capacity, gain
+from benchmarks.paper.figure import Effort, Figure, Finding, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.sweep import sweep
 from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, ORCA_POW2, QUIRE
@@ -14,7 +15,9 @@ from quire.tools.workloads import SHAREGPT, Int64, Workload
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX)
 MAX_TOKENS = 1024
 MEAN_TURNS = 6.0
-FIRST_RATE = 0.25
+NEAR = 1.2  # of a simulation and the formula of the same system
+FIRST_RATE = 0.75
+LONGER = 3  # traces, since there are few requests per second
 
 
 @dataclass(frozen=True)
@@ -40,20 +43,31 @@ class Chat(Workload):
 CHAT = Chat("chatbot", SHAREGPT.inputs, SHAREGPT.outputs)
 
 
+def _over(other: str, ratio: float) -> Finding:
+    """Compare the rate with another system's. The formula has no Orca (Pow2), which lies between
+    the others."""
+    ours = Capacity(QUIRE, OPT_13B, CHAT)
+    known = ORCA_MAX if other == ORCA_POW2 else other
+    low = gain(ours, ORCA_ORACLE if other == ORCA_POW2 else other) / NEAR
+    high = ours.num_sequences / replace(ours, system=known).num_sequences
+    why = (
+        f"between the formula less a sixth, and the ratio of requests at once, {high:.2f}: steps"
+        " take no less time with more requests"
+    )
+    return missed(f"sustained rate, quire over {other}", ratio, low, high, "2", why)
+
+
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure."""
-    load = Load(CHAT, FIRST_RATE, 0.0)
-    found = run_each(runs, sweep, [(system, OPT_13B, load, effort) for system in SYSTEMS])
+    load, longer = Load(CHAT, FIRST_RATE, 0.0), replace(effort, seconds=LONGER * effort.seconds)
+    found = run_each(runs, sweep, [(system, OPT_13B, load, longer) for system in SYSTEMS])
     sweeps = {each.system: each for each in found}
     rates = {name: each.sustained() for name, each in sweeps.items()}
     lengths = np.array(
         [num for _, num, _ in replace(load, rate_per_s=10.0, seconds=100.0).lengths()]
     )
     at_cut = 100 * float((lengths == MAX_TOKENS).mean())
-    findings = [
-        near(f"sustained rate, quire over {other}", rates[QUIRE] / rates[other], 2.0)
-        for other in SYSTEMS[1:]
-    ]
+    findings = [_over(other, rates[QUIRE] / rates[other]) for other in SYSTEMS[1:]]
     spread = max(rates[each] for each in SYSTEMS[1:]) / min(rates[each] for each in SYSTEMS[1:])
     findings.append(
         order("fastest Orca over the slowest", spread, 1.0, 1.15, "behave similarly",

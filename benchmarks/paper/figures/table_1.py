@@ -2,11 +2,8 @@
 
 from benchmarks.paper.bands import near, order
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Runs
-from benchmarks.paper.settings import OPT_13B, OPT_66B, OPT_175B, Setting
-from quire.base.settings.config import config_from_flat
-from quire.models.checkpoint.source import resolve_model
-from quire.tools.devices import find_gpu
-from quire.tools.sizing.fit import Fit, fit
+from benchmarks.paper.settings import OPT_13B, OPT_66B, OPT_175B
+from quire.tools.sizing.fit import Fit
 
 SETTINGS = (OPT_13B, OPT_66B, OPT_175B)
 MEMORY_GIB = (12, 21, 264)  # for keys and values, in the same table
@@ -14,7 +11,7 @@ MEMORY_GIB = (12, 21, 264)  # for keys and values, in the same table
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Compare planned slots with the published ones."""
-    fits = [_fit(setting) for setting in SETTINGS]
+    fits = [setting.plan for setting in SETTINGS]
     planned = [found.memory.num_slots for found in fits]
     published = [setting.num_slots for setting in SETTINGS]
     bar_positions = [float(index) for index in range(len(SETTINGS))]
@@ -52,11 +49,6 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             [setting.name for setting in SETTINGS],
         )
     ]
-
-
-def _fit(setting: Setting) -> Fit:
-    config = config_from_flat(model=setting.model, tensor_parallel_size=setting.num_devices)
-    return fit(config, resolve_model(setting.model), find_gpu(setting.device))
 
 
 def _token_bytes(found: Fit) -> float:

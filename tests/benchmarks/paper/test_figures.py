@@ -6,18 +6,31 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.paper.capacity import Capacity, gain
 from benchmarks.paper.catalogue import MODULES
-from benchmarks.paper.figure import REDUCED, Curve, Figure, Finding, HereRuns
+from benchmarks.paper.figure import OWN, REDUCED, VALUE, Curve, Figure, Finding, HereRuns
+from benchmarks.paper.figures import table_4_1
 from benchmarks.paper.pages import PAGES, pages_of
 from benchmarks.paper.section import figures_of, rows_of
-from benchmarks.paper.settings import OPT_13B, Load
-from benchmarks.paper.systems import SYSTEMS, serve
+from benchmarks.paper.settings import OPT_13B, OPT_66B, OPT_175B, Load
+from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, QUIRE, SYSTEMS, serve
 from benchmarks.result_files import newest
 from quire.tools.workloads import SHAREGPT
 
 FOLDER = Path(__file__).parents[3] / "docs" / "results"
 MAX_LINES = 250  # of a page
-QUICK = ("table_1", "table_4_1", "host_time", "speculation", "real", "fidelity")
+QUICK = (
+    "table_1",
+    "table_4_1",
+    "assumptions",
+    "block_tables",
+    "execution_modes",
+    "host_time",
+    "speculation",
+    "real",
+    "fidelity",
+)
+SIMULATED = {"fig_12a": OPT_13B, "fig_12b": OPT_66B, "fig_12c": OPT_175B}
 
 
 def check(name: str) -> None:
@@ -30,6 +43,7 @@ def check(name: str) -> None:
             assert all(map(math.isfinite, curve.y)), (name, curve.label)
         for finding in figure.findings:
             assert finding.holds, (name, finding)
+            assert finding.why or finding.standing == OWN, (name, finding)
 
 
 def test_numbers_are_in_their_bands() -> None:
@@ -53,6 +67,32 @@ def test_rows_of_figures_are_figures_again() -> None:
     curves = [Curve("ours", [1.0, 2.0], [3.0, 4.0]), Curve("theirs", [1.0], [2.0], True)]
     made = {"fig_1": [Figure("fig_1a", "One", "P", "x", "y", curves, findings, "text")]}
     assert figures_of(rows_of(made)) == made
+
+
+def test_bands_of_published_numbers_are_narrow() -> None:
+    """Twice the published number lies outside of a band around it."""
+    rows = newest("paper").where(row="finding", standing=VALUE)
+    assert len(rows) > 25
+    for row in rows:
+        assert row["high"] <= 3.6 * row["low"], row
+
+
+def test_the_formula_agrees_with_the_simulations() -> None:
+    """The rates of full systems by `capacity.py`, and those of whole traces with their queues."""
+    for figure, setting in SIMULATED.items():
+        for other in (ORCA_ORACLE, ORCA_MAX):
+            (row,) = newest("paper").where(
+                figure=figure, what=f"sustained rate, quire over {other}"
+            )
+            formula = gain(Capacity(QUIRE, setting, SHAREGPT), other)
+            assert row["ours"] == pytest.approx(formula, rel=0.25), (figure, other)
+
+
+def test_the_rows_of_table_4_1_are_tested() -> None:
+    path = Path(__file__).parents[2] / "scheduler" / "test_table_4_1.py"
+    text = path.read_text("utf-8")
+    for _, _, tests in table_4_1.ROWS:
+        assert all(f"def {test}(" in text for test in tests.split(", ")), tests
 
 
 @pytest.mark.slow
