@@ -1,5 +1,5 @@
-"""Turns of conversations, with names for last blocks that are not full: on the device, in host
-memory and in a store, and under random programs.
+"""Turns of conversations with names for last blocks that are not full, in each kind of memory and
+under random programs.
 
 Covers `scheduler/reuse/partial_blocks.py`.
 """

@@ -84,12 +84,12 @@ BUDGETS = {
     "runner/sampling": 1050,
     "runner/setup": 790,
     "runner/warm": 900,
-    "scheduler": 1860,
+    "scheduler": 1870,
     "scheduler/branching": 390,
-    "scheduler/core": 3810,
+    "scheduler/core": 3840,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-    "scheduler/reuse": 2040,
+    "scheduler/reuse": 2220,
     "serve": 2900,
     "serve/anthropic": 940,
     "serve/batches": 2320,
@@ -132,7 +132,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6850
+MAX_CORE_LINES = 6_880
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 

@@ -11,12 +11,14 @@ from quire.cli.model_files import DEVICE_HELP, find_config, find_device
 from quire.cli.options.help_parser import Commands, HelpParser
 from quire.cli.settings import ENGINE, add_some_settings, given_settings, options_of
 from quire.tools.bench.arguments import (
+    AGENT_SHAPES,
     MANY_PROMPTS,
     add_count,
     add_dataset_arguments,
     add_result_arguments,
     at_least_zero,
     positive,
+    token_scale,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ def _add_device(parser: HelpParser) -> None:
         help="bandwidth from prefill to decode replicas (default: %(default)g, or 400 Gbit/s)",
     )  # fmt: skip
     group.add_argument(
+        "--disk-gb-per-s", type=positive, default=3.0, metavar="GB",
+        help="bandwidth of the directory of --kv-disk-dir, which is not written (default:"
+        " %(default)g)",
+    )  # fmt: skip
+    group.add_argument(
         "--fit", type=Path, metavar="FILE",
         help="measured step times: JSON of `quire bench calibrate`, or a recording of this model;"
         " by default the data sheet of the device",
@@ -110,6 +117,19 @@ def _add_trace(parser: HelpParser) -> None:
         " (default: %(default)s)",
     )  # fmt: skip
     add_count(group, ("--tenants",), 1, "number of tenants of the random requests")
+    group.add_argument(
+        "--agents", choices=AGENT_SHAPES, default=None,
+        help="sessions of coding agents with this published shape instead of random requests",
+    )  # fmt: skip
+    add_count(group, ("--num-sessions",), 20, "sessions of --agents, without their subagents")
+    group.add_argument(
+        "--scale", type=token_scale, default=1.0, metavar="FACTOR",
+        help="factor of all token counts of --agents (default: %(default)g)",
+    )  # fmt: skip
+    group.add_argument(
+        "--arrival-s", type=at_least_zero, default=1.0, metavar="SECONDS",
+        help="mean time between the starts of two sessions of --agents (default: %(default)g)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,6 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = given_settings(arguments)
     device = find_device(settings.pop("device", "auto"))
     replicas = settings.pop("data_parallel_size", 1)
+    if arguments.agents is not None and arguments.trace is not None:
+        raise ConfigError("--agents and --trace are two workloads; give one of them.")
     if arguments.num_prompts is None and arguments.trace is None:
         arguments.num_prompts = MANY_PROMPTS
     if arguments.plot is not None and arguments.plot.suffix != ".svg":

@@ -159,7 +159,7 @@ def add_agents_arguments(parser: argparse.ArgumentParser) -> None:
         " of a trace)",
     )  # fmt: skip
     group.add_argument(
-        "--scale", type=_scale, default=1.0, metavar="FACTOR",
+        "--scale", type=token_scale, default=1.0, metavar="FACTOR",
         help="factor of all token counts of a shape, such as 0.005 for a context of 2,048"
         " (default: %(default)g)",
     )  # fmt: skip
@@ -307,7 +307,7 @@ def positive(given: str) -> float:
     return value
 
 
-def _scale(given: str) -> float:
+def token_scale(given: str) -> float:
     value = float(given)
     if not 0 < value <= MAX_SCALE:
         raise argparse.ArgumentTypeError(f"{given} is not a number above 0, at most {MAX_SCALE}")

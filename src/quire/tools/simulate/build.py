@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.base.clock import FakeClock
 from quire.base.errors import ConfigError
 from quire.base.settings.config import EngineConfig, public_settings
+from quire.base.settings.kv_transfer import EVICTED
 from quire.base.settings.speculation import parse_speculation
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable
@@ -22,6 +23,7 @@ from quire.scheduler.policy.policies import make_block_hash, make_eviction, make
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.model_spec import ModelSpec
 from quire.tools.devices import CPU
+from quire.tools.simulate.disk import Contents, VirtualDisk
 from quire.tools.simulate.replica import Replica, VirtualStores
 from quire.tools.simulate.run import Run
 from quire.tools.sizing.fit import Fit
@@ -80,6 +82,15 @@ class Engines:
                 " kv_host_gb, and keep enable_prefix_caching on."
             )
 
+    def disk(self, bytes_per_s: float, clock: FakeClock) -> Callable[[int], VirtualStores | None]:
+        """Return the store of each replica, by its number: the directory of the settings, if host
+        memory leads to it."""
+        cache = self.config.cache
+        if not cache.stores or self.host_limits is None:
+            return lambda number: None
+        contents = Contents(self.block_bytes, cache.kv_disk_gb * 1e9)
+        return lambda number: VirtualDisk(contents, bytes_per_s, clock)
+
     def replicas(
         self,
         num: int,
@@ -95,7 +106,7 @@ class Engines:
             budget = None
             if self.follows_time:
                 budget = StepBudget(first_budget(self.config, self.spec, num_threads()))
-            scheduler = self._scheduler(0 if store is None else 1)
+            scheduler = self._scheduler(store)
             replica = Replica(
                 scheduler, times, clock, number, run.by_id, self.spec.vocab_size, budget
             )
@@ -107,7 +118,7 @@ class Engines:
             made.append(replica)
         return made
 
-    def _scheduler(self, num_stores: int) -> Scheduler:
+    def _scheduler(self, store: VirtualStores | None) -> Scheduler:
         config, cache = self.config, self.config.cache
         kv = KVManager(
             self.spec.cache_groups,
@@ -121,7 +132,9 @@ class Engines:
         max_tokens = config.scheduler.max_num_batched_tokens or 0
         policy = make_policy(config.scheduler.scheduling_policy)
         memory = Memory(kv, max_tokens, cache.watermark, digester=Digester(self.block_hash))
-        return Scheduler(memory, config.scheduler, config.model.row_capacity, policy, num_stores)
+        length, num_stores = config.model.row_capacity, 0 if store is None else 1
+        kept = cache.kept if cache.stores else EVICTED
+        return Scheduler(memory, config.scheduler, length, policy, num_stores, kept=kept)
 
     def _record(self, replica: Replica, number: int | None) -> None:
         """Attach a recorder if the settings ask for a recording."""
@@ -139,8 +152,8 @@ class Engines:
 
 def check_settings(given: EngineConfig) -> None:
     """Raise ConfigError for a setting that cannot be simulated."""
-    if given.cache.stores:
-        raise ConfigError("kv_disk_dir and kv_store are not simulated; remove them.")
+    if given.cache.kv_store or given.cache.transfer.stores:
+        raise ConfigError("kv_store is not simulated; remove it, or use kv_disk_dir.")
     parallel = given.parallel
     if (parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) != (1, 1):
         raise ConfigError(

@@ -11,10 +11,13 @@ from quire.base.clock import FakeClock
 from quire.base.settings.config import EngineConfig
 from quire.models.checkpoint.source import ModelSource
 from quire.serve.processes.progress import CountBar
+from quire.tools.bench import agents as bench_agents
+from quire.tools.bench.agent_sessions import SHAPES, draw_sessions
 from quire.tools.bench.load import Load
 from quire.tools.bench.shown_metrics import ShownMetrics
 from quire.tools.devices import Device
 from quire.tools.report import plain_facts, write_report
+from quire.tools.simulate.agents import AgentWork
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.handover import HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.plot import write_plot
@@ -29,6 +32,7 @@ from quire.tools.step_times import Roofline, StepTimes
 from quire.tools.traces import read_trace
 
 ERRORS_SHOWN = 3
+DISK_BYTES_PER_S = 3e9
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,20 @@ def simulate_command(options: argparse.Namespace, simulation: SimulationInput) -
     times = step_times(options, found)
     work = _work(options, simulation, found.spec.vocab_size)
     _print_head(simulation, found, work)
+    disk_bytes_per_s = options.disk_gb_per_s * 1e9
     with CountBar(work.num, "Simulating", not options.disable_tqdm) as bar:
-        done = simulate_work(engines, times, work, simulation.num_replicas, bar, simulation.roles)
+        done = simulate_work(
+            engines, times, work, simulation.num_replicas, bar, simulation.roles, disk_bytes_per_s
+        )
     results = results_of(done.run, shown_metrics)
     simulated = Simulated(found, times, done.run, results, done.wall_s)
     print(text_of(results, shown_metrics, work.rate_per_s), flush=True)
+    data = _as_json(simulation, simulated, work)
+    if isinstance(work, AgentWork):
+        data["agents"] = agents = bench_agents.summary(work.outcome(done.run), bench_agents.Run())
+        print(bench_agents.as_text(agents, work.num_jobs, work.num_subagents))
     _print_end(simulated)
-    write_report(options.output_json, _as_json(simulation, simulated, work), plain_facts)
+    write_report(options.output_json, data, plain_facts)
     title, facts = f"{_title(simulation, found)}: {work.name}", _facts(simulated)
     write_plot(options.plot, title, facts, done.run, results)
     return 0 if results.serving.completed else 1
@@ -88,11 +99,14 @@ def simulate_work(
     num_replicas: int,
     bar: CountBar,
     roles: Roles | None = None,
+    disk_bytes_per_s: float = DISK_BYTES_PER_S,
 ) -> Done:
-    """Serve a workload with `num_replicas` replicas. roles: division into prefill and decode."""
+    """Serve a workload with `num_replicas` replicas. roles: division into prefill and decode.
+    disk_bytes_per_s: rate of the directory of KV blocks, if the settings name one."""
     clock, run = FakeClock(), Run()
     if roles is None:
-        cores, cores_of = engines.replicas(num_replicas, times, clock, run), None
+        disk = engines.disk(disk_bytes_per_s, clock)
+        cores, cores_of = engines.replicas(num_replicas, times, clock, run, disk), None
     else:
         engines.check_stores()
         offered = Offered(len(engines.block_bytes), engines.block_size, engines.block_hash)
@@ -132,6 +146,11 @@ def step_times(options: argparse.Namespace, found: Fit) -> StepTimes:
 
 def _work(options: argparse.Namespace, simulation: SimulationInput, vocab_size: int) -> Work:
     rate = options.request_rate
+    if options.agents is not None:
+        shape, num = SHAPES[options.agents], options.num_sessions
+        seed = simulation.config.model.seed
+        sessions = draw_sessions(shape, num, options.scale, options.arrival_s, seed)
+        return AgentWork(f"sessions of {options.agents}", sessions, vocab_size)
     if options.trace is None:
         load = Load(
             math.inf if rate is None else rate,

@@ -34,7 +34,7 @@ from quire.base.kv_orders import (
 )
 from quire.kv.digest import BlockHash, extend_digests, root_digest
 from quire.tools.simulate.arrivals import OTHER, Arrival
-from quire.tools.simulate.run import Incoming, Run
+from quire.tools.simulate.run import Caused, Incoming, Run, as_list
 from quire.tools.simulate.workload import Work
 
 DECODES = " decodes"  # end of the second leg's id
@@ -148,8 +148,8 @@ class HandedOver:
         for coming in self._work.arrivals():
             yield self._first(coming) if isinstance(coming, Arrival) else coming
 
-    def then(self, request_id: str, now: float) -> Arrival | None:
-        """Return the second leg of a request, or the arrival that its end causes."""
+    def then(self, request_id: str, now: float) -> Caused:
+        """Return the second leg of a request, or the arrivals that its end causes."""
         whole = self._open.pop(request_id, None)
         if whole is not None:
             request, num_left = whole.request, whole.num_output - 1
@@ -161,7 +161,7 @@ class HandedOver:
                 )
                 return Arrival(now, leg, num_left)
         more = self._work.then(request_id.removesuffix(DECODES), now)
-        return None if more is None else self._first(more)
+        return [self._first(each) for each in as_list(more)]
 
     def _first(self, arrival: Arrival) -> Arrival:
         self._open[arrival.request.request_id] = arrival

@@ -20,7 +20,8 @@ from quire.tools.simulate.served import REASONS, Float64, Ledger, Served
 from quire.tools.step_times import StepTimes
 
 ANY_VOCABULARY = 1 << 31
-NextArrival = Callable[[str, float], Arrival | None]
+Caused = Arrival | list[Arrival] | None  # one arrival, some, or none
+NextArrival = Callable[[str, float], Caused]
 Incoming = Arrival | Message
 CoresOf = Callable[[str], Collection[int]]  # returns the cores that may get a request, by its id
 
@@ -107,7 +108,7 @@ def run_all(
     """Serve arrivals, which are ordered by time, until all of them have ended.
 
     clock, run: objects of the cores.
-    then: returns the arrival that a request's end causes, such as a conversation's next turn.
+    then: returns the arrivals that a request's end causes, such as a conversation's next turn.
     block_size: tokens of a block for routing by prefix; 0 disables it.
     cores_of: returns the cores that may get a request; None for all."""
     run.listeners = [core.listener for core in cores]
@@ -203,7 +204,7 @@ class _World:
     ) -> None:
         for request_id in ended:
             self._loads[number].remove(request_id)
-            if (arrival := then(request_id, now)) is not None:
+            for arrival in as_list(then(request_id, now)):
                 heapq.heappush(self._more, (arrival.at_s, self._num_more, arrival))
                 self._num_more += 1
         progress(len(ended))
@@ -213,3 +214,10 @@ class _World:
         left = [name for core in self._cores for name in core.listener.open]
         if left:
             raise EngineError(f"{len(left)} requests were never served, {left[0]!r} among them.")
+
+
+def as_list(caused: Caused) -> list[Arrival]:
+    """Return the arrivals that a request's end causes."""
+    if caused is None:
+        return []
+    return [caused] if isinstance(caused, Arrival) else caused

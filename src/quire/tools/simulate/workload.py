@@ -16,7 +16,7 @@ from quire.tools.bench.datasets import BenchRequest, make_requests
 from quire.tools.bench.load import Load
 from quire.tools.bench.tokens import LocalTokens
 from quire.tools.simulate.arrivals import Arrival, simulated_request
-from quire.tools.simulate.run import Incoming
+from quire.tools.simulate.run import Caused, Incoming
 from quire.tools.traces import Trace, TraceRequest
 from quire.tools.workloads import token_ids_of
 
@@ -32,8 +32,8 @@ class Work(Protocol):
         """Yield the independent arrivals, ordered by time."""
         ...
 
-    def then(self, request_id: str, now: float) -> Arrival | None:
-        """Return the arrival that a request's end causes, if any."""
+    def then(self, request_id: str, now: float) -> Caused:
+        """Return the arrivals that a request's end causes."""
         ...
 
 

@@ -1,0 +1,138 @@
+"""Sessions of agents in a simulation: the order of turns, what they reuse, and what a disk keeps.
+
+Covers `tools/simulate/agents.py` and `tools/simulate/disk.py`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp, LookUp, Remove
+from quire.base.settings.config import SchedulerConfig
+from quire.kv.manager import KVManager
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
+from quire.tools.bench import agents as bench
+from quire.tools.bench.agent_sessions import SHAPES, Session, Turn, draw_sessions
+from quire.tools.simulate.agents import AgentWork
+from quire.tools.simulate.disk import Contents, VirtualDisk
+from quire.tools.simulate.replica import Replica
+from quire.tools.simulate.run import Run, run_all
+from quire.tools.step_times import Roofline
+
+BLOCK, BYTES, STEP_S = 4, 100, 1.0
+
+
+def turn(name: int, num: int, num_output: int = 3, pause_s: float = 0.0) -> Turn:
+    return Turn(((name, num),), num_output, pause_s)
+
+
+PARENT = Session((turn(1, 10), turn(2, 5, pause_s=2.0)))
+FAMILY = [
+    PARENT,
+    Session((turn(3, 4), turn(4, 2)), parent=0, after=0),
+    Session((turn(5, 7, num_output=6),), parent=0, after=0),
+]
+
+
+def serve(
+    work: AgentWork,
+    num_blocks: int = 200,
+    num_host: int | None = None,
+    partial: bool = True,
+    block_size: int = BLOCK,
+    length: int = 160,
+) -> tuple[Run, VirtualDisk | None]:
+    """Serve a workload with steps of one second. num_host: blocks of host memory before a disk.
+    length: maximum tokens of a request."""
+    clock, run = FakeClock(), Run()
+    group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
+    limits = None if num_host is None else (num_host,)
+    kv = KVManager((group,), (num_blocks,), block_size, block_bytes=(BYTES,), host_limits=limits)
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, reuse_partial_blocks=partial
+    )
+    num_stores = 0 if limits is None else 1
+    scheduler = Scheduler(Memory(kv, 64), config, length, num_stores=num_stores)
+    replica = Replica(scheduler, Roofline(STEP_S, 0.0), clock, 0, run.by_id, 1000)
+    disk = None
+    if limits is not None:
+        disk = VirtualDisk(Contents([BYTES], 1e9), 1e6, clock)
+        replica.connect(disk)
+    run_all([replica], work.arrivals(), clock, run, work.then)
+    scheduler.check_invariants()
+    return run, disk
+
+
+def test_a_parent_waits_for_its_subagents_and_reads_their_answers() -> None:
+    work = AgentWork("family", FAMILY, 1000)
+    served = serve(work)[0].by_id
+    assert list(served) == ["0-0", "1-0", "2-0", "1-1", "0-1"]
+    assert served["1-0"].arrived_s == served["2-0"].arrived_s == served["0-0"].finished_s
+    assert served["1-1"].arrived_s == served["1-0"].finished_s
+    last_s = max(served["1-1"].finished_s, served["2-0"].finished_s)
+    assert served["0-1"].arrived_s == last_s + 2.0
+    lengths = {name: each.num_prompt for name, each in served.items()}
+    assert lengths == {"0-0": 10, "1-0": 17, "2-0": 20, "1-1": 22, "0-1": 13 + 3 + 6 + 5}
+
+
+@pytest.mark.parametrize(("partial", "num_cached"), [(True, 12), (False, 12)])
+def test_the_outcome_counts_like_the_benchmark(partial: bool, num_cached: int) -> None:
+    work = AgentWork("alone", [PARENT], 1000)
+    run = serve(work, partial=partial)[0]
+    found = bench.summary(work.outcome(run), bench.Run())
+    assert found["reusable_tokens"] == 12, "the last token of an answer was never computed"
+    assert found["reused_tokens"] == num_cached
+    assert found["job_s"]["max"] == run.by_id["0-1"].finished_s
+
+
+def test_a_disk_keeps_what_host_memory_loses() -> None:
+    sessions = [
+        Session(tuple(turn(100 * i + j, 30, pause_s=50.0) for j in range(4)), at_s=7.0 * i)
+        for i in range(6)
+    ]
+    work = AgentWork("many", sessions, 1000)
+    run, disk = serve(work, num_blocks=45, num_host=70)
+    assert disk is not None and disk.num_bytes > 70 * BYTES
+    found = bench.summary(work.outcome(run), bench.Run())
+    assert (found["completed"], found["failed"], found["reuse"]) == (24, 0, 1.0)
+
+
+@pytest.mark.parametrize(("partial", "low", "high"), [(True, 0.99, 1.0), (False, 0.95, 0.97)])
+def test_twenty_sessions_with_a_pool_of_two_and_host_memory_of_six(
+    partial: bool, low: float, high: float
+) -> None:
+    size, length = 16, 512
+    shape = replace(SHAPES["agentx"], num_turns=10)
+    sessions = draw_sessions(shape, 20, length / 200_000, 0.0, seed=4)
+    work = AgentWork("day", sessions, 1000)
+    num = length // size
+    run, disk = serve(work, 2 * num, 6 * num, partial, size, length)
+    assert disk is not None and disk.num_bytes > 20 * num * BYTES
+    found = bench.summary(work.outcome(run), bench.Run())
+    assert found["completed"] == work.num and found["failed"] == 0
+    assert low <= found["reuse"] <= high
+
+
+def test_transfers_follow_each_other_and_old_blocks_are_deleted() -> None:
+    clock = FakeClock()
+    contents = Contents([BYTES], 2 * BYTES)
+    disk = VirtualDisk(contents, BYTES, clock)  # a block a second
+    a, b, c = (bytes([i]) * 32 for i in range(3))
+    disk.submit([Keep(0, 1, ((0, a, 0), (0, b, 1)))])
+    disk.submit([LookUp(0, "r", ((0, a), (0, c)), 2), Fetch(0, 3, ((0, a, 4), (0, c, 5)))])
+    [looked_up] = disk.take(clock.now())
+    assert isinstance(looked_up, LookedUp) and looked_up.found == [True, False]
+    clock.advance(2.0)
+    [kept] = disk.take(clock.now())
+    assert isinstance(kept, Kept) and (kept.ok, kept.num_bytes) == ([True, True], 2 * BYTES)
+    assert disk.next_answer_s == 3.0
+    clock.advance(1.0)
+    [fetched] = disk.take(clock.now())
+    assert isinstance(fetched, Fetched) and (fetched.ok, fetched.num_bytes) == ([True, False], 100)
+    disk.submit([Keep(0, 4, ((0, c, 6),))])
+    assert list(contents.names) == [(0, a), (0, c)], "b was used longest ago"
+    disk.submit([Remove(0, 5, ((0, a),))])
+    assert list(contents.names) == [(0, c)]
