@@ -42,7 +42,6 @@ from quire.spec.model_spec import ModelSpec, load_spec
 from quire.tools.report import benchmark_parser, plain_facts
 
 WIDTH = 2  # bytes of a number
-PROGRAMS_PER_CORE = 2  # of attention while decoding
 TILE_ROWS, TILE_KEYS = 128, 64  # of attention in a prompt
 TILE_FLOPS = 4 * TILE_ROWS * TILE_KEYS * 128
 FEW_ROWS = 4  # most rows of a product that reads its weight once and multiplies without tiles
@@ -100,6 +99,8 @@ class Program:
     loads_ahead: bool = False  # a product of few rows loads its weight before it waits
     overlaps_all: bool = False  # norms, rotation, attention and stream-K products start early, too
     merges_last: bool = False  # attention's last program merges the parts
+    rotates_within: bool = False  # attention of decoding rows rotates their heads
+    programs_per_core: int = 2  # of attention while decoding
     has_stream_k: bool = False  # products of 5 to 64 rows, with the gate
     overlaps_tiles: bool = False  # two tiles of 64 rows take turns on a multiprocessor
     host_us: float | None = None  # None: the fitted constant
@@ -163,6 +164,7 @@ class Model:
         """Return the launches of a layer, by quire's own count: the library's second launch for
         split inputs is not in it."""
         fused = 3 if self._is_fused(step) else int(self._has_fused_gate(step))
+        fused += self._rotates_within(step)
         return 10 - fused - (0 if self._has_merge(step) and not self.program.merges_last else 1)
 
     @property
@@ -185,8 +187,11 @@ class Model:
         """Return the latency of a start that overlaps the kernel before it, where it may."""
         return self.fitted.latency_us * (ASSUMED.overlapped if self.program.overlaps_all else 1.0)
 
+    def _rotates_within(self, step: Step) -> bool:
+        return self.program.rotates_within and step.rows > 0
+
     def _has_merge(self, step: Step) -> bool:
-        programs = PROGRAMS_PER_CORE * self.machine.cores
+        programs = self.program.programs_per_core * self.machine.cores
         is_split = 0 < step.rows * self.spec.num_kv_heads < programs
         return self.program.merges_always or is_split
 
@@ -239,29 +244,42 @@ class Model:
     def _small_us(self, step: Step) -> float:
         """Return the time of a layer's norms, gate and rotary kernel."""
         spec = self.spec
-        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        heads = 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        starts = self._after_qkv_us(step)
+        if self._rotates_within(step):
+            heads, starts = 0, 0.0
         if self._is_fused(step):
-            return self.machine.read_us(2 * WIDTH * heads * step.tokens) + self._start_us
-        # Norms that follow a product of the library do not overlap; nor does the rotation.
+            return self.machine.read_us(WIDTH * heads * step.tokens) + starts
+        # Norms that follow a product of the library do not overlap.
         products = self._layer_products
-        early = [self._is_stream_k(*products[i], step.tokens) for i in (0, 1, 3)]
-        starts = sum(self._start_us if each else self.fitted.latency_us for each in early)
-        numbers = 2 * 4 * spec.hidden_size + 2 * heads
+        early = [self._is_stream_k(*products[i], step.tokens) for i in (1, 3)]
+        starts += sum(self._start_us if each else self.fitted.latency_us for each in early)
+        numbers = 2 * 4 * spec.hidden_size + heads
         if not self._has_fused_gate(step):
             numbers += 3 * spec.intermediate_size
             starts += self.fitted.latency_us
         return self.machine.read_us(WIDTH * numbers * step.tokens) + starts
 
+    def _after_qkv_us(self, step: Step) -> float:
+        """Return the latency of the kernel after the product of queries, keys and values. It does
+        not overlap a product of the library."""
+        is_early = self._is_fused(step) or self._is_stream_k(*self._layer_products[0], step.tokens)
+        return self._start_us if is_early else self.fitted.latency_us
+
     def attention_us(self, step: Step) -> float:
         """Return the time of a layer's attention, with its merge."""
-        spec, latency = self.spec, self.fitted.latency_us
+        spec, latency, start = self.spec, self.fitted.latency_us, self._start_us
         merge = latency if self._has_merge(step) else 0.0
         merge *= ASSUMED.arrival if self.program.merges_last else 1.0
         if step.rows:
-            programs = PROGRAMS_PER_CORE * self.machine.cores
+            programs = self.program.programs_per_core * self.machine.cores
             items = max(1.0, step.rows * spec.num_kv_heads / programs)
             cached = 2 * WIDTH * spec.num_kv_heads * spec.head_dim * step.rows * step.context
-            return self.machine.read_us(cached) + self._start_us + latency * items + merge
+            if self._rotates_within(step):  # it also reads queries, and reads and writes own tokens
+                start = self._after_qkv_us(step)
+                heads = spec.num_heads + 4 * spec.num_kv_heads
+                cached += WIDTH * heads * spec.head_dim * step.rows
+            return self.machine.read_us(cached) + start + latency * items + merge
         per_tile = TILE_ROWS * spec.num_kv_heads // spec.num_heads  # tokens
         ends = range(per_tile, step.context + per_tile, per_tile)
         tiles = [math.ceil(min(end, step.context) / TILE_KEYS) for end in ends]
@@ -411,6 +429,8 @@ SWITCHED = "weights loaded before the wait (off until proven)"
 OVERLAPPED = "norms, rotation and attention start early, too (same switch)"
 MERGED = "attention merges its parts (off until proven)"
 STREAMED = "stream-K products with the gate (off until proven)"
+ROTATED = "attention rotates heads (off until proven)"
+THIRD = "three programs of attention per multiprocessor (same switch)"
 NOW = Program(few_bytes=256 << 20)
 LAUNCHED = replace(NOW, host_us=70.0, python_us=70.0)
 FUSED = replace(LAUNCHED, has_fused_rows=True, merges_always=False)
@@ -424,7 +444,9 @@ CHANGES = {
     SWITCHED: (AHEAD := replace(TILED, loads_ahead=True)),
     OVERLAPPED: (EARLY := replace(AHEAD, overlaps_all=True)),
     MERGED: (LAST := replace(EARLY, merges_last=True)),
-    STREAMED: replace(LAST, has_stream_k=True),
+    STREAMED: (STREAM := replace(LAST, has_stream_k=True)),
+    ROTATED: (TURNED := replace(STREAM, rotates_within=True)),
+    THIRD: replace(TURNED, programs_per_core=3),
 }
 AIMS_MS = {
     ("qwen3-0.6b", Step(1, 512)): 0.6,

@@ -109,6 +109,7 @@ class _Absent:
     """In the place of a backend."""
 
     can_be_recorded = True
+    needs_separate = False
 
     def prefers_uncut(self, context_lens: Any) -> bool:
         return False

@@ -77,6 +77,24 @@ def test_no_latent_launch_reads_late_or_spills(arch: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_rotating_launch_reads_late_or_spills(arch: int) -> None:
+    """On Hopper three programs fit the registers and the shared memory of a multiprocessor."""
+    found = compiled("rotating", str(arch))
+    assert len(found) >= 24
+    for each in found:
+        assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
+        assert each["stack"] == 0, f"registers are spilled: {each}"
+        is_merging = "merging" in each["name"]
+        assert bool(each["arrival"]) == is_merging, "who counts arrivals"
+        if is_merging:
+            assert re.fullmatch(ARRIVAL_ORDER, each["arrival"]), each
+        assert each["shared"] <= {80: 163, 90: 227}.get(arch, 99) << 10, f"shared memory: {each}"
+        if arch == 90 and HOPPER.for_decoding(int(each["name"].split()[0])) != HOPPER:
+            assert each["registers"] <= 168 and 3 * (each["shared"] + 1024) <= 228 << 10, each
+
+
+@pytest.mark.slow
 def test_attention_compiles_for_amd() -> None:
     assert [each["stages"][-1] for each in compiled("amd")] == ["hsaco"] * 2
 

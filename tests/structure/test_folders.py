@@ -51,17 +51,17 @@ BUDGETS = {
     "models/library": 920,
     "models/load": 1900,
     "models/multimodal": 180,
-    "models/parts": 2170,
+    "models/parts": 2190,
     "models/quantised": 990,
     "models/qwen": 260,
     "models/vision": 1820,
     "ops": 1360,
-    "ops/attention": 3280,
+    "ops/attention": 3380,
     "ops/blocks": 660,
     "ops/collectives": 430,
     "ops/host": 940,
-    "ops/kernels": 3940,
-    "ops/kernels/attention": 3970,
+    "ops/kernels": 3950,
+    "ops/kernels/attention": 4340,
     "ops/kernels/products": 430,
     "ops/kernels/sampling": 2100,
     "ops/prompt_kernels": 340,
@@ -79,7 +79,7 @@ BUDGETS = {
     "render/tokens": 1940,
     "runner": 3550,
     "runner/drafting": 1010,
-    "runner/gpu": 1800,
+    "runner/gpu": 1810,
     "runner/media": 420,
     "runner/sampling": 1050,
     "runner/setup": 790,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 895, 128_000
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 895, 128_500
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

@@ -128,7 +128,7 @@ class ModelRunner(StepRunner):
     def _are_separate(self, plan: Plan) -> bool:
         """Return whether a decoding graph serves this plan of rows with one token each. A row that
         starts may read blocks that other rows of its first step write."""
-        return not (self.backend.needs_separate and (plan.started or plan.forked))
+        return not ((plan.started or plan.forked) and self.backend.needs_separate)
 
     def graph_bytes(self, config: EngineConfig) -> int:
         """Return the measured bytes of recorded steps; 0 if steps are not recorded."""

@@ -15,6 +15,7 @@ Attention is launched in more ways than its CONFIGS have. Their lists, as JSON:
 
     python -m tests.support.kernels.aot spills ARCH    spills and late reads on a capability
     python -m tests.support.kernels.aot latents ARCH   the same of latent attention
+    python -m tests.support.kernels.aot rotating ARCH  the same of attention that rotates heads
     python -m tests.support.kernels.aot loads          copies and conversions of decoding rows
     python -m tests.support.kernels.aot amd            whether AMD's gfx942 takes attention
 
@@ -42,6 +43,7 @@ from triton.compiler import ASTSource, make_backend
 from quire.ops.kernels.attention.attention import config as attention_config
 from quire.ops.kernels.attention.attention_tiles import WARP_GROUPS, Machine, machine_with
 from quire.ops.kernels.attention.latent import config as latent_config
+from quire.ops.kernels.attention.rotary_attention import config as rotary_config
 from quire.ops.kernels.launch import Config
 
 ARCH = 90
@@ -233,6 +235,19 @@ def latent_launches(arch: int) -> Iterator[tuple[str, Config]]:
                         yield name.strip(), made
 
 
+def rotating_launches(arch: int) -> Iterator[tuple[str, Config]]:
+    """The same of attention that rotates heads."""
+    machine = machine_for(arch)
+    for size, group_size in ((64, 8), (80, 1), (96, 4), (128, 2), (128, 4), (128, 16)):
+        extras: list[dict[str, Any]] = [{}, {"has_norm": True}]
+        extras += [ALL_SCORES, {"dtype": torch.float16}] * (size == 128)
+        for extra in extras:
+            for merges_last in (False, True):
+                given = extra | {"merges_last": merges_last, "machine": machine}
+                name = f"{size} {group_size} {'merging ' * merges_last}{' '.join(extra)}"
+                yield name.strip(), rotary_config(size, group_size, **given)
+
+
 def spills_and_late_reads(found: Iterator[tuple[str, Config]], arch: int) -> list[dict[str, Any]]:
     return [
         {"name": name} | compile_config(each, reads_machine_code=False, arch=arch)
@@ -269,6 +284,7 @@ def compiled_for_amd() -> list[dict[str, Any]]:
 LISTS: dict[str, Any] = {
     "spills": lambda arch: spills_and_late_reads(launches(arch), arch),
     "latents": lambda arch: spills_and_late_reads(latent_launches(arch), arch),
+    "rotating": lambda arch: spills_and_late_reads(rotating_launches(arch), arch),
     "loads": loads_and_conversions,
     "amd": compiled_for_amd,
 }
