@@ -67,16 +67,12 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Let no garbage collection look through all tests again, and seldom through what they keep:
-    modules, models, checkpoints."""
-    gc.collect()
+    modules, models, checkpoints. The end of the process frees everything: nanobind reports what is
+    left."""
     gc.freeze()
+    atexit.register(gc.unfreeze)
     gc.enable()
     gc.set_threshold(700, 10, 100)
-
-
-def pytest_unconfigure() -> None:
-    """Let the end of the process free everything: nanobind reports what is left."""
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,6 @@
 """Every command reports an impossible model in one line, without a traceback."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from quire.models.checkpoint.source import resolve_model
 from tests.serve.test_cache_identity import CONFIGS
 from tests.support.commands import run
 from tests.support.models.gguf_writer import F32, META, stored, write_gguf
+from tests.support.processes.forks import run_forked
 from tests.support.render.tiny_tokenizers import write_directory
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
@@ -46,9 +46,7 @@ def test_in_one_line(
 def test_serve(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     command = [sys.executable, "-m", "quire.cli.main", "serve", str(tmp_path), "--port", "0"]
-    ended = subprocess.run(
-        [*command, "--load-format", "dummy"], capture_output=True, text=True, timeout=60
-    )
+    ended = run_forked([*command, "--load-format", "dummy"])
     assert ended.returncode != 0
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -19,6 +19,7 @@ from quire.ops.host.native import core
 from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from quire.spec.cache_group import CacheGroup
+from tests.support.cases import slow_but
 from tests.support.kernels.cpp_blocks import row_by_row, scales_after_rows
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
@@ -245,20 +246,36 @@ CASES = {
     "spans_long_tiles": Case(((40, 70), (20, 1)), 4, window=30, cut=COARSE, spans=((0, 45, 95),)),
 }
 # The interpreter is slow: there each other dtype is tried once.
-CLOSE = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+CLOSE = [torch.float32] if INTERPRETED else DTYPES
+
+
+# Further sizes of what another case has, and large ones.
+SLOW = {
+    "multi_head", "group_20", "block_32", "block_64", "window_1", "window_300", "window_larger",
+    "chunk_1", "chunk_64", "chunk_300", "chunk_larger", "head_96", "head_128", "head_256",
+    "soft_cap", "sinks", "spans_uncut",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("close", CLOSE, ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_it_is_softmax(case: Case, close: torch.dtype, device: torch.device) -> None:
     check(case, close, device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
     check(Case(((0, 9), (70, 1), (5, 17))), dtype, device)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_but(range(6), 0, 3))
 def test_random_mixes(seed: int, device: torch.device) -> None:
     random = np.random.default_rng(seed)
     rows = tuple(

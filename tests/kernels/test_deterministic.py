@@ -30,6 +30,7 @@ from quire.ops.kernels.sampling.logprobs import token_logprobs
 from quire.ops.weights import device_weights
 from quire.spec.model_spec import load_spec
 from tests.kernels.test_attention import (
+    DTYPES,
     Case,
     Contents,
     make_contents,
@@ -160,9 +161,8 @@ def test_attention_in_any_chunks(case: Case, device: torch.device) -> None:
         torch.testing.assert_close(wanted.cpu().double(), exact, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_attention_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    if dtype == torch.float32:
-        pytest.skip("it is what the test above takes")
     (_, wanted), *rest = all_chunkings(CASES["plain"], dtype, device)
     for name, got in rest:
         assert torch.equal(got, wanted), name

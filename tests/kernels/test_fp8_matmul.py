@@ -41,7 +41,15 @@ def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
     return values.flatten(1)[:, :inputs]
 
 
-@pytest.mark.parametrize(("inputs", "group"), [(300, 300), (300, 128), (2200, 2200), (2200, 128)])
+@pytest.mark.parametrize(
+    ("inputs", "group"),
+    [
+        (300, 300),
+        (300, 128),
+        pytest.param(2200, 2200, marks=pytest.mark.slow),
+        pytest.param(2200, 128, marks=pytest.mark.slow),
+    ],
+)
 def test_a_product_of_rounded_activations(
     inputs: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:

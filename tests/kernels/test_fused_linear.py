@@ -245,7 +245,8 @@ def test_launches_of_a_layer(
         assert 0.98 * wanted < found < 1.03 * wanted, f"{found:.0f} bytes, {wanted} expected"
 
 
-@pytest.mark.parametrize("merges_last", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("merges_last", [True, False])
 def test_launches_of_a_layer_whose_keys_are_split(
     merges_last: bool,
     as_on_gpu: None,  # noqa: F811

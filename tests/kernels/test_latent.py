@@ -13,7 +13,7 @@ from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.kernels.attention import attention_merge
 from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
-from tests.kernels.test_attention import COARSE, FINE, TOLERANCE
+from tests.kernels.test_attention import COARSE, DTYPES, FINE, TOLERANCE
 from tests.kernels.test_deterministic import SMALL, exact_dot
 from tests.support.kernels.latent_cases import (
     Contents,
@@ -72,6 +72,7 @@ def test_it_is_softmax(name: str, device: torch.device) -> None:
     check(case, cut, torch.float32, device, steps)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
     check(*CASES["mixed"], dtype, device)
 

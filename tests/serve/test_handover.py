@@ -24,6 +24,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import StoresView
 from tests.serve import test_hybrid
 from tests.serve.test_same_bits import found, open_llm
+from tests.support.cases import slow_but
 from tests.support.engine.attachments import stores_of
 from tests.support.engine.shared_store import shared_store
 from tests.support.engine.store_servers import redis_server, s3_server
@@ -97,7 +98,7 @@ def directory(tmp_path: Path) -> str:
 KINDS = ("directory", "shm", "peer", "redis_server", "s3_server")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=slow_but(KINDS, *KINDS[:-1]))
 def urls(request: pytest.FixtureRequest) -> Urls:
     if request.param == "peer":
         return ["serve://127.0.0.1:0"], []
@@ -234,9 +235,6 @@ def test_blocks_are_fetched_while_others_are_computed(
         assert outputs[0].num_cached_tokens == FULL * BLOCK
 
 
-@pytest.mark.parametrize(
-    "urls", [*KINDS[:-1], pytest.param(KINDS[-1], marks=pytest.mark.slow)], indirect=True
-)
 def test_a_conversation_goes_through_three_engines(urls: Urls) -> None:
     """Each turn in another engine, which begins with what the one before has left: its answer,
     too."""

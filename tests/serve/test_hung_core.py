@@ -20,6 +20,7 @@ from quire.engine.client.remote import LATE_S, RemoteClient
 from quire.engine.wire.wire import client_codec
 from tests.serve.test_attacks import num_open_files, post, send
 from tests.serve.test_server import client_of, started
+from tests.support.processes.forks import ForkedPopen
 from tests.support.processes.servers import (
     Server,
     Stream,
@@ -150,7 +151,7 @@ def end_of(stream: Stream) -> int | None:
 def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
     """The server's constructor waits until it answers, so the killing is done beside it."""
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0", "--restart-engine"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = ForkedPopen(command, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: len(children_of(process.pid)) == 2, "both are there")
         children = children_of(process.pid)

@@ -19,12 +19,13 @@ from quire.engine.start.build import build_core
 from quire.engine.wire.orders import announce_changes, order_handlers
 from quire.models.checkpoint.source import resolve_model
 from tests.engine.client.test_remote import PROMPT, SETTINGS, Served, request
+from tests.support.cases import slow_but
 from tests.support.models.reference_checkpoints import changed, checkpoint
 
 LONG = 60
 
 
-@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+@pytest.fixture(params=slow_but((1, 2), 2), ids=["depth 1", "depth 2"])
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     settings = SETTINGS | {"pipeline_depth": request.param}
     config = config_from_flat(model=str(checkpoint("llama")), **settings)

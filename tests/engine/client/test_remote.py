@@ -28,6 +28,7 @@ from quire.engine.start.build import build_core
 from quire.engine.wire.core_server import CoreReports, CoreServer, Handlers
 from quire.engine.wire.wire import core_codec
 from quire.models.checkpoint.source import resolve_model
+from tests.support.cases import slow_but
 from tests.support.models.reference_checkpoints import checkpoint, reference_tokens
 from tests.support.render.tiny_tokenizers import tokenizer
 
@@ -71,7 +72,7 @@ class Served:
         self.thread.join()
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["depth 1", "depth 2", "depth 3"])
+@pytest.fixture(params=slow_but((1, 2, 3), 2), ids=["depth 1", "depth 2", "depth 3"])
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     server = Served(tmp_path, depth=request.param)
     yield server

@@ -22,7 +22,7 @@ from quire.engine.observability.metrics import EngineMetrics
 from quire.ops.host.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler.reuse import held
-from tests.support.cases import in_turn
+from tests.support.cases import in_turn, slow_but
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import checkpoint
 
@@ -126,7 +126,9 @@ def _let_go(engine: Engine) -> None:
     assert view.num_free_blocks == view.num_blocks, "blocks leak"
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module", params=slow_but(SETTINGS, "plain", "guesses", "host tier", "swapping")
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = Engine(**SETTINGS[request.param])
     yield made

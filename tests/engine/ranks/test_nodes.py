@@ -38,6 +38,7 @@ from quire.engine.ranks.rank_set import RankSet
 from quire.engine.ranks.remote import RemoteRanks
 from tests.support.engine.scenarios import COMMON, NUM_ASKED, alone, answers_of
 from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint
+from tests.support.processes.forks import ForkedPopen
 from tests.support.processes.servers import children_of, is_running, wait_until
 
 SECRET = "a secret of this test, and of no other"
@@ -67,7 +68,7 @@ def nodes(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             *more,
         ]  # fmt: skip
         with log.open("w") as file:
-            process = subprocess.Popen(
+            process = ForkedPopen(
                 command, stderr=file, text=True, env={**os.environ, **environment}
             )
         process.log = log  # type: ignore[attr-defined]

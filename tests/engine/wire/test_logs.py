@@ -24,6 +24,7 @@ from quire.engine.wire.logs import (
     make_formatter,
     print_error,
 )
+from tests.support.processes.forks import run_forked
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 STORE = SecretUrl("redis://user:hunter2@cache:6379/0")
@@ -144,7 +145,7 @@ def test_errors_that_end_a_process(
 def test_a_command_logs_its_settings_without_secrets(kind: str) -> None:
     line = f"serve --api-key sesame --log-level debug --log-format {kind} --port 99999 --kv-store"
     command = [sys.executable, "-m", "quire.cli.main", *line.split(), STORE.reveal()]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_forked(command)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and "sesame" not in done.stderr and "hunter2" not in done.stderr
     if kind == JSON:

@@ -148,7 +148,9 @@ class TestGraphs:
     ) -> None:
         stand_in(monkeypatch, lambda device: CudaDevice(CPU))
 
-    @pytest.mark.parametrize("compilation", ["full", "piecewise"])
+    @pytest.mark.parametrize(
+        "compilation", ["full", pytest.param("piecewise", marks=pytest.mark.slow)]
+    )
     def test_recordings_begin_and_end_in_pairs(self, cuda: FakeCuda, compilation: str) -> None:
         assert run("triton", FEW, rounds=2, compilation=compilation) == 2 * wanted_of_few()
         told = [entry for entry in cuda.log if "record" in entry[1]]
@@ -157,7 +159,12 @@ class TestGraphs:
         assert (COMPUTE, "replays") in cuda.log
 
     @pytest.mark.parametrize(
-        "where, compilation", [("step", "full"), ("end", "full"), ("end", "piecewise")]
+        ("where", "compilation"),
+        [
+            ("step", "full"),
+            pytest.param("end", "full", marks=pytest.mark.slow),
+            ("end", "piecewise"),
+        ],
     )
     def test_what_cannot_be_recorded_is_launched(
         self,

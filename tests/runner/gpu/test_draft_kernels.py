@@ -30,9 +30,9 @@ pytestmark = [
 
 PROMPTS = [[5, 9, 13, 2, 40], [7] * 9, [3]]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=5, max_tokens=7, top_k=9, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=6, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=5, top_k=9, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=6, max_tokens=6, ignore_eos=True),
 ]
 KINDS = ("draft_model", "eagle3", "mtp")
 

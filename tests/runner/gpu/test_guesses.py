@@ -41,7 +41,7 @@ def answers_without_guesses() -> list[Any]:
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_masks_and_penalties_at_each_guess(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}

@@ -162,8 +162,22 @@ def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
     assert not any(device.graphs for device in devices)
 
 
-@pytest.mark.parametrize("has_triton", [True, False])
-@pytest.mark.parametrize("kind", ["n", "prompt logprobs", "edits"])
+@pytest.mark.parametrize(
+    ("kind", "has_triton"),
+    [
+        ("n", True),
+        ("edits", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("n", False),
+                ("prompt logprobs", True),
+                ("prompt logprobs", False),
+                ("edits", True),
+            )
+        ),
+    ],
+)
 def test_with_attention_by_torch(
     kind: str, has_triton: bool, devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +248,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "recomputed", "swapped"))
+@pytest.mark.parametrize("case", slow_but(CASES, "swapped"))
 def test_tokens_do_not_depend_on_the_memory(case: str, devices: list[LateDevice]) -> None:
     kind = KINDS["greedy"][:4] + KINDS["filters"][:1]
     found = run("triton", kind, rounds=2, **CASES[case])

@@ -74,6 +74,11 @@ def few() -> list[Request]:
     return requests()[:3]
 
 
+def first_four() -> list[Request]:
+    """Some that end while prompts of others are still computed."""
+    return requests(num_more=2)[:4]
+
+
 def drive(
     built: BuiltRunner,
     device: LateDevice | None = None,
@@ -151,7 +156,7 @@ def test_layers_with_states_are_recorded_and_read_nothing(
     monkeypatch.setattr(Pieces, "begin", lambda pieces: (replays.append(pieces), begin(pieces)))
     hybrid: dict[str, Any] = {"architecture": "qwen3_5"}
     settings = hybrid | {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 60}
-    make = partial(requests, num_more=2)
+    make = first_four
     found = drive(
         build("triton", compilation=compilation, **settings), devices[-1], make=make, **hybrid
     )
@@ -188,7 +193,7 @@ def test_masked_steps_are_told_long_before_they_are_done(
     monkeypatch.setattr(Pieces, "begin", count)
     settings = {"backend": "triton", "max_model_len": 60} | WAYS[way]
     built = build(**settings)
-    requests_of = partial(requests, num_more=6)
+    requests_of = partial(requests, num_more=2)
     found = drive(built, devices[-1], MASKED, requests_of)
     with on_the_host():
         assert found == drive(build("torch", max_model_len=60), None, MASKED, requests_of)

@@ -7,6 +7,7 @@ import sys
 
 from quire.base.settings.config import EngineConfig
 from quire.engine.ranks.connections import Address
+from tests.support.processes.forks import ForkedPopen
 
 KEEP = """
 import sys
@@ -39,7 +40,7 @@ class LocalStarter:
     def start(self, core: Address, secret: bytes) -> None:
         for rank in range(self._num):
             place = [str(rank), str(rank >= self._in_stage)]
-            process = subprocess.Popen(
+            process = ForkedPopen(
                 [sys.executable, "-c", KEEP, core.host, str(core.port), *place],
                 stdin=subprocess.PIPE,
                 text=True,
