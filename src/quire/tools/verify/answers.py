@@ -139,8 +139,8 @@ async def _answered(
     client.start()
     try:
         await client.wait_until_ready()
-        asked = answer.request.get("model")
-        names = (source.name, asked) if isinstance(asked, str) else (source.name,)
+        name = answer.request.get("model")
+        names = (source.name, name) if isinstance(name, str) else (source.name,)
         server = ServerConfig()
         api = ApiContext(client, text.renderer, text.requests, names, server, int(time.time()))
         caller = AppCaller(create_app(api))
