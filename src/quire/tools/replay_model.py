@@ -14,6 +14,7 @@ from quire.base.errors import ConfigError, EngineError
 from quire.base.kv_orders import Fetched
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
+from quire.base.numerics import differing_parts, fingerprint
 from quire.base.plan import Plan, StepResult
 from quire.base.settings.config import config_from_flat
 from quire.engine.executors.executor import Executor
@@ -199,11 +200,23 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     for segment in listed[outcome.num_segments :]:
         outcome.see(segment)
     outcome.difference = outcome.difference or runs.difference
+    outcome.notes += _numerics_notes(listed[0].header.get("numerics"), built.numerics())
     if runs.note is not None:
         outcome.notes.append(runs.note)
     if outcome.difference is None:
         outcome.notes.append(f"{runs.num_tokens:,} sampled tokens are identical")
     return outcome
+
+
+def _numerics_notes(recorded: str | None, ours: dict[str, str]) -> list[str]:
+    """Return a note for each part of the numerics that differs from the recorded engine's."""
+    mine = fingerprint(ours)
+    if recorded is None or mine is None:
+        return []
+    return [
+        f"the {name} differ from the recorded engine's; here: {ours[name]}"
+        for name in differing_parts(recorded, mine)
+    ]
 
 
 def _host_gb(scheduler: Scheduler) -> float:

@@ -24,6 +24,7 @@ from quire.base.messages import (
     Rewind,
     Unpin,
 )
+from quire.base.numerics import PARTS
 from quire.base.requests.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
 from quire.engine.client.remote import Mailbox, limits_of
@@ -57,6 +58,7 @@ class FakeClient:
             pooling=engine.spec.pooling,
             architecture=engine.spec.model_type,
             weights_bytes=engine.memory.weights_bytes,
+            numerics={**dict.fromkeys(PARTS, "as in the test"), "formats": "bfloat16, plain"},
         )
         self.requests: list[Request] = []  # as they were queued
         self.num_aborted = 0  # of those, whose reader left early

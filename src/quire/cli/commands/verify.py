@@ -1,7 +1,7 @@
 """`quire verify MODEL`: compare a model with the same weights in the transformers package.
 
-The exit status is 0 if all is equal within rounding, 1 if something differs, and 2 if the
-comparison failed.
+`quire verify MODEL --answer FILE` computes a recorded answer again instead. The exit status is 0 if
+all is equal (a model: within rounding), 1 if something differs, and 2 if the comparison failed.
 """
 
 import argparse
@@ -53,6 +53,11 @@ def add_command(commands: Commands) -> None:
         action="store_true",
         help="compare only the exact model and the engine as given; run this first",
     )
+    parser.add_argument(
+        "--answer", metavar="FILE", type=Path,
+        help="JSON file with a request and the response to it: compute the response again, and"
+        " report whether it is reproduced to the bit",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", type=Path, help="file for the whole report")
     add_some_settings(parser, SETTINGS)
 
@@ -69,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 0:
         raise ConfigError(f"--tokens must be at least 0, got {arguments.tokens}.")
+    if arguments.answer is not None:
+        return _verify_answer(arguments)
     from quire.serve.processes.progress import time_left
     from quire.tools.verify.report import WITHIN, Run, as_data, lines
     from quire.tools.verify.verify import Comparison, verify
@@ -91,3 +98,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     for line in lines(report):
         print(line)
     return EQUAL if report.verdict == WITHIN else DIFFERS
+
+
+def _verify_answer(arguments: argparse.Namespace) -> int:
+    from quire.tools.verify.answers import read_answer, verify_answer
+
+    answer = read_answer(arguments.answer)
+    report = verify_answer(answer, config_from_flat(**given_settings(arguments)))
+    for line in report.lines():
+        print(line)
+    return EQUAL if report.is_reproduced else DIFFERS

@@ -106,7 +106,9 @@ class Recorder(DoorWatcher):
         keeps_tokens: bool = False,
         settings: Mapping[str, Any] | None = None,
         now: float = 0.0,
+        numerics: str | None = None,
     ) -> None:
+        """Begin to record. numerics: fingerprint of the engine's numerics at its start."""
         self._scheduler = scheduler
         self._redaction = None if keeps_tokens else Redaction()
         self._writer = _open(directory, max_bytes, self._redaction)
@@ -117,6 +119,7 @@ class Recorder(DoorWatcher):
             "quire": QUIRE_VERSION,
             "has_tokens": keeps_tokens,
             "settings": dict(settings or {}),
+            "numerics": numerics,
         }
         self._is_on = False
         self._names: list[NewNames] = []  # given by the scheduler in this call

@@ -354,6 +354,7 @@ class RemoteClient(QuestionClient):
                 box.fail(kind(message.message, message.field, message.code))
         elif isinstance(message, WeightsChanged):
             self._outputs.change_weights(message.version)
+            self._change_weights(message)
         elif not isinstance(message, Ready):
             self._take_answer(message)
         else:
@@ -361,6 +362,15 @@ class RemoteClient(QuestionClient):
             self._outputs.change_weights(message.weights_version)
             self._is_alive = True
             self._changed.set()
+
+    def _change_weights(self, changed: WeightsChanged) -> None:
+        assert self._ready is not None, "the first message of a core is Ready"
+        numerics = self._ready.numerics
+        if numerics:
+            numerics = numerics | {"weights": changed.digest}
+        self._ready = msgspec.structs.replace(
+            self._ready, weights_version=changed.version, numerics=numerics
+        )
 
     def _take_step(self, outputs: StepOutputs) -> None:
         due, aborts = self._outputs.process(outputs, self._clock.now())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
+from quire.base.numerics import fingerprint
 from quire.base.plan import DraftAnswer, DraftOrder
 from quire.base.plugins import short_name
 from quire.base.requests.validation import RequestLimits
@@ -61,6 +62,7 @@ from quire.engine.observability.adapter_use import AdapterUse
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.start.identity import fingerprint_of
 from quire.engine.start.model_memory import ModelMemory
+from quire.engine.start.numerics import numerics_of
 from quire.engine.start.plugin_parts import check_plugins
 from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
@@ -179,7 +181,7 @@ class BuiltCore:
     """Core with a loaded model. config: configuration with all derived values. grammars: grammars
     of the core's requests. rank_times: live step times of its ranks. progress: receiver of reports
     of progress within a step. updates, pausing, sleeping: orders of a trainer. adapters: use of
-    adapters, if requests may use them."""
+    adapters, if requests may use them. numerics: returns what determines the bits of answers."""
 
     core: EngineCore
     config: EngineConfig
@@ -192,6 +194,7 @@ class BuiltCore:
     rank_times: Sequence[RankTimes] = ()
     progress: StepProgress = field(default_factory=StepProgress)
     adapters: AdapterUse | None = None
+    numerics: Callable[[], dict[str, str]] = dict
 
 
 def build_engine(
@@ -293,14 +296,20 @@ def _build_core(
         else:
             core.attach(drafting)
     core.attach(OnDemand(core, ("grammar",), guiding))
+    model_memory, fixed = ModelMemory(built, source), numerics_of(built, source)
+
+    def numerics() -> dict[str, str]:
+        return fixed | {"weights": model_memory.weights}
+
     if config.record is not None:
         settings = public_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
         settings |= STORE_SETTINGS  # a replay uses no store
         path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
+        name, now = fingerprint(numerics()), clock.now()
         core.attach(
-            Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
+            Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, now, name)
         )
-    model_memory, pausing = ModelMemory(built, source), Pausing(core)
+    pausing = Pausing(core)
     updates = WeightUpdates(core, model_memory.stage, model_memory.stage_again)
     sleeping = Sleeping(core, pausing, updates, model_memory)
     core.attach(updates)
@@ -318,6 +327,7 @@ def _build_core(
         side.rank_times,
         side.progress,
         adapters,
+        numerics,
     )
 
 

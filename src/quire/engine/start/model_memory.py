@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quire.base.errors import ConfigError, ModelError
 from quire.engine.attachments.weight_updates import Swap
 from quire.engine.executors.loaded import LoadedElsewhere, LoadedModel
+from quire.engine.start.numerics import weights_digest
 from quire.models.checkpoint.files import checkpoint_files
 from quire.models.checkpoint.source import ModelSource, load_format_of
 from quire.models.load.weight_files import folder_for
@@ -29,7 +30,9 @@ PATCH, DUMMY = "patch.safetensors", "dummy"
 
 class ModelMemory:
     """Weights and KV blocks of a model in this process (`SleepMemory`). A model of ranks is
-    refused with ConfigError."""
+    refused with ConfigError.
+
+    weights: digest of the present weights (`weights_digest`)."""
 
     def __init__(self, built: LoadedModel, source: ModelSource) -> None:
         self._built = built
@@ -38,6 +41,7 @@ class ModelMemory:
         self._patch: TemporaryDirectory[str] | None = None
         is_here = not isinstance(built, LoadedElsewhere)
         self._files = _identity(self._path, self._form) if is_here else []
+        self.weights = self._digest(self._path, self._form)
 
     def stage(self, path: Path, is_partial: bool = False) -> Swap:
         """Load new weights of a path and return the swap. is_partial: the path has some of the
@@ -85,6 +89,9 @@ class ModelMemory:
     @property
     def _patch_file(self) -> Path | None:
         return None if self._patch is None else Path(self._patch.name) / PATCH
+
+    def _digest(self, path: Path, form: str, patch: Path | None = None) -> str:
+        return weights_digest(path, form, self._built.config.model.seed, patch)
 
     @property
     def has_weights(self) -> bool:
@@ -134,12 +141,14 @@ class ModelMemory:
         import_torch()
         whole = built.load_whole() if isinstance(built, WarmModel) else cast("BuiltRunner", built)
         model, files = load(whole), _identity(path, form)
+        digest = self._digest(path, form, None if patch is None else Path(patch.name) / PATCH)
 
         def swap() -> None:
             if isinstance(built, WarmModel):
                 built.take_over()
             whole.runner.model = model
             self._path, self._form, self._patch, self._files = path, form, patch, files
+            self.weights = digest
 
         return swap
 

@@ -1,5 +1,6 @@
 """Orders of a trainer that arrive at a core's server: new weights, pauses and sleeps."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -52,11 +53,16 @@ def order_handlers(updates: WeightUpdates, pausing: Pausing, sleeping: Sleeping)
     return {UpdateWeights: update, SetPause: pause, SetSleep: sleep}
 
 
-def announce_changes(updates: WeightUpdates, server: CoreServer) -> None:
-    """Make a server announce new weights to all clients, also to later ones."""
+def announce_changes(
+    updates: WeightUpdates, server: CoreServer, numerics: Callable[[], dict[str, str]] = dict
+) -> None:
+    """Make a server announce new weights to all clients, also to later ones. numerics: returns the
+    engine's numerics with these weights."""
 
     def announce(version: str) -> None:
-        server.ready = msgspec.structs.replace(server.ready, weights_version=version)
-        server.announce(WeightsChanged(version))
+        parts = numerics()
+        ready = msgspec.structs.replace(server.ready, weights_version=version, numerics=parts)
+        server.ready = ready
+        server.announce(WeightsChanged(version, parts.get("weights", "")))
 
     updates.on_change = announce

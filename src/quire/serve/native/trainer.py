@@ -92,7 +92,7 @@ def vllm_config(api: ApiContext) -> dict[str, Any]:
     known = api.client.ready
     model = {
         "model": api.model_names[0],
-        "dtype": f"torch.{known.numerics.get('dtype', 'float32')}",
+        "dtype": f"torch.{known.numerics.get('formats', 'auto').partition(',')[0]}",
         "max_model_len": known.max_model_len,
     }
     return {"model_config": model, "weight_transfer_config": None}

@@ -13,6 +13,7 @@ import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
+from quire.base.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.render.grammars.grammars import Checked
 from quire.render.infill import Infill
@@ -113,7 +114,7 @@ async def _answer(
     choices = [await _choices(api, index, plan, job) for index, job in enumerate(jobs)]
     head: dict[str, Any] = {
         "id": plan.id, "object": "text_completion", "created": int(time.time()),
-        "model": plan.model,
+        "model": plan.model, "system_fingerprint": fingerprint(api.client.ready.numerics),
     }  # fmt: skip
     if fork is not None:
         head["forked_from"] = {

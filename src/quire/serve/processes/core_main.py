@@ -119,6 +119,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         pooling=built.spec.pooling,
         architecture=built.spec.model_type,
         weights_bytes=built.memory.weights_bytes,
+        numerics=built.numerics(),
     )
     expected_s = expected_step_s(config, config.device, built.memory.weights_bytes)
     heartbeat = Heartbeat(options.home / "heartbeat", expected_s)
@@ -128,7 +129,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     reports = CoreReports(exposition.text, status, heartbeat, timelines.text)
     handlers = order_handlers(built.updates, built.pausing, built.sleeping)
     server = CoreServer(built.core, listener, ready, reports, clock, handlers)
-    announce_changes(built.updates, server)
+    announce_changes(built.updates, server, built.numerics)
     return server
 
 

@@ -64,6 +64,7 @@ async def server_info(api: Api) -> Json:
         "internal_states": [{"num_open_requests": api.num_open}],
         "version": f"quire {QUIRE_VERSION}",
         "status": "ready" if api.client.is_alive and not api.draining else "not ready",
+        "numerics": known.numerics,
         "vllm_config": vllm_config(api),
     }
 

@@ -1,0 +1,100 @@
+"""Numerics of a loaded model: everything that determines the bits of its answers, in words.
+
+`base/numerics.py` makes a fingerprint of the parts. A part may say too much, and then two engines
+seem to differ though their bits are equal. It must not say too little.
+"""
+
+import functools
+import hashlib
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from quire.base.version import QUIRE_VERSION
+from quire.engine.executors.loaded import LoadedElsewhere, LoadedModel
+from quire.models.checkpoint.files import checkpoint_files
+from quire.models.checkpoint.formats import weight_formats
+from quire.models.checkpoint.source import ModelSource
+from quire.models.load.cache_files import file_identity
+from quire.ops.host.native import core
+from quire.ops.host.torch_import import import_torch
+from quire.ops.weights.formats import ATTENTION, FORMATS, chosen_variants
+from quire.spec.gguf.container import is_gguf
+
+DUMMY = "dummy"
+IN_ANY_BATCH, BY_BATCH = "equal in any batch", "depends on the batch"
+
+
+def numerics_of(built: LoadedModel, source: ModelSource) -> dict[str, str]:
+    """Return all parts but the weights."""
+    config, dtype = built.config, str(built.dtype).removeprefix("torch.")
+    device = [_device(built, _used_formats(built, source, dtype)), _batching(built)]
+    formats = [
+        dtype,
+        f"weights {weight_formats(config.model)!r}",
+        f"KV {config.cache.kv_cache_dtype} {sorted(built.kv_scales.items())!r}",
+    ]
+    return {
+        "software": f"quire {QUIRE_VERSION}, core {_core_digest()}, torch {_torch_version()}",
+        "device": ", ".join([*device, f"attention {built.backend_name}"]),
+        "model": f"{built.spec.type_name} {built.spec.identity}",
+        "formats": ", ".join(formats),
+    }
+
+
+def weights_digest(path: Path, form: str, seed: int | None, patch: Path | None = None) -> str:
+    """Return a digest of weights, given their path and load format. Names and times of files do not
+    count. Large files are read in part (`models/load/cache_files.py`), a patch as a whole.
+
+    patch: file with tensors that replace some of the path's. Raises OSError."""
+    if form == DUMMY:
+        return f"random numbers of seed {seed}"
+    facts: list[object] = [file_identity(file)[1::2] for file in checkpoint_files(path)]
+    if patch is not None:
+        with patch.open("rb") as file:
+            facts.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _used_formats(built: LoadedModel, source: ModelSource, dtype: str) -> tuple[str, ...]:
+    """Return the formats whose instruction sets compute: all of them with quantised weights."""
+    is_plain = built.config.model.quantization in (None, "none") and built.spec.quantization is None
+    if is_plain and dtype in FORMATS and not is_gguf(source.directory):
+        return tuple(dict.fromkeys((dtype, ATTENTION)))
+    return FORMATS
+
+
+def _device(built: LoadedModel, formats: tuple[str, ...]) -> str:
+    """Name the device, and the instruction sets or the GPU that compute."""
+    if built.device_type == "cpu":
+        sets = ", ".join(f"{name} {chosen}" for name, chosen in chosen_variants(formats).items())
+        return f"cpu: {sets or 'torch'}, {platform.machine()}"
+    if isinstance(built, LoadedElsewhere):
+        return f"{built.device_type} of other processes on {platform.node()}"
+    import_torch()
+    import torch
+
+    return f"{built.device_type}: {torch.cuda.get_device_name()}"
+
+
+def _batching(built: LoadedModel) -> str:
+    is_same = built.device_type == "cpu" or built.config.deterministic
+    return IN_ANY_BATCH if is_same else BY_BATCH
+
+
+@functools.cache
+def _core_digest() -> str:
+    """Return a digest of the C++ core's file; `none` without the core."""
+    module = core()
+    if module is None:
+        return "none"
+    with Path(str(module.__file__)).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "none"

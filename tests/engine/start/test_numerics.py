@@ -1,0 +1,82 @@
+"""The parts of an engine's numerics: what changes bits changes its part, and no other one."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.numerics import PARTS, differing_parts, fingerprint
+from quire.base.settings.config import config_from_flat
+from quire.engine.start.numerics import numerics_of, weights_digest
+from quire.models.checkpoint.source import resolve_model
+from quire.ops.weights.formats import variants
+from quire.runner.build import build_runner
+from quire.runner.setup.built import BuiltRunner
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
+from tests.support.models.reference_checkpoints import changed, checkpoint
+
+
+@pytest.fixture(scope="module")
+def built() -> BuiltRunner:
+    path = str(checkpoint("llama"))
+    settings = {"dtype": "float32", "max_model_len": 32, "kv_cache_memory_bytes": 1 << 20}
+    return build_runner(config_from_flat(model=path, **settings), resolve_model(path))
+
+
+def name(built: BuiltRunner, **changes: Any) -> str:
+    source = resolve_model(str(checkpoint("llama")))
+    parts = numerics_of(dataclasses.replace(built, **changes), source)
+    return str(fingerprint(parts | {"weights": "the same"}))
+
+
+def test_each_change_shows_in_its_part(built: BuiltRunner) -> None:
+    spec = dataclasses.replace(built.spec, vocab_size=built.spec.vocab_size + 1)
+    int8 = dataclasses.replace(built.config.model, quantization="int8")
+    cache = dataclasses.replace(built.config.cache, kv_cache_dtype="int8")
+    for part, changes in (
+        ("formats", {"config": dataclasses.replace(built.config, cache=cache)}),
+        ("formats", {"kv_scales": {0: (0.5, 1.0)}}),
+        ("formats", {"dtype": "torch.bfloat16"}),
+        ("device", {"backend_name": "another"}),
+        ("model", {"spec": spec}),
+    ):
+        assert part in differing_parts(name(built), name(built, **changes)), part
+    found = name(built, config=dataclasses.replace(built.config, model=int8))
+    assert "formats" in differing_parts(name(built), found)
+
+
+def test_what_changes_no_bits_changes_nothing(built: BuiltRunner) -> None:
+    scheduler = dataclasses.replace(built.config.scheduler, max_num_seqs=3)
+    assert name(built, config=dataclasses.replace(built.config, scheduler=scheduler)) == name(built)
+
+
+@pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
+def test_only_used_instruction_sets_count(built: BuiltRunner, tmp_path: Path) -> None:
+    found = []
+    with own_figures(tmp_path):
+        for faster in ({}, {"float32": variants()[0]}, {"int8": variants()[0]}):
+            keep_figures(faster)
+            found.append(name(built))
+    assert found[0] == found[2] and differing_parts(found[0], found[1]) == ["device"]
+
+
+def test_a_digest_of_weights_reads_their_contents(tmp_path: Path) -> None:
+    """Not the names, times or places of files."""
+    one, two = checkpoint("qwen3"), changed("qwen3", 1)
+    moved = Path(shutil.copytree(one, tmp_path / "moved"))
+    digest = weights_digest(one, "auto", 0)
+    assert weights_digest(moved, "auto", 0) == digest != weights_digest(two, "auto", 0)
+    patch = tmp_path / "patch"
+    patch.write_bytes(b"some tensors")
+    patched = weights_digest(one, "auto", 0, patch)
+    patch.write_bytes(b"some Tensors")
+    assert len({digest, patched, weights_digest(one, "auto", 0, patch)}) == 3
+    assert weights_digest(one, "dummy", 0) != weights_digest(one, "dummy", 1)
+
+
+def test_a_model_has_all_parts(built: BuiltRunner) -> None:
+    parts = numerics_of(built, resolve_model(str(checkpoint("llama"))))
+    assert {*parts, "weights"} == {*PARTS} and parts["formats"].startswith("float32, ")
+    assert "equal in any batch" in parts["device"]

@@ -1,0 +1,140 @@
+"""`quire verify --answer`: an answer of a server is reproduced to the bit, or the report says where
+it differs. Covers `tools/verify/answers.py`.
+
+The server also replaces its weights here, so chats are checked for the versions of their weights.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+import quire
+from quire.base.errors import ConfigError
+from quire.base.numerics import PARTS, differing_parts, fingerprint
+from quire.cli.main import main
+from quire.tools.verify.answers import AnswerReport, RecordedAnswer, compare, read_answer
+from tests.support.processes.servers import Server
+
+DEMO = Path(str(quire.__file__)).parent / "demo"
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "seed": 5,
+    "temperature": 1, "logprobs": True, "top_logprobs": 2, "return_token_ids": True,
+}  # fmt: skip
+URL = "/v1/chat/completions"
+HERE = {name: f"{name} here" for name in PARTS}
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    server = Server("demo", "--max-model-len", "256")
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+    server.stop()
+
+
+def write(path: Path, request: Any, response: Any, **others: Any) -> Path:
+    path.write_text(json.dumps({"request": request, "response": response} | others))
+    return path
+
+
+def test_an_answer_is_reproduced_and_weights_are_named(
+    http: httpx.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = http.post(URL, json=CHAT).json()
+    assert "weights_versions" not in before["choices"][0]
+    order = {"path": str(DEMO), "weights_version": "again"}
+    http.post("/update_weights", json=order).raise_for_status()
+    answer = http.post(URL, json=CHAT).json()
+    spans = [{"first_token": 0, "version": "again"}]
+    assert answer["choices"][0].pop("weights_versions") == spans
+    assert answer["choices"] == before["choices"]
+    assert answer["system_fingerprint"] == before["system_fingerprint"]
+    lines = http.post(URL, json=CHAT | {"stream": True}).text.strip().split("\n\n")
+    chunks = [json.loads(each.removeprefix("data: ")) for each in lines[:-1]]
+    [last] = [each for each in chunks if "weights_versions" in each["choices"][0]]
+    assert last["choices"][0]["weights_versions"] == spans and last is chunks[-1]
+    assert {each["system_fingerprint"] for each in chunks} == {answer["system_fingerprint"]}
+
+    path = write(tmp_path / "answer.json", CHAT, answer)
+    settings = ["demo", "--answer", str(path)]
+    assert main(["verify", *settings]) == 0
+    assert "reproduced to the bit" in capsys.readouterr().out
+    assert main(["verify", *settings, "--dtype", "float32"]) in (0, 1)
+    assert "the formats of the two engines differ; here: float32" in capsys.readouterr().out
+
+
+def test_new_weights_change_the_fingerprint(http: httpx.Client, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in DEMO.iterdir():
+        if file.is_file() and not file.name.startswith("__"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(DEMO / "model.safetensors")
+    name = min(tensors)
+    save_file(tensors | {name: tensors[name] * 1.5}, tmp_path / "model.safetensors")
+    old = http.post(URL, json=CHAT).json()["system_fingerprint"]
+    for folder, parts in ((tmp_path, ["weights"]), (DEMO, [])):
+        http.post("/update_weights", json={"path": str(folder)}).raise_for_status()
+        new = http.post(URL, json=CHAT).json()["system_fingerprint"]
+        assert differing_parts(old, new) == parts
+
+
+def test_a_report_says_where_answers_differ() -> None:
+    choice = {"index": 0, "token_ids": [1, 2, 3], "logprobs": {"values": [-0.5]}, "text": "a"}
+    theirs = {"id": "x", "choices": [choice], "system_fingerprint": fingerprint(HERE)}
+    mine = copy.deepcopy(theirs) | {"id": "y", "new_field": 1}
+    answer = RecordedAnswer(URL, CHAT, theirs)
+    same = compare(answer, mine, HERE)
+    assert same.is_reproduced and same.num_values == 6 and not same.parts
+    mine["choices"][0]["token_ids"][2] = 4
+    mine["choices"][0]["logprobs"]["values"][0] = -0.5000000000000001
+    found = compare(answer, mine, HERE | {"device": "another"})
+    assert not found.is_reproduced and found.parts == {"device": "another"}
+    text = "\n".join(found.lines())
+    assert "response.choices[0].token_ids[2] is 3 in the answer, 4 here" in text
+    assert "response.choices[0].logprobs.values[0] is -0.5 " in text
+    assert "the device of the two engines differ; here: another" in text
+
+
+def test_a_report_is_short_and_says_what_it_cannot_compare() -> None:
+    long = {"choices": [{"token_ids": [0] * 100, "weights_versions": [{}, {}]}]}
+    other = {"choices": [{"token_ids": [1] * 99}]}
+    report: AnswerReport = compare(RecordedAnswer(URL, CHAT, long), other, HERE)
+    assert len(report.differences) == 8 and "100 entries in the answer, 99 here" in str(report)
+    assert "no system_fingerprint" in str(report.notes)
+    of_another = long | {"system_fingerprint": "fp_1"}
+    notes = compare(RecordedAnswer(URL, CHAT, of_another), other, HERE).notes
+    assert "not compared" in notes[0] and "several weights" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "response", "reason"),
+    [
+        (CHAT | {"stream": True}, {"object": "chat.completion"}, "without stream"),
+        (CHAT | {"seed": None}, {"object": "chat.completion"}, "no seed"),
+        (CHAT, {"object": "list"}, "add url"),
+        (CHAT, [], "no object 'response'"),
+        ("", {}, "no object 'request'"),
+    ],
+)
+def test_answers_that_cannot_be_repeated(
+    tmp_path: Path, request_: Any, response: Any, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_answer(write(tmp_path / "answer.json", request_, response))
+
+
+def test_files_that_are_no_answers(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no JSON")
+    for path in (tmp_path / "text", tmp_path / "absent"):
+        with pytest.raises(ConfigError, match="cannot be read as JSON"):
+            read_answer(path)
+    read = read_answer(
+        write(tmp_path / "one", {"temperature": 0}, {}, url="/inference/v1/generate")
+    )
+    assert read.url == "/inference/v1/generate" and read.fingerprint is None
