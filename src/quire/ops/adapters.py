@@ -4,9 +4,8 @@ Shape legend: T tokens, K inputs, O outputs of a layer, N outputs of a part, R r
 
 A device has a few slots for adapters. Each step says which of its rows use which slot. The rows of
 one adapter are computed together, with the adapter's own rank. Other rows cost nothing. The rows of
-an expert in a mixture are grouped by adapter, too. On a CPU
-the C++ core (csrc/adapters.h) does this within the recorded program, and a row has the same bits
-alone and in any batch.
+an expert in a mixture are grouped by adapter, too. On a CPU the C++ core (csrc/adapters.h) does
+this within the recorded program, and a row has the same bits alone and in any batch.
 """
 
 from collections.abc import Mapping, Sequence
