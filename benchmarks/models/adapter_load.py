@@ -63,8 +63,8 @@ class Streams:
     first_token_s: float = 0.0
 
     def pauses_ms(self) -> tuple[list[float], list[float]]:
-        """Return the pauses between two outputs before the arrival, and those that end after it,
-        until the new request's first token and one more output."""
+        """Return the pauses between two outputs, before the arrival and after it. Later pauses
+        count until the new request's first token, with one more output."""
         before, during = list[float](), list[float]()
         for times in self.outputs:
             for begin, end in zip(times, times[1:], strict=False):

@@ -5,8 +5,8 @@
 
 A step of N rows with 128 tokens of context each uses N different adapters of all linear layers. The
 limit of the adapters' part is the time to read their bytes at the machine's bandwidth, measured in
-the same run. `without` compares the same step of rows without an adapter by two engines in turn,
-one that can use adapters and one that cannot: medians, and the median of the rounds' ratios. The
+the same run. `without` is the same step of rows without an adapter, by two engines in turn: one can
+use adapters, the other cannot. It has medians, and the median of the rounds' ratios. The
 scratch directory holds one adapter's weights, which all adapters share as a file; each is loaded
 into memory of its own.
 """

@@ -1,4 +1,5 @@
-"""llama.cpp, through the C functions that llama-cpp-python exposes. No options.
+"""llama.cpp, through the C functions that llama-cpp-python exposes. options: `adapter`, the path of
+a GGUF file, if there is one.
 
 It gets its best case: contexts made for the workload, logits of the last tokens only, and the
 greedy choice by numpy. A shared prefix is computed once and copied to all sequences by hand.
@@ -31,6 +32,8 @@ class LlamaModel:
         assert self._model, b"".join(self._log[-8:]).decode()
         self._vocab_size = job.workload.shape.vocab_size
         self._context = self._make_context(job)
+        if adapter := job.options.get("adapter"):
+            self._use_adapter(adapter)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._prefix: list[int] = []
 
@@ -56,6 +59,15 @@ class LlamaModel:
         context = self._c.llama_init_from_model(self._model, params)
         assert context, b"".join(self._log[-8:]).decode()
         return context
+
+    def _use_adapter(self, path: str) -> None:
+        """Add an adapter, with the scale 1, to all that the context computes."""
+        c = self._c
+        adapter = c.llama_adapter_lora_init(self._model, path.encode())
+        assert adapter, b"".join(self._log[-8:]).decode()
+        adapters, scales = (c.llama_adapter_lora_p_ctypes * 1)(adapter), (ctypes.c_float * 1)(1.0)
+        status = c.llama_set_adapters_lora(self._context, adapters, 1, scales)
+        assert status == 0, f"the adapter is refused with status {status}"
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
         """Compute rows and return the most probable next token of each row that wants logits.

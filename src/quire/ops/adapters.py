@@ -3,9 +3,9 @@
 Shape legend: T tokens, K inputs, O outputs of a layer, N outputs of a part, R rank of a part.
 
 A device has a few slots for adapters. Each step says which of its rows use which slot. The rows of
-one adapter are computed together, with the adapter's own rank. Other rows cost nothing. On a CPU
-the C++ core (csrc/adapters.h) does this within the recorded program, and a row has the same bits
-alone and in any batch.
+one adapter are computed together, with the adapter's own rank. Other rows cost nothing. The rows of
+an expert in a mixture are grouped by adapter, too. On a CPU the C++ core (csrc/adapters.h) does
+this within the recorded program, and a row has the same bits alone and in any batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,8 +37,8 @@ AdapterParts = Mapping[int, Sequence[AdapterPart]]  # an adapter's parts, by num
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter in memory. core: the same for the C++ core, whose addresses are those of the
-    parts; None without the core, or if no program computes in the parts' dtype."""
+    """An adapter in memory. core: the parts for the C++ core, at the same addresses; None without
+    the core, or if no program computes in their dtype."""
 
     parts: AdapterParts
     core: CoreAdapter | None = None

@@ -22,7 +22,7 @@ class Bench:
         self.loads: list[tuple[int, str]] = []  # slot, adapter
         self.errors: dict[str, Exception] = {}
         self._jobs: list[Any] = []
-        monkeypatch.setattr(DeviceThread, "__init__", lambda *_: None)
+        monkeypatch.setattr(DeviceThread, "__init__", lambda *_, **__: None)
         monkeypatch.setattr(DeviceThread, "do", lambda _, job: self._jobs.append(job))
         self.attachment = AdapterAttachment(self._load, num_slots, lambda: None)
 

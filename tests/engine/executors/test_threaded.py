@@ -1,7 +1,9 @@
 """The model on a separate thread: the same answers, failures, ends and heartbeats."""
 
 import gc
+import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from quire.base.plan import Plan, StepResult
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.config import SchedulerConfig
 from quire.engine.executors.executor import failed_step
-from quire.engine.executors.threaded import DeviceThread, ThreadedExecutor
+from quire.engine.executors.threaded import BACKGROUND_NICENESS, DeviceThread, ThreadedExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.in_flight import LEAD_S, NO_SAMPLING, SHARE, InFlight, StepInFlight
 from quire.engine.observability.beating import BeatingExecutor
@@ -306,3 +308,16 @@ def test_steps_are_expected_to_take_no_more_time_than_the_last_one() -> None:
     assert in_flight.due_s == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
     in_flight.end(12.001)  # so short that there is no time to wait
     assert in_flight.due_s == 12.001
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
+def test_steps_come_before_a_thread_in_the_background() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own, names = niceness(), ("device", "background")
+    threads = [DeviceThread(name, is_background=name == "background") for name in names]
+    found = [thread.call(niceness) for thread in threads]
+    for thread in threads:
+        thread.close()
+    assert found == [own, max(own, BACKGROUND_NICENESS)] and niceness() == own

@@ -162,7 +162,7 @@ class AdapterAttachment(Attachment):
     def _begin(self, request: Request, slot: int) -> None:
         """Start to load an adapter into a slot."""
         if self._thread is None:
-            self._thread = DeviceThread("adapters")
+            self._thread = DeviceThread("adapters", is_background=True)
         adapter_id, path = request.adapter_id, request.adapter_path
         self._slots[adapter_id] = slot
         self._loading[adapter_id] = [request.request_id]

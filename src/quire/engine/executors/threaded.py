@@ -8,6 +8,9 @@ sleep between operations. GPUs use `launching.py`.
     thread   |                   step N                        |      step N+1 ...
 """
 
+import contextlib
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from quire.base.plan import Plan, StepResult
 from quire.engine.executors.executor import Executor, failed_step
 
 END_S = 5.0  # maximum wait for the thread's current function at process exit
+BACKGROUND_NICENESS = 10  # the thread gets a tenth of the time that a thread of a step gets
 IDLE_S = 0.05  # longer than the pause between two steps, even with one step in flight
 
 T = TypeVar("T")
@@ -29,13 +33,16 @@ Job = Callable[[], None]
 
 class DeviceThread:
     """Thread that runs functions one after another. It ends on `close`, or when the last reference
-    to this object is dropped."""
+    to this object is dropped. is_background: steps come first (`lower_priority`)."""
 
-    def __init__(self, name: str = "device") -> None:
+    def __init__(self, name: str = "device", *, is_background: bool = False) -> None:
         self._jobs: Jobs = SimpleQueue()
         # A daemon: a non-daemon thread would not learn that the process exits.
         self._thread = threading.Thread(
-            target=_carry_out, args=(self._jobs,), name=f"quire-{name}", daemon=True
+            target=_carry_out,
+            args=(self._jobs, is_background),
+            name=f"quire-{name}",
+            daemon=True,
         )
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._jobs, self._thread)
@@ -81,7 +88,17 @@ class _WhenIdle:
 Jobs = SimpleQueue[Job | _WhenIdle | None]
 
 
-def _carry_out(jobs: Jobs) -> None:
+def lower_priority() -> None:
+    """Let other threads of this machine come before this one and the threads that it starts.
+    Elsewhere than on Linux, a priority belongs to a whole process, and nothing changes."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+
+
+def _carry_out(jobs: Jobs, is_background: bool) -> None:
+    if is_background:
+        lower_priority()
     idle: _WhenIdle | None = None
     while True:
         try:

@@ -32,6 +32,7 @@ from quire.base.settings.config import EngineConfig
 from quire.engine.executors.executor import failed_step
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.executors.local import LocalModel, build_local
+from quire.engine.executors.threaded import lower_priority
 from quire.engine.observability.starvation import Starvation, read_threads
 from quire.engine.ranks.consistency import facts_of
 from quire.engine.ranks.messages import (
@@ -279,6 +280,7 @@ class RankLoop:
 
     def _load_adapter(self, message: LoadAdapter) -> None:
         """Load an adapter alongside the steps, and report the result."""
+        lower_priority()
         error = None
         try:
             self._local.built.load_adapter(message.slot, message.adapter_id, message.path)

@@ -42,9 +42,8 @@ class JointTensor:
         found = module.outputs, module.inputs
         if outputs == inputs and not self.of_all.is_turned and found == self.shape:
             raise ModelError(
-                f"{module.name}: the experts' {self.of_all.name} is square, so A and B of"
-                " target_parameters do not say which one has the inputs; merge the adapter into"
-                " the model."
+                f"{module.name}: the experts' {self.of_all.name} is square, so its A and B do not"
+                " say which one has the inputs; merge the adapter into the model."
             )
         if found == (outputs, inputs):
             return False

@@ -1,0 +1,60 @@
+"""The benchmarks of adapters: what they write, and what they count."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cpu.adapters import engines, write_gguf_adapter
+from benchmarks.cpu.limits import Ceilings
+from benchmarks.cpu.workloads import Shape
+from benchmarks.kernels.operations import Cost
+from benchmarks.models.adapter_load import STREAMS, Streams, rank_of, row_of, shapes_of, summary
+from benchmarks.models.adapters import ADAPT, part_of, rows_of, write_adapters
+from quire.models.checkpoint.adapter_files import adapter_digest, read_adapter
+from quire.models.checkpoint.source import resolve_model
+from quire.spec.model_spec import load_spec
+
+SHAPES = {"a.q_proj": (6, 4), "a.o_proj": (4, 6)}
+SMALL = Shape("small", "qwen3", 64, 2, 4, 2, 16, 128, 1500)
+
+
+def test_adapters_of_one_file_differ_by_their_digests(tmp_path: Path) -> None:
+    paths = write_adapters(tmp_path, SHAPES, 3, 4)
+    assert len({adapter_digest(path) for path in paths}) == 4
+    files = read_adapter(paths[2])
+    assert {module.name: (module.outputs, module.inputs) for module in files.modules} == SHAPES
+    assert {module.rank for module in files.modules} == {3}
+
+
+def test_the_limit_of_adapters_is_to_read_them() -> None:
+    ceilings = Ceilings(100.0, 1e6, 1e6, 1e6)
+    part = part_of({ADAPT: Cost(9.0), "rest": Cost(1.0)}, 3, 50, ceilings)
+    assert (part.step_s, part.num_bytes, part.limit_s) == (10.0, 300.0, 3.0)
+    assert part.ratio == 3.0
+    assert rows_of([part], [])[0]["step"] == "3 adapters"
+
+
+def test_an_adapter_of_a_size_has_all_modules_of_the_model() -> None:
+    shapes = shapes_of(load_spec(resolve_model("shape:qwen3-0.6b").directory))
+    assert len(shapes) == 7 * 28 and shapes["model.layers.27.mlp.down_proj"] == (1024, 3072)
+    assert 2 * rank_of(shapes, 50e6) * sum(map(sum, shapes.values())) == pytest.approx(
+        50e6, rel=0.02
+    )
+
+
+def test_pauses_are_counted_from_the_arrival_to_the_first_token() -> None:
+    streams = Streams([[0.0, 1.0, 2.0, 5.0, 6.0, 9.0]] * STREAMS, arrival_s=2.5, first_token_s=5.5)
+    before, during = streams.pauses_ms()
+    assert before == [1000.0] * STREAMS  # without the first of each
+    assert during == [3000.0, 1000.0, 3000.0] * STREAMS
+    rows = [row_of(streams, 1, has_adapter=has_adapter) for has_adapter in (False, True)]
+    rows[1]["longest_ms"] += 7.0
+    assert summary(rows)["more_ms"] == 7.0
+
+
+def test_both_engines_read_the_same_files(tmp_path: Path) -> None:
+    for ours, peer in zip(engines()[::2], engines()[1::2], strict=True):
+        assert ours.is_ours and not peer.is_ours
+        assert (ours.source, ours.format) == (peer.source, peer.format)
+    files = read_adapter(write_gguf_adapter(SMALL, tmp_path))
+    assert files.is_gguf and len(files.modules) == 7 * SMALL.num_layers and files.max_rank == 16
