@@ -22,7 +22,7 @@ BUDGETS = {
     "base/settings": 1890,
     "cli": 1530,
     "cli/chat": 580,
-    "cli/commands": 1610,
+    "cli/commands": 1630,
     "cli/launch": 600,
     "cli/local": 400,
     "cli/options": 860,
@@ -115,7 +115,7 @@ BUDGETS = {
     "tools": 2490,
     "tools/bench": 2600,
     "tools/port": 520,
-    "tools/simulate": 2610,
+    "tools/simulate": 2630,
     "tools/sizing": 720,
     "tools/verify": 1460,
     "training": 600,
@@ -123,7 +123,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 885, 127_000
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 886, 127_080
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
