@@ -40,7 +40,7 @@ BUDGETS = {
     "engine/recording": 870,
     "engine/start": 1060,
     "engine/wire": 1080,
-    "kv": 1880,
+    "kv": 1890,
     "models": 1280,
     "models/checkpoint": 1140,
     "models/encoders": 260,
@@ -131,7 +131,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6_880
+MAX_CORE_LINES = 6_890
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 
