@@ -22,7 +22,7 @@ BUDGETS = {
     "base/settings": 1890,
     "cli": 1530,
     "cli/chat": 580,
-    "cli/commands": 1620,
+    "cli/commands": 1630,
     "cli/launch": 600,
     "cli/local": 400,
     "cli/options": 860,
@@ -40,7 +40,7 @@ BUDGETS = {
     "engine/recording": 870,
     "engine/start": 1180,
     "engine/wire": 1080,
-    "kv": 1880,
+    "kv": 1890,
     "models": 1280,
     "models/checkpoint": 1140,
     "models/encoders": 260,
@@ -116,7 +116,7 @@ BUDGETS = {
     "tools": 2500,
     "tools/bench": 2600,
     "tools/port": 520,
-    "tools/simulate": 2610,
+    "tools/simulate": 2630,
     "tools/sizing": 720,
     "tools/verify": 1650,
     "training": 600,
@@ -132,7 +132,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6_880
+MAX_CORE_LINES = 6_890
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 

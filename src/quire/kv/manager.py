@@ -345,6 +345,11 @@ class KVManager:
             self.states.name(sequence.tables, named, first, digests[first:num])
         return named
 
+    def index_block(self, sequence: SequenceBlocks, index: int, digest: bytes) -> None:
+        """Name one block of a sequence in all groups, by its logical index."""
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.index(table.blocks[index], digest)
+
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
         """Remove the names of blocks, by group, whose contents may be wrong."""
         for pool, blocks in zip(self.pools, named, strict=True):

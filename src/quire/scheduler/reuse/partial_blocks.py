@@ -76,8 +76,7 @@ class PartialBlocks(HitSource, Extension):
         """Name the block of `length` tokens after the full blocks of a sequence."""
         self._names.extend([sequence], [num_blocks])
         name = self._names.of_partial(sequence, num_blocks, length)
-        for pool, table in zip(self._kv.pools, sequence.blocks.tables, strict=True):
-            pool.index(table.blocks[num_blocks], name)
+        self._kv.index_block(sequence.blocks, num_blocks, name)
         before = sequence.digests[num_blocks - 1]
         self._lengths[before] = self._lengths.get(before, 0) | 1 << length
         self._lengths.move_to_end(before)
