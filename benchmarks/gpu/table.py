@@ -27,7 +27,7 @@ from benchmarks.gpu.engine import (
 from benchmarks.gpu.floors import H200, Cost, decode_cost, run_floor_s, step_cost
 from benchmarks.gpu.idle import DeviceProfile, Idle, Interval, idle_of, largest_kernels
 from benchmarks.gpu.report import Row, duration, timed_row
-from benchmarks.gpu.time_model import CHANGES, EXPECTED, STREAMED, Machine, Model, Program, Step
+from benchmarks.gpu.time_model import CHANGES, EXPECTED, REPEATED, Machine, Model, Program, Step
 from benchmarks.gpu.workload import (
     LONGEST,
     NUM_REQUESTS,
@@ -253,7 +253,7 @@ def switched_cases(bench: Bench, model: str, batches: Sequence[int]) -> None:
     """Measure decoding at 512 tokens with all code that is behind a switch until a GPU has run
     it."""
     with switches_on(), engine(bench, model, max_model_len=1024, max_num_seqs=64) as llm:
-        cases = Cases(bench, llm, "switched on", CHANGES[STREAMED])
+        cases = Cases(bench, llm, "switched on", CHANGES[REPEATED])
         for batch in batches:
             cases.decode(batch, 512)
 

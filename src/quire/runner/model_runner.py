@@ -6,6 +6,7 @@ read tensors.
 Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -17,7 +18,7 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Plan
 from quire.base.settings.config import EngineConfig
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.attention_inputs import AttentionStep
+from quire.ops.attention_inputs import AttentionStep, Int32
 from quire.ops.embedding import select_rows
 from quire.ops.rows.step_inputs import StepInputs
 from quire.ops.sampling.device_drafts import Runs
@@ -28,6 +29,12 @@ from quire.runner.gpu.verification import drafted_of
 from quire.runner.memory_plan import MAX_OTHER_GRAPHS, all_graphs_bytes, has_drafts
 from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import StepRunner
+
+
+@functools.lru_cache(64)
+def _uncut(needs: Needs) -> Needs:
+    """Return the needs of a step that cuts no row; the same object for equal needs."""
+    return replace(needs, is_uncut=True)
 
 
 class DecoderModel(Protocol):
@@ -46,6 +53,7 @@ class ModelRunner(StepRunner):
 
     _graphs: Graphs | None = None
     _in_pieces = False  # attention is launched between graphs, and knows each step's lengths
+    _ones: Int32 | None = None  # numbers of tokens of the last plan, if each row had one
 
     @torch.inference_mode()
     def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Step:
@@ -117,13 +125,20 @@ class ModelRunner(StepRunner):
         """See StepRunner."""
         if self._graphs is None:
             return None
-        num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
-        num_row_slots = max(num_rows, len(plan.sample_rows))
-        num_tokens = 0 if num_tokens == num_rows and self._are_separate(plan) else num_tokens
-        is_whole = not num_tokens and not self._in_pieces
+        num_row_slots = max(len(plan.rows), len(plan.sample_rows))
+        is_decoding = self._has_one_each(plan) and self._are_separate(plan)
+        num_tokens = 0 if is_decoding else plan.num_scheduled_tokens
+        is_whole = is_decoding and not self._in_pieces
         if is_whole and self.backend.prefers_uncut(plan.computed_bound + 1):
-            needs = replace(needs, is_uncut=True)
+            needs = _uncut(needs)
         return self._graphs.find(num_row_slots, num_tokens, needs, drafted_of(plan, runs))
+
+    def _has_one_each(self, plan: Plan) -> bool:
+        """Return whether each row has one token. A repeated plan has the same array of numbers."""
+        if plan.num_tokens is not self._ones:
+            is_one_each = plan.num_scheduled_tokens == len(plan.rows)
+            self._ones = plan.num_tokens if is_one_each else None
+        return self._ones is not None
 
     def _are_separate(self, plan: Plan) -> bool:
         """Return whether a decoding graph serves this plan of rows with one token each. A row that

@@ -147,6 +147,7 @@ class StepRunner:
         self.make_draft_step: MakeStep | None = None
         self.moves = Moves(backend)
         self.unread: dict[int, Arrival] = {}  # tokens in transit to the host, by result slot
+        self.ones_R = np.ones(rows.max_num_rows, np.int32)  # never changed: results share it
 
     @property
     def is_async(self) -> bool:
@@ -299,8 +300,9 @@ class PlainStep:
     def end(self) -> StepResult:
         """See Step."""
         tokens_N, *rest = self._arrivals[-1].wait()
-        tokens = np.asarray(tokens_N)[: len(self._plan.sample_rows)].reshape(-1, 1).copy()
-        return self._result(tokens, np.ones(len(tokens), np.int32), rest)
+        num_samples = len(self._plan.sample_rows)
+        tokens = np.asarray(tokens_N)[:num_samples].reshape(-1, 1)
+        return self._result(tokens, self._runner.ones_R[:num_samples], rest)
 
     def _follow(self, rows: Int32) -> Needs:
         """Note the plan's started and released rows, and the requests of its sampling rows."""
@@ -360,8 +362,8 @@ class PlainStep:
     def _result(
         self, tokens_NK: Int32, counts_N: Int32, arrived: "list[torch.Tensor]"
     ) -> StepResult:
-        """Return the result of a step. tokens: [N, K], -1 for none. counts: valid tokens of each
-        row, [N]. arrived: tensors of the parts, sampling first."""
+        """Return the result of a step, which holds no view of the tokens [N, K], -1 for none.
+        counts: valid tokens of each row, [N]. arrived: tensors of the parts, sampling first."""
         rows = self._plan.sample_rows
         processed = [n for part in self._sampling for n in part.processed]
         reasons = reasons_of(rows, tokens_NK[:, 0], self._requested, self._errors, processed)

@@ -176,6 +176,7 @@ class Graphs:
         self._used, self._max_others = used, max_others
         self._recorded: dict[Key, Recorded] = {}
         self._num_found = 0  # calls of `find`, a clock for `last_use`
+        self._latest: tuple[int, int, Needs, Recorded] | None = None  # the last step, and its graph
         self._times: dict[Key, int] = {}
         self._failed: set[Key] = set()
         self._is_full = False
@@ -187,6 +188,8 @@ class Graphs:
         """Return the graph for a step with num_rows row slots and num_tokens tokens; 0 tokens: one
         for each row. It may be recorded now, when the inbox does not hold this step yet. None:
         launch the step directly."""
+        if drafted is None and (same := self._found_again(num_rows, num_tokens, needs)) is not None:
+            return same
         size = self.sizes.find(num_rows, num_tokens, drafted)
         if size is None or not needs.can_be_recorded:
             return None
@@ -194,6 +197,7 @@ class Graphs:
         self._num_found += 1
         if (recorded := self._recorded.get(key)) is not None:
             recorded.last_use = self._num_found
+            self._latest = None if drafted else (num_rows, num_tokens, needs, recorded)
             return recorded
         self._times[key] = self._times.get(key, 0) + 1
         if self._times[key] <= (FIRST_TIMES_MIXED if size.is_mixed else FIRST_TIMES):
@@ -201,6 +205,17 @@ class Graphs:
         if not self._recorded:
             self._try(self.sizes.decoding[-1], Needs())
         return self._try(size, needs) or self._cover(num_rows, num_tokens, needs, drafted)
+
+    def _found_again(self, num_rows: int, num_tokens: int, needs: Needs) -> Recorded | None:
+        """Return the last step's graph if this step is of its kind, without hashing the kind."""
+        if self._latest is None:
+            return None
+        rows, tokens, last_needs, recorded = self._latest
+        if rows != num_rows or tokens != num_tokens or last_needs is not needs:
+            return None
+        self._num_found += 1
+        recorded.last_use = self._num_found
+        return recorded
 
     def _cover(
         self, num_rows: int, num_tokens: int, needs: Needs, drafted: Drafted | None
@@ -347,6 +362,7 @@ class Graphs:
     def _drop(self, key: Key) -> None:
         """Drop a graph once the device has run it for the last time."""
         self._device.run(list).wait()
+        self._latest = None
         del self._recorded[key]
         self._times[key] = -DROPPED_TIMES
 
