@@ -173,7 +173,7 @@ def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
 
 
 def test_a_long_ttl_costs_the_core_nothing_and_one_beyond_a_year_is_refused() -> None:
-    with started("--pipeline-depth", "2", is_fork=False) as server:
+    with started("--pipeline-depth", "2") as server:
         for ttl_s, expected in [
             (2_147_484, 200),
             (31_622_400, 200),
@@ -192,8 +192,6 @@ def test_a_long_ttl_costs_the_core_nothing_and_one_beyond_a_year_is_refused() ->
         assert server.get("/health") == 200
         assert is_running(server.core)
         assert server.stop() == 0
-        server._reader.join(10)
-        assert not lines_with(server, "leaked"), "the core has left something behind"
 
 
 @pytest.mark.slow

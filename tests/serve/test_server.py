@@ -28,6 +28,8 @@ def server() -> Iterator[Server]:
     server = Server("--api-server-count", "2", "--max-num-seqs", "16", is_fork=False)
     yield server
     assert server.stop() == 0
+    server._reader.join(10)
+    assert not [line for line in server.lines if "leaked" in line], "a process has left objects"
 
 
 @contextlib.contextmanager
