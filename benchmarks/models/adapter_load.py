@@ -67,12 +67,12 @@ class Streams:
         count until the new request's first token, with one more output."""
         before, during = list[float](), list[float]()
         for times in self.outputs:
-            for begin, end in zip(times, times[1:], strict=False):
+            for begin, end in zip(times[1:], times[2:], strict=False):  # after the prompts
                 if end <= self.arrival_s:
                     before.append(1e3 * (end - begin))
                 elif begin <= self.first_token_s:
                     during.append(1e3 * (end - begin))
-        return before[STREAMS:], during  # the first steps still have prompts
+        return before, during
 
 
 async def run_streams(
