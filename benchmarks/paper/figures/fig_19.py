@@ -19,8 +19,8 @@ from quire.tools.simulate.roofline import COPY_SHARE, FLOPS_SHARE, MEMORY_SHARE
 from quire.tools.workloads import SHAREGPT
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FEW_SIZES = (8, 64)
-END_TO_END_SIZES = (8, 16, 32, 64, 128, 256)
+FEW_SIZES = (16, 64)
+END_TO_END_SIZES = (16, 64, 256)
 RATE = 2.5
 MILLISECONDS = 1e3
 # The A2 machines (P 6.1) have processors of the Cascade Lake series, so the link is PCIe 3 with 16
@@ -90,7 +90,7 @@ def _copy_s(way: SwapTime, block_size: int) -> float:
 
 def _end_to_end(effort: Effort, runs: Runs) -> Figure:
     sizes = END_TO_END_SIZES if effort.is_full else FEW_SIZES
-    load = Load(SHAREGPT, RATE, effort.seconds)
+    load = Load(SHAREGPT, RATE, effort.seconds * 2 / 3)
     cases = []
     for label, way in WAYS.items():
         for size in sizes:
