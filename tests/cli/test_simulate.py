@@ -70,7 +70,8 @@ def test_a_trace_at_another_rate(tmp_path: Path) -> None:
     [
         (["--device", "24GB", "--max-model-len", "auto"], "choose a device of B200"),
         (["--trace", "missing.csv"], "cannot be read"),
-        (["--kv-disk-dir", "x"], "not simulated"),
+        (["--kv-store", "dir:x"], "not simulated"),
+        (["--agents", "codex", "--trace", "x.csv"], "two workloads"),
         (["--speculative-config", '{"method": "ngram"}'], "not simulated"),
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
         (["--goodput", "speed:1"], "--goodput knows"),

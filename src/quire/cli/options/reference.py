@@ -31,10 +31,8 @@ groups Server and Security, and rows marked "Not in `LLM(...)`", are not of the 
   Python has underscores: `max_model_len=4096`. Flags and keys may have either.
 - A flag overrides the file, and the file overrides the default.
 - Numbers may end in `k`, `m`, `g` (powers of 1,000) or `K`, `M`, `G` (powers of 1,024).
-- A switch is turned off by its `--no-` form, such as `--no-enable-prefix-caching`. In a file it is
-  `true` or `false`.
-- A flag with several values takes them one after the other: `--api-key a b`. In a file they are a
-  list.
+- The `--no-` form turns a switch off: `--no-enable-prefix-caching`. In a file: `true` or `false`.
+- A flag takes several values one after the other: `--api-key a b`. In a file they are a list.
 - A part of a JSON setting may be a flag: `--speculative-config.method ngram`.
 - `quire serve --help GROUP` shows a group of this page in the terminal, `--help all` every group.
 """

@@ -1,7 +1,7 @@
 """A directory of KV blocks in virtual time: what is kept in it, and when reads and writes end.
 
 Transfers run one after the other at a fixed rate, as on the thread of a real store. Beyond its
-limit, the store deletes the blocks that were used longest ago.
+limit, the store deletes the least recently used blocks.
 """
 
 import math
