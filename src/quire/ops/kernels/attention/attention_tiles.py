@@ -42,8 +42,8 @@ class Machine:
         return replace(self, long_rows=64, long_warps=SHORT_WARPS)
 
     def for_decoding(self, size: int) -> "Machine":
-        """Limits of `rotary_attention` with heads of a size. A multiprocessor with warp groups has
-        registers and shared memory for three of its programs if the heads fill their tiles."""
+        """Return the limits of `rotary_attention` with heads of a size. A multiprocessor with warp
+        groups has room for three of its programs if the heads fill their tiles."""
         fits = self.has_warp_groups and self.num_stages >= NUM_STAGES and size in (64, 128)
         return replace(self, num_programs=self.num_programs * 3 // 2) if fits else self
 

@@ -7,8 +7,8 @@ key, stores key and value, and begins its sums with them. It reads only earlier 
 so no program waits for another one's stores.
 
 Therefore no row may read a block that another row of the step writes (AttentionStep.is_separate).
-Queries and keys have the same bits as those of `rotary_write.py`, unless norms sum squares in
-another order. The own key's score is a sum in float32 and not part of a matrix product, so results
+Queries and keys have the bits that `rotary_write.py` stores, unless norms sum squares in another
+order. The own key's score is a sum in float32 and not part of a matrix product, so results
 may differ in the last place.
 
 Shape legend: as in `attention.py`, and M = N + 2 K heads.
@@ -43,7 +43,7 @@ MAX_ROWS = 16  # query heads of a KV head, for the same reason
 
 @dataclass(frozen=True)
 class Rotation:
-    """What turns the heads of a step. factors: float32 [T, 1, 2 H] of `rotary_rows`. weight: norms
+    """Rotation of a step's heads. factors: float32 [T, 1, 2 H] of `rotary_rows`. weight: norms
     [N + K, H] with contiguous rows, or None without norms. slots_T: int64; -1 stores nothing."""
 
     factors: torch.Tensor
