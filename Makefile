@@ -87,7 +87,7 @@ check: $(VENV)/.installed-test ## linter, types, and the house's rules on size a
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/structure
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/structure
 
 page: ## build the page at / anew from web/; needs node
 	cd web && npm ci && npm run check && npm run build

@@ -1,10 +1,11 @@
 """No request enters the engine past `admit`, read from the source."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.structure.test_house import PACKAGE, sources
+from tests.structure.test_house import PACKAGE, sources, tree_of
 
 ADMISSION = "engine/client/admission.py"
 MAKERS = {"make", "make_pin", "make_pooling"}
@@ -42,10 +43,17 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.Call | ast.Attribute]:
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call | ast.Attribute)]
+
+
 def calls(path: Path) -> Iterator[ast.Call]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Call):
-            yield node
+    return (node for node in nodes(path) if isinstance(node, ast.Call))
+
+
+def is_called(call: ast.Call, name: str) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == name
 
 
 def num_makers(path: Path) -> int:
@@ -54,7 +62,7 @@ def num_makers(path: Path) -> int:
         isinstance(node, ast.Attribute)
         and node.attr in MAKERS
         and ast.unparse(node.value).endswith("requests")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in nodes(path)
     )
 
 
@@ -64,7 +72,7 @@ def test_what_is_made_is_admitted() -> None:
         if name_of(path) in ("engine/client/requests.py", "engine/start/prefix_file.py"):
             continue  # the core's own prefixes go through its guard, `Front.add`
         made = num_makers(path)
-        admitted = sum(ast.unparse(call.func) == "admit" for call in calls(path))
+        admitted = sum(is_called(call, "admit") for call in calls(path))
         assert admitted >= made, f"{name_of(path)}: pass each request to admit ({ADMISSION})"
 
 
@@ -72,7 +80,7 @@ def test_requests_are_made_in_one_place() -> None:
     found = {
         name_of(path)
         for path in sources(PACKAGE)
-        if any(ast.unparse(call.func) == "Request" for call in calls(path))
+        if any(is_called(call, "Request") for call in calls(path))
     }
     assert found == CONSTRUCT
 
