@@ -5,17 +5,13 @@ from benchmarks.paper.capacity import Capacity
 from benchmarks.paper.figure import Curve, Effort, Figure, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.systems import QUIRE, Options, serve
-from quire.tools.workloads import ALPACA, SHAREGPT, Workload
+from quire.tools.workloads import ALPACA, SHAREGPT
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FEW_SIZES = (16, 32, 128, 256)
 # P 7.2 gives no rates. Ours are below what blocks of 16 sustain, by `capacity.py`.
 LOAD = 0.75
 RATES = {each.name: LOAD * Capacity(QUIRE, OPT_13B, each).rate for each in (SHAREGPT, ALPACA)}
-
-
-def _seconds(effort: Effort, workload: Workload) -> float:
-    return effort.seconds / (4 if workload is ALPACA else 1)
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
@@ -26,7 +22,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         (
             QUIRE,
             OPT_13B,
-            Load(workload, RATES[workload.name], _seconds(effort, workload)),
+            Load(workload, RATES[workload.name], effort.seconds),
             Options(size),
         )
         for workload in workloads
