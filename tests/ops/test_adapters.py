@@ -6,7 +6,7 @@ from quire.ops.adapters import AdapterPart, AdapterSlots, ExpertAdapters
 
 
 def slots_with_one(layer: int) -> tuple[AdapterSlots, torch.Tensor]:
-    """Slots whose second has an adapter of outputs 1 to 3 of a layer; and its whole change [5, 4]."""
+    """Slots whose second one adapts outputs 1 to 3 of a layer; and the whole change [5, 4]."""
     torch.manual_seed(0)
     part = AdapterPart(1, torch.randn(2, 4).double(), torch.randn(2, 3).double(), 0.5)
     slots = AdapterSlots(2, layer + 1)
