@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.cpu.__main__ import Session
 from benchmarks.cpu.checkpoints import config_of, weight_shapes, write_checkpoint
-from benchmarks.cpu.engines import FLOAT16, Engine, Format, llama, quire
+from benchmarks.cpu.engines import FLOAT16, Engine, llama, quire
+from benchmarks.cpu.limits import Format
 from benchmarks.cpu.session import arguments, scratch_of
 from benchmarks.cpu.workloads import Shape, Workload, chosen_workload
 from benchmarks.result_files import write

@@ -42,10 +42,14 @@ def adapted_model(made: Checkpoint) -> AdaptedModel:
 
 
 def write_both(made: Checkpoint, adapted: AdaptedModel, folder: Path) -> tuple[Path, Path]:
-    """An adapter of all modules, in PEFT's format and in llama.cpp's."""
+    """An adapter of all modules but experts, in PEFT's format and in llama.cpp's."""
     held = safetensors_shapes(weight_files(made.directory))
     places = adapted.places.items()
-    modules = {name: place.shape for name, place in places if f"{name}.weight" in held}
+    modules = {
+        name: place.shape
+        for name, place in places
+        if f"{name}.weight" in held and ".experts." not in name
+    }
     assert modules, "nothing would be tested"
     peft = write_adapter(folder / "peft", modules, 4)
     return peft, to_gguf(peft, folder / "lora.gguf", config_of(made))

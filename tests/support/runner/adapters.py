@@ -89,8 +89,8 @@ def _expert_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
     """Yield the tensors of all experts, and the names of the modules that PEFT wraps."""
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            yield f"{name}.base_layer", module.gate_up_proj  # type: ignore[misc]
-            yield name, module.down_proj  # type: ignore[misc]
+            yield f"{name}.base_layer", module.gate_up_proj
+            yield name, module.down_proj
 
 
 def write_demo_adapter(directory: Path, rank: int = 4, **more: Any) -> Path:
