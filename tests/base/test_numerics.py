@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.base.numerics import PARTS, differing_parts, fingerprint
+from quire.base.requests.numerics import PARTS, differing_parts, fingerprint
 
 ONE = {name: f"{name} of one engine" for name in PARTS}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.clients.given import MESSAGES, SEED, Served
 from tests.clients.vllm_stand_in import write_stand_in
@@ -78,5 +79,7 @@ def test_new_weights_change_the_answers(demo: Served, make_client: Any) -> None:
     with pytest.raises(RuntimeError, match="no weight-transfer engine"):
         client.init_communicator()
 
-    demo.post("/update_weights", {"path": str(DEMO), "weights_version": "again"})
+    order = {"path": str(DEMO), "weights_version": "again"}
+    answer = requests.post(f"{client.base_url}/update_weights", json=order, timeout=60)
+    assert answer.json() == {"message": "Weights updated", "weights_version": "again"}
     assert client.generate(PROMPTS, **SHORT) == before

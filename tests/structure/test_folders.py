@@ -17,8 +17,8 @@ from tests.structure.test_owners import imported, module_of
 MAX_FILES = 15  # of a folder, without its __init__.py
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 1880,
-    "base/requests": 1440,
+    "base": 1840,
+    "base/requests": 1480,
     "base/settings": 1890,
     "cli": 1530,
     "cli/chat": 580,

@@ -15,7 +15,7 @@ import pytest
 
 import quire
 from quire.base.errors import ConfigError
-from quire.base.numerics import PARTS, differing_parts, fingerprint
+from quire.base.requests.numerics import PARTS, differing_parts, fingerprint
 from quire.cli.main import main
 from quire.tools.verify.answers import AnswerReport, RecordedAnswer, compare, read_answer
 from tests.support.processes.servers import Server

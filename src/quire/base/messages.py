@@ -416,7 +416,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     architecture: str = ""  # the model's type in its config
     weights_bytes: int = 0  # size of the weights on one device
     weights_version: str = ""  # of the weights in use; empty until an update
-    numerics: dict[str, str] = {}  # all that determines bits, by part (`base/numerics.py`)
+    numerics: dict[str, str] = {}  # all that determines bits, by part (`base/requests/numerics.py`)
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

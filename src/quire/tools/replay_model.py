@@ -14,8 +14,8 @@ from quire.base.errors import ConfigError, EngineError
 from quire.base.kv_orders import Fetched
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
-from quire.base.numerics import differing_parts, fingerprint
 from quire.base.plan import Plan, StepResult
+from quire.base.requests.numerics import differing_parts, fingerprint
 from quire.base.settings.config import config_from_flat
 from quire.engine.executors.executor import Executor
 from quire.engine.grammars.grammars import Grammars

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.base.numerics import PARTS, differing_parts, fingerprint
+from quire.base.requests.numerics import PARTS, differing_parts, fingerprint
 from quire.base.settings.config import config_from_flat
 from quire.engine.start.numerics import numerics_of, weights_digest
 from quire.models.checkpoint.source import resolve_model

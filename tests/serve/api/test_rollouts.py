@@ -1,7 +1,8 @@
 """The routes of trainers: TRL's server and vLLM's /inference/v1/generate, compared with the engine
 and with OpenAI's endpoints.
 
-Covers `serve/rollouts/`: `as_requests.py`, `protocol.py`, `tokens.py`, `trl.py`, `trl_writer.py`.
+Covers `serve/rollouts/as_requests.py`, `serve/rollouts/protocol.py`, `serve/rollouts/tokens.py`,
+`serve/rollouts/trl.py` and `serve/rollouts/trl_writer.py`.
 """
 
 import base64

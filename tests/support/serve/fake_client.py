@@ -24,7 +24,7 @@ from quire.base.messages import (
     Rewind,
     Unpin,
 )
-from quire.base.numerics import PARTS
+from quire.base.requests.numerics import PARTS
 from quire.base.requests.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
 from quire.engine.client.remote import Mailbox, limits_of

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
-from quire.base.numerics import fingerprint
 from quire.base.plan import DraftAnswer, DraftOrder
 from quire.base.plugins import short_name
+from quire.base.requests.numerics import fingerprint
 from quire.base.requests.validation import RequestLimits
 from quire.base.settings.cache_config import SERVE, CacheConfig
 from quire.base.settings.config import EngineConfig, public_settings

@@ -1,7 +1,7 @@
 """Numerics of a loaded model: everything that determines the bits of its answers, in words.
 
-`base/numerics.py` makes a fingerprint of the parts. A part may say too much, and then two engines
-seem to differ though their bits are equal. It must not say too little.
+`base/requests/numerics.py` makes a fingerprint of the parts. A part may say too much, and then two
+engines seem to differ though their bits are equal. It must not say too little.
 """
 
 import functools

@@ -5,7 +5,7 @@ import time
 import fastapi
 from starlette.responses import Response
 
-from quire.base.numerics import fingerprint
+from quire.base.requests.numerics import fingerprint
 from quire.render.grammars.grammars import Checked
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.open_body import check_neutral

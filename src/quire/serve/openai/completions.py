@@ -13,7 +13,7 @@ import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
-from quire.base.numerics import fingerprint
+from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.render.grammars.grammars import Checked
 from quire.render.infill import Infill

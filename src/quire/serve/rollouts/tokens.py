@@ -12,7 +12,7 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
-from quire.base.numerics import fingerprint
+from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.inner_fields import check_inner

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineError
-from quire.base.numerics import differing_parts, fingerprint
+from quire.base.requests.numerics import differing_parts, fingerprint
 from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.engine.client.fleet import client_of
 from quire.engine.start.preflight import check_before_loading
