@@ -22,7 +22,7 @@ BUDGETS = {
     "base/settings": 1890,
     "cli": 1530,
     "cli/chat": 580,
-    "cli/commands": 1630,
+    "cli/commands": 1650,
     "cli/launch": 600,
     "cli/local": 400,
     "cli/options": 860,
@@ -51,7 +51,7 @@ BUDGETS = {
     "models/library": 920,
     "models/load": 2070,
     "models/multimodal": 180,
-    "models/parts": 2190,
+    "models/parts": 2200,
     "models/quantised": 990,
     "models/qwen": 260,
     "models/vision": 1820,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 895, 128_500
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 900, 129_500
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

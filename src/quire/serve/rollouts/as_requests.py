@@ -39,7 +39,7 @@ def tokens_completion(body: TokensBody) -> CompletionRequest:
 
 def rollout_completion(body: RolloutBody) -> CompletionRequest:
     """Return the completion request of all prompts of a body of /generate/."""
-    return CompletionRequest.model_construct(prompt=body.prompts, **_sampling(body), **SHOWN)
+    return CompletionRequest.model_construct(prompt=body.prompts, **_sampling(body) | SHOWN)
 
 
 def rollout_chats(body: RolloutChatBody) -> list[ChatCompletionRequest]:

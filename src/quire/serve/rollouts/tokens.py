@@ -92,7 +92,7 @@ class TokensChoice:
             choice["logprobs"] = chat_logprobs(self._names, ids, positions, num_top)
         found: Json = {"choices": [choice]}
         if self._index == 0 and not self._is_begun and self._body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs or ())
+            found["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs or [])
         self._is_begun = True
         return found
 

@@ -212,38 +212,13 @@ def _turned(
 
 @triton.jit
 def _attend(
-    qkv_ptr,
-    factors_ptr,
-    weight_ptr,
-    slots_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    parts_ptr,
-    sums_ptr,
-    item_ptr,
-    table_ptr,
-    sinks_ptr,
-    head,
-    qkv_token,
-    factors_token,
-    weight_head,
-    eps,
-    factor,
-    cap,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOT: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    qkv_ptr, factors_ptr, weight_ptr, slots_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, sums_ptr,
+    item_ptr, table_ptr, sinks_ptr, head, qkv_token, factors_token, weight_head, eps, factor,
+    cap, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute one item of one KV head in ROWS matrix rows, of which row m is query head m."""
     token = tl.load(item_ptr + 1).to(tl.int64)
     position = tl.load(item_ptr + 3)
