@@ -129,53 +129,42 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
 ), "How quire compares with other engines on the same CPU. All engines come from PyPI, each in an"
    " environment of its own.")  # fmt: skip
 
-AVX2 = Page(
-    "cpu-avx2.md",
-    "Engines on a CPU with AVX2 only",
-    (
-        Section(
-            "Speed",
-            "Two cores without AVX-512, and shorter prompts (`SHORT` in `benchmarks/cpu/workloads.py`):"
-            " medians of the rounds on a noisy machine, with the share of the limit.",
-            "python -m benchmarks.cpu.held",
-            (
-                engines("cpu_held.json", FIGURES, MEDIAN, ZEN3),
-                engines("cpu_held.json", OTHER_FIGURES, MEDIAN, ZEN3),
-            ),
-        ),
-        Section(
-            "Times the best other engine",
-            "The median of quire over the median of the fastest other engine with weights of as many"
-            " bits.",
-            "python -m benchmarks.cpu.held",
-            (
-                engines("cpu_held.json", FIGURES, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
-                engines("cpu_held.json", COMPARED, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
-            ),
-        ),
-        Section(
-            "Steps in bf16",
-            "Whole steps of Qwen3-0.6B's shape: rows x context, or a prompt.",
-            "python -m benchmarks.kernels.operations",
-            (Table(ZEN3 + "operations_bf16.json", STEP, {"operation": "all"}),),
-        ),
-        Section(
-            "Latent attention and experts",
-            "DeepSeek-V2-Lite's shape with random weights in Q4_0: both engines read one GGUF file of"
-            " 8.8 GB. A prompt of 4,096 tokens, and decoding after it.",
-            "python -m benchmarks.cpu.latent",
-            (
-                engines(
-                    "cpu_latent.json",
-                    {"long_rate": "prompt of 4,096", "deep_rate": "decode after it"},
-                    SHARE,
-                    ZEN3,
-                ),
-            ),
+AVX2 = Page("cpu-avx2.md", "Engines on a CPU with AVX2 only", (
+    Section(
+        "Speed",
+        "Two cores without AVX-512, and shorter prompts (`SHORT` in `benchmarks/cpu/workloads.py`):"
+        " medians of the rounds on a noisy machine, with the share of the limit.",
+        "python -m benchmarks.cpu.held",
+        (
+            engines("cpu_held.json", FIGURES, MEDIAN, ZEN3),
+            engines("cpu_held.json", OTHER_FIGURES, MEDIAN, ZEN3),
         ),
     ),
-    "The comparison of [engines](cpu-engines.md) on a CPU that has AVX2 and nothing above it.",
-)
+    Section(
+        "Times the best other engine",
+        "The median of quire over the median of the fastest other engine with weights of as many"
+        " bits.",
+        "python -m benchmarks.cpu.held",
+        (
+            engines("cpu_held.json", FIGURES, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
+            engines("cpu_held.json", COMPARED, "{ratio:.2f} ({peer})", ZEN3, engine=OURS),
+        ),
+    ),
+    Section(
+        "Steps in bf16",
+        "Whole steps of Qwen3-0.6B's shape: rows x context, or a prompt.",
+        "python -m benchmarks.kernels.operations",
+        (Table(ZEN3 + "operations_bf16.json", STEP, {"operation": "all"}),),
+    ),
+    Section(
+        "Latent attention and experts",
+        "DeepSeek-V2-Lite's shape with random weights in Q4_0: both engines read one GGUF file of"
+        " 8.8 GB. A prompt of 4,096 tokens, and decoding after it.",
+        "python -m benchmarks.cpu.latent",
+        (engines("cpu_latent.json", {
+            "long_rate": "prompt of 4,096", "deep_rate": "decode after it"}, SHARE, ZEN3),),
+    ),
+), "The comparison of [engines](cpu-engines.md) on a CPU that has AVX2 and nothing above it.")  # fmt: skip
 
 DECODES = ("decode, 16 rows of 128", "decode, 16 rows of 1024", "decode, 1 row of 2048",
            "prompt, 256", "chunk, 256 after 1792", "mixed, 128 and 15 rows of 256")  # fmt: skip

@@ -268,8 +268,8 @@ class SchedulerConfig:
     )
     reuse_partial_blocks: bool = setting(
         False,
-        "cache the last block of an ended request even if it is not full; the next turn of a"
-        " conversation then computes only its new tokens",
+        "cache the last block of an ended request even if it is not full; then the next turn of"
+        " a conversation computes only new tokens",
     )
     pipeline_depth: int | None = setting(
         None,
