@@ -162,9 +162,11 @@ AVX2 = Page("cpu-avx2.md", "Engines on a CPU with AVX2 only", (
         " 8.8 GB. A prompt of 4,096 tokens, and decoding after it.",
         "python -m benchmarks.cpu.latent",
         (engines("cpu_latent.json", {
-            "long_rate": "prompt of 4,096", "deep_rate": "decode after it"}, SHARE, ZEN3),),
+            "long_rate": "prompt of 4,096", "deep_rate": "decode after it"
+        }, SHARE, ZEN3),),
     ),
-), "The comparison of [engines](cpu-engines.md) on a CPU that has AVX2 and nothing above it.")  # fmt: skip
+), "The comparison of [engines](cpu-engines.md) on a CPU that has AVX2 and nothing above"
+   " it.")  # fmt: skip
 
 DECODES = ("decode, 16 rows of 128", "decode, 16 rows of 1024", "decode, 1 row of 2048",
            "prompt, 256", "chunk, 256 after 1792", "mixed, 128 and 15 rows of 256")  # fmt: skip

@@ -200,9 +200,9 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bound the bytes of the adapters in memory: each with the maximum rank in all linear layers and
-    all experts. An adapter of rank R has R numbers for
-    each input and each output of a layer."""
+    """Bound the bytes of the adapters in memory: each with the maximum rank in all linear layers
+    and all experts. An adapter of rank R has R numbers for each input and each output of a
+    layer."""
     lora, hidden = config.lora, spec.hidden_size
     if not lora.enable_lora:
         return 0
