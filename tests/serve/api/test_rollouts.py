@@ -281,3 +281,23 @@ def test_unknown_parameters_are_named(shared: TestClient) -> None:
     body = {"token_ids": [5], "sampling_params": GREEDY | {"strange": 1, "output_kind": 2}}
     response = shared.post("/inference/v1/generate", json=body)
     assert response.headers["X-Quire-Ignored-Fields"] == "sampling_params.strange"
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"stream": True}, {"return_token_ids": False}, {"priority": "a"}, {"echo": True},
+                {"prompt": [1]}],
+)  # fmt: skip
+def test_fields_of_completions_are_no_sampling_parameters(
+    shared: TestClient, unknown: dict[str, Any]
+) -> None:
+    for path, body, field in (
+        ("/generate/", {"prompts": [STORY], "temperature": 0}, "generation_kwargs"),
+        ("/inference/v1/generate", {"token_ids": [5]}, "sampling_params"),
+    ):
+        known = {"temperature": 0}
+        expected = answered(shared, path, **body, **{field: known})
+        response = shared.post(path, json=body | {field: known | unknown})
+        assert response.headers["X-Quire-Ignored-Fields"] == f"{field}.{next(iter(unknown))}"
+        found = response.json()
+        for name in ("completion_ids", "logprobs", "choices"):
+            assert found.get(name) == expected.get(name)

@@ -88,7 +88,8 @@ def _given(sampling: VllmSampling | None) -> Json:
     """Return the sampling parameters that an object sets."""
     if sampling is None:
         return {}
-    names = sampling.model_fields_set & CompletionRequest.model_fields.keys()
+    known = VllmSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
+    names = sampling.model_fields_set & known  # the set also has the unknown fields
     return {name: value for name in names if (value := getattr(sampling, name)) is not None}
 
 
