@@ -158,6 +158,17 @@ def test_sequences_are_scored_as_prompts(shared: TestClient, shape: str) -> None
                 assert own == np.float32(position[str(token)]["logprob"])
 
 
+@pytest.mark.parametrize("shape", ["json", "binary"])
+def test_an_absent_number_of_log_probabilities_is_within_the_limit(
+    shared: TestClient, shape: str
+) -> None:
+    body = {"sequences": [[5, 6, 7]], "prompt_lengths": [1], "response_format": shape}
+    found = answered(shared, "/get_sequence_logprobs/", **body)
+    assert found == answered(shared, "/get_sequence_logprobs/", **body, top_logprobs=20)
+    error = error_of(shared.post("/get_sequence_logprobs/", json=body | {"top_logprobs": 21}))
+    assert error["param"] == "top_logprobs" and "max_logprobs=20" in error["message"]
+
+
 def array(found: dict[str, Any], name: str, dtype: Any = np.float32) -> Any:
     values = np.frombuffer(base64.b64decode(found[f"{name}_b64"]), dtype)
     return values.reshape(*found["shape"][:2], -1)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.base.messages import Ready
 from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.errors import bad_request
 from quire.serve.rollouts.protocol import (
@@ -22,6 +23,7 @@ DEFAULTS: Json = {
 }  # fmt: skip
 SHOWN = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 SCHEDULING = ("model", "priority", "timeout_s", "cache_salt")
+DEFAULT_TOP = 100  # top_logprobs of /get_sequence_logprobs/
 IMAGE = "image_pil"  # type of TRL's image parts, whose data is the text of a PNG file in base64
 
 
@@ -59,7 +61,7 @@ def rollout_chats(body: RolloutChatBody) -> list[ChatCompletionRequest]:
     ]  # fmt: skip
 
 
-def sequences_completion(body: SequencesBody) -> CompletionRequest:
+def sequences_completion(body: SequencesBody, ready: Ready) -> CompletionRequest:
     """Return the completion request that scores the sequences and generates nothing. Raises
     ApiError."""
     if len(body.prompt_lengths) != len(body.sequences):
@@ -79,9 +81,23 @@ def sequences_completion(body: SequencesBody) -> CompletionRequest:
         prompt=body.sequences,
         max_tokens=0,
         temperature=0.0,
-        prompt_logprobs=body.top_logprobs,
+        prompt_logprobs=_num_top(body, ready),
         return_tokens_as_token_ids=True,
     )
+
+
+def _num_top(body: SequencesBody, ready: Ready) -> int:
+    """Return how many log-probabilities each token gets. An absent number is lowered to the
+    server's limit; raises ApiError for a given one above it."""
+    limit, given = ready.max_logprobs, body.top_logprobs
+    if given is not None and 0 <= limit < given:
+        raise bad_request(
+            f"top_logprobs={given} is more than max_logprobs={limit}; request fewer or raise"
+            " max_logprobs.",
+            "top_logprobs",
+        )
+    found = DEFAULT_TOP if given is None else given
+    return min(found, limit) if limit >= 0 else found
 
 
 def _given(sampling: VllmSampling | None) -> Json:

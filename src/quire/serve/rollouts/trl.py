@@ -74,11 +74,13 @@ async def chat(body: RolloutChatBody, request: fastapi.Request, api: Api) -> Res
 async def score(body: SequencesBody, request: fastapi.Request, api: Api) -> Response:
     """Return the log-probabilities of the tokens of each sequence, after its prompt."""
     check_neutral(body)
-    answer, _ = await completion_answer(sequences_completion(body), request, api)
+    completion = sequences_completion(body, api.client.ready)
+    answer, _ = await completion_answer(completion, request, api)
     [found] = await unless_disconnected(request.receive, _wholes([answer]))
     choices, lengths = found["choices"], body.prompt_lengths
     if body.response_format == "binary":
-        return _json(scores_binary(choices, body.sequences, lengths, body.top_logprobs))
+        num_top = completion.prompt_logprobs or 0
+        return _json(scores_binary(choices, body.sequences, lengths, num_top))
     return _json(scores_json(choices, lengths))
 
 
