@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
+import msgspec
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from quire.serve.app import create_app
-from quire.serve.rollouts.as_requests import DEFAULTS
+from quire.serve.errors import ApiError
+from quire.serve.rollouts.as_requests import DEFAULTS, sequences_completion
+from quire.serve.rollouts.protocol import SequencesBody
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.direct_engine import direct
 
@@ -167,6 +170,24 @@ def test_an_absent_number_of_log_probabilities_is_within_the_limit(
     assert found == answered(shared, "/get_sequence_logprobs/", **body, top_logprobs=20)
     error = error_of(shared.post("/get_sequence_logprobs/", json=body | {"top_logprobs": 21}))
     assert error["param"] == "top_logprobs" and "max_logprobs=20" in error["message"]
+
+
+@pytest.mark.parametrize("limit", [-1, 20])
+def test_the_number_of_scores_is_bounded(make_context: MakeContext, limit: int) -> None:
+    ready = make_context().client.ready
+    ready = msgspec.structs.replace(ready, max_logprobs=limit, vocab_size=1000)
+    body = SequencesBody(sequences=[[1, 2]], prompt_lengths=[0], top_logprobs=None)
+    most = {"sequences": [[1] * 1000, [1]], "prompt_lengths": [0, 0]}
+    if limit == -1:
+        body = body.model_copy(update={"top_logprobs": 2**31 - 1})
+        assert sequences_completion(body, ready).prompt_logprobs == 1000
+        many = body.model_copy(update=most | {"sequences": [[1] * 5000, [1]]})
+    else:
+        lists = {"sequences": [[1] * 2000] * 256, "prompt_lengths": [0] * 256}
+        many = body.model_copy(update=lists)
+    with pytest.raises(ApiError, match="Send fewer sequences"):
+        sequences_completion(many, ready)
+    assert sequences_completion(body.model_copy(update=most), ready).prompt_logprobs
 
 
 def array(found: dict[str, Any], name: str, dtype: Any = np.float32) -> Any:

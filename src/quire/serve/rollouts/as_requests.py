@@ -24,6 +24,7 @@ DEFAULTS: Json = {
 SHOWN = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 SCHEDULING = ("model", "priority", "timeout_s", "cache_salt")
 DEFAULT_TOP = 100  # top_logprobs of /get_sequence_logprobs/
+MAX_SCORES = 1 << 23  # log-probabilities of an answer; in the engine they take about 2 GB
 IMAGE = "image_pil"  # type of TRL's image parts, whose data is the text of a PNG file in base64
 
 
@@ -88,7 +89,8 @@ def sequences_completion(body: SequencesBody, ready: Ready) -> CompletionRequest
 
 def _num_top(body: SequencesBody, ready: Ready) -> int:
     """Return how many log-probabilities each token gets. An absent number is lowered to the
-    server's limit; raises ApiError for a given one above it."""
+    server's limit, and none exceeds the vocabulary. Raises ApiError for a given one above the
+    limit, and for more than MAX_SCORES in all."""
     limit, given = ready.max_logprobs, body.top_logprobs
     if given is not None and 0 <= limit < given:
         raise bad_request(
@@ -96,8 +98,17 @@ def _num_top(body: SequencesBody, ready: Ready) -> int:
             " max_logprobs.",
             "top_logprobs",
         )
-    found = DEFAULT_TOP if given is None else given
-    return min(found, limit) if limit >= 0 else found
+    found = min(DEFAULT_TOP if given is None else given, ready.vocab_size)
+    found = min(found, limit) if limit >= 0 else found
+    num, longest = len(body.sequences), max(map(len, body.sequences))
+    if num * longest * max(found, 1) > MAX_SCORES:
+        raise bad_request(
+            f"{num} sequences of up to {longest} tokens with top_logprobs={found} give"
+            f" {num * longest * max(found, 1):,} log-probabilities; at most {MAX_SCORES:,} are"
+            " possible. Send fewer sequences in one request, or request fewer top_logprobs.",
+            "top_logprobs",
+        )
+    return found
 
 
 def _given(sampling: VllmSampling | None) -> Json:
