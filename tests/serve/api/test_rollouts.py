@@ -16,10 +16,16 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.serve.app import create_app
+from quire.serve.bodies.logprobs_json import TokenNames
+from quire.serve.bodies.protocol import CompletionRequest
 from quire.serve.errors import ApiError
+from quire.serve.pipeline.answer import Answer, UsageCounter
+from quire.serve.pipeline.text import TextChoice
 from quire.serve.rollouts.as_requests import DEFAULTS, sequences_completion
 from quire.serve.rollouts.protocol import SequencesBody
+from quire.serve.rollouts.tokens import TokensChoice
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.direct_engine import direct
 
@@ -188,6 +194,33 @@ def test_the_number_of_scores_is_bounded(make_context: MakeContext, limit: int) 
     with pytest.raises(ApiError, match="Send fewer sequences"):
         sequences_completion(many, ready)
     assert sequences_completion(body.model_copy(update=most), ready).prompt_logprobs
+
+
+@pytest.mark.parametrize("path", [*TRL_BODIES, "/get_sequence_logprobs/"])
+def test_an_aborted_request_is_an_error(
+    shared: TestClient, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def aborted(answer: Answer) -> dict[str, Any]:
+        return {"choices": [{"finish_reason": "abort", "logprobs": None, "prompt_logprobs": []}]}
+
+    monkeypatch.setattr(Answer, "whole", aborted)
+    scored = {"sequences": [[5, 6]], "prompt_lengths": [0]}
+    response = shared.post(path, json=TRL_BODIES.get(path, scored))
+    assert error_of(response, 503)["code"] == "aborted"
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("abort", "abort"), ("stop", "length")])
+def test_without_tokens_the_reason_stays(reason: Any, shown: str) -> None:
+    completion = CompletionRequest.model_construct(prompt=[5], max_tokens=0)
+    names = TokenNames(None, as_ids=True)
+    ended = CompletionOutput(0, "a", [7], None, None, reason)
+    output = RequestOutput("one", None, [5], None, [ended], True)
+    for choice in (
+        TokensChoice(0, completion, UsageCounter(1), names),
+        TextChoice(UsageCounter(1), None, completion),
+    ):
+        [found] = choice.whole(output, ended)["choices"]
+        assert (found["token_ids"], found["finish_reason"]) == ([], shown)
 
 
 def array(found: dict[str, Any], name: str, dtype: Any = np.float32) -> Any:

@@ -38,7 +38,7 @@ from quire.serve.context import Api, ApiContext
 from quire.serve.errors import bad_request
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.http.middleware import answer_id_of, new_id
-from quire.serve.pipeline.answer import Answer, Json, UsageCounter, weights_fields
+from quire.serve.pipeline.answer import Answer, Json, UsageCounter, weights_fields, without_tokens
 from quire.serve.pipeline.chat_choice import token_names
 from quire.serve.pipeline.completion import completion_job
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
@@ -223,7 +223,7 @@ class CompletionChoice:
 
     def _take(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._body.max_tokens == 0:
-            completion = _without_tokens(completion)
+            completion = without_tokens(completion)
         self.usage.count(len(completion.token_ids), output)
         choice: Json = {
             "index": self._index,
@@ -257,13 +257,6 @@ class CompletionChoice:
             choice["prompt_token_ids"] = output.prompt_token_ids
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
-
-
-def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """Remove the token that the engine samples even for max_tokens 0."""
-    reason = completion.finish_reason
-    reason = "length" if reason == "stop" else reason
-    return CompletionOutput(completion.index, "", [], None, None, reason)
 
 
 async def _rendered_in_turn(

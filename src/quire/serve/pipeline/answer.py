@@ -42,6 +42,13 @@ def weights_fields(completion: CompletionOutput) -> Json:
     return {"weights_versions": [each._asdict() for each in spans]} if spans else {}
 
 
+def without_tokens(completion: CompletionOutput) -> CompletionOutput:
+    """Remove the token that the engine samples even for max_tokens 0."""
+    reason = completion.finish_reason
+    reason = "length" if reason == "stop" else reason
+    return CompletionOutput(completion.index, "", [], None, None, reason)
+
+
 @dataclass
 class UsageCounter:
     """Counts the tokens of one prompt and its continuations."""

@@ -23,7 +23,7 @@ from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
 from quire.serve.http.middleware import new_id
 from quire.serve.http.sse import DONE, encode, event, start_stream, unless_disconnected
-from quire.serve.pipeline.answer import Answer, UsageCounter, weights_fields
+from quire.serve.pipeline.answer import Answer, UsageCounter, weights_fields, without_tokens
 from quire.serve.pipeline.plan import plan_completion, usage_chunks
 from quire.serve.pipeline.text import start_text
 from quire.serve.rollouts.as_requests import tokens_completion
@@ -75,7 +75,7 @@ class TokensChoice:
 
     def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._body.max_tokens == 0:  # the engine samples a token even then
-            completion = CompletionOutput(completion.index, "", [], None, None, "length")
+            completion = without_tokens(completion)
         self.usage.count(len(completion.token_ids), output)
         choice: Json = {
             "index": self._index,

@@ -130,14 +130,19 @@ def _check(body: RolloutFields, request: fastapi.Request) -> None:
 
 
 async def _wholes(answers: Sequence[Answer]) -> list[Json]:
-    """Return all whole answers. If one fails, the others end, too."""
+    """Return all whole answers. If one fails, the others end, too. Raises ApiError if one was
+    aborted, since answers of these routes cannot say so."""
     tasks = [asyncio.create_task(answer.whole()) for answer in answers]
     try:
-        return await asyncio.gather(*tasks)
+        found = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    if any(each["finish_reason"] == "abort" for one in found for each in one["choices"]):
+        text = "the request was aborted before its answer was complete; send it again."
+        raise ApiError(503, text, "server_error", code="aborted")
+    return found
 
 
 def _json(value: Json) -> Response:
