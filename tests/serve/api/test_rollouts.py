@@ -7,7 +7,7 @@ Covers `serve/rollouts/as_requests.py`, `serve/rollouts/protocol.py`, `serve/rol
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.serve.app import create_app
 from quire.serve.bodies.logprobs_json import TokenNames
@@ -366,3 +367,37 @@ def test_fields_of_completions_are_no_sampling_parameters(
         found = response.json()
         for name in ("completion_ids", "logprobs", "choices"):
             assert found.get(name) == expected.get(name)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_fingerprint_is_of_the_engine_that_answers(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """Not of the one at the request's arrival: it may wait until new weights are in use."""
+    context = make_context()
+    client, generate = context.client, context.client.generate
+    old = client.ready
+    names = [{**old.numerics, "weights": name} for name in ("new", "later")]
+    new, later = (msgspec.structs.replace(old, numerics=each) for each in names)
+
+    async def waiting(*args: Any) -> AsyncGenerator[Any, None]:
+        monkeypatch.setattr(client, "ready", new)
+        async for output in generate(*args):
+            yield output
+            if is_stream:
+                monkeypatch.setattr(client, "ready", later)
+
+    monkeypatch.setattr(client, "generate", waiting)
+    usage = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
+    with TestClient(create_app(context)) as api:
+        for path, body in (
+            ("/v1/completions", {"prompt": [5], **GREEDY}),
+            ("/v1/chat/completions", {"messages": HELLO, **GREEDY}),
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": GREEDY}),
+        ):
+            monkeypatch.setattr(client, "ready", old)
+            text = api.post(path, json=body | usage).text
+            lines = text.split("\n\n")[:-2] if is_stream else [text]
+            found = [json.loads(line.removeprefix("data: ")) for line in lines]
+            assert {each["system_fingerprint"] for each in found} == {fingerprint(new.numerics)}
+            assert len(found) > 2 or not is_stream

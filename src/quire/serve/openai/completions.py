@@ -13,7 +13,6 @@ import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
-from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.render.grammars.grammars import Checked
 from quire.render.infill import Infill
@@ -114,7 +113,7 @@ async def _answer(
     choices = [await _choices(api, index, plan, job) for index, job in enumerate(jobs)]
     head: dict[str, Any] = {
         "id": plan.id, "object": "text_completion", "created": int(time.time()),
-        "model": plan.model, "system_fingerprint": fingerprint(api.client.ready.numerics),
+        "model": plan.model,
     }  # fmt: skip
     if fork is not None:
         head["forked_from"] = {
@@ -123,7 +122,7 @@ async def _answer(
             "at_token": fork.num_tokens,
         }
     reports = api.config.enable_per_request_metrics
-    return Answer(api.client, plan, head, jobs, choices, prompts.hooks, reports)
+    return Answer(api.client, plan, head, jobs, choices, prompts.hooks, reports, True)
 
 
 def split_prompts(value: object) -> list[object]:

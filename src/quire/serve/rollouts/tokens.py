@@ -12,7 +12,6 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
-from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.inner_fields import check_inner
@@ -48,9 +47,9 @@ async def generate(body: TokensBody, request: fastapi.Request, api: Api) -> Resp
     choices = [TokensChoice(index, plan.body, counter, names) for index in range(completion.n or 1)]
     head = {
         "request_id": plan.id, "created": int(time.time()), "model": plan.model,
-        "system_fingerprint": fingerprint(api.client.ready.numerics),
     }  # fmt: skip
-    answer = Answer(api.client, plan, head, texts.jobs, [choices], texts.hooks)
+    jobs, hooks = texts.jobs, texts.hooks
+    answer = Answer(api.client, plan, head, jobs, [choices], hooks, names_numerics=True)
     if body.stream:
         response = await start_stream(request, _events(answer))
     else:
