@@ -130,6 +130,21 @@ def test_a_regex_constrains_the_tokens(shared: TestClient, path: str) -> None:
     assert text[:3].isdecimal()
 
 
+@pytest.mark.parametrize("path", TRL_BODIES)
+def test_copies_of_long_parameters_are_bounded_in_all(shared: TestClient, path: str) -> None:
+    body: dict[str, list[Any]] = TRL_BODIES[path]
+    many = {name: 128 * value for name, value in body.items()}
+    choices = [f"{i:06}" * 20 for i in range(100)]
+    for name, value in (
+        ("allowed_token_ids", [5] * 5000),
+        ("structured_outputs", {"choice": choices}),
+    ):
+        given = {"generation_kwargs": {name: value}, "max_tokens": 1}
+        error = error_of(shared.post(path, json=many | given))
+        assert error["param"] == name and "for each of 128 prompts" in error["message"]
+        answered(shared, path, **body, **given)
+
+
 def test_tools_and_variables_reach_the_template(shared: TestClient) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     plain = answered(shared, "/chat/", messages=[HELLO], **GREEDY)["prompt_ids"]

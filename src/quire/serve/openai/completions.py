@@ -31,6 +31,7 @@ from quire.serve.bodies.protocol import (
     MAX_PROMPTS,
     MAX_WORD_CHARS,
     CompletionRequest,
+    SampledBody,
 )
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api, ApiContext
@@ -150,7 +151,7 @@ def split_prompts(value: object) -> list[object]:
     return list(value)
 
 
-def check_shared(body: CompletionRequest, num_prompts: int) -> None:
+def check_shared(body: SampledBody, num_prompts: int) -> None:
     """Raise ApiError if all copies of a long list exceed the limit of one list. Each prompt has an
     engine request, which holds a copy of its own."""
     num_chars = sum(map(len, body.bad_words or ()))

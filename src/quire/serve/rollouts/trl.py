@@ -15,6 +15,7 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
+from quire.serve.bodies.constraints import checked_grammar
 from quire.serve.bodies.inner_fields import check_inner
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.reading import BoundedRoute
@@ -23,7 +24,7 @@ from quire.serve.errors import ApiError
 from quire.serve.http.sse import encode, unless_disconnected
 from quire.serve.native import admin, trainer
 from quire.serve.openai.chat_completions import chat_answer
-from quire.serve.openai.completions import completion_answer
+from quire.serve.openai.completions import check_shared, completion_answer
 from quire.serve.pipeline.answer import Answer
 from quire.serve.rollouts.as_requests import (
     rollout_chats,
@@ -64,7 +65,10 @@ async def generate(body: RolloutBody, request: fastapi.Request, api: Api) -> Res
 async def chat(body: RolloutChatBody, request: fastapi.Request, api: Api) -> Response:
     """Answer each conversation n times, in the same form."""
     _check(body, request)
-    answers = [(await chat_answer(each, request, api))[0] for each in rollout_chats(body)]
+    chats = rollout_chats(body)
+    check_shared(chats[0], len(chats))
+    await checked_grammar(api, chats[0], len(chats))
+    answers = [(await chat_answer(each, request, api))[0] for each in chats]
     found = await unless_disconnected(request.receive, _wholes(answers))
     prompt_ids = [list(answer.jobs[0].request.prompt_token_ids) for answer in answers]
     return _json(rollouts_json(prompt_ids, [each for one in found for each in one["choices"]]))
