@@ -73,7 +73,7 @@ def test_an_answer_is_reproduced_and_weights_are_named(
     assert report["is_reproduced"] and not report["differences"]
     assert "reproduced to the bit" in capsys.readouterr().out
     assert main(["verify", *settings, "--dtype", "float32"]) in (0, 1)
-    assert "the formats of the two engines differ; here: float32" in capsys.readouterr().out
+    assert "the formats differ from the recorded engine's; here: float32" in capsys.readouterr().out
 
 
 def test_new_weights_change_the_fingerprint(http: httpx.Client, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_report_says_where_answers_differ() -> None:
     text = "\n".join(found.lines())
     assert "response.choices[0].token_ids[2] is 3 in the answer, 4 here" in text
     assert "response.choices[0].logprobs.values[0] is -0.5 " in text
-    assert "the device of the two engines differ; here: another" in text
+    assert "the device differs from the recorded engine's; here: another" in text
 
 
 def test_a_report_is_short_and_says_what_it_cannot_compare() -> None:

@@ -28,6 +28,12 @@ def differing_parts(one: str, other: str) -> list[str]:
     return [name for name, (mine, theirs) in zip(PARTS, pairs, strict=True) if mine != theirs]
 
 
+def differs(name: str, rest: str) -> str:
+    """Return the sentence that a part, such as the weights, differs. rest: from what."""
+    verb = "differ" if name.endswith("s") else "differs"
+    return f"the {name} {verb} {rest}"
+
+
 def _split(text: str) -> list[str]:
     version, *found = text[:128].split("-")
     if version != VERSION or [len(each) for each in found] != list(PARTS.values()):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineError
-from quire.base.requests.numerics import differing_parts, fingerprint
+from quire.base.requests.numerics import differing_parts, differs, fingerprint
 from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.engine.client.fleet import client_of
 from quire.engine.start.preflight import check_before_loading
@@ -86,7 +86,7 @@ class AnswerReport:
             yield "not reproduced:"
             yield from (f"  {each}" for each in self.differences)
         for name, value in self.parts.items():
-            yield f"the {name} of the two engines differ; here: {value}"
+            yield differs(name, f"from the recorded engine's; here: {value}")
         yield from self.notes
 
 
