@@ -2,8 +2,8 @@
 
     q1-SOFTWARE-DEVICE-MODEL-FORMATS-WEIGHTS    each a part's digest, in hexadecimal digits
 
-Engines with equal fingerprints give the same tokens and log-probabilities to the same request. If
-two fingerprints differ, their parts show where.
+Engines with equal fingerprints give the same tokens and log-probabilities to the same prompt tokens
+with the same sampling parameters. If two fingerprints differ, their parts show where.
 """
 
 import hashlib
