@@ -89,7 +89,7 @@ def _torch_set() -> str:
 
 
 def _batching(built: LoadedModel) -> str:
-    """Say whether bits depend on the batch. Torch's products on a CPU do."""
+    """Return whether bits depend on the batch, in words. Torch's products on a CPU do."""
     on_cpu = built.device_type == "cpu"
     is_same = core() is not None if on_cpu else built.config.deterministic
     return IN_ANY_BATCH if is_same else BY_BATCH

@@ -81,7 +81,7 @@ class AnswerReport:
         if self.is_reproduced:
             yield f"reproduced to the bit: {self.num_values:,} values are equal"
         elif not self.differences:
-            yield "not reproduced: the answer has no values that could be compared"
+            yield "not reproduced: nothing in the answer can be compared"
         else:
             yield "not reproduced:"
             yield from (f"  {each}" for each in self.differences)
