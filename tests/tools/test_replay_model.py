@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.base.requests.numerics import PARTS, fingerprint
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.files import read_recording
 from quire.scheduler.decisions import Decisions
-from quire.tools.replay_model import replay_with_model
+from quire.tools.replay_model import _numerics_notes, replay_with_model
 from tests.render.media.test_processors import picture
 from tests.support.engine.recorded_runs import begin_segment
 from tests.support.render.tiny_tokenizers import write_vision_model
@@ -97,3 +98,15 @@ def test_it_stops_where_an_image_is_encoded(tmp_path: Path) -> None:
     assert outcome.difference is None
     assert "encodes an image or a video, whose pixels are not in the recording" in outcome.notes[0]
     assert outcome.notes[1] == "3 sampled tokens are identical"
+
+
+def test_notes_about_numerics() -> None:
+    """A fingerprint of another version gives a note, too: the replay itself is done."""
+    ours = dict.fromkeys(PARTS, "x")
+    assert _numerics_notes(fingerprint(ours), ours) == _numerics_notes(None, ours) == []
+    [note] = _numerics_notes("q0-1-2", ours)
+    assert "not compared" in note and "q0-1-2" in note
+    recorded = fingerprint(ours | {"device": "y", "weights": "y"})
+    device, weights = _numerics_notes(recorded, ours)
+    assert device == "the device differs from the recorded engine's; here: x"
+    assert weights.startswith("the weights differ ")

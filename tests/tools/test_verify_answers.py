@@ -17,7 +17,13 @@ import quire
 from quire.base.errors import ConfigError
 from quire.base.requests.numerics import PARTS, differing_parts, fingerprint
 from quire.cli.main import main
-from quire.tools.verify.answers import AnswerReport, RecordedAnswer, compare, read_answer
+from quire.tools.verify.answers import (
+    AnswerReport,
+    RecordedAnswer,
+    check_model,
+    compare,
+    read_answer,
+)
 from tests.support.processes.servers import Server
 
 DEMO = Path(str(quire.__file__)).parent / "demo"
@@ -62,10 +68,12 @@ def test_an_answer_is_reproduced_and_weights_are_named(
 
     path = write(tmp_path / "answer.json", CHAT, answer)
     settings = ["demo", "--answer", str(path)]
-    assert main(["verify", *settings]) == 0
+    assert main(["verify", *settings, "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_reproduced"] and not report["differences"]
     assert "reproduced to the bit" in capsys.readouterr().out
     assert main(["verify", *settings, "--dtype", "float32"]) in (0, 1)
-    assert "the formats of the two engines differ; here: float32" in capsys.readouterr().out
+    assert "the formats differ from the recorded engine's; here: float32" in capsys.readouterr().out
 
 
 def test_new_weights_change_the_fingerprint(http: httpx.Client, tmp_path: Path) -> None:
@@ -98,7 +106,7 @@ def test_a_report_says_where_answers_differ() -> None:
     text = "\n".join(found.lines())
     assert "response.choices[0].token_ids[2] is 3 in the answer, 4 here" in text
     assert "response.choices[0].logprobs.values[0] is -0.5 " in text
-    assert "the device of the two engines differ; here: another" in text
+    assert "the device differs from the recorded engine's; here: another" in text
 
 
 def test_a_report_is_short_and_says_what_it_cannot_compare() -> None:
@@ -119,6 +127,8 @@ def test_a_report_is_short_and_says_what_it_cannot_compare() -> None:
         (CHAT | {"seed": None}, {"object": "chat.completion"}, "no seed"),
         (CHAT, {"object": "list"}, "add url"),
         (CHAT, [], "no object 'response'"),
+        (CHAT, {"object": "chat.completion"}, "no choices"),
+        (CHAT, {"object": "chat.completion", "choices": []}, "no choices"),
         ("", {}, "no object 'request'"),
     ],
 )
@@ -134,7 +144,31 @@ def test_files_that_are_no_answers(tmp_path: Path) -> None:
     for path in (tmp_path / "text", tmp_path / "absent"):
         with pytest.raises(ConfigError, match="cannot be read as JSON"):
             read_answer(path)
-    read = read_answer(
-        write(tmp_path / "one", {"temperature": 0}, {}, url="/inference/v1/generate")
-    )
-    assert read.url == "/inference/v1/generate" and read.fingerprint is None
+    (tmp_path / "deep").write_text("[" * 100_000)
+    (tmp_path / "nested").write_text("[" * 200 + "]" * 200)
+    for name in ("deep", "nested"):
+        with pytest.raises(ConfigError, match="cannot be read as JSON"):
+            read_answer(tmp_path / name)
+
+
+def test_an_answer_in_tokens_has_its_seed_among_the_sampling_parameters(tmp_path: Path) -> None:
+    url, response = "/inference/v1/generate", {"choices": [{"token_ids": [1]}]}
+    for sampling in ({"temperature": 0}, {"seed": 3}):
+        request = {"sampling_params": sampling}
+        read = read_answer(write(tmp_path / "one", request, response, url=url))
+        assert read.url == url and read.fingerprint is None
+    for request in ({"temperature": 0}, {"seed": 3, "sampling_params": None}):
+        with pytest.raises(ConfigError, match="no seed"):
+            read_answer(write(tmp_path / "one", request, response, url=url))
+
+
+def test_nothing_compared_is_not_reproduced() -> None:
+    report = compare(RecordedAnswer(URL, CHAT, {"choices": [{}]}), {"choices": [{}]}, HERE)
+    assert not report.is_reproduced and "nothing in the answer" in next(report.lines())
+
+
+def test_another_model_is_refused() -> None:
+    for name in (None, "org/model", "model"):
+        check_model(RecordedAnswer(URL, CHAT | {"model": name}, {}), ("model", "org/model"))
+    with pytest.raises(ConfigError, match=r"'adapter'.*Answers of adapters cannot be verified"):
+        check_model(RecordedAnswer(URL, CHAT | {"model": "adapter"}, {}), ("model", "org/model"))

@@ -15,7 +15,7 @@ from quire.base.kv_orders import Fetched
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
-from quire.base.requests.numerics import differing_parts, fingerprint
+from quire.base.requests.numerics import differing_parts, differs, fingerprint
 from quire.base.settings.config import config_from_flat
 from quire.engine.executors.executor import Executor
 from quire.engine.grammars.grammars import Grammars
@@ -209,14 +209,16 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
 
 
 def _numerics_notes(recorded: str | None, ours: dict[str, str]) -> list[str]:
-    """Return a note for each part of the numerics that differs from the recorded engine's."""
+    """Return a note for each part of the numerics that differs from the recorded engine's, or for a
+    fingerprint of another version."""
     mine = fingerprint(ours)
     if recorded is None or mine is None:
         return []
-    return [
-        f"the {name} differ from the recorded engine's; here: {ours[name]}"
-        for name in differing_parts(recorded, mine)
-    ]
+    try:
+        names = differing_parts(recorded, mine)
+    except ValueError as error:
+        return [f"the numerics are not compared: {error}"]
+    return [differs(name, f"from the recorded engine's; here: {ours[name]}") for name in names]
 
 
 def _host_gb(scheduler: Scheduler) -> float:

@@ -319,3 +319,13 @@ def test_a_swap_that_fails_is_reported_and_the_next_one_works() -> None:
         updates._stage = stage
         llm.update_weights(changed("llama", 1))
         assert answers(llm) != before
+
+
+def test_other_weights_under_the_same_version_are_announced() -> None:
+    """Equal ones are not: they change no bits."""
+    with open_llm(checkpoint("llama"), dtype="float32") as llm:
+        updates, seen = updates_of(llm), list[str]()
+        updates.on_change = seen.append
+        for seed, expected in ((1, 1), (1, 1), (2, 2)):
+            llm.update_weights(changed("llama", seed), "step")
+            assert seen == ["step"] * expected

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.base.requests.numerics import PARTS, differing_parts, fingerprint
 from quire.base.settings.config import config_from_flat
+from quire.engine.start import numerics
 from quire.engine.start.numerics import numerics_of, weights_digest
 from quire.models.checkpoint.source import resolve_model
+from quire.ops.weights import formats
 from quire.ops.weights.formats import variants
 from quire.runner.build import build_runner
 from quire.runner.setup.built import BuiltRunner
@@ -45,6 +48,24 @@ def test_each_change_shows_in_its_part(built: BuiltRunner) -> None:
         assert part in differing_parts(name(built), name(built, **changes)), part
     found = name(built, config=dataclasses.replace(built.config, model=int8))
     assert "formats" in differing_parts(name(built), found)
+
+
+def test_without_the_core_bits_depend_on_the_batch(
+    built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch computes then, by its own choice of instruction set."""
+    for module in (numerics, formats):
+        monkeypatch.setattr(module, "core", lambda: None)
+    found = numerics_of(built, resolve_model(str(checkpoint("llama"))))["device"]
+    assert "depends on the batch" in found
+    assert f"cpu: torch {torch.backends.cpu.get_cpu_capability()}, " in found
+
+
+def test_ranks_that_share_a_context_change_the_device(built: BuiltRunner) -> None:
+    two = dataclasses.replace(built.config.parallel, tensor_parallel_size=2)
+    shared = dataclasses.replace(two, decode_context_parallel_size=2)
+    one, other = (dataclasses.replace(built.config, parallel=each) for each in (two, shared))
+    assert differing_parts(name(built, config=one), name(built, config=other)) == ["device"]
 
 
 def test_what_changes_no_bits_changes_nothing(built: BuiltRunner) -> None:

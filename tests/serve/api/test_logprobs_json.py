@@ -12,7 +12,8 @@ import torch
 import transformers
 
 import quire
-from quire.serve.bodies.logprobs_json import TokenNames
+from quire.base.requests.outputs import Logprob
+from quire.serve.bodies.logprobs_json import TokenNames, chat_logprobs
 from tests.support.serve.direct_engine import direct, twin
 
 PROMPT = "Once upon a time"
@@ -237,3 +238,11 @@ def test_ids_of_the_best_stand_under_the_same_names(server_url: str) -> None:
     ):
         assert top.keys() == ids.keys() and ids[name] == token_id
         assert len(set(ids.values())) == 5
+
+
+@pytest.mark.parametrize(("num_top", "shown"), [(-1, 3), (0, 0), (2, 2)])
+def test_a_chat_shows_all_top_tokens_for_a_negative_number(num_top: int, shown: int) -> None:
+    position = {token_id: Logprob(-1.0 - token_id, token_id + 1, None) for token_id in range(3)}
+    found = chat_logprobs(TokenNames(None, as_ids=True), [1], [position], num_top)
+    tops = [each["token"] for each in found["content"][0]["top_logprobs"]]
+    assert tops == [f"token_id:{token_id}" for token_id in range(shown)]

@@ -7,16 +7,26 @@ Covers `serve/rollouts/as_requests.py`, `serve/rollouts/protocol.py`, `serve/rol
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx2 as httpx
+import msgspec
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from quire.base.requests.numerics import fingerprint
+from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.serve.app import create_app
-from quire.serve.rollouts.as_requests import DEFAULTS
+from quire.serve.bodies.logprobs_json import TokenNames
+from quire.serve.bodies.protocol import CompletionRequest
+from quire.serve.errors import ApiError
+from quire.serve.pipeline.answer import Answer, UsageCounter
+from quire.serve.pipeline.text import TextChoice
+from quire.serve.rollouts.as_requests import DEFAULTS, sequences_completion
+from quire.serve.rollouts.protocol import SequencesBody
+from quire.serve.rollouts.tokens import TokensChoice
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.direct_engine import direct
 
@@ -120,6 +130,21 @@ def test_a_regex_constrains_the_tokens(shared: TestClient, path: str) -> None:
     assert text[:3].isdecimal()
 
 
+@pytest.mark.parametrize("path", TRL_BODIES)
+def test_copies_of_long_parameters_are_bounded_in_all(shared: TestClient, path: str) -> None:
+    body: dict[str, list[Any]] = TRL_BODIES[path]
+    many = {name: 128 * value for name, value in body.items()}
+    choices = [f"{i:06}" * 20 for i in range(100)]
+    for name, value in (
+        ("allowed_token_ids", [5] * 5000),
+        ("structured_outputs", {"choice": choices}),
+    ):
+        given = {"generation_kwargs": {name: value}, "max_tokens": 1}
+        error = error_of(shared.post(path, json=many | given))
+        assert error["param"] == name and "for each of 128 prompts" in error["message"]
+        answered(shared, path, **body, **given)
+
+
 def test_tools_and_variables_reach_the_template(shared: TestClient) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     plain = answered(shared, "/chat/", messages=[HELLO], **GREEDY)["prompt_ids"]
@@ -156,6 +181,62 @@ def test_sequences_are_scored_as_prompts(shared: TestClient, shape: str) -> None
             else:
                 assert tops.tolist() == np.float32(values[:num]).tolist()
                 assert own == np.float32(position[str(token)]["logprob"])
+
+
+@pytest.mark.parametrize("shape", ["json", "binary"])
+def test_an_absent_number_of_log_probabilities_is_within_the_limit(
+    shared: TestClient, shape: str
+) -> None:
+    body = {"sequences": [[5, 6, 7]], "prompt_lengths": [1], "response_format": shape}
+    found = answered(shared, "/get_sequence_logprobs/", **body)
+    assert found == answered(shared, "/get_sequence_logprobs/", **body, top_logprobs=20)
+    error = error_of(shared.post("/get_sequence_logprobs/", json=body | {"top_logprobs": 21}))
+    assert error["param"] == "top_logprobs" and "max_logprobs=20" in error["message"]
+
+
+@pytest.mark.parametrize("limit", [-1, 20])
+def test_the_number_of_scores_is_bounded(make_context: MakeContext, limit: int) -> None:
+    ready = make_context().client.ready
+    ready = msgspec.structs.replace(ready, max_logprobs=limit, vocab_size=1000)
+    body = SequencesBody(sequences=[[1, 2]], prompt_lengths=[0], top_logprobs=None)
+    most = {"sequences": [[1] * 1000, [1]], "prompt_lengths": [0, 0]}
+    if limit == -1:
+        body = body.model_copy(update={"top_logprobs": 2**31 - 1})
+        assert sequences_completion(body, ready).prompt_logprobs == 1000
+        many = body.model_copy(update=most | {"sequences": [[1] * 5000, [1]]})
+    else:
+        lists = {"sequences": [[1] * 2000] * 256, "prompt_lengths": [0] * 256}
+        many = body.model_copy(update=lists)
+    with pytest.raises(ApiError, match="Send fewer sequences"):
+        sequences_completion(many, ready)
+    assert sequences_completion(body.model_copy(update=most), ready).prompt_logprobs
+
+
+@pytest.mark.parametrize("path", [*TRL_BODIES, "/get_sequence_logprobs/"])
+def test_an_aborted_request_is_an_error(
+    shared: TestClient, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def aborted(answer: Answer) -> dict[str, Any]:
+        return {"choices": [{"finish_reason": "abort", "logprobs": None, "prompt_logprobs": []}]}
+
+    monkeypatch.setattr(Answer, "whole", aborted)
+    scored = {"sequences": [[5, 6]], "prompt_lengths": [0]}
+    response = shared.post(path, json=TRL_BODIES.get(path, scored))
+    assert error_of(response, 503)["code"] == "aborted"
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("abort", "abort"), ("stop", "length")])
+def test_without_tokens_the_reason_stays(reason: Any, shown: str) -> None:
+    completion = CompletionRequest.model_construct(prompt=[5], max_tokens=0)
+    names = TokenNames(None, as_ids=True)
+    ended = CompletionOutput(0, "a", [7], None, None, reason)
+    output = RequestOutput("one", None, [5], None, [ended], True)
+    for choice in (
+        TokensChoice(0, completion, UsageCounter(1), names),
+        TextChoice(UsageCounter(1), None, completion),
+    ):
+        [found] = choice.whole(output, ended)["choices"]
+        assert (found["token_ids"], found["finish_reason"]) == ([], shown)
 
 
 def array(found: dict[str, Any], name: str, dtype: Any = np.float32) -> Any:
@@ -281,3 +362,57 @@ def test_unknown_parameters_are_named(shared: TestClient) -> None:
     body = {"token_ids": [5], "sampling_params": GREEDY | {"strange": 1, "output_kind": 2}}
     response = shared.post("/inference/v1/generate", json=body)
     assert response.headers["X-Quire-Ignored-Fields"] == "sampling_params.strange"
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"stream": True}, {"return_token_ids": False}, {"priority": "a"}, {"echo": True},
+                {"prompt": [1]}],
+)  # fmt: skip
+def test_fields_of_completions_are_no_sampling_parameters(
+    shared: TestClient, unknown: dict[str, Any]
+) -> None:
+    for path, body, field in (
+        ("/generate/", {"prompts": [STORY], "temperature": 0}, "generation_kwargs"),
+        ("/inference/v1/generate", {"token_ids": [5]}, "sampling_params"),
+    ):
+        known = {"temperature": 0}
+        expected = answered(shared, path, **body, **{field: known})
+        response = shared.post(path, json=body | {field: known | unknown})
+        assert response.headers["X-Quire-Ignored-Fields"] == f"{field}.{next(iter(unknown))}"
+        found = response.json()
+        for name in ("completion_ids", "logprobs", "choices"):
+            assert found.get(name) == expected.get(name)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_fingerprint_is_of_the_engine_that_answers(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """Not of the one at the request's arrival: it may wait until new weights are in use."""
+    context = make_context()
+    client, generate = context.client, context.client.generate
+    old = client.ready
+    names = [{**old.numerics, "weights": name} for name in ("new", "later")]
+    new, later = (msgspec.structs.replace(old, numerics=each) for each in names)
+
+    async def waiting(*args: Any) -> AsyncGenerator[Any, None]:
+        monkeypatch.setattr(client, "ready", new)
+        async for output in generate(*args):
+            yield output
+            if is_stream:
+                monkeypatch.setattr(client, "ready", later)
+
+    monkeypatch.setattr(client, "generate", waiting)
+    usage = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
+    with TestClient(create_app(context)) as api:
+        for path, body in (
+            ("/v1/completions", {"prompt": [5], **GREEDY}),
+            ("/v1/chat/completions", {"messages": HELLO, **GREEDY}),
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": GREEDY}),
+        ):
+            monkeypatch.setattr(client, "ready", old)
+            text = api.post(path, json=body | usage).text
+            lines = text.split("\n\n")[:-2] if is_stream else [text]
+            found = [json.loads(line.removeprefix("data: ")) for line in lines]
+            assert {each["system_fingerprint"] for each in found} == {fingerprint(new.numerics)}
+            assert len(found) > 2 or not is_stream

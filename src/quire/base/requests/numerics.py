@@ -2,8 +2,8 @@
 
     q1-SOFTWARE-DEVICE-MODEL-FORMATS-WEIGHTS    each a part's digest, in hexadecimal digits
 
-Engines with equal fingerprints give the same tokens and log-probabilities to the same request. If
-two fingerprints differ, their parts show where.
+Engines with equal fingerprints give the same tokens and log-probabilities to the same prompt tokens
+with the same sampling parameters. If two fingerprints differ, their parts show where.
 """
 
 import hashlib
@@ -26,6 +26,12 @@ def differing_parts(one: str, other: str) -> list[str]:
     that is no fingerprint of this version."""
     pairs = zip(_split(one), _split(other), strict=True)
     return [name for name, (mine, theirs) in zip(PARTS, pairs, strict=True) if mine != theirs]
+
+
+def differs(name: str, rest: str) -> str:
+    """Return the sentence that a part, such as the weights, differs. rest: from what."""
+    verb = "differ" if name.endswith("s") else "differs"
+    return f"the {name} {verb} {rest}"
 
 
 def _split(text: str) -> list[str]:

@@ -105,6 +105,8 @@ def _verify_answer(arguments: argparse.Namespace) -> int:
 
     answer = read_answer(arguments.answer)
     report = verify_answer(answer, config_from_flat(**given_settings(arguments)))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report.as_data(), indent=2) + "\n", "utf-8")
     for line in report.lines():
         print(line)
     return EQUAL if report.is_reproduced else DIFFERS

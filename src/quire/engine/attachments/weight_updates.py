@@ -40,8 +40,10 @@ class WeightUpdates(Attachment):
     stage: loads and packs the weights of a path and returns the swap; called on the thread. Its
     second argument is true for a path with some of the tensors. Raises QuireError.
     stage_again: the same for the present weights, from their files.
+    digest: returns a digest of the current weights, to see whether a swap has changed them.
     version: name of the current weights; empty until the first update.
-    on_change: called with the new version right after a swap, before any later output."""
+    on_change: called with the version right after a swap to another version or to other weights,
+    before any later output."""
 
     order = Order.PAUSING
     is_vital = False
@@ -51,10 +53,12 @@ class WeightUpdates(Attachment):
         core: EngineCore,
         stage: Callable[[Path, bool], Swap],
         stage_again: Callable[[], Swap] | None = None,
+        digest: Callable[[], str] = str,
     ) -> None:
         self.version = ""
         self.on_change: Callable[[str], None] = lambda version: None
         self._core, self._stage, self._stage_again = weakref.ref(core), stage, stage_again
+        self._digest = digest
         self._staged: SimpleQueue[Swap | str] = SimpleQueue()  # a swap, or an error
         self._thread: threading.Thread | None = None
         self._num_begun = 0
@@ -110,14 +114,14 @@ class WeightUpdates(Attachment):
         if isinstance(staged, str):
             on_end(staged)
             return []
-        began = time.perf_counter()
+        began, digest = time.perf_counter(), self._digest()
         try:
             staged()
         except Exception as error:
             logger.exception("new weights cannot be used")
             on_end(f"the weights cannot be used: {type(error).__name__}: {error}")
             return []
-        if version != self.version:
+        if version != self.version or digest != self._digest():
             self.version = version
             self.on_change(version)
         on_end(None)

@@ -310,7 +310,9 @@ def _build_core(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, now, name)
         )
     pausing = Pausing(core)
-    updates = WeightUpdates(core, model_memory.stage, model_memory.stage_again)
+    updates = WeightUpdates(
+        core, model_memory.stage, model_memory.stage_again, lambda: model_memory.weights
+    )
     sleeping = Sleeping(core, pausing, updates, model_memory)
     core.attach(updates)
     core.attach(sleeping)

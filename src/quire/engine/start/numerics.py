@@ -1,4 +1,4 @@
-"""Numerics of a loaded model: everything that determines the bits of its answers, in words.
+"""Numerics of a loaded model: what determines the bits of its answers to prompt tokens, in words.
 
 `base/requests/numerics.py` makes a fingerprint of the parts. A part may say too much, and then two
 engines seem to differ though their bits are equal. It must not say too little.
@@ -30,6 +30,8 @@ def numerics_of(built: LoadedModel, source: ModelSource) -> dict[str, str]:
     """Return all parts but the weights."""
     config, dtype = built.config, str(built.dtype).removeprefix("torch.")
     device = [_device(built, _used_formats(built, source, dtype)), _batching(built)]
+    if (num_shares := config.parallel.decode_context_parallel_size) > 1:
+        device.append(f"context of {num_shares} ranks")
     formats = [
         dtype,
         f"weights {weight_formats(config.model)!r}",
@@ -69,7 +71,7 @@ def _device(built: LoadedModel, formats: tuple[str, ...]) -> str:
     """Name the device, and the instruction sets or the GPU that compute."""
     if built.device_type == "cpu":
         sets = ", ".join(f"{name} {chosen}" for name, chosen in chosen_variants(formats).items())
-        return f"cpu: {sets or 'torch'}, {platform.machine()}"
+        return f"cpu: {sets or _torch_set()}, {platform.machine()}"
     if isinstance(built, LoadedElsewhere):
         return f"{built.device_type} of other processes on {platform.node()}"
     import_torch()
@@ -78,8 +80,18 @@ def _device(built: LoadedModel, formats: tuple[str, ...]) -> str:
     return f"{built.device_type}: {torch.cuda.get_device_name()}"
 
 
+def _torch_set() -> str:
+    """Name the instruction set of torch, which computes without the core."""
+    import_torch()
+    import torch
+
+    return f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+
 def _batching(built: LoadedModel) -> str:
-    is_same = built.device_type == "cpu" or built.config.deterministic
+    """Return whether bits depend on the batch, in words. Torch's products on a CPU do."""
+    on_cpu = built.device_type == "cpu"
+    is_same = core() is not None if on_cpu else built.config.deterministic
     return IN_ANY_BATCH if is_same else BY_BATCH
 
 

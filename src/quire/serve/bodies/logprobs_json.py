@@ -93,10 +93,11 @@ def chat_logprobs(
     positions: Iterable[dict[int, Logprob]],
     num_top: int,
 ) -> dict[str, Any]:
-    """Return the chat format: one object per token, with the top tokens in order of rank."""
-    content = []
+    """Return the chat format: one object per token, with the top tokens in order of rank. num_top:
+    all of them if negative."""
+    content, end = [], num_top if num_top >= 0 else None
     for token_id, position in zip(token_ids, positions, strict=False):
-        best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:end]
         entry = _entry(names, token_id, position[token_id])
         entry["top_logprobs"] = [_entry(names, *item) for item in best]
         content.append(entry)

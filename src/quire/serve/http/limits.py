@@ -27,7 +27,7 @@ UPLOADS = ("POST", "/v1/files")
 WITH_IMAGES = (
     "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/tokenize", "/api/chat", "/api/generate",
-    "/api/v0/chat/completions",
+    "/api/v0/chat/completions", "/chat/",
 )  # fmt: skip
 FORM_BYTES = 1 << 16  # size of an upload's form around the file
 

@@ -37,7 +37,7 @@ REFUSED = {
 IMAGE_TYPES = ("image_url", "input_image")
 SOURCES = ("base64", "url")
 # Names of fields that hold an image, for `image_chars`; the last one holds a list in Ollama's API.
-HOLDERS = ("url", "image_url", "data", "images")
+HOLDERS = ("url", "image_url", "data", "image_pil", "images")
 MAX_DEPTH = 8
 
 

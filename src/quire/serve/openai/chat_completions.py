@@ -5,7 +5,6 @@ import time
 import fastapi
 from starlette.responses import Response
 
-from quire.base.requests.numerics import fingerprint
 from quire.render.grammars.grammars import Checked
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.open_body import check_neutral
@@ -43,9 +42,8 @@ async def chat_answer(
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {
         "id": plan.id, "object": kind, "created": int(time.time()), "model": plan.model,
-        "system_fingerprint": fingerprint(api.client.ready.numerics),
     }  # fmt: skip
     choices = [chat_choices(api, chat)]
     reports = api.config.enable_per_request_metrics
-    answer = Answer(api.client, chat.plan, head, [chat.job], choices, chat.hooks, reports)
+    answer = Answer(api.client, chat.plan, head, [chat.job], choices, chat.hooks, reports, True)
     return answer, chat.grammar

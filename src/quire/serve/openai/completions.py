@@ -13,7 +13,6 @@ import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
-from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.render.grammars.grammars import Checked
 from quire.render.infill import Infill
@@ -32,13 +31,14 @@ from quire.serve.bodies.protocol import (
     MAX_PROMPTS,
     MAX_WORD_CHARS,
     CompletionRequest,
+    SampledBody,
 )
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api, ApiContext
 from quire.serve.errors import bad_request
 from quire.serve.hooks.hooks import RequestHooks
 from quire.serve.http.middleware import answer_id_of, new_id
-from quire.serve.pipeline.answer import Answer, Json, UsageCounter, weights_fields
+from quire.serve.pipeline.answer import Answer, Json, UsageCounter, weights_fields, without_tokens
 from quire.serve.pipeline.chat_choice import token_names
 from quire.serve.pipeline.completion import completion_job
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
@@ -114,7 +114,7 @@ async def _answer(
     choices = [await _choices(api, index, plan, job) for index, job in enumerate(jobs)]
     head: dict[str, Any] = {
         "id": plan.id, "object": "text_completion", "created": int(time.time()),
-        "model": plan.model, "system_fingerprint": fingerprint(api.client.ready.numerics),
+        "model": plan.model,
     }  # fmt: skip
     if fork is not None:
         head["forked_from"] = {
@@ -123,7 +123,7 @@ async def _answer(
             "at_token": fork.num_tokens,
         }
     reports = api.config.enable_per_request_metrics
-    return Answer(api.client, plan, head, jobs, choices, prompts.hooks, reports)
+    return Answer(api.client, plan, head, jobs, choices, prompts.hooks, reports, True)
 
 
 def split_prompts(value: object) -> list[object]:
@@ -151,7 +151,7 @@ def split_prompts(value: object) -> list[object]:
     return list(value)
 
 
-def check_shared(body: CompletionRequest, num_prompts: int) -> None:
+def check_shared(body: SampledBody, num_prompts: int) -> None:
     """Raise ApiError if all copies of a long list exceed the limit of one list. Each prompt has an
     engine request, which holds a copy of its own."""
     num_chars = sum(map(len, body.bad_words or ()))
@@ -223,7 +223,7 @@ class CompletionChoice:
 
     def _take(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._body.max_tokens == 0:
-            completion = _without_tokens(completion)
+            completion = without_tokens(completion)
         self.usage.count(len(completion.token_ids), output)
         choice: Json = {
             "index": self._index,
@@ -257,13 +257,6 @@ class CompletionChoice:
             choice["prompt_token_ids"] = output.prompt_token_ids
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
-
-
-def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """Remove the token that the engine samples even for max_tokens 0."""
-    reason = completion.finish_reason
-    reason = "length" if reason == "stop" else reason
-    return CompletionOutput(completion.index, "", [], None, None, reason)
 
 
 async def _rendered_in_turn(

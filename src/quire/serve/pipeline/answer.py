@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire.base.errors import STEP_FAILED, TIMED_OUT, StepFailed
 from quire.base.messages import Request
 from quire.base.prefix import PrefixReport
+from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.step_outputs import Failure
 from quire.engine.client.async_client import AsyncClient
@@ -40,6 +41,13 @@ def weights_fields(completion: CompletionOutput) -> Json:
     the first update of the weights."""
     spans = completion.weights_versions if completion.finish_reason is not None else ()
     return {"weights_versions": [each._asdict() for each in spans]} if spans else {}
+
+
+def without_tokens(completion: CompletionOutput) -> CompletionOutput:
+    """Remove the token that the engine samples even for max_tokens 0."""
+    reason = completion.finish_reason
+    reason = "length" if reason == "stop" else reason
+    return CompletionOutput(completion.index, "", [], None, None, reason)
 
 
 @dataclass
@@ -95,6 +103,7 @@ class Answer:
     choices: Sequence[Sequence[Choice]]  # n for each job
     hooks: Sequence[RequestHooks] | None = None  # one for each job
     reports_metrics: bool = False  # the answer to a single prompt says how long it took
+    names_numerics: bool = False  # every object has system_fingerprint
 
     async def respond(self, request: fastapi.Request) -> Response:
         """Send the response. Raise ApiError or QuireError as long as nothing was sent."""
@@ -106,7 +115,7 @@ class Answer:
     async def whole(self) -> Json:
         """Return the whole response."""
         outputs = await collect(self.client, self.jobs)
-        found = dict(self.head)
+        found = self._head()
         choices: list[Json] = []
         for mine, output in zip(self.choices, outputs, strict=True):
             for choice, completion in zip(mine, output.outputs, strict=True):
@@ -128,11 +137,14 @@ class Answer:
         """Yield the chunks of each output that has something to show, then the usage."""
         hooked = self._hooked()
         usage = self.plan.usage
-        head = self.head | {"usage": None} if usage.at_end else dict(self.head)
+        first = head = dict(self.head)
         outputs = run(self.client, self.jobs)
         last: RequestOutput | None = None
         async with aclosing(outputs):
             async for index, output in outputs:
+                if last is None:
+                    first = self._head()
+                    head = first | {"usage": None} if usage.at_end else dict(first)
                 last = output
                 mine, chunks = self.choices[index], list[Json]()
                 for completion in output.outputs:
@@ -149,7 +161,14 @@ class Answer:
                     yield [head | chunk for chunk in chunks]
         if usage.at_end:
             measured = {} if last is None else await self._measured(last)
-            yield [self.head | {"choices": [], "usage": usage_json(self.choices)} | measured]
+            yield [first | {"choices": [], "usage": usage_json(self.choices)} | measured]
+
+    def _head(self) -> Json:
+        """Return the head, with the numerics of the engine now. A request may have waited for other
+        weights, so nothing is read before its first output."""
+        if not self.names_numerics:
+            return dict(self.head)
+        return self.head | {"system_fingerprint": fingerprint(self.client.ready.numerics)}
 
     async def _measured(self, output: RequestOutput) -> Json:
         """Return the times of the request that ended with this output, if they are reported."""

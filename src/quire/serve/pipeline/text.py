@@ -16,7 +16,7 @@ from quire.serve.bodies.logprobs_json import TokenNames, chat_logprobs
 from quire.serve.bodies.protocol import CompletionRequest
 from quire.serve.context import ApiContext
 from quire.serve.hooks.hooks import RequestHooks
-from quire.serve.pipeline.answer import UsageCounter
+from quire.serve.pipeline.answer import UsageCounter, without_tokens
 from quire.serve.pipeline.chat_choice import token_names
 from quire.serve.pipeline.completion import completion_job
 from quire.serve.pipeline.hooked_prompt import admitted_prompts
@@ -51,7 +51,7 @@ class TextChoice:
 
     def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._is_dropped:
-            completion = CompletionOutput(0, "", [], None, None, "length")
+            completion = without_tokens(completion)
         self.usage.count(len(completion.token_ids), output)
         choice: Json = {
             "index": self._index,

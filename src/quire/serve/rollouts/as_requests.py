@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.base.messages import Ready
 from quire.serve.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.errors import bad_request
 from quire.serve.rollouts.protocol import (
@@ -22,6 +23,8 @@ DEFAULTS: Json = {
 }  # fmt: skip
 SHOWN = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 SCHEDULING = ("model", "priority", "timeout_s", "cache_salt")
+DEFAULT_TOP = 100  # top_logprobs of /get_sequence_logprobs/
+MAX_SCORES = 1 << 23  # log-probabilities of an answer; in the engine they take about 2 GB
 IMAGE = "image_pil"  # type of TRL's image parts, whose data is the text of a PNG file in base64
 
 
@@ -59,7 +62,7 @@ def rollout_chats(body: RolloutChatBody) -> list[ChatCompletionRequest]:
     ]  # fmt: skip
 
 
-def sequences_completion(body: SequencesBody) -> CompletionRequest:
+def sequences_completion(body: SequencesBody, ready: Ready) -> CompletionRequest:
     """Return the completion request that scores the sequences and generates nothing. Raises
     ApiError."""
     if len(body.prompt_lengths) != len(body.sequences):
@@ -79,16 +82,41 @@ def sequences_completion(body: SequencesBody) -> CompletionRequest:
         prompt=body.sequences,
         max_tokens=0,
         temperature=0.0,
-        prompt_logprobs=body.top_logprobs,
+        prompt_logprobs=_num_top(body, ready),
         return_tokens_as_token_ids=True,
     )
+
+
+def _num_top(body: SequencesBody, ready: Ready) -> int:
+    """Return how many log-probabilities each token gets. An absent number is lowered to the
+    server's limit, and none exceeds the vocabulary. Raises ApiError for a given one above the
+    limit, and for more than MAX_SCORES in all."""
+    limit, given = ready.max_logprobs, body.top_logprobs
+    if given is not None and 0 <= limit < given:
+        raise bad_request(
+            f"top_logprobs={given} is more than max_logprobs={limit}; request fewer or raise"
+            " max_logprobs.",
+            "top_logprobs",
+        )
+    found = min(DEFAULT_TOP if given is None else given, ready.vocab_size)
+    found = min(found, limit) if limit >= 0 else found
+    num, longest = len(body.sequences), max(map(len, body.sequences))
+    if num * longest * max(found, 1) > MAX_SCORES:
+        raise bad_request(
+            f"{num} sequences of up to {longest} tokens with top_logprobs={found} give"
+            f" {num * longest * max(found, 1):,} log-probabilities; at most {MAX_SCORES:,} are"
+            " possible. Send fewer sequences in one request, or request fewer top_logprobs.",
+            "top_logprobs",
+        )
+    return found
 
 
 def _given(sampling: VllmSampling | None) -> Json:
     """Return the sampling parameters that an object sets."""
     if sampling is None:
         return {}
-    names = sampling.model_fields_set & CompletionRequest.model_fields.keys()
+    known = VllmSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
+    names = sampling.model_fields_set & known  # the set also has the unknown fields
     return {name: value for name in names if (value := getattr(sampling, name)) is not None}
 
 

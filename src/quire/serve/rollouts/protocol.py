@@ -123,10 +123,11 @@ class RolloutChatBody(RolloutFields):
 
 class SequencesBody(OpenBody):
     """A body of TRL's /get_sequence_logprobs/. prompt_lengths: for each sequence, the number of
-    first tokens whose log-probabilities are omitted."""
+    first tokens whose log-probabilities are omitted. top_logprobs: DEFAULT_TOP if absent, or the
+    server's limit if that is less."""
 
     sequences: Sequences = becomes(PROMPT, default=...)
     prompt_lengths: Lengths = becomes(RESPONSE, default=...)
-    top_logprobs: Positive = becomes("SamplingParams.prompt_logprobs", default=100)
+    top_logprobs: Positive | None = becomes("SamplingParams.prompt_logprobs")
     response_format: Literal["json", "binary"] = becomes(RESPONSE, default="json")
     temperature: Any = unsupported("log-probabilities are of the raw logits; use 1", 1)

@@ -12,7 +12,6 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
-from quire.base.requests.numerics import fingerprint
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.inner_fields import check_inner
@@ -23,7 +22,7 @@ from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
 from quire.serve.http.middleware import new_id
 from quire.serve.http.sse import DONE, encode, event, start_stream, unless_disconnected
-from quire.serve.pipeline.answer import Answer, UsageCounter, weights_fields
+from quire.serve.pipeline.answer import Answer, UsageCounter, weights_fields, without_tokens
 from quire.serve.pipeline.plan import plan_completion, usage_chunks
 from quire.serve.pipeline.text import start_text
 from quire.serve.rollouts.as_requests import tokens_completion
@@ -48,9 +47,9 @@ async def generate(body: TokensBody, request: fastapi.Request, api: Api) -> Resp
     choices = [TokensChoice(index, plan.body, counter, names) for index in range(completion.n or 1)]
     head = {
         "request_id": plan.id, "created": int(time.time()), "model": plan.model,
-        "system_fingerprint": fingerprint(api.client.ready.numerics),
     }  # fmt: skip
-    answer = Answer(api.client, plan, head, texts.jobs, [choices], texts.hooks)
+    jobs, hooks = texts.jobs, texts.hooks
+    answer = Answer(api.client, plan, head, jobs, [choices], hooks, names_numerics=True)
     if body.stream:
         response = await start_stream(request, _events(answer))
     else:
@@ -75,7 +74,7 @@ class TokensChoice:
 
     def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._body.max_tokens == 0:  # the engine samples a token even then
-            completion = CompletionOutput(completion.index, "", [], None, None, "length")
+            completion = without_tokens(completion)
         self.usage.count(len(completion.token_ids), output)
         choice: Json = {
             "index": self._index,

@@ -15,6 +15,7 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
+from quire.serve.bodies.constraints import checked_grammar
 from quire.serve.bodies.inner_fields import check_inner
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.reading import BoundedRoute
@@ -23,7 +24,7 @@ from quire.serve.errors import ApiError
 from quire.serve.http.sse import encode, unless_disconnected
 from quire.serve.native import admin, trainer
 from quire.serve.openai.chat_completions import chat_answer
-from quire.serve.openai.completions import completion_answer
+from quire.serve.openai.completions import check_shared, completion_answer
 from quire.serve.pipeline.answer import Answer
 from quire.serve.rollouts.as_requests import (
     rollout_chats,
@@ -64,7 +65,10 @@ async def generate(body: RolloutBody, request: fastapi.Request, api: Api) -> Res
 async def chat(body: RolloutChatBody, request: fastapi.Request, api: Api) -> Response:
     """Answer each conversation n times, in the same form."""
     _check(body, request)
-    answers = [(await chat_answer(each, request, api))[0] for each in rollout_chats(body)]
+    chats = rollout_chats(body)
+    check_shared(chats[0], len(chats))
+    await checked_grammar(api, chats[0], len(chats))
+    answers = [(await chat_answer(each, request, api))[0] for each in chats]
     found = await unless_disconnected(request.receive, _wholes(answers))
     prompt_ids = [list(answer.jobs[0].request.prompt_token_ids) for answer in answers]
     return _json(rollouts_json(prompt_ids, [each for one in found for each in one["choices"]]))
@@ -74,11 +78,13 @@ async def chat(body: RolloutChatBody, request: fastapi.Request, api: Api) -> Res
 async def score(body: SequencesBody, request: fastapi.Request, api: Api) -> Response:
     """Return the log-probabilities of the tokens of each sequence, after its prompt."""
     check_neutral(body)
-    answer, _ = await completion_answer(sequences_completion(body), request, api)
+    completion = sequences_completion(body, api.client.ready)
+    answer, _ = await completion_answer(completion, request, api)
     [found] = await unless_disconnected(request.receive, _wholes([answer]))
     choices, lengths = found["choices"], body.prompt_lengths
     if body.response_format == "binary":
-        return _json(scores_binary(choices, body.sequences, lengths, body.top_logprobs))
+        num_top = completion.prompt_logprobs or 0
+        return _json(scores_binary(choices, body.sequences, lengths, num_top))
     return _json(scores_json(choices, lengths))
 
 
@@ -128,14 +134,19 @@ def _check(body: RolloutFields, request: fastapi.Request) -> None:
 
 
 async def _wholes(answers: Sequence[Answer]) -> list[Json]:
-    """Return all whole answers. If one fails, the others end, too."""
+    """Return all whole answers. If one fails, the others end, too. Raises ApiError if one was
+    aborted, since answers of these routes cannot say so."""
     tasks = [asyncio.create_task(answer.whole()) for answer in answers]
     try:
-        return await asyncio.gather(*tasks)
+        found = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    if any(each["finish_reason"] == "abort" for one in found for each in one["choices"]):
+        text = "the request was aborted before its answer was complete; send it again."
+        raise ApiError(503, text, "server_error", code="aborted")
+    return found
 
 
 def _json(value: Json) -> Response:

@@ -70,7 +70,8 @@ def scores_binary(
     counts = [len(tokens) - length for tokens, length in zip(sequences, lengths, strict=True)]
     shape = len(choices), max(counts), num
     logprobs_BTK, ids_BTK = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
-    own_BT1, own_ids_BT1 = (array[..., :1].copy() for array in (logprobs_BTK, ids_BTK))
+    own_BT1 = np.full((*shape[:2], 1), -np.inf, np.float32)
+    own_ids_BT1 = np.zeros(own_BT1.shape, np.int32)
     for row, (choice, length) in enumerate(zip(choices, lengths, strict=True)):
         for place, position in enumerate(choice["prompt_logprobs"][length:]):
             own = sequences[row][length + place]

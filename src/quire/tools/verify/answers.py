@@ -13,12 +13,12 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineError
-from quire.base.requests.numerics import differing_parts, fingerprint
+from quire.base.requests.numerics import differing_parts, differs, fingerprint
 from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.engine.client.fleet import client_of
 from quire.engine.start.preflight import check_before_loading
@@ -32,6 +32,8 @@ from quire.serve.processes.managed_core import ManagedCores
 Json = dict[str, Any]
 
 MAX_BYTES = 64 << 20
+MAX_DEPTH = 100  # nested objects and lists of a file
+TOKENS_URL = "/inference/v1/generate"
 # Kind of an answer -> the path that gave it.
 URLS = {"chat.completion": "/v1/chat/completions", "text_completion": "/v1/completions"}
 NOT_COMPARED = {
@@ -68,17 +70,23 @@ class AnswerReport:
 
     @property
     def is_reproduced(self) -> bool:
-        return not self.differences
+        return self.num_values > 0 and not self.differences
+
+    def as_data(self) -> Json:
+        """Return the report for a JSON file."""
+        return {"is_reproduced": self.is_reproduced} | asdict(self)
 
     def lines(self) -> Iterator[str]:
         """Yield the report as text."""
         if self.is_reproduced:
             yield f"reproduced to the bit: {self.num_values:,} values are equal"
+        elif not self.differences:
+            yield "not reproduced: nothing in the answer can be compared"
         else:
             yield "not reproduced:"
             yield from (f"  {each}" for each in self.differences)
         for name, value in self.parts.items():
-            yield f"the {name} of the two engines differ; here: {value}"
+            yield differs(name, f"from the recorded engine's; here: {value}")
         yield from self.notes
 
 
@@ -88,7 +96,9 @@ def read_answer(path: Path) -> RecordedAnswer:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_BYTES:,} bytes; give a single answer.")
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        if _is_deep(content):
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}.") from error
     request, response = (_object_of(content, name, path) for name in ("request", "response"))
     url = content.get("url") or URLS.get(str(response.get("object")))
@@ -97,12 +107,23 @@ def read_answer(path: Path) -> RecordedAnswer:
                           " /v1/completions.")  # fmt: skip
     if request.get("stream"):
         raise ConfigError(f"{path}: the request is a stream; record an answer without stream.")
-    if request.get("seed") is None and request.get("temperature") != 0:
+    sampling = request.get("sampling_params") if url == TOKENS_URL else request
+    sampling = sampling if isinstance(sampling, dict) else {}
+    if sampling.get("seed") is None and sampling.get("temperature") != 0:
         raise ConfigError(
             f"{path}: the request has no seed, so its tokens are random; give it a seed, or"
             " temperature 0."
         )
+    if not _objects(response.get("choices")):
+        raise ConfigError(f"{path}: the response has no choices; record a whole answer.")
     return RecordedAnswer(url, request, response)
+
+
+def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return left == 0 or any(_is_deep(each, left - 1) for each in parts)
 
 
 def _object_of(content: Any, name: str, path: Path) -> Json:
@@ -118,6 +139,7 @@ def _object_of(content: Any, name: str, path: Path) -> Json:
 def verify_answer(answer: RecordedAnswer, config: EngineConfig) -> AnswerReport:
     """Compute an answer again and compare. Raises ConfigError or EngineError if that fails."""
     source = resolve_source(config.model)
+    check_model(answer, (source.name, config.model.model))
     check_before_loading(config, source)
     cores = ManagedCores(config, "warning")
     try:
@@ -129,6 +151,17 @@ def verify_answer(answer: RecordedAnswer, config: EngineConfig) -> AnswerReport:
     finally:
         cores.stop()
     return compare(answer, mine, numerics)
+
+
+def check_model(answer: RecordedAnswer, names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a request to another model than the one with these names."""
+    name = answer.request.get("model")
+    if isinstance(name, str) and name not in names:
+        raise ConfigError(
+            f"the request is for the model {name[:200]!r}, and this engine has {names[0]!r}."
+            " Answers of adapters cannot be verified. If it is another name of the same model,"
+            " remove model from the request in the file."
+        )
 
 
 async def _answered(

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from quire.base.messages import Request
 from quire.serve.context import ApiContext
+from quire.serve.http.limits import BodyLimit
 from quire.serve.media.parts import image_chars
 from tests.serve.api.images.conftest import (
     MARK_ID,
@@ -76,6 +77,20 @@ def test_a_streamed_answer(seeing: TestClient, context: ApiContext) -> None:
     answer = seeing.post("/v1/chat/completions", json=body)
     assert answer.text.endswith("data: [DONE]\n\n")
     check_items(asked(context), [6])
+
+
+def test_trl(seeing: TestClient, context: ApiContext) -> None:
+    """Its images count as images, and may make the body as large as in chats."""
+    part = {"type": "image_pil", "image_pil": base64_of(LARGE)}
+    body = {"messages": [[{"role": "user", "content": [part, QUESTION]}]], "max_tokens": 2}
+    answer = seeing.post("/chat/", json=body)
+    assert answer.status_code == 200, answer.text
+    check_items(asked(context), [6])
+    assert image_chars(body) == len(base64_of(LARGE))
+    limit = BodyLimit(seeing.app, context)
+    scopes = [{"path": path, "method": "POST"} for path in ("/chat/", "/generate/")]
+    sizes = context.config.max_bytes_with_images, context.config.max_body_bytes
+    assert tuple(map(limit._max_bytes, scopes)) == sizes and sizes[0] > sizes[1]
 
 
 def test_ollama(seeing: TestClient, context: ApiContext) -> None:
