@@ -50,8 +50,8 @@ ONCE = 8  # launches of a step outside of its layers that do not overlap
 TOLERANCE = 0.05
 # By rows: plan, pack, launch and take, without calls into CUDA. `benchmarks.scheduler.launching`
 # measured it on an EPYC (family 26, model 2) at a5c6e62, whose launching the archived steps have.
-# Later changes give the time of one row: 70 us, then 65. The ratio of 0.93 was measured on a busy
-# EPYC of Zen 3, in alternating runs of both versions: 150 and 160 us (second percentile).
+# Later changes divide the time of one row: to 70 us, and to 65 by the ratio of the new time to the
+# old, 0.93. It was measured in alternating runs on a busy EPYC of Zen 3 (second percentiles).
 PYTHON_US = {1: 109.3, 32: 159.1, 128: 186.7, 256: 211.0}
 
 

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch
 from quire.base.errors import ModelError
 from quire.models.checkpoint.adapter_files import AdaptedModule, read_adapter
 from quire.models.checkpoint.rank_place import RankPlace
-from quire.models.load.adapters import AdaptedModel
+from quire.models.checkpoint.sources import rows_of
+from quire.models.load.adapters import AdaptedModel, Change, ModulePosition, by_outputs
 from quire.models.load.expert_adapters import expert_matrices
 from quire.models.load.loading import LoadOptions, load_model
 from quire.ops.collective import RankGroup
@@ -170,3 +173,16 @@ def test_one_experts_matrices() -> None:
     assert down_RK.tolist() == [[2], [3]] and up_NR.tolist() == [[1, 3]]
     down_RK, up_NR = expert_matrices(module, down, up, 1, is_turned=True)
     assert down_RK.tolist() == [[1], [3]] and up_NR.tolist() == [[2, 3]]
+
+
+def test_changes_of_a_layer_never_overlap() -> None:
+    """A set of adapters may change gate and up together, and gate alone. Threads add to each group
+    of outputs at the same time."""
+    layer: Any = SimpleNamespace(module_rows=[("gate", rows_of(2)), ("up", rows_of(3))])
+    whole, gate = (ModulePosition(layer, 0, 0, rows_of(size)) for size in (5, 2))
+    joint = Change("both", torch.ones(1, 4), torch.arange(5.0)[None], 1.0)
+    alone = Change("gate", torch.ones(1, 4), torch.ones(1, 2), 2.0)
+    assert dict(by_outputs([(whole, joint), (whole, joint)])) == {0: [joint, joint]}
+    found = dict(by_outputs([(whole, joint), (gate, alone)]))
+    widths = {first: [each.up_RN.tolist() for each in own] for first, own in found.items()}
+    assert widths == {0: [[[0, 1]], [[1, 1]]], 2: [[[2, 3, 4]]]}

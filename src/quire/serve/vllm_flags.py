@@ -13,7 +13,7 @@ IMAGE_CACHE = "each API process keeps the last prepared images"
 NO_VIDEO_FILES = "the server decodes no video files"
 OWN_KERNELS = "rows without an adapter cost nothing"
 NO_TOWER_ADAPTERS = "adapters change no vision towers"
-NO_EXPERT_ADAPTERS = "adapters change no experts of mixtures"
+EXPERT_ADAPTERS = "adapters of experts are read in PEFT's format"
 ONE_WAY = "quire has one implementation, with the same results"
 GROUP = "use --nnodes, --node-rank and --master-addr"
 COPIES = "one server runs all replicas of a model, or each replica has its own server"
@@ -395,8 +395,8 @@ ADAPTERS = {
     "fully_sharded_loras": _ignored("ranks cut adapters as they cut the weights", True),
     "specialize_active_lora": _ignored(OWN_KERNELS, True),
     "enable_tower_connector_lora": _switch(NO_TOWER_ADAPTERS, False),
-    "enable_mixed_moe_lora_format": _switch(NO_EXPERT_ADAPTERS, False),
-    "enable_moe_shared_loras": _switch(NO_EXPERT_ADAPTERS, False),
+    "enable_mixed_moe_lora_format": _switch(EXPERT_ADAPTERS, False),
+    "enable_moe_shared_loras": _switch(EXPERT_ADAPTERS, False),
 }
 MEDIA = {
     "language_model_only": _ignored("without images the vision tower does not run", True),

@@ -11,6 +11,7 @@ results, which include the adapters'.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,8 +122,7 @@ class AdaptedModel:
     def load(self, path: str, max_rank: int) -> LoadedAdapter:
         """Load an adapter or a weighted set of them. max_rank: of all adapters of a set together.
         Raises ModelError if its files are invalid or do not fit the model."""
-        # By number of the layer, first output and number of outputs.
-        changes: dict[tuple[int, int, int], list[Change]] = {}
+        changes: dict[int, list[tuple[ModulePosition, Change]]] = {}  # by number of the layer
         members = members_of(path)
         all_files = [read_adapter(Path(member.path), max_rank) for member in members]
         if (total := sum(files.max_rank for files in all_files)) > max_rank:
@@ -134,13 +134,13 @@ class AdaptedModel:
             try:
                 for module, place, down_RK, up_NR in self._matrices(files):
                     change = self._change(place, module, member.scale, down_RK, up_NR)
-                    key = place.number, place.first, place.rows.count
-                    changes.setdefault(key, []).append(change)
+                    changes.setdefault(place.number, []).append((place, change))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{files.weights} cannot be read: {error}.") from error
-        found: dict[int, list[AdapterPart]] = {}
-        for (number, first, _), own in changes.items():
-            found.setdefault(number, []).append(self._part(first, own))
+        found = {
+            number: [self._part(first, each) for first, each in by_outputs(own)]
+            for number, own in changes.items()
+        }
         return self.slots.prepare(found)
 
     def _matrices(self, files: AdapterFiles) -> Iterator[Matrices]:
@@ -188,8 +188,7 @@ class AdaptedModel:
         if place is None:
             raise ModelError(
                 f"{path}: the model has no linear layer {module.name!r} that adapters can"
-                " change. Embeddings and output heads are not supported, and experts only on a"
-                " CPU."
+                " change. Embeddings and output heads are not supported."
             )
         if place.shape != (module.outputs, module.inputs):
             raise ModelError(
@@ -233,6 +232,31 @@ class AdaptedModel:
                 f" {str(self._dtype).removeprefix('torch.')}; train the adapter again."
             )
         return AdapterPart(first, down_RK, up_RN, scale)
+
+
+def by_outputs(
+    changes: Sequence[tuple[ModulePosition, Change]],
+) -> Iterable[tuple[int, list[Change]]]:
+    """Group the changes of one layer by their first output. Groups do not overlap, because threads
+    add to them at the same time. So a change of several modules is split if another adapter changes
+    one of these alone."""
+    spans = sorted({(place.first, place.rows.count) for place, _ in changes})
+    overlap = any(first + count > after for (first, count), (after, _) in pairwise(spans))
+    found: dict[int, list[Change]] = {}
+    for place, change in changes:
+        for first, own in _by_module(place, change) if overlap else [(place.first, change)]:
+            found.setdefault(first, []).append(own)
+    return found.items()
+
+
+def _by_module(place: ModulePosition, change: Change) -> Iterator[tuple[int, Change]]:
+    """Yield a change's part of each module of its layer, with the module's first output."""
+    first = 0
+    for _, rows in place.layer.module_rows:
+        if place.first <= first < place.first + place.rows.count:
+            up_RN = change.up_RN.narrow(1, first - place.first, rows.count)
+            yield first, change._replace(up_RN=up_RN)
+        first += rows.count
 
 
 def _layers(model: nn.Module) -> Iterator[Linear]:

@@ -6,8 +6,10 @@ Shape legend: E experts, R rank of one expert, K inputs, N outputs.
     A [E R, inputs]     rank r of expert e is row e R + r
     B [outputs, R E]    rank r of expert e is column r E + e
 
-PEFT takes the parameter's second dimension as inputs and the third one as outputs. A parameter
-[E, N, K] therefore has A over the outputs N: its change of an expert is (B A)^T = A^T B^T.
+Some versions of PEFT take the parameter's second dimension as inputs and the third one as outputs.
+Then a parameter [E, N, K] has A over the outputs N: its change of an expert is (B A)^T = A^T B^T.
+Other versions have A over the inputs K, so the shapes of A and B decide. Square experts are
+refused, unless the parameter is [E, K, N]: for that, all versions have A over the inputs.
 """
 
 from collections.abc import Collection, Sequence

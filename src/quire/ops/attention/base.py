@@ -45,8 +45,8 @@ class AttentionBackend(ABC):
     """Interface of attention backends. `prepare` is called once per step. Then each layer calls
     `write` (or `rotary_write`), and `run` after it; `rotary_run` does both.
 
-    Each layer writes all keys and values of a step before it reads any. So rows of one step may
-    read blocks that other rows of the same step write.
+    Each layer writes all keys and values of a step before it reads any, unless the step
+    `is_separate`. So rows of one step may read blocks that other rows of the same step write.
 
     can_be_recorded: whether a graph can hold the backend's launches. They depend on the host's
     lengths only in how `run` cuts the work. Slot -1 writes nothing, and rows may have no tokens.

@@ -177,8 +177,7 @@ class TritonBackend(MovesBlocks):
         self._ends_T = None if step.ends_T is None else to_device(step.ends_T, self._layout.device)
 
     def prefers_uncut(self, context_lens: Int32) -> bool:
-        """See AttentionBackend. The device would cut none of these rows in any group,
-        as it cuts recorded decoding steps."""
+        """See AttentionBackend: no group's cut of recorded decoding steps splits these rows."""
         return bool(self._cuts) and all(
             cut.leaves_uncut(context_lens) for cut in self._cuts.values()
         )
