@@ -281,3 +281,23 @@ def test_unknown_parameters_are_named(shared: TestClient) -> None:
     body = {"token_ids": [5], "sampling_params": GREEDY | {"strange": 1, "output_kind": 2}}
     response = shared.post("/inference/v1/generate", json=body)
     assert response.headers["X-Quire-Ignored-Fields"] == "sampling_params.strange"
+
+
+UNKNOWN_KWARGS = (
+    {"stream": True}, {"return_token_ids": False}, {"priority": "a"}, {"echo": True},
+    {"prompt": [1]}, {"model": 3}, {"return_tokens_as_token_ids": False},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("unknown", UNKNOWN_KWARGS, ids=lambda each: next(iter(each)))
+def test_unknown_parameters_change_nothing(shared: TestClient, unknown: dict[str, Any]) -> None:
+    body = {"prompts": [STORY], "temperature": 0, "max_tokens": 3}
+    expected = answered(shared, "/generate/", **body)
+    assert answered(shared, "/generate/", **body, generation_kwargs=unknown) == expected
+    sampling = {"temperature": 0, "max_tokens": 3}
+    [tokens] = expected["prompt_ids"]
+    [plain], [choice] = (
+        tokens_of(shared, token_ids=tokens, sampling_params=sampling | more)["choices"]
+        for more in ({}, unknown)
+    )
+    assert choice == plain

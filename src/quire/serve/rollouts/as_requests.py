@@ -22,6 +22,7 @@ DEFAULTS: Json = {
 }  # fmt: skip
 SHOWN = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 SCHEDULING = ("model", "priority", "timeout_s", "cache_salt")
+KNOWN = VllmSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
 IMAGE = "image_pil"  # type of TRL's image parts, whose data is the text of a PNG file in base64
 
 
@@ -85,10 +86,11 @@ def sequences_completion(body: SequencesBody) -> CompletionRequest:
 
 
 def _given(sampling: VllmSampling | None) -> Json:
-    """Return the sampling parameters that an object sets."""
+    """Return the sampling parameters that an object sets. Unknown fields, which are in
+    model_fields_set too, are ignored."""
     if sampling is None:
         return {}
-    names = sampling.model_fields_set & CompletionRequest.model_fields.keys()
+    names = sampling.model_fields_set & KNOWN
     return {name: value for name in names if (value := getattr(sampling, name)) is not None}
 
 
