@@ -19,7 +19,9 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.reuse import partial_blocks
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_guessing_machine import GuessingMachine
+from tests.scheduler.test_held import HeldBench
 from tests.scheduler.test_held_machine import HeldRules
+from tests.scheduler.test_pins import copies
 from tests.scheduler.test_scheduler_machine import (
     FULL,
     STATES,
@@ -112,6 +114,27 @@ def test_the_number_of_remembered_lengths_is_bounded(monkeypatch: pytest.MonkeyP
     first, second = begin(lab), begin(lab, PROMPT[10:])
     assert hit_of(lab, [*second, 5]) == 11
     assert hit_of(lab, [*first, 5]) == 8
+
+
+def test_a_load_of_the_same_plan_does_not_overwrite_a_block_that_is_copied() -> None:
+    """Loads precede copies. The load would take the block of the retained request that gives
+    way."""
+    bench = HeldBench(num_blocks=8, num_host_blocks=30, reuse_partial_blocks=True)
+    bench.add("early", OTHER[:11], max_tokens=3)
+    bench.finish()
+    bench.add("large", PROMPT[:10] * 3, max_tokens=1)  # moves the blocks of `early` to host memory
+    bench.finish()
+    held = bench.keep()
+    assert held.blocks is not None
+    last = held.blocks.tables[0].blocks[3]
+    copying = bench.add("copying", held.tokens.tolist(), max_tokens=1)
+    loading = bench.add(
+        "loading", [*OTHER[:11], *bench.output["early"][0], 1, 2], max_tokens=1
+    )  # three blocks are free, and it needs four
+    bench.step()
+    assert [source for _, source, _ in copies(bench.plans[-1])] == [last] and held.blocks is None
+    bench.finish()
+    bench.assert_right(copying, loading)
 
 
 def test_layers_with_a_state_have_no_such_blocks() -> None:
