@@ -18,6 +18,7 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.reuse import partial_blocks
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CHUNKED, CacheGroup
 from tests.scheduler.test_guessing_machine import GuessingMachine
 from tests.scheduler.test_held import HeldBench
 from tests.scheduler.test_held_machine import HeldRules
@@ -33,6 +34,7 @@ from tests.scheduler.test_scheduler_machine import (
 from tests.scheduler.test_stores import OTHER, PROMPT, Lab
 from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
 from tests.support.scheduler.fake_stores import BLOCK
+from tests.support.scheduler.pinning_core import Bench
 from tests.support.scheduler.state_machines import FEW, run_machine
 
 MAX_PROMPT = 34
@@ -135,6 +137,26 @@ def test_a_load_of_the_same_plan_does_not_overwrite_a_block_that_is_copied() -> 
     assert [source for _, source, _ in copies(bench.plans[-1])] == [last] and held.blocks is None
     bench.finish()
     bench.assert_right(copying, loading)
+
+
+@pytest.mark.parametrize(("num", "found"), [(5, 14), (6, 12)])
+def test_a_block_that_a_chunked_group_has_dropped_gets_no_name(num: int, found: int) -> None:
+    """The steps in flight begin the chunk after the first 16 tokens. With 6 tokens of output, 15 of
+    16 tokens are computed when the stop token is known."""
+    chunks = CacheGroup(CHUNKED, (1,), 1, 8, window=16)
+    bench = Bench(40, (FULL, chunks), reuse_partial_blocks=True, pipeline_depth=3)
+    output = expected_tokens(make_request("", TURN, max_tokens=num), 40)
+    request = bench.add("first", TURN, max_tokens=20, stops=output[-1:])
+    while bench.scheduler.has_work:
+        while len(bench.scheduler.planner.in_flight) < 3 and bench.core.plan():
+            pass
+        bench.step()
+    assert bench.output["first"][0] == expected_tokens(request, 40) == output
+    again = bench.add("again", [*TURN, *output, 1, 2])
+    bench.step()
+    assert bench.plans[-1].started[0].num_computed_tokens == found
+    bench.finish()
+    bench.assert_right(again)
 
 
 def test_layers_with_a_state_have_no_such_blocks() -> None:
