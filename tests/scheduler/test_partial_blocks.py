@@ -18,8 +18,11 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.reuse import partial_blocks
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CHUNKED, CacheGroup
 from tests.scheduler.test_guessing_machine import GuessingMachine
+from tests.scheduler.test_held import HeldBench
 from tests.scheduler.test_held_machine import HeldRules
+from tests.scheduler.test_pins import copies
 from tests.scheduler.test_scheduler_machine import (
     FULL,
     STATES,
@@ -31,6 +34,7 @@ from tests.scheduler.test_scheduler_machine import (
 from tests.scheduler.test_stores import OTHER, PROMPT, Lab
 from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
 from tests.support.scheduler.fake_stores import BLOCK
+from tests.support.scheduler.pinning_core import Bench
 from tests.support.scheduler.state_machines import FEW, run_machine
 
 MAX_PROMPT = 34
@@ -112,6 +116,47 @@ def test_the_number_of_remembered_lengths_is_bounded(monkeypatch: pytest.MonkeyP
     first, second = begin(lab), begin(lab, PROMPT[10:])
     assert hit_of(lab, [*second, 5]) == 11
     assert hit_of(lab, [*first, 5]) == 8
+
+
+def test_a_load_of_the_same_plan_does_not_overwrite_a_block_that_is_copied() -> None:
+    """Loads precede copies. The load would take the block of the retained request that gives
+    way."""
+    bench = HeldBench(num_blocks=8, num_host_blocks=30, reuse_partial_blocks=True)
+    bench.add("early", OTHER[:11], max_tokens=3)
+    bench.finish()
+    bench.add("large", PROMPT[:10] * 3, max_tokens=1)  # moves the blocks of `early` to host memory
+    bench.finish()
+    held = bench.keep()
+    assert held.blocks is not None
+    last = held.blocks.tables[0].blocks[3]
+    copying = bench.add("copying", held.tokens.tolist(), max_tokens=1)
+    loading = bench.add(
+        "loading", [*OTHER[:11], *bench.output["early"][0], 1, 2], max_tokens=1
+    )  # three blocks are free, and it needs four
+    bench.step()
+    assert [source for _, source, _ in copies(bench.plans[-1])] == [last] and held.blocks is None
+    bench.finish()
+    bench.assert_right(copying, loading)
+
+
+@pytest.mark.parametrize(("num", "found"), [(5, 14), (6, 12)])
+def test_a_block_that_a_chunked_group_has_dropped_gets_no_name(num: int, found: int) -> None:
+    """The steps in flight begin the chunk after the first 16 tokens. With 6 tokens of output, 15 of
+    16 tokens are computed when the stop token is known."""
+    chunks = CacheGroup(CHUNKED, (1,), 1, 8, window=16)
+    bench = Bench(40, (FULL, chunks), reuse_partial_blocks=True, pipeline_depth=3)
+    output = expected_tokens(make_request("", TURN, max_tokens=num), 40)
+    request = bench.add("first", TURN, max_tokens=20, stops=output[-1:])
+    while bench.scheduler.has_work:
+        while len(bench.scheduler.planner.in_flight) < 3 and bench.core.plan():
+            pass
+        bench.step()
+    assert bench.output["first"][0] == expected_tokens(request, 40) == output
+    again = bench.add("again", [*TURN, *output, 1, 2])
+    bench.step()
+    assert bench.plans[-1].started[0].num_computed_tokens == found
+    bench.finish()
+    bench.assert_right(again)
 
 
 def test_layers_with_a_state_have_no_such_blocks() -> None:

@@ -345,10 +345,15 @@ class KVManager:
             self.states.name(sequence.tables, named, first, digests[first:num])
         return named
 
-    def index_block(self, sequence: SequenceBlocks, index: int, digest: bytes) -> None:
-        """Name one block of a sequence in all groups, by its logical index."""
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            pool.index(table.blocks[index], digest)
+    def index_block(self, sequence: SequenceBlocks, index: int, digest: bytes) -> bool:
+        """Name one block of a sequence in all groups, by its logical index. If a group has dropped
+        it, name nothing and return False."""
+        blocks = [table.blocks[index] for table in sequence.tables]
+        if NULL in blocks:
+            return False
+        for pool, block_id in zip(self.pools, blocks, strict=True):
+            pool.index(block_id, digest)
+        return True
 
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
         """Remove the names of blocks, by group, whose contents may be wrong."""

@@ -348,6 +348,15 @@ def test_without_a_prefix_cache_there_is_nothing_to_tell() -> None:
     assert "kv_events_config" not in VLLM_SETTINGS, "it is one of ours now"
 
 
+def test_partial_blocks_are_refused_since_events_cannot_describe_them() -> None:
+    scheduler, events = SchedulerConfig(reuse_partial_blocks=True), '{"enable_kv_cache_events": %s}'
+    config = EngineConfig(scheduler=scheduler, kv_events_config=events % "true")
+    with pytest.raises(ConfigError, match="remove one of them"):
+        publish_events(None, config)  # type: ignore[arg-type]
+    off = EngineConfig(scheduler=scheduler, kv_events_config=events % "false")
+    publish_events(None, off)  # type: ignore[arg-type]
+
+
 # ---- a real engine ------------------------------------------------------------------------------
 
 

@@ -55,7 +55,8 @@ class Bench:
         pools = (num_blocks,) * len(groups)
         host = (num_host_blocks,) * len(groups) if num_host_blocks else None
         self.kv = KVManager(groups, pools, BLOCK, caching, host_limits=host)
-        self.device = FakeDevice(groups, pools, BLOCK)
+        host_pools = tuple(pool.num_blocks for pool in self.kv.host_pools)
+        self.device = FakeDevice(groups, pools, BLOCK, host_pools or None)
         config = SchedulerConfig(**settings)
         memory = Memory(self.kv, config.max_num_batched_tokens or 0, watermark=0.0)
         self.scheduler = Scheduler(memory, config, MAX_LEN)

@@ -69,6 +69,11 @@ def publish_events(core: EngineCore, config: EngineConfig, core_id: int = 0) -> 
             f"{NAME} reports the prefix cache, which is off; remove it, or set"
             " enable_prefix_caching."
         )
+    if config.scheduler.reuse_partial_blocks:
+        raise ConfigError(
+            f"{NAME} can describe only full blocks, but reuse_partial_blocks caches others, too;"
+            " remove one of them."
+        )
     kv = core.scheduler.memory.kv
     maker = EventMaker(kv.groups, kv.block_size, core_id)
     publisher = EventPublisher(events, maker.encode, core_id)

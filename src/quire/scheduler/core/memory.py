@@ -315,7 +315,9 @@ class Memory:
         if hit.num_loads:
             for listener in self.listeners:
                 listener.loaded(sequence, hit.num_tokens // self.block_size)
-        return self.kv.allocate_slots(sequence.blocks, num_new, hit)
+        appended = self.kv.allocate_slots(sequence.blocks, num_new, hit)
+        self._note_copies(appended or ())
+        return appended
 
     def num_kept_blocks(self, hit: KVBlocks, appended: Seq[Appended]) -> int:
         """Return the number of a hit's blocks that the sequence still has after `start`. It has

@@ -73,10 +73,12 @@ class PartialBlocks(HitSource, Extension):
             self._name(sequence, num_blocks, length)
 
     def _name(self, sequence: Sequence, num_blocks: int, length: int) -> None:
-        """Name the block of `length` tokens after the full blocks of a sequence."""
+        """Name the block of `length` tokens after the full blocks of a sequence. Steps in flight
+        may already have begun the next chunk of a group; its block is then dropped."""
         self._names.extend([sequence], [num_blocks])
         name = self._names.of_partial(sequence, num_blocks, length)
-        self._kv.index_block(sequence.blocks, num_blocks, name)
+        if not self._kv.index_block(sequence.blocks, num_blocks, name):
+            return
         before = sequence.digests[num_blocks - 1]
         self._lengths[before] = self._lengths.get(before, 0) | 1 << length
         self._lengths.move_to_end(before)
