@@ -281,3 +281,24 @@ def test_unknown_parameters_are_named(shared: TestClient) -> None:
     body = {"token_ids": [5], "sampling_params": GREEDY | {"strange": 1, "output_kind": 2}}
     response = shared.post("/inference/v1/generate", json=body)
     assert response.headers["X-Quire-Ignored-Fields"] == "sampling_params.strange"
+
+
+@pytest.mark.parametrize(
+    "strange", [{"stream": True}, {"return_token_ids": True}, {"priority": "a"}, {"echo": True}]
+)
+def test_unknown_parameters_with_names_of_other_fields_do_nothing(
+    shared: TestClient, strange: dict[str, Any]
+) -> None:
+    [name] = strange
+    body = TRL_BODIES["/generate/"] | {"temperature": 0.0}
+    response = shared.post("/generate/", json=body | {"generation_kwargs": strange})
+    assert response.status_code == 200, response.text
+    assert response.headers["X-Quire-Ignored-Fields"] == f"generation_kwargs.{name}"
+    assert response.json() == answered(shared, "/generate/", **body)
+
+
+def test_sampling_parameters_cannot_replace_the_prompt(shared: TestClient) -> None:
+    body = {"token_ids": [5, 6, 7]}
+    found = tokens_of(shared, **body, sampling_params=GREEDY | {"prompt": [1]})
+    expected = tokens_of(shared, **body, sampling_params=GREEDY)
+    assert found["choices"] == expected["choices"]

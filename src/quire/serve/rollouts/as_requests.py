@@ -85,10 +85,12 @@ def sequences_completion(body: SequencesBody) -> CompletionRequest:
 
 
 def _given(sampling: VllmSampling | None) -> Json:
-    """Return the sampling parameters that an object sets."""
+    """Return the sampling parameters that an object sets. Its unknown fields are not among them,
+    whatever their names: nothing has checked their values."""
     if sampling is None:
         return {}
-    names = sampling.model_fields_set & CompletionRequest.model_fields.keys()
+    known = VllmSampling.model_fields.keys() & CompletionRequest.model_fields.keys()
+    names = sampling.model_fields_set & known
     return {name: value for name in names if (value := getattr(sampling, name)) is not None}
 
 
