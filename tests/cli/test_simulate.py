@@ -65,6 +65,20 @@ def test_a_trace_at_another_rate(tmp_path: Path) -> None:
     assert found["request_rate"] == 20 and 0.4 < float(str(found["duration"])) < 0.8
 
 
+def test_a_session_continues_after_a_refused_request(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    lines: list[dict[str, object]] = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]},
+        {"delay": 500, "input_length": 200, "output_length": 4, "hash_ids": [3]},
+    ]
+    path.write_text("\n".join(json.dumps(line | {"session_id": "a"}) for line in lines))
+    roles = ["--prefill-replicas", "1", "--decode-replicas", "1"]
+    for more in ([], roles):
+        found = run("--trace", str(path), "--max-model-len", "600", *more, folder=tmp_path)
+        assert (found["completed"], found["total_input_tokens"]) == (1, 200)
+        assert float(str(found["duration"])) > 0.5
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

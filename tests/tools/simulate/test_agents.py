@@ -61,7 +61,7 @@ def serve(
     if limits is not None:
         disk = VirtualDisk(Contents([BYTES], 1e9), 1e6, clock)
         replica.connect(disk)
-    run_all([replica], work.arrivals(), clock, run, work.then)
+    run_all([replica], work.arrivals(), clock, run, work.then, refused=work.refused)
     scheduler.check_invariants()
     return run, disk
 
@@ -76,6 +76,29 @@ def test_a_parent_waits_for_its_subagents_and_reads_their_answers() -> None:
     assert served["0-1"].arrived_s == last_s + 2.0
     lengths = {name: each.num_prompt for name, each in served.items()}
     assert lengths == {"0-0": 10, "1-0": 17, "2-0": 20, "1-1": 22, "0-1": 13 + 3 + 6 + 5}
+
+
+LARGE = Session((turn(3, 100), turn(4, 2)), parent=0, after=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "last", "num_answer"), [(FAMILY[2], "2-0", 6), (LARGE, "0-0", 0)]
+)
+def test_a_refused_turn_ends_its_session_with_an_empty_answer(
+    other: Session, last: str, num_answer: int
+) -> None:
+    work = AgentWork("family", [PARENT, LARGE, other], 1000)
+    run = serve(work, length=60)[0]
+    served = run.by_id
+    assert list(served) == ["0-0", "1-0", "2-0", "0-1"]
+    assert "max_model_len" in served["1-0"].error and not served["0-1"].error
+    assert served["0-1"].num_prompt == 13 + num_answer + 5
+    assert served["0-1"].arrived_s == served[last].finished_s + 2.0
+    found = bench.summary(work.outcome(run), bench.Run())
+    num_failed = 2 if other is LARGE else 1
+    assert (found["completed"], found["failed"]) == (4 - num_failed, num_failed)
+    assert found["job_s"]["max"] == served["0-1"].finished_s
+    assert found["turns_s"]["max"] == found["job_s"]["max"] - 2.0, "a refusal takes no time"
 
 
 @pytest.mark.parametrize(("partial", "num_cached"), [(True, 12), (False, 12)])

@@ -87,11 +87,20 @@ class AgentWork:
         progress.context = sent.context + progress.answer
         self._known.add(progress.context[:-1])
         job = progress.job
-        self._job_s[job] = self._job_s[job][0], max(now, self._job_s[job][1])
+        self._job_s[job] = self._job_s[job][0], now
         children = self._children.get((i, sent.turn), [])
         progress.num_open, progress.turn = len(children), sent.turn + 1
         if children:
             return [self._begin(child, job, progress.context, now) for child in children]
+        return self._continue(i, now)
+
+    def refused(self, request_id: str, now: float) -> list[Arrival]:
+        """Return the turns that begin because a turn was refused. Its session ends with an empty
+        answer, as in `bench agents`."""
+        i = self._sent.pop(request_id).session
+        progress = self._progress[i]
+        progress.answer, progress.turn = [], len(self._sessions[i].turns)
+        self._job_s[progress.job] = self._job_s[progress.job][0], now
         return self._continue(i, now)
 
     def _begin(self, i: int, job: int, context: list[int], now: float) -> Arrival:
@@ -136,7 +145,8 @@ class AgentWork:
         for request_id, served in run.by_id.items():
             job, turn, num_reusable = self._counts[request_id]
             result = RequestResult(
-                served.arrived_s, served.num_prompt, served.latency_s, served.wait_s,
+                served.arrived_s, served.num_prompt,
+                0.0 if served.error else served.latency_s, served.wait_s,
                 output_len=served.num_output, error=served.error,
                 cached_len=max(0, served.num_cached_tokens),
             )  # fmt: skip
