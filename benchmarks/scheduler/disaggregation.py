@@ -64,6 +64,8 @@ class Drawn:
     def then(self, request_id: str, now: float) -> None:
         return None
 
+    refused = then
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -43,6 +43,7 @@ def test_replicas_of_two_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([*roles, "--replicas", "2"], "without --replicas"),
         ([*roles, "--kv-host-gb", "0"], "set kv_host_gb"),
         ([*roles, "--no-enable-prefix-caching"], "prefix cache"),
+        ([*roles, "--kv-disk-dir", "any"], "without a disk; remove kv_disk_dir"),
     ):
         assert main([*LLAMA, *words, *wrong]) == 1
         assert named in capsys.readouterr().err
@@ -65,6 +66,20 @@ def test_a_trace_at_another_rate(tmp_path: Path) -> None:
     assert found["request_rate"] == 20 and 0.4 < float(str(found["duration"])) < 0.8
 
 
+def test_a_session_continues_after_a_refused_request(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    lines: list[dict[str, object]] = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]},
+        {"delay": 500, "input_length": 200, "output_length": 4, "hash_ids": [3]},
+    ]
+    path.write_text("\n".join(json.dumps(line | {"session_id": "a"}) for line in lines))
+    roles = ["--prefill-replicas", "1", "--decode-replicas", "1"]
+    for more in ([], roles):
+        found = run("--trace", str(path), "--max-model-len", "600", *more, folder=tmp_path)
+        assert (found["completed"], found["total_input_tokens"]) == (1, 200)
+        assert float(str(found["duration"])) > 0.5
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -72,6 +87,9 @@ def test_a_trace_at_another_rate(tmp_path: Path) -> None:
         (["--trace", "missing.csv"], "cannot be read"),
         (["--kv-store", "dir:x"], "not simulated"),
         (["--agents", "codex", "--trace", "x.csv"], "two workloads"),
+        (["--agents", "codex"], "--agents and --num-prompts belong to two workloads"),
+        (["--agents", "codex", "--request-rate", "2"], "--agents and --request-rate"),
+        (["--kv-disk-dir", "any", "--no-enable-prefix-caching"], "keep enable_prefix_caching on"),
         (["--speculative-config", '{"method": "ngram"}'], "not simulated"),
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
         (["--goodput", "speed:1"], "--goodput knows"),
@@ -83,3 +101,8 @@ def test_what_is_wrong_is_told(
 ) -> None:
     assert main([*LLAMA, "--num-prompts", "2", *words]) == 1
     assert told in capsys.readouterr().err
+
+
+def test_agents_have_no_tenants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--agents", "codex", "--tenants", "2"]) == 1
+    assert "--agents and --tenants belong to two workloads" in capsys.readouterr().err

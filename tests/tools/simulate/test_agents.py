@@ -61,7 +61,7 @@ def serve(
     if limits is not None:
         disk = VirtualDisk(Contents([BYTES], 1e9), 1e6, clock)
         replica.connect(disk)
-    run_all([replica], work.arrivals(), clock, run, work.then)
+    run_all([replica], work.arrivals(), clock, run, work.then, refused=work.refused)
     scheduler.check_invariants()
     return run, disk
 
@@ -76,6 +76,29 @@ def test_a_parent_waits_for_its_subagents_and_reads_their_answers() -> None:
     assert served["0-1"].arrived_s == last_s + 2.0
     lengths = {name: each.num_prompt for name, each in served.items()}
     assert lengths == {"0-0": 10, "1-0": 17, "2-0": 20, "1-1": 22, "0-1": 13 + 3 + 6 + 5}
+
+
+LARGE = Session((turn(3, 100), turn(4, 2)), parent=0, after=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "last", "num_answer"), [(FAMILY[2], "2-0", 6), (LARGE, "0-0", 0)]
+)
+def test_a_refused_turn_ends_its_session_with_an_empty_answer(
+    other: Session, last: str, num_answer: int
+) -> None:
+    work = AgentWork("family", [PARENT, LARGE, other], 1000)
+    run = serve(work, length=60)[0]
+    served = run.by_id
+    assert list(served) == ["0-0", "1-0", "2-0", "0-1"]
+    assert "max_model_len" in served["1-0"].error and not served["0-1"].error
+    assert served["0-1"].num_prompt == 13 + num_answer + 5
+    assert served["0-1"].arrived_s == served[last].finished_s + 2.0
+    found = bench.summary(work.outcome(run), bench.Run())
+    num_failed = 2 if other is LARGE else 1
+    assert (found["completed"], found["failed"]) == (4 - num_failed, num_failed)
+    assert found["job_s"]["max"] == served["0-1"].finished_s
+    assert found["turns_s"]["max"] == found["job_s"]["max"] - 2.0, "a refusal takes no time"
 
 
 @pytest.mark.parametrize(("partial", "num_cached"), [(True, 12), (False, 12)])
@@ -116,23 +139,45 @@ def test_twenty_sessions_with_a_pool_of_two_and_host_memory_of_six(
     assert low <= found["reuse"] <= high
 
 
+A, B, C = (bytes([i]) * 32 for i in range(3))
+
+
+def look_up(disk: VirtualDisk, clock: FakeClock, *digests: bytes) -> list[bool]:
+    disk.submit([LookUp(0, "r", tuple((0, each) for each in digests), 9)])
+    found = [each for each in disk.take(clock.now()) if isinstance(each, LookedUp)]
+    return found[0].found
+
+
 def test_transfers_follow_each_other_and_old_blocks_are_deleted() -> None:
     clock = FakeClock()
     contents = Contents([BYTES], 2 * BYTES)
     disk = VirtualDisk(contents, BYTES, clock)  # a block a second
-    a, b, c = (bytes([i]) * 32 for i in range(3))
-    disk.submit([Keep(0, 1, ((0, a, 0), (0, b, 1)))])
-    disk.submit([LookUp(0, "r", ((0, a), (0, c)), 2), Fetch(0, 3, ((0, a, 4), (0, c, 5)))])
-    [looked_up] = disk.take(clock.now())
-    assert isinstance(looked_up, LookedUp) and looked_up.found == [True, False]
-    clock.advance(2.0)
+    disk.submit([Keep(0, 1, ((0, A, 0), (0, B, 1)))])
+    disk.submit([Fetch(0, 3, ((0, A, 4), (0, C, 5)))])
+    assert look_up(disk, clock, A, B, C) == [False, False, False]
+    clock.advance(1.0)
+    assert look_up(disk, clock, A, B, C) == [True, False, False]
+    clock.advance(1.0)
     [kept] = disk.take(clock.now())
     assert isinstance(kept, Kept) and (kept.ok, kept.num_bytes) == ([True, True], 2 * BYTES)
     assert disk.next_answer_s == 3.0
     clock.advance(1.0)
     [fetched] = disk.take(clock.now())
     assert isinstance(fetched, Fetched) and (fetched.ok, fetched.num_bytes) == ([True, False], 100)
-    disk.submit([Keep(0, 4, ((0, c, 6),))])
-    assert list(contents.names) == [(0, a), (0, c)], "b was used longest ago"
-    disk.submit([Remove(0, 5, ((0, a),))])
-    assert list(contents.names) == [(0, c)]
+    disk.submit([Fetch(0, 4, ((0, A, 4),)), Keep(0, 5, ((0, C, 6),))])
+    clock.advance(2.0)
+    assert look_up(disk, clock, A, B, C) == [True, False, True], "B was used longest ago"
+    disk.submit([Remove(0, 6, ((0, A),))])
+    assert list(contents.names) == [(0, C)]
+
+
+def test_replicas_share_the_rate_and_the_blocks_of_a_disk() -> None:
+    clock = FakeClock()
+    contents = Contents([BYTES], 9 * BYTES)
+    one, other = (VirtualDisk(contents, BYTES, clock) for _ in range(2))
+    one.submit([Keep(0, 1, ((0, A, 0), (0, B, 1)))])
+    other.submit([Keep(0, 1, ((0, B, 0), (0, C, 1)))])
+    assert (one.next_answer_s, other.next_answer_s) == (2.0, 3.0)
+    assert (one.num_bytes, other.num_bytes) == (2 * BYTES, BYTES), "B is written once"
+    clock.advance(2.0)
+    assert look_up(other, clock, A, B, C) == [True, True, False]

@@ -139,8 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = given_settings(arguments)
     device = find_device(settings.pop("device", "auto"))
     replicas = settings.pop("data_parallel_size", 1)
-    if arguments.agents is not None and arguments.trace is not None:
-        raise ConfigError("--agents and --trace are two workloads; give one of them.")
+    if arguments.agents is not None:
+        _check_agents(arguments)
     if arguments.num_prompts is None and arguments.trace is None:
         arguments.num_prompts = MANY_PROMPTS
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
@@ -151,6 +151,23 @@ def run(arguments: argparse.Namespace) -> int:
     num = replicas if roles is None else roles.num_replicas
     simulation = SimulationInput(config, find_config(config.model), device, num, roles)
     return simulate_command(arguments, simulation)
+
+
+def _check_agents(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options of other workloads next to --agents."""
+    if arguments.trace is not None:
+        raise ConfigError("--agents and --trace are two workloads; give one of them.")
+    others = {
+        "--request-rate": (arguments.request_rate is not None, "--arrival-s"),
+        "--num-prompts": (arguments.num_prompts is not None, "--num-sessions"),
+        "--tenants": (arguments.tenants > 1, None),
+    }
+    for name, (is_given, instead) in others.items():
+        if is_given:
+            advice = "" if instead is None else f", or use {instead}"
+            raise ConfigError(
+                f"--agents and {name} belong to two workloads; give one of them{advice}."
+            )
 
 
 def _roles(arguments: argparse.Namespace, replicas: int) -> "Roles | None":

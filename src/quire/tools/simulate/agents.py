@@ -39,16 +39,14 @@ class _Sent:
 
 
 class AgentWork:
-    """Workload of sessions, for `quire simulate`. speed: divisor of all pauses and starts."""
+    """Workload of sessions, for `quire simulate`."""
 
-    def __init__(
-        self, name: str, sessions: list[Session], vocab_size: int, speed: float = 1.0
-    ) -> None:
+    def __init__(self, name: str, sessions: list[Session], vocab_size: int) -> None:
         self.name, self.num = name, sum(len(each.turns) for each in sessions)
         last_s = max(each.at_s for each in sessions)
         num_roots = sum(each.parent is None for each in sessions)
-        self.rate_per_s = num_roots / last_s * speed if last_s else float("inf")
-        self._sessions, self._vocab_size, self._speed = sessions, vocab_size, speed
+        self.rate_per_s = num_roots / last_s if last_s else float("inf")
+        self._sessions, self._vocab_size = sessions, vocab_size
         self._known = bench.Known()
         self._sent: dict[str, _Sent] = {}
         self._counts: dict[str, tuple[int, int, int]] = {}  # job, turn, reusable tokens
@@ -73,7 +71,7 @@ class AgentWork:
         """Yield the first turn of each session without a parent."""
         roots = [i for i, each in enumerate(self._sessions) if each.parent is None]
         for i in sorted(roots, key=lambda i: self._sessions[i].at_s):
-            at_s = self._sessions[i].at_s / self._speed
+            at_s = self._sessions[i].at_s
             self._job_s[i] = at_s, at_s
             yield self._begin(i, i, [], at_s)
 
@@ -87,11 +85,20 @@ class AgentWork:
         progress.context = sent.context + progress.answer
         self._known.add(progress.context[:-1])
         job = progress.job
-        self._job_s[job] = self._job_s[job][0], max(now, self._job_s[job][1])
+        self._job_s[job] = self._job_s[job][0], now
         children = self._children.get((i, sent.turn), [])
         progress.num_open, progress.turn = len(children), sent.turn + 1
         if children:
             return [self._begin(child, job, progress.context, now) for child in children]
+        return self._continue(i, now)
+
+    def refused(self, request_id: str, now: float) -> list[Arrival]:
+        """Return the turns that begin because a turn was refused. Its session ends with an empty
+        answer, as in `bench agents`."""
+        i = self._sent.pop(request_id).session
+        progress = self._progress[i]
+        progress.answer, progress.turn = [], len(self._sessions[i].turns)
+        self._job_s[progress.job] = self._job_s[progress.job][0], now
         return self._continue(i, now)
 
     def _begin(self, i: int, job: int, context: list[int], now: float) -> Arrival:
@@ -104,8 +111,7 @@ class AgentWork:
         subagent is open."""
         session, progress = self._sessions[i], self._progress[i]
         if progress.turn < len(session.turns):
-            pause_s = session.turns[progress.turn].pause_s / self._speed
-            return [self._send(i, now + pause_s)]
+            return [self._send(i, now + session.turns[progress.turn].pause_s)]
         if session.parent is None:
             return []
         parent = self._progress[session.parent]
@@ -136,7 +142,8 @@ class AgentWork:
         for request_id, served in run.by_id.items():
             job, turn, num_reusable = self._counts[request_id]
             result = RequestResult(
-                served.arrived_s, served.num_prompt, served.latency_s, served.wait_s,
+                served.arrived_s, served.num_prompt,
+                0.0 if served.error else served.latency_s, served.wait_s,
                 output_len=served.num_output, error=served.error,
                 cached_len=max(0, served.num_cached_tokens),
             )  # fmt: skip

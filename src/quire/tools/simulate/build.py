@@ -75,7 +75,12 @@ class Engines:
         return list(block_bytes_of(self.config, self.spec))
 
     def check_stores(self) -> None:
-        """Raise ConfigError if replicas could not take each other's blocks."""
+        """Raise ConfigError if replicas could not take each other's blocks, or have a disk."""
+        if self.config.cache.stores:
+            raise ConfigError(
+                "prefill and decode replicas are simulated without a disk; remove kv_disk_dir, or"
+                " use --replicas."
+            )
         if self.host_limits is None:
             raise ConfigError(
                 "replicas share computed blocks through host memory and the prefix cache; set"
@@ -83,11 +88,16 @@ class Engines:
             )
 
     def disk(self, bytes_per_s: float, clock: FakeClock) -> Callable[[int], VirtualStores | None]:
-        """Return the store of each replica, by its number: the directory of the settings, if host
-        memory leads to it."""
+        """Return the store of each replica, by its number: the directory of the settings. Raises
+        ConfigError if no host memory leads to it."""
         cache = self.config.cache
-        if not cache.stores or self.host_limits is None:
+        if not cache.stores:
             return lambda number: None
+        if self.host_limits is None:
+            raise ConfigError(
+                "blocks reach kv_disk_dir through host memory and the prefix cache; keep"
+                " enable_prefix_caching on, or remove kv_disk_dir."
+            )
         contents = Contents(self.block_bytes, cache.kv_disk_gb * 1e9)
         return lambda number: VirtualDisk(contents, bytes_per_s, clock)
 

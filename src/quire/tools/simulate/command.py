@@ -120,8 +120,9 @@ def simulate_work(
         cores = engines.replicas(roles.num_replicas, times, clock, run, link)
     began = time.perf_counter()
     run_all(
-        cores, work.arrivals(), clock, run, work.then, bar.advance, engines.block_size, cores_of
-    )
+        cores, work.arrivals(), clock, run, work.then, bar.advance, engines.block_size, cores_of,
+        work.refused,
+    )  # fmt: skip
     wall_s = time.perf_counter() - began
     for each in cores:
         each.close()

@@ -163,6 +163,12 @@ class HandedOver:
         more = self._work.then(request_id.removesuffix(DECODES), now)
         return [self._first(each) for each in as_list(more)]
 
+    def refused(self, request_id: str, now: float) -> Caused:
+        """Return the arrivals that the refusal of a leg causes. There is no second leg then."""
+        self._open.pop(request_id, None)
+        more = self._work.refused(request_id.removesuffix(DECODES), now)
+        return [self._first(each) for each in as_list(more)]
+
     def _first(self, arrival: Arrival) -> Arrival:
         self._open[arrival.request.request_id] = arrival
         return Arrival(arrival.at_s, arrival.request, 1)

@@ -212,6 +212,9 @@ class RecordedWork:
     def then(self, request_id: str, now: float) -> Arrival | None:
         return None
 
+    def refused(self, request_id: str, now: float) -> Arrival | None:
+        return None
+
     def _arrival(self, at_s: float, place: int) -> Arrival:
         each = self._recorded.requests[place]
         own = {"request_id": f"{place}"} if not self._exact else {}

@@ -104,16 +104,18 @@ def run_all(
     progress: Callable[[int], None] = lambda num_ended: None,
     block_size: int = 0,
     cores_of: CoresOf | None = None,
+    refused: NextArrival = lambda request_id, now: None,
 ) -> Run:
     """Serve arrivals, which are ordered by time, until all of them have ended.
 
     clock, run: objects of the cores.
     then: returns the arrivals that a request's end causes, such as a conversation's next turn.
     block_size: tokens of a block for routing by prefix; 0 disables it.
-    cores_of: returns the cores that may get a request; None for all."""
+    cores_of: returns the cores that may get a request; None for all.
+    refused: returns the arrivals that a request's refusal causes."""
     run.listeners = [core.listener for core in cores]
     choice = CoreChoice(len(cores), block_size)
-    return _World(cores, arrivals, clock, run, choice, cores_of).run(then, progress)
+    return _World(cores, arrivals, clock, run, choice, cores_of, refused).run(then, progress)
 
 
 class _World:
@@ -125,12 +127,13 @@ class _World:
         run: Run,
         choice: CoreChoice,
         cores_of: CoresOf | None,
+        refused: NextArrival,
     ) -> None:
         self._cores_of: CoresOf = cores_of or (lambda request_id: range(len(cores)))
         self._cores, self._clock, self._run, self._choice = cores, clock, run, choice
-        self._arrivals = iter(arrivals)
+        self._arrivals, self._refused = iter(arrivals), refused
         self._next = next(self._arrivals, None)
-        self._more: list[tuple[float, int, Arrival]] = []  # arrivals caused by other requests' end
+        self._more: list[tuple[float, int, Arrival]] = []  # arrivals caused by other requests
         self._loads = [OpenLoad() for _ in cores]
         self._wake_s: list[float | None] = [None] * len(cores)
         self._num_more = 0
@@ -192,7 +195,13 @@ class _World:
             core.add(request, arrival.num_output, served)
         except RequestError:
             self._loads[number].remove(request.request_id)
+            self._push(self._refused(request.request_id, self._clock.now_s))
         self._wake_s[number] = core.next_s()
+
+    def _push(self, caused: Caused) -> None:
+        for arrival in as_list(caused):
+            heapq.heappush(self._more, (arrival.at_s, self._num_more, arrival))
+            self._num_more += 1
 
     def _end(
         self,
@@ -204,9 +213,7 @@ class _World:
     ) -> None:
         for request_id in ended:
             self._loads[number].remove(request_id)
-            for arrival in as_list(then(request_id, now)):
-                heapq.heappush(self._more, (arrival.at_s, self._num_more, arrival))
-                self._num_more += 1
+            self._push(then(request_id, now))
         progress(len(ended))
 
     def _check(self) -> None:
@@ -217,7 +224,7 @@ class _World:
 
 
 def as_list(caused: Caused) -> list[Arrival]:
-    """Return the arrivals that a request's end causes."""
+    """Return the arrivals that a request's end or refusal causes."""
     if caused is None:
         return []
     return [caused] if isinstance(caused, Arrival) else caused

@@ -36,6 +36,10 @@ class Work(Protocol):
         """Return the arrivals that a request's end causes."""
         ...
 
+    def refused(self, request_id: str, now: float) -> Caused:
+        """Return the arrivals that a request's refusal causes."""
+        ...
+
 
 @dataclass
 class Synthetic:
@@ -61,6 +65,9 @@ class Synthetic:
             yield Arrival(at_s, request, each.output_len)
 
     def then(self, request_id: str, now: float) -> Arrival | None:
+        return None
+
+    def refused(self, request_id: str, now: float) -> Arrival | None:
         return None
 
 
@@ -94,6 +101,10 @@ class Traced:
     def then(self, request_id: str, now: float) -> Arrival | None:
         i = self._next.get(request_id)
         return None if i is None else self._arrival(i, now + self._requests[i].at_s)
+
+    def refused(self, request_id: str, now: float) -> Arrival | None:
+        """Return the next request of the session, as after an answer."""
+        return self.then(request_id, now)
 
     def _arrival(self, i: int, at_s: float) -> Arrival:
         each: TraceRequest = self._requests[i]
