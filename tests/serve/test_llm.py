@@ -178,7 +178,7 @@ def test_stream_gives_what_generate_gives(depth: int) -> None:
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
+@pytest.mark.parametrize("depth", slow_but((1, 2), 1))
 def test_leaving_a_stream_early_ends_the_request(depth: int) -> None:
     with open_llm(pipeline_depth=depth) as llm:
         stream = llm.stream("Hello", SamplingParams(max_tokens=60))

@@ -49,7 +49,7 @@ def test_n_continuations(llm: LLM) -> None:
     assert only(llm.generate(PROMPT, sampled())) == four[:1]
 
 
-@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
+@pytest.mark.parametrize("depth", slow_but((1, 2), 1))
 def test_several_prompts_together(llm: LLM, depth: int) -> None:
     """More sequences than rows, n different from prompt to prompt."""
     params = [sampled(n=n, seed=n) for n in (3, 1, 4, 2)]

@@ -181,7 +181,7 @@ def test_the_first_of_several_stop_strings(text_llm: LLM, free_text: str) -> Non
     assert (whole.text, whole.finish_reason, whole.stop_reason) == (free_text, "length", None)
 
 
-@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
+@pytest.mark.parametrize("depth", slow_but((1, 2), 1))
 def test_stop_token_ids_and_min_tokens(depth: int) -> None:
     """Before min_tokens a stop token is not even chosen."""
     with open_llm(pipeline_depth=depth) as llm:
@@ -491,7 +491,7 @@ def test_bad_words(text_llm: LLM) -> None:
     assert without.token_ids[:1] == plain.token_ids[:1]
 
 
-@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
+@pytest.mark.parametrize("depth", slow_but((1, 2), 1))
 def test_penalties_against_a_plain_loop(depth: int) -> None:
     """Repetition counts prompt and output; presence and frequency the output alone."""
     cases = [(1.5, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, 0.7), (1.3, 0.5, 0.4), (0.8, -1.0, -0.3)]

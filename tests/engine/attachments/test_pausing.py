@@ -25,7 +25,7 @@ from tests.support.models.reference_checkpoints import changed, checkpoint
 LONG = 60
 
 
-@pytest.fixture(params=slow_but((1, 2), 2), ids=["depth 1", "depth 2"])
+@pytest.fixture(params=slow_but((1, 2), 1), ids=["depth 1", "depth 2"])
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     settings = SETTINGS | {"pipeline_depth": request.param}
     config = config_from_flat(model=str(checkpoint("llama")), **settings)
