@@ -27,7 +27,7 @@ BUDGETS = {
     "cli/local": 400,
     "cli/options": 860,
     "engine": 10,
-    "engine/attachments": 2120,
+    "engine/attachments": 2130,
     "engine/client": 2360,
     "engine/connectors": 2020,
     "engine/drafting": 1480,
