@@ -6,12 +6,15 @@ Covers `scheduler/reuse/partial_blocks.py`.
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from quire.base.errors import RequestError
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
 from quire.base.settings.config import SchedulerConfig
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVManager
@@ -32,7 +35,12 @@ from tests.scheduler.test_scheduler_machine import (
     StoresMachine,
 )
 from tests.scheduler.test_stores import OTHER, PROMPT, Lab
-from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
+from tests.support.scheduler.fake_device import (
+    Curse,
+    candidates_of,
+    expected_tokens,
+    make_request,
+)
 from tests.support.scheduler.fake_stores import BLOCK
 from tests.support.scheduler.pinning_core import Bench
 from tests.support.scheduler.state_machines import FEW, run_machine
@@ -157,6 +165,26 @@ def test_a_block_that_a_chunked_group_has_dropped_gets_no_name(num: int, found: 
     assert bench.plans[-1].started[0].num_computed_tokens == found
     bench.finish()
     bench.assert_right(again)
+
+
+def test_a_scored_prompt_names_its_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(reuse_partial_blocks=True)
+    run = bench.device.run
+
+    def run_scored(plan: Plan, masks: MaskPromise | None) -> StepResult:
+        scores = [candidates_of(TURN[:i], 1) for i in range(1, len(TURN))]
+        found = {0: scores} if plan.started else {}
+        return msgspec.structs.replace(run(plan, masks), prompt_candidates=found)
+
+    monkeypatch.setattr(bench.device, "run", run_scored)
+    scored = bench.add("scored", TURN, prompt_logprobs=0)
+    bench.finish()
+    monkeypatch.undo()
+    again = bench.add("again", [*TURN, *bench.output["scored"][0], 1, 2])
+    bench.step()
+    assert bench.plans[-1].started[0].num_computed_tokens == len(TURN) + 5
+    bench.finish()
+    bench.assert_right(scored, again)
 
 
 def test_layers_with_a_state_have_no_such_blocks() -> None:

@@ -460,8 +460,7 @@ class Memory:
     def _note_copies(self, appended: Seq[Appended]) -> None:
         """Record which blocks the plan being made copies from."""
         for g, one in enumerate(appended):
-            for source, _ in one.copies:
-                self.copied.append((g, source))
+            self.copied += [(g, source) for source, _ in one.copies]
 
     # ---- removing names ----------------------------------------------------------------------
 

@@ -16,36 +16,29 @@ have no such names.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from enum import StrEnum
 
 from quire.kv.host_tier import Name
 from quire.kv.manager import LOAD, KVBlocks
 from quire.scheduler.core.extension import Extension, HitSource
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
+from quire.scheduler.reuse.held import num_sure
 
 MAX_REMEMBERED = 1 << 14  # blocks before partial ones
 COMPLETE = ("stop", "length")  # ends after which all tokens but the last may be computed
-
-
-class AtStart(StrEnum):
-    """Kind of the entry of this source in `Sequence.found_elsewhere`."""
-
-    KNOWN = "known"  # change number 0, tokens that were known when the sequence got its row
 
 
 class PartialBlocks(HitSource, Extension):
     """Hit source of partial blocks. It makes the hits of the prefix index longer, so it is attached
     after that."""
 
-    entries: Sized = (True,)  # never empty, so that `begin` is called for each admission
-
     def __init__(self, memory: Memory) -> None:
         self._memory, self._kv, self._names = memory, memory.kv, memory.names
         # By the name of the block before: the lengths of partial blocks, as bits
         self._lengths = OrderedDict[bytes, int]()
+        self.entries = self._lengths
 
     # ---- naming ------------------------------------------------------------------------------
 
@@ -54,17 +47,12 @@ class PartialBlocks(HitSource, Extension):
         if not sequence.marks and sequence.group is None:
             sequence.watch(self)
 
-    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
-        """See HitSource: once more tokens are known than now, all of these are computed."""
-        sequence.found_elsewhere[AtStart.KNOWN] = 0, sequence.num_known_tokens
-
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
-        """See Extension: name the last block of a sequence that ends with a result. All its tokens
-        but the last are computed then."""
-        num_tokens = sequence.num_known_tokens
-        _, num_before = sequence.found_elsewhere.get(AtStart.KNOWN, (0, num_tokens))
-        num_blocks, length = divmod(num_tokens - 1, self._kv.block_size)
-        is_computed = sequence.row >= 0 and num_tokens > num_before and reason in COMPLETE
+        """See Extension: name the last block of a sequence that ends with a result, if all its
+        tokens but the last are computed."""
+        num_computed = sequence.num_known_tokens - 1
+        num_blocks, length = divmod(num_computed, self._kv.block_size)
+        is_computed = num_sure(sequence) == num_computed and reason in COMPLETE
         if not is_computed or not num_blocks or sequence.is_renamed:
             return
         if sequence.blocks.num_indexed < num_blocks:
