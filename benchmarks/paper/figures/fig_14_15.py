@@ -1,8 +1,8 @@
 """P fig. 14 and 15: several samples and beams of one prompt, which share its blocks.
 
 The blocks that quire saves are simulated with its own scheduler and beam search. The rates of full
-systems follow by formula from these savings (`capacity.py`): simulating whole searches at each rate
-would take an hour. A test simulates one rate.
+systems follow by formula from these savings (`capacity.py`), since whole searches at each rate take
+long to simulate.
 """
 
 from benchmarks.paper.bands import falling, near, order
