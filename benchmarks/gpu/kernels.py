@@ -27,6 +27,7 @@ ELSEWHERE = {
     "draft_runs": "the piece guesses: one launch of a step that guesses",
     "latent": "no piece has a model with latent attention",
     "launch": "no kernel of its own",
+    "rotary_attention": "behind a switch, which no piece turns on",
     "tiles": "no kernel of its own",
     "sampling_filtered": "parts of sampling's launches",
     "sampling_scan": "parts of sampling's launches",

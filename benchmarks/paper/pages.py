@@ -30,19 +30,20 @@ METHOD = (
     " (`benchmarks/paper/overhead.py`). [Assumptions](evaluation-assumptions.md) shows what other"
     " times would give.",
     "A point of a curve is a trace of 60 seconds, and shorter for workloads with many requests per"
-    " second; `--seconds` makes them longer. A system survives a short trace at rates that it cannot"
-    " sustain for long, so rates of short traces are too high. The lengths of requests follow the"
+    " second; `--seconds` makes them longer. A system survives a short trace at rates that it"
+    " cannot sustain for long, so rates of short traces are too high. The lengths of requests follow the"
     " paper's means; the paper does not give their spread.",
     "A band is the range in which a number must lie. Bands are set from the text, not from our"
     " results, and each has its reason beside it. A number outside its band ends `make paper` with"
-    " an error. The tests check the bands on shorter traces, and that ten faults in the allocator,"
+    " an error. The tests check the bands on shorter traces, and that nine faults in the allocator,"
     " the scheduler and the baselines break them (`tests/benchmarks/paper/test_mutants.py`).",
 )
 
 
 CLAIMS_INTRODUCTION = (
-    "This page lists each number of two papers' figures and tables that has a band, where it stands,"
-    " and what quire shows. [From the papers to the code](../inside/papers.md) lists the mechanisms."
+    "This page lists each number of two papers' figures and tables that has a band, where it"
+    " stands, and what quire shows. [From the papers to the code](../inside/papers.md) lists the"
+    " mechanisms."
 )
 CLAIMS_COLUMNS = (
     'The first column links to the plot and the band. `make paper ARGS="--only MODULE"` makes the'

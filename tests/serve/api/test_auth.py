@@ -17,7 +17,9 @@ from tests.serve.api.conftest import MakeContext, serving
 KEYS = ("first-key", "second-key")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"role": "user", "content": "Hi"}
-PUBLIC = {("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")}
+PUBLIC = {
+    ("GET", "/health"), ("GET", "/health/"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from quire.serve.app import create_app
 from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, size_of
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError
+from quire.serve.native.document import PUBLIC
 from quire.serve.pipeline.plan import check_model, checked_template
 from tests.serve.api.conftest import MODEL, MakeContext
 from tests.support.serve.fake_client import FakeClient
@@ -270,7 +271,7 @@ def test_the_document_says_what_is_answered(api: TestClient) -> None:
             assert "422" not in statuses
             assert {"200", "503"} <= statuses, (method, path)
             assert ({"400", "408", "413", "415"} <= statuses) == ("requestBody" in operation)
-            if path not in ("/health", "/ready", "/ping"):
+            if path not in PUBLIC:
                 described = operation["responses"]["200"]["content"]
                 assert all(content["schema"] for content in described.values()), (method, path)
     assert "securitySchemes" not in document["components"]
@@ -281,5 +282,5 @@ def test_the_document_says_who_needs_a_key(make_context: MakeContext) -> None:
     document = api.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            is_public = path in ("/health", "/ready", "/ping")
+            is_public = path in PUBLIC
             assert ("401" in operation["responses"]) == ("security" in operation) == (not is_public)
