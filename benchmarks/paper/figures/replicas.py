@@ -9,7 +9,7 @@ from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.clock import FakeClock
 from quire.base.settings.config import SchedulerConfig
 from quire.tools.simulate.replica import Replica
-from quire.tools.simulate.run import Run, run_all
+from quire.tools.simulate.run import Routing, Run, run_all
 
 NUM_REPLICAS, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 12_000
 NUM_TALKS, FEW_TALKS = 600, 80
@@ -27,7 +27,7 @@ def measure(block_size: int, num_talks: int) -> tuple[float, float, float]:
         cores.append(Replica(scheduler, LLAMA_8B, clock, number, run.by_id, VOCAB_SIZE))
     turns = Turns(num_talks, seed=0)
     arrivals = sorted(turns.first, key=lambda each: each.at_s)
-    run_all(cores, arrivals, clock, run, turns.then, block_size=block_size)
+    run_all(cores, arrivals, clock, run, turns.then, routing=Routing(block_size))
     served = list(run.by_id.values())
     prompts = sum(each.num_prompt for each in served)
     hits = sum(max(0, each.num_cached_tokens) for each in served) / prompts

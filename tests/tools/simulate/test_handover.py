@@ -14,7 +14,7 @@ from quire.spec.cache_group import CacheGroup
 from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.handover import DECODES, HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.replica import Replica
-from quire.tools.simulate.run import Incoming, Run, run_all
+from quire.tools.simulate.run import Incoming, Routing, Run, run_all
 from quire.tools.step_times import Roofline
 from quire.tools.workloads import token_ids_of
 
@@ -63,7 +63,7 @@ class World:
         roles = Roles(1, 1, 1.0)
         run_all(
             self.cores, self.work.arrivals(), self.clock, self.run, self.work.then,
-            block_size=BLOCK, cores_of=roles.cores_of,
+            routing=Routing(BLOCK, roles.cores_of),
         )  # fmt: skip
         for core in self.cores:
             core.close()

@@ -7,7 +7,7 @@ from quire.base.clock import FakeClock
 from quire.base.settings.config import SchedulerConfig
 from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.replica import Replica
-from quire.tools.simulate.run import Run, run_all, simulate
+from quire.tools.simulate.run import Routing, Run, run_all, simulate
 from quire.tools.simulate.served import BUDGET, MEMORY, ROW, STEP
 from quire.tools.step_times import Attention, Roofline
 from quire.tools.workloads import token_ids_of
@@ -94,7 +94,7 @@ def test_requests_go_where_their_prefix_is_known() -> None:
         Arrival(3.0 * i, simulated_request(str(i), token_ids_of(each, 1000), 9), 2)
         for i, each in enumerate(parts)
     ]
-    run_all(cores, arrivals, clock, run, block_size=4)
+    run_all(cores, arrivals, clock, run, routing=Routing(4))
     where = [run.by_id[str(i)].replica for i in range(8)]
     assert where in ([0, 1] * 4, [0] * 8) and len(run.listeners) == 2
     assert all(served.num_cached_tokens == 40 for served in list(run.by_id.values())[2:])

@@ -314,9 +314,8 @@ def _build_core(
         core, model_memory.stage, model_memory.stage_again, lambda: model_memory.weights
     )
     sleeping = Sleeping(core, pausing, updates, model_memory)
-    core.attach(updates)
-    core.attach(sleeping)
-    core.attach(pausing)
+    for attachment in (updates, sleeping, pausing):
+        core.attach(attachment)
     return BuiltCore(
         core,
         config,

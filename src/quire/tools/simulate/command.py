@@ -24,7 +24,7 @@ from quire.tools.simulate.plot import write_plot
 from quire.tools.simulate.recorded import RecordedWork, is_recording, read_recorded
 from quire.tools.simulate.results import Results, as_data, results_of, text_of
 from quire.tools.simulate.roofline import roofline_of
-from quire.tools.simulate.run import Run, run_all
+from quire.tools.simulate.run import Routing, Run, run_all
 from quire.tools.simulate.workload import Traced, Work, synthetic
 from quire.tools.sizing.fit import Fit, fit
 from quire.tools.step_fitting import Fitted, lines_of, read_fitted
@@ -120,8 +120,8 @@ def simulate_work(
         cores = engines.replicas(roles.num_replicas, times, clock, run, link)
     began = time.perf_counter()
     run_all(
-        cores, work.arrivals(), clock, run, work.then, bar.advance, engines.block_size, cores_of,
-        work.refused,
+        cores, work.arrivals(), clock, run, work.then, bar.advance,
+        Routing(engines.block_size, cores_of), work.refused,
     )  # fmt: skip
     wall_s = time.perf_counter() - began
     for each in cores:

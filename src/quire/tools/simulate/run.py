@@ -95,6 +95,15 @@ def simulate(
     return run_all([replica], in_order, clock, run, then)
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How arrivals are given to cores. block_size: tokens of a block for routing by prefix; 0
+    disables it. cores_of: returns the cores that may get a request; None for all."""
+
+    block_size: int = 0
+    cores_of: CoresOf | None = None
+
+
 def run_all(
     cores: Sequence[SimulatedCore],
     arrivals: Iterable[Incoming],
@@ -102,20 +111,18 @@ def run_all(
     run: Run,
     then: NextArrival = lambda request_id, now: None,
     progress: Callable[[int], None] = lambda num_ended: None,
-    block_size: int = 0,
-    cores_of: CoresOf | None = None,
+    routing: Routing = Routing(),
     refused: NextArrival = lambda request_id, now: None,
 ) -> Run:
     """Serve arrivals, which are ordered by time, until all of them have ended.
 
     clock, run: objects of the cores.
     then: returns the arrivals that a request's end causes, such as a conversation's next turn.
-    block_size: tokens of a block for routing by prefix; 0 disables it.
-    cores_of: returns the cores that may get a request; None for all.
     refused: returns the arrivals that a request's refusal causes."""
     run.listeners = [core.listener for core in cores]
-    choice = CoreChoice(len(cores), block_size)
-    return _World(cores, arrivals, clock, run, choice, cores_of, refused).run(then, progress)
+    choice = CoreChoice(len(cores), routing.block_size)
+    world = _World(cores, arrivals, clock, run, choice, routing.cores_of, refused)
+    return world.run(then, progress)
 
 
 class _World:
