@@ -31,12 +31,12 @@ METHOD = (
     " times would give.",
     "A point of a curve is a trace of 60 seconds, and shorter for workloads with many requests per"
     " second; `--seconds` makes them longer. A system survives a short trace at rates that it"
-    " cannot sustain for long, so rates of short traces are too high. The lengths of requests follow"
-    " the paper's means; the paper does not give their spread.",
+    " cannot sustain for long, so rates of short traces are too high. The lengths of requests"
+    " follow the paper's means; the paper does not give their spread.",
     "A band is the range in which a number must lie. Bands are set from the text, not from our"
     " results, and each has its reason beside it. A number outside its band ends `make paper` with"
-    " an error. The tests check the bands on shorter traces, and that nine faults in the allocator,"
-    " the scheduler and the baselines break them (`tests/benchmarks/paper/test_mutants.py`).",
+    " an error. The tests check the bands on shorter traces, and that three faults in the"
+    " allocator, the pool and the link break them (`tests/benchmarks/paper/test_mutants.py`).",
 )
 
 
