@@ -184,7 +184,7 @@ def limits_of_machine() -> dict[str, float]:
 
 
 def rows_of(chosen: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
-    """Measure the cases in alternating rounds, group by group; yield what stands in the report."""
+    """Measure the cases in alternating rounds, group by group; yield the lines of the report."""
     for group in dict.fromkeys(case.group for case in chosen):
         mine = [case for case in chosen if case.group == group]
         found: list[list[Found]] = [[] for _ in mine]

@@ -230,7 +230,7 @@ class BlockPool:
         return self._num_refs[block_id]
 
     def is_in_use(self, block_id: int) -> bool:
-        """Return whether tables hold this block; False for an entry that is no block."""
+        """Return whether tables hold this block; False for NULL and LOAD entries."""
         return block_id >= 0 and self._num_refs[block_id] > 0
 
     def all_refs(self) -> list[int]:

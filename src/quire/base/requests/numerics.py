@@ -23,7 +23,7 @@ def fingerprint(parts: Mapping[str, str]) -> str | None:
 
 def differing_parts(one: str, other: str) -> list[str]:
     """Return the names of the parts in which two fingerprints differ. Raises ValueError for a text
-    that is no fingerprint of this version."""
+    that is not a fingerprint of this version."""
     pairs = zip(_split(one), _split(other), strict=True)
     return [name for name, (mine, theirs) in zip(PARTS, pairs, strict=True) if mine != theirs]
 
