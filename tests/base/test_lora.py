@@ -23,12 +23,26 @@ def test_as_many_adapters_stay_in_memory_as_are_in_use_unless_set() -> None:
         ({"max_lora_rank": 0}, "from 1 to 256"),
         ({"max_loras": 0}, "max_loras"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "at least max_loras=4"),
+        ({"lora_target_modules": ("q_proj", "")}, "names of modules"),
         ({"enable_lora": True, "pipeline_parallel_size": 2}, "stages"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_flat(**settings)
+
+
+def test_targets_are_ends_of_names_and_experts_need_their_own() -> None:
+    some = LoraConfig(lora_target_modules=("q_proj", "mlp.up_proj"))
+    assert some.may_change("model.layers.0.self_attn.q_proj") and some.may_change("q_proj")
+    assert some.may_change("layers.0.mlp.up_proj")
+    for other in ("layers.0.self_attn.k_proj", "layers.0.up_proj", "layers.0.xq_proj"):
+        assert not some.may_change(other)
+    expert = "layers.0.mlp.experts.3.gate_proj"
+    assert LoraConfig().may_change(expert)
+    assert not LoraConfig(lora_target_modules=("gate_proj",)).may_change(expert)
+    assert LoraConfig(lora_target_modules=("experts",)).may_change(expert)
+    assert LoraConfig(lora_target_modules=("experts",)).may_change("layers.0.mlp.experts")
 
 
 def test_names() -> None:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelError
+from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import PREFIX, WEIGHTS, adapter_digest
 from quire.models.checkpoint.adapter_sets import Member, digest_of, members_of, set_of
 from quire.models.load.adapters import AdaptedModel
@@ -58,7 +59,7 @@ def merge_all(base: Path, members: list[Member], folder: Path) -> Path:
 def test_the_sum_is_the_merged_model(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load_model(made.directory, made.spec, torch.float64, CPU)
-    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
     members = write_three(tmp_path, adapted, made.directory)
     found = set_of(members)
     assert found is not None and digest_of(found[1]) == found[0]
@@ -80,7 +81,7 @@ def test_the_core_computes_the_sum(tmp_path: Path) -> None:
     path = ""
     for dtype, native in ((torch.float64, False), (torch.float32, True)):
         model = load_model(made.directory, made.spec, dtype, CPU)
-        adapted = AdaptedModel(model, made.spec, 1, dtype)
+        adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), dtype)
         if not path:
             found = set_of(write_three(tmp_path, adapted, made.directory))
             assert found is not None

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.errors import ModelError
+from quire.base.errors import ConfigError, ModelError
+from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import WEIGHTS
 from quire.models.checkpoint.files import safetensors_shapes, weight_files
 from quire.models.load.adapters import AdaptedModel
@@ -38,7 +39,7 @@ def load(directory: Path, spec: Any, dtype: torch.dtype = torch.float64) -> Any:
 def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     model = load(made.directory, made.spec)
-    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
     modules = adaptable(adapted, made.directory)
     assert modules, "nothing would be tested"
     write_adapter(tmp_path / "adapter", modules)
@@ -61,7 +62,7 @@ def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> N
 def test_transformers_computes_the_same_from_the_merged_checkpoint(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load(made.directory, made.spec)
-    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
     write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 4, use_rslora=True)
     merge(made.directory, tmp_path / "adapter", tmp_path / "merged")
     adapted.slots.put(0, adapted.load(str(tmp_path / "adapter"), MAX_RANK))
@@ -90,7 +91,7 @@ def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
     made = write_checkpoint(tmp_path / "base", variant)
     model = load(made.directory, made.spec, dtype)
     ranks = 1, 8, 64, 256
-    adapted = AdaptedModel(model, made.spec, len(ranks), dtype)
+    adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=len(ranks)), dtype)
     modules = adaptable(adapted, made.directory)
     for slot, rank in enumerate(ranks):
         write_adapter(tmp_path / f"{rank}", modules, rank, seed=rank)
@@ -130,7 +131,7 @@ def test_the_program_computes_what_the_reference_computes(variant: str, tmp_path
     tokens, found = random_tokens(10), []
     for dtype, native in ((torch.float64, False), (torch.float32, True)):
         model = load(made.directory, made.spec, dtype)
-        adapted = AdaptedModel(model, made.spec, 2, dtype)
+        adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=2), dtype)
         if not found:
             write_adapter(tmp_path / "adapter", adaptable(adapted, made.directory), 5)
         adapted.slots.put(1, adapted.load(str(tmp_path / "adapter"), MAX_RANK))
@@ -143,7 +144,9 @@ def test_the_program_computes_what_the_reference_computes(variant: str, tmp_path
 @pytest.fixture
 def llama(tmp_path: Path) -> AdaptedModel:
     made = write_checkpoint(tmp_path / "base", "llama")
-    return AdaptedModel(load(made.directory, made.spec), made.spec, 1, torch.float64)
+    return AdaptedModel(
+        load(made.directory, made.spec), made.spec, LoraConfig(max_loras=1), torch.float64
+    )
 
 
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -178,6 +181,22 @@ def test_an_adapter_of_another_model_is_refused(
         llama.load(str(tmp_path / "a"), MAX_RANK)
 
 
+def test_modules_outside_of_the_targets_are_refused(tmp_path: Path) -> None:
+    made = write_checkpoint(tmp_path / "base", "llama")
+    model = load(made.directory, made.spec)
+
+    def adapted(*targets: str) -> AdaptedModel:
+        config = LoraConfig(max_loras=1, lora_target_modules=targets)
+        return AdaptedModel(model, made.spec, config, torch.float64)
+
+    write_adapter(tmp_path / "a", {QUERY: (32, 32)})
+    assert adapted("o_proj", "q_proj").load(str(tmp_path / "a"), MAX_RANK).parts
+    with pytest.raises(ModelError, match=r"q_proj is none of lora_target_modules=\['o_proj'\]"):
+        adapted("o_proj").load(str(tmp_path / "a"), MAX_RANK)
+    with pytest.raises(ConfigError, match="no module 'experts'; it has down_proj, gate_proj"):
+        adapted("q_proj", "experts")
+
+
 def test_numbers_that_are_not_finite_are_refused(llama: AdaptedModel, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", {QUERY: (32, 32)}, size=float("inf"))
     with pytest.raises(ModelError, match="not finite"):
@@ -188,7 +207,7 @@ def test_a_loaded_adapter_does_not_change_with_its_file(tmp_path: Path) -> None:
     """PEFT's files are mapped; an engine of the same dtype needs no conversion."""
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load_model(made.directory, made.spec, torch.float32, CPU)
-    adapted = AdaptedModel(model, made.spec, 1, torch.float32)
+    adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float32)
     shapes = {name: place.shape for name, place in adapted.places.items()}
     path = write_adapter(tmp_path / "one", shapes, 4)
     parts = [part for each in adapted.load(str(path), 4).parts.values() for part in each]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.base.errors import ModelError
+from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import AdaptedModule, read_adapter
 from quire.models.checkpoint.rank_place import RankPlace
 from quire.models.checkpoint.sources import rows_of
@@ -46,7 +47,7 @@ slow = pytest.mark.slow
 def logits_with(adapter: Path, made: Checkpoint, place: RankPlace | None = None) -> torch.Tensor:
     options = LoadOptions() if place is None else LoadOptions(place=place)
     model = load_model(made.directory, made.spec, torch.float64, CPU, options)
-    adapted = AdaptedModel(model, made.spec, 1, torch.float64)
+    adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
     adapted.slots.put(0, adapted.load(str(adapter), 16))
     adapted.slots.begin_step([(0, range(len(TOKENS[0])))])
     spec = made.spec
@@ -89,7 +90,7 @@ def test_ranks_add_up_their_parts(has_whole_experts: bool, is_joint: bool, tmp_p
         adapter = write_parameters_adapter(tmp_path / "adapter", model)
     else:
         whole = load_model(made.directory, made.spec, torch.float64, CPU)
-        places = AdaptedModel(whole, made.spec, 1, torch.float64).places
+        places = AdaptedModel(whole, made.spec, LoraConfig(max_loras=1), torch.float64).places
         shapes: dict[str, Shape] = {name: place.shape for name, place in places.items()}
         adapter = write_adapter(tmp_path / "adapter", shapes, 3)
     wanted = logits_with(adapter, made)
@@ -113,7 +114,7 @@ def base(tmp_path: Path) -> Checkpoint:
 
 def load(adapter: Path, made: Checkpoint) -> None:
     model = load_model(made.directory, made.spec, torch.float64, CPU)
-    AdaptedModel(model, made.spec, 1, torch.float64).load(str(adapter), 16)
+    AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64).load(str(adapter), 16)
 
 
 def test_a_rank_is_that_of_one_expert(base: Checkpoint, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.base.errors import ModelError
+from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import adapter_digest, read_adapter
 from quire.models.checkpoint.files import safetensors_shapes, weight_files
 from quire.models.load.adapters import AdaptedModel
@@ -38,7 +39,7 @@ TYPES = [
 
 def adapted_model(made: Checkpoint) -> AdaptedModel:
     model = load_model(made.directory, made.spec, torch.float64, CPU)
-    return AdaptedModel(model, made.spec, 1, torch.float64)
+    return AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
 
 
 def write_both(made: Checkpoint, adapted: AdaptedModel, folder: Path) -> tuple[Path, Path]:
@@ -85,7 +86,7 @@ def test_a_base_from_gguf_computes_what_the_merged_model_computes(tmp_path: Path
     base = convert(made.directory, tmp_path / "base.gguf")
     spec, tokens, paging = load_spec(base), random_tokens(12), Paging(dtype=torch.float64)
     model = load_model(base, spec, torch.float64, CPU)
-    adapted = AdaptedModel(model, spec, 1, torch.float64)
+    adapted = AdaptedModel(model, spec, LoraConfig(max_loras=1), torch.float64)
     adapted.slots.put(0, adapted.load(str(gguf), MAX_RANK))
     adapted.slots.begin_step([(0, range(12))])
     [found] = run_paged(model, spec, tokens, [[12]], paging)

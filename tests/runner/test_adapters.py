@@ -167,7 +167,7 @@ def test_the_memory_plan_has_room_for_adapters(variant: str, tmp_path: Path) -> 
     """Two adapters of rank 3 in all linear layers; exact for llama."""
     made = write_checkpoint(tmp_path / "base", variant)
     model = load_model(made.directory, made.spec, torch.float32, CPU)
-    places = AdaptedModel(model, made.spec, 1, torch.float32).places.values()
+    places = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float32).places.values()
     needed = sum(sum(place.shape) for place in places) * 2 * 3 * 4
     settings: dict[str, Any] = {"max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 3}
     settings |= {"model": str(made.directory), "dtype": "float32"}
@@ -175,3 +175,18 @@ def test_the_memory_plan_has_room_for_adapters(variant: str, tmp_path: Path) -> 
     assert needed <= planned
     assert variant != "llama" or needed == planned
     assert adapter_bytes(config_from_flat(**settings), made.spec) == 0
+
+
+def test_the_memory_plan_has_no_room_for_experts_that_adapters_may_not_change(
+    tmp_path: Path,
+) -> None:
+    spec = write_checkpoint(tmp_path / "base", "qwen3_moe").spec
+    settings: dict[str, Any] = {"enable_lora": True, "dtype": "float32"}
+    sizes = [
+        adapter_bytes(config_from_flat(lora_target_modules=targets, **settings), spec)
+        for targets in ((), ("q_proj", "experts"), ("q_proj",))
+    ]
+    assert spec.experts is not None
+    inner, numbers = spec.hidden_size + spec.experts.inner_size, spec.experts.num_experts * 3
+    of_experts = 8 * 16 * spec.num_layers * numbers * inner * 4  # adapters, rank, bytes
+    assert sizes[0] == sizes[1] == sizes[2] + of_experts

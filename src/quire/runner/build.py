@@ -265,7 +265,7 @@ def _adapters(
             " or set device to cpu."
         )
     dtype = torch_dtype(config.model.dtype)
-    return RowAdapters(AdaptedModel(model, spec, config.lora.max_loras, dtype), config.lora)
+    return RowAdapters(AdaptedModel(model, spec, config.lora, dtype), config.lora)
 
 
 def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media | None:

@@ -201,8 +201,8 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
 
 def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Bound the bytes of the adapters in memory: each with the maximum rank in all linear layers
-    and all experts. An adapter of rank R has R numbers for each input and each output of a
-    layer."""
+    and, if adapters may change them, all experts. An adapter of rank R has R numbers for each
+    input and each output of a layer."""
     lora, hidden = config.lora, spec.hidden_size
     if not lora.enable_lora:
         return 0
@@ -216,7 +216,8 @@ def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     if (experts := spec.experts) is not None:  # routed, shared, and their routers
         shared = 3 * (hidden + experts.shared_size) if experts.shared_size else 0
         per_layer += 2 * hidden + experts.num_experts + 1 + shared
-        per_layer += experts.num_experts * 3 * (hidden + experts.inner_size)
+        if lora.changes_experts:
+            per_layer += experts.num_experts * 3 * (hidden + experts.inner_size)
     numbers = spec.num_layers * per_layer * lora.max_lora_rank
     return lora.num_held * numbers * DTYPE_BYTES[config.model.dtype]
 

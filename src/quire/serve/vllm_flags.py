@@ -391,7 +391,7 @@ ADAPTERS = {
     "max_cpu_loras": _same(),
     "lora_dtype": _value("adapters have the model's data type", "auto"),
     "lora_extra_vocab_size": _ignored("adapters add no tokens"),
-    "lora_target_modules": _value("an adapter's files name its modules"),
+    "lora_target_modules": _same("adapters that change other modules are refused"),
     "fully_sharded_loras": _ignored("ranks cut adapters as they cut the weights", True),
     "specialize_active_lora": _ignored(OWN_KERNELS, True),
     "enable_tower_connector_lora": _switch(NO_TOWER_ADAPTERS, False),

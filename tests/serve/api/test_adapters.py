@@ -210,6 +210,9 @@ def test_settings_are_checked_before_the_model_is_loaded(adapters: Path) -> None
     check_adapters(enabled, ServerConfig(lora_modules=(f"x={adapters / 'other'}",)))
     with pytest.raises(ConfigError, match="rank 17"):
         check_adapters(enabled, ServerConfig(lora_modules=(f"x={adapters / 'high'}",)))
+    fewer = EngineConfig(lora=LoraConfig(enable_lora=True, lora_target_modules=("o_proj",)))
+    with pytest.raises(ConfigError, match="the adapter 'x'.* is none of lora_target_modules"):
+        check_adapters(fewer, ServerConfig(lora_modules=(f"x={adapters / 'other'}",)))
     for server in (ServerConfig(lora_modules=("x=/a",)), ServerConfig(lora_roots=("/a",))):
         with pytest.raises(ConfigError, match="enable_lora"):
             check_adapters(EngineConfig(), server)

@@ -2,16 +2,19 @@
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, ModelError
 from quire.base.settings.fields import check, setting
 
 MAX_RANK = 256
 MAX_SLOTS = 1024
 NAME = re.compile(r"[\w.\-/:@+]{1,128}")
+MODULE = re.compile(r"\w+(\.\w+)*")
+EXPERTS = "experts"  # the module of a mixture's experts, in names of their modules
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class LoraConfig:
         "maximum number of adapters in memory, at least `--max-loras`; the least recently used"
         " leaves first; by default `--max-loras`",
     )
+    lora_target_modules: tuple[str, ...] = setting(
+        (),
+        "modules that adapters may change, such as `q_proj` or `experts`; others get no memory, and"
+        " adapters that change them are refused; by default all",
+    )
 
     def __post_init__(self) -> None:
         check(1 <= self.max_loras <= MAX_SLOTS, "max_loras", self.max_loras, f"1 to {MAX_SLOTS}")
@@ -33,11 +41,47 @@ class LoraConfig:
         check(1 <= rank <= MAX_RANK, "max_lora_rank", rank, f"from 1 to {MAX_RANK}")
         fits = held is None or held >= self.max_loras
         check(fits, "max_cpu_loras", held, f"at least max_loras={self.max_loras}")
+        targets = self.lora_target_modules
+        named = all(MODULE.fullmatch(name) for name in targets)
+        check(named, "lora_target_modules", targets, "names of modules, such as q_proj")
 
     @property
     def usable_rank(self) -> int:
         """Return the maximum rank of an adapter; 0 without adapters."""
         return self.max_lora_rank if self.enable_lora else 0
+
+    @property
+    def changes_experts(self) -> bool:
+        """Return whether adapters may change the experts of a mixture."""
+        return not self.lora_target_modules or EXPERTS in self.lora_target_modules
+
+    def may_change(self, module: str) -> bool:
+        """Return whether adapters may change a module, for example `layers.3.self_attn.q_proj`. Its
+        name must end with one of the targets. The target `experts` allows all modules of experts,
+        and no other target allows them."""
+        targets = self.lora_target_modules
+        if not targets or EXPERTS in module.split("."):
+            return self.changes_experts
+        return f".{module}".endswith(tuple(f".{name}" for name in targets))
+
+    def check_targets(self, modules: Collection[str]) -> None:
+        """Raise ConfigError if a target is in none of a model's modules. modules: their names."""
+        for target in self.lora_target_modules:
+            one = replace(self, lora_target_modules=(target,))
+            if not any(map(one.may_change, modules)):
+                known = sorted({name.rpartition(".")[2] for name in modules})
+                raise ConfigError(
+                    f"lora_target_modules: the model has no module {target!r}; it has"
+                    f" {', '.join(known[:20])}."
+                )
+
+    def check_module(self, module: str, path: Path) -> None:
+        """Raise ModelError if adapters may not change a module. path: the adapter's file."""
+        if not self.may_change(module):
+            raise ModelError(
+                f"{path}: {module} is none of lora_target_modules={list(self.lora_target_modules)},"
+                " so adapters may not change it; add it there, or train the adapter without it."
+            )
 
     @property
     def num_held(self) -> int:

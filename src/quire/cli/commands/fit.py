@@ -28,6 +28,7 @@ SETTINGS = (
     "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
     "decode_context_parallel_size", "data_parallel_size", "enable_expert_parallel",
     "hf_overrides", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
+    "lora_target_modules",
 )  # fmt: skip
 MIB = 1 << 20
 GIB = 1 << 30

@@ -89,7 +89,7 @@ GROUPS = (
         "several models on one server, and adapters (LoRA)",
         (
             "max_loaded_models", "idle_unload_s", "model_wait_s", "enable_lora", "lora_modules",
-            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_roots",
+            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "lora_roots",
         ),
     ),
     Group(

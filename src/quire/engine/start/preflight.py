@@ -43,7 +43,9 @@ def check_adapters(config: EngineConfig, server: ServerConfig) -> None:
         raise ConfigError(f"{name} needs adapters; set enable_lora, or remove it.")
     for module in modules:
         try:
-            read_adapter(Path(module.path), lora.max_lora_rank)
+            files = read_adapter(Path(module.path), lora.max_lora_rank)
+            for each in () if files.is_gguf else files.modules:  # llama.cpp has other names
+                lora.check_module(each.name, files.weights)
         except ModelError as error:
             raise ConfigError(f"lora_modules: the adapter {module.name!r}: {error}") from error
 

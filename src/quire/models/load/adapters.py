@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ConfigError, ModelError
+from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import AdaptedModule, AdapterFiles, read_adapter
 from quire.models.checkpoint.adapter_sets import members_of
 from quire.models.checkpoint.sources import Rows
@@ -96,28 +97,28 @@ class ModuleNames:
 
 
 class AdaptedModel:
-    """A model whose linear layers add the adapters of a step's rows. num_slots: adapters that one
-    step can use. dtype: of the adapters' matrices."""
+    """A model whose linear layers add the adapters of a step's rows. dtype: of the adapters'
+    matrices."""
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, num_slots: int, dtype: torch.dtype
+        self, model: nn.Module, spec: ModelSpec, config: LoraConfig, dtype: torch.dtype
     ) -> None:
         layers = list(_layers(model))
         if not layers:
             raise ConfigError(
                 "enable_lora: this model has no linear layers that adapters can change; remove it."
             )
-        self.slots, self._dtype = AdapterSlots(num_slots, len(layers)), dtype
-        self._spec, self._joint = spec, JointExperts(model)
+        self.slots, self._dtype = AdapterSlots(config.max_loras, len(layers)), dtype
+        self._spec, self._config, self._joint = spec, config, JointExperts(model)
         self.places: dict[str, ModulePosition] = {}
         for number, layer in enumerate(layers):
             layer.adapted, first = (self.slots, number), 0
             for name, rows in layer.module_rows:
                 self.places[name] = ModulePosition(layer, number, first, rows)
                 first += rows.count
-        self._names = ModuleNames(
-            (*self.places, *self._joint.names(), *self._joint.names_elsewhere)
-        )
+        names = (*self.places, *self._joint.names(), *self._joint.names_elsewhere)
+        self._names = ModuleNames(names)
+        config.check_targets(names)
 
     def load(self, path: str, max_rank: int) -> LoadedAdapter:
         """Load an adapter or a weighted set of them. max_rank: of all adapters of a set together.
@@ -162,6 +163,7 @@ class AdaptedModel:
     def _target(self, module: AdaptedModule, path: Path) -> Target:
         """Return a function of a module's A and B that lists the layers' own."""
         name = self._names.find(module.name)
+        self._config.check_module(name or module.name, path)
         if name in self._joint.names() and module.num_experts:
             return self._joint_target(module, name, path)
         if name in self._joint.names_elsewhere:
