@@ -10,6 +10,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from quire.models.checkpoint.source import resolve_model
 from quire.render.tokens import cuts, tokenizer
 from quire.render.tokens.cuts import read_cuts
+from quire.render.tokens.known_parts import KnownParts
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.render.tokens.tokenizer_files import TokenizerFiles
 from tests.support.render import golden_vocabularies as vocabularies
@@ -139,6 +140,41 @@ def test_parts_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPa
         assert known._cuts is not None
         num_parts += len(known._cuts.parts(text))
     assert num_parts > 500
+
+
+def test_a_longer_conversation_is_tokenized_from_its_new_part_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = vocabularies.qwen3()
+    known = Tokenizer(backend, TokenizerFiles(tiny.directory("llama")))
+    tokenized: list[str] = []
+    encode = known._encode
+    monkeypatch.setattr(
+        known, "_encode", lambda text, special: tokenized.append(text) or encode(text, special)
+    )
+    words = "the fox jumps over a dog " * 300
+    turns = [f"<|im_start|>user\n{words}{i}<|im_end|>\n" for i in range(3)]
+    for i in range(1, 4):
+        tokenized.clear()
+        text = "".join(turns[:i])
+        assert known.encode(text, False) == backend.encode(text, add_special_tokens=False).ids
+        assert sum(map(len, tokenized)) <= len(turns[0]) + 3 * cuts.PART_CHARS
+    other = turns[2] + turns[0]  # known parts elsewhere
+    assert known.encode(other, False) == backend.encode(other, add_special_tokens=False).ids
+
+
+def test_known_parts_are_bounded() -> None:
+    parts = KnownParts(max_chars=10)
+    parts.add("abcd", [1, 2])
+    parts.add("efgh", [3])
+    assert parts.find("abcd") == [1, 2]
+    parts.add("ijkl", [4])
+    assert parts.find("efgh") is None  # the least recently used one
+    assert parts.find("abcd") == [1, 2] and parts.find("ijkl") == [4]
+    parts.add("ijkl", [5])
+    assert parts.find("abcd") == [1, 2] and parts.find("ijkl") == [5]
+    parts.add("m" * 11, [6])
+    assert all(parts.find(each) is None for each in ("abcd", "ijkl", "m" * 11))
 
 
 @pytest.mark.parametrize("name", list(WHOLE))

@@ -1,8 +1,9 @@
 """Cut a long text so that the tokens of its parts equal the tokens of the whole.
 
-Tokenizing takes memory for each byte processed at once, so parts save memory. In general a cut
-changes the tokens. Cuts are made before a blank between two ASCII letters, and only for tokenizers
-for which this provably changes nothing:
+Tokenizing takes memory for each byte processed at once, so parts save memory. They also save time
+(`KnownParts`), because texts that begin alike have the same first parts. In general a cut changes
+the tokens. Cuts are made before a blank between two ASCII letters, and only for tokenizers for
+which this provably changes nothing:
 
     byte-level      the pattern for words is a known one. No match contains a letter followed by a
                     blank, and none looks beyond it. So matches end at the cut, and others begin.
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 KNOWN_RULES = (GPT2, LLAMA3, QWEN2, TEKKEN, PLAIN)
 DIGITS = r"\p{N}"
-PART_CHARS = 1 << 16
+PART_CHARS = 1 << 11
 
 
 class Cuts:

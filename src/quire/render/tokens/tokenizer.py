@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quire.base.errors import RequestError
 from quire.render.tokens.cuts import PART_CHARS, Cuts, read_cuts
 from quire.render.tokens.gguf_tokenizer import gguf_tokenizer
+from quire.render.tokens.known_parts import KnownParts
 from quire.render.tokens.piece_tables import read_pieces
 from quire.render.tokens.pieces import Pieces
 from quire.render.tokens.text_bound import TextBound, text_bound
@@ -34,11 +35,12 @@ def is_mark(text: str, is_special: bool) -> bool:
 
 
 class Tokenizer:
-    """One vocabulary. Immutable after loading, so it may be shared between threads."""
+    """One vocabulary. Threads may share it."""
 
     def __init__(self, backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
         self._backend = backend
         self._files = files
+        self._known = KnownParts()
         added = backend.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -72,15 +74,24 @@ class Tokenizer:
         """Return the token ids of a text, with begin and end tokens as the files configure them.
 
         Releases the GIL: of the library's calls, only those for batches do. A long text is
-        tokenized in parts if that gives the same ids. Raises RequestError for invalid Unicode.
+        tokenized in parts if that gives the same ids, and known parts are not tokenized again.
+        Raises RequestError for invalid Unicode.
         """
         if len(text) <= 2 * PART_CHARS or self._cuts is None:
             return self._encode(text, add_special_tokens)
         before, after = self._around if add_special_tokens else ([], [])
+        *parts, last = self._cuts.parts(text)
         token_ids = list(before)
-        for part in self._cuts.parts(text):
-            token_ids += self._encode(part, False)
-        return token_ids + after
+        for part in parts:
+            token_ids += self._part(part)
+        return token_ids + self._encode(last, False) + after
+
+    def _part(self, part: str) -> list[int]:
+        known = self._known.find(part)
+        if known is None:
+            known = self._encode(part, False)
+            self._known.add(part, known)
+        return known
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
