@@ -291,6 +291,8 @@ def _checked_ids(values: object) -> list[int]:
         raise RequestError(
             "prompt_token_ids must be a non-empty list of integers.", "prompt_token_ids"
         )
+    if set(map(type, values)) == {int} and min(values) >= 0:  # the usual case, in C
+        return list(values)
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             message = f"prompt_token_ids must hold integers from 0 on, got {value!r}."
