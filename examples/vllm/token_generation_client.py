@@ -2,7 +2,6 @@
 
 vLLM: examples/generate/token_generation_client.py
 Needs: server
-Refused: 404
 """
 
 import argparse
@@ -14,9 +13,11 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     root = parser.parse_args().base_url.removesuffix("/v1")
-    payload = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, "stream": False}
+    sampling = {"max_tokens": 4, "temperature": 0.2, "detokenize": False}
+    payload = {"token_ids": [5, 6, 7], "sampling_params": sampling, "stream": False}
     response = requests.post(f"{root}/inference/v1/generate", json=payload, timeout=60)
     response.raise_for_status()
+    print(response.json()["choices"][0]["token_ids"])
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ Each field of a body is taken, ignored or refused.
   part of the plan: the prompt, the grammar or the response. `=` is the field of
   [`SamplingParams`](sampling.md) with the same name.
 - A field that is ignored is a label or a hint. It cannot change the response.
-- A field that is refused gives status 400 with `param` and the advice in the table. It is accepted
-  at null, and at its neutral values.
+- A field that is refused gives status 400 with the advice below. Neutral values are accepted.
 - Unknown fields are ignored, and the header `X-Quire-Ignored-Fields` names them.
   `--strict-fields` refuses them. Sessions' own calls, prefixes and streams always refuse them.
 """

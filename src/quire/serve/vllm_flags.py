@@ -122,7 +122,7 @@ ANSWERS = {
     "tool_server": _value("the server runs no tools; clients call them"),
     "tool_strict_level": _value("set strict in the tool's definition"),
     "enable_auto_tool_choice": _ignored("tool calls are always read", True),
-    "exclude_tools_when_tool_choice_none": _switch("tools are always removed then", True),
+    "exclude_tools_when_tool_choice_none": _same(),
     "reasoning_parser": _same("detected from the chat template, where vLLM needs a name"),
     "reasoning_parser_plugin": _value("add a format as a row of a table (docs/use/tools.md)", ""),
     "reasoning_config": _value("the reasoning format determines it", "{}"),

@@ -9,8 +9,8 @@ from quire.base.errors import RequestError
 from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, NamedTool, RequestedAnswer
 from quire.render.answers.grammar import answer_grammar
-from quire.render.answers.syntax import Tool
-from quire.render.answers.table import HERMES, MISTRAL, QWEN3_CODER, THINK
+from quire.render.answers.syntax import CallFormat, Tool, openers
+from quire.render.answers.table import CALLS, HERMES, MISTRAL, QWEN3_CODER, THINK
 from tests.support.render.byte_vocabulary import Vocabulary, accepts
 
 F = Tool("f", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, True)
@@ -55,7 +55,30 @@ def test_auto_is_free_but_for_calls() -> None:
     for text in ("a<tool_call>b", CALL_F.replace('"x"', '"y"'), "a</tool_call>"):
         assert fault(asked, text)
     assert answer_grammar(RequestedAnswer(QWEN, (G,)), VOCABULARY.added) == ""
-    assert answer_grammar(RequestedAnswer(QWEN, (F,), "none"), VOCABULARY.added) == ""
+
+
+def test_none_is_text_without_calls() -> None:
+    asked = RequestedAnswer(QWEN, (F, G), "none")
+    for text in ("", "hello {", '{"name": "f"}', "<think>a</think>\n\nb"):
+        assert fault(asked, text) == ""
+    for text in (CALL_F, f"Look:\n{CALL_G}", "a<tool_call>", f"<think>a</think>{CALL_F}"):
+        assert fault(asked, text)
+    for free in (RequestedAnswer(QWEN, (), "none"), RequestedAnswer(AnswerFormat(), (F,), "none")):
+        assert answer_grammar(free, VOCABULARY.added) == ""
+
+
+@pytest.mark.parametrize("form", CALLS, ids=lambda form: form.names[0])
+def test_none_closes_the_opening_marks_of_every_format(form: CallFormat) -> None:
+    """A format without a mark stays free, since a call there is a JSON object."""
+    asked = RequestedAnswer(AnswerFormat(form), (F, G), "none")
+    marks = list(openers(form))
+    vocabulary = Vocabulary(marks)
+    grammar = answer_grammar(asked, vocabulary.added)
+    assert bool(grammar) == bool(marks)
+    for mark in marks:
+        assert accepts(vocabulary, grammar, vocabulary.split("hello {")) == ""
+        assert accepts(vocabulary, grammar, vocabulary.split(f"hello {mark}"))
+        assert accepts(vocabulary, grammar, list(mark.encode()))  # nor in pieces
 
 
 def test_a_content_of_some_form_beside_tools() -> None:

@@ -24,6 +24,7 @@ TOOLS: list[dict[str, Any]] = [
     }
 ]
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+SMALLTALK = [{"role": "user", "content": "Hello, how are you?"}]
 ARGUMENTS: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0}
 
 
@@ -65,19 +66,29 @@ def test_the_openai_stream_helper_puts_the_call_together(openai_client: openai.O
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_choice_none_gives_text(openai_client: openai.OpenAI, stream: bool) -> None:
-    """The tools are not shown to the model, so the answer is that to the question alone."""
+@pytest.mark.parametrize("messages", [QUESTION, SMALLTALK])
+def test_tool_choice_none_gives_text(
+    openai_client: openai.OpenAI, stream: bool, messages: list[Any]
+) -> None:
+    """The prompt shows the tools, as in vLLM, and the answer calls none of them."""
+    found = direct(messages, ChatOptions(tools=TOOLS), max_tokens=40)
+    expected = found.outputs[0]
     answer = openai_client.chat.completions.create(
-        **ARGUMENTS, tools=TOOLS, tool_choice="none", stream=stream, max_tokens=40
-    )
-    expected = direct(QUESTION, max_tokens=40).outputs[0]
-    if stream:
-        chunks = list(answer)
-        assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.text
-        assert chunks[-1].choices[0].finish_reason == expected.finish_reason
+        **(ARGUMENTS | {"messages": messages}), tools=TOOLS, tool_choice="none", stream=stream,
+        max_tokens=40, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    parts = list(answer) if stream else [answer]
+    choices = [part.choices[0] for part in parts]
+    deltas = [choice.delta if stream else choice.message for choice in choices]
+    text = "".join(delta.content or "" for delta in deltas)
+    assert parts[0].model_extra["prompt_token_ids"] == found.prompt_token_ids
+    assert not any(delta.tool_calls for delta in deltas)
+    if messages is SMALLTALK:
+        assert text == expected.text
+        assert choices[-1].finish_reason == expected.finish_reason
     else:
-        assert answer.choices[0].message.content == expected.text
-        assert answer.choices[0].message.tool_calls is None
+        assert text and "<tool_call>" not in text
+        assert expected.text.startswith("<tool_call>")  # what the model would rather do
 
 
 def test_the_result_of_a_call_goes_back(openai_client: openai.OpenAI) -> None:
@@ -120,7 +131,6 @@ TWO: list[dict[str, Any]] = [
         "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
         "additionalProperties": False}}},
 ]  # fmt: skip
-SMALLTALK = [{"role": "user", "content": "Hello, how are you?"}]
 FORCED: dict[str, Any] = ARGUMENTS | {"messages": SMALLTALK, "max_tokens": 90}
 NAMED = {"type": "function", "function": {"name": "get_time"}}
 

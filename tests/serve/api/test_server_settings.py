@@ -57,6 +57,19 @@ def test_tokens_as_ids_where_requests_do_not_say_it(make_context: Callable[..., 
                 assert token.startswith("token_id:") == is_id
 
 
+def test_tools_leave_the_prompt_where_no_call_is_wanted(make_context: Callable[..., Any]) -> None:
+    plain = CHAT | {"return_token_ids": True}
+    with_tools = plain | {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    for excludes in (False, True):
+        with client_of(make_context, exclude_tools_when_tool_choice_none=excludes) as client:
+            prompts = [
+                client.post("/v1/chat/completions", json=body).json()["prompt_token_ids"]
+                for body in (plain, with_tools, with_tools | {"tool_choice": "none"})
+            ]
+        assert prompts[0] != prompts[1]
+        assert prompts[2] == prompts[0 if excludes else 1]
+
+
 def test_a_server_that_does_not_describe_itself(make_context: Callable[..., Any]) -> None:
     with client_of(make_context, disable_fastapi_docs=True) as client:
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json")] == [404, 404]

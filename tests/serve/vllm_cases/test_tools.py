@@ -67,9 +67,11 @@ def test_required(asked: Asked) -> None:
 
 
 def test_none(asked: Asked) -> None:
-    """none calls none"""
-    message = asked.chat(tool_choice="none", **MORE).choices[0].message
-    assert not message.tool_calls and message.content
+    """none calls none, and the prompt still shows the tools"""
+    found = asked.chat(tool_choice="none", return_token_ids=True, **MORE)
+    assert not found.choices[0].message.tool_calls and found.choices[0].message.content
+    auto = asked.chat(tool_choice="auto", return_token_ids=True, **MORE)
+    assert found.prompt_token_ids == auto.prompt_token_ids
 
 
 def test_null(asked: Asked) -> None:

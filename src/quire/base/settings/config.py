@@ -430,6 +430,9 @@ class ServerConfig(ServerMedia, ServerReports, SeveralModels, ServedAdapters):
     )
     page: bool = setting(True, "serve the web page with chat, tokens and engine view at `/`")
     response_role: str = setting("assistant", "role of messages in chat completions")
+    exclude_tools_when_tool_choice_none: bool = setting(
+        False, "remove the tools from the prompt of a request with `tool_choice` `none`"
+    )
     enable_force_include_usage: bool = setting(
         False, "end every stream with its token usage, even without `include_usage`"
     )

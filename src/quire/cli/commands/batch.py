@@ -17,7 +17,7 @@ from quire.cli.settings import (
 # The server's settings that affect responses.
 SETTINGS = (
     "served_model_name", "max_body_bytes", "response_role", "strict_fields",
-    "trust_request_chat_template", "hooks", "hook_timeout",
+    "trust_request_chat_template", "exclude_tools_when_tool_choice_none", "hooks", "hook_timeout",
 )  # fmt: skip
 NAMES = ("batch", "run-batch")  # the second one is vLLM's
 USAGE = """\

@@ -34,8 +34,8 @@ GROUPS = (
         "chat templates, tools, reasoning, sampling defaults",
         (
             "chat_template", "default_chat_template_kwargs", "trust_request_chat_template",
-            "tool_call_parser", "reasoning_parser", "response_role", "generation_config",
-            "override_generation_config",
+            "tool_call_parser", "reasoning_parser", "exclude_tools_when_tool_choice_none",
+            "response_role", "generation_config", "override_generation_config",
         ),
     ),
     Group(

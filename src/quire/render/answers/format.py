@@ -6,7 +6,14 @@ from typing import Literal
 
 from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.parser import AnswerParser
-from quire.render.answers.syntax import CallFormat, NamedBody, ParametersBody, ReasoningFormat, Tool
+from quire.render.answers.syntax import (
+    CallFormat,
+    NamedBody,
+    ParametersBody,
+    ReasoningFormat,
+    Tool,
+    openers,
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,16 @@ class RequestedAnswer:
         """Whether a grammar must constrain the answer."""
         if self.content is not None or self.thinking_token_budget is not None:
             return True
-        if self.choice not in ("auto", "none"):
+        if self.choice not in ("auto", "none") or self.bans_calls:
             return True
         return self.has_bound_calls and self.calls is not None
+
+    @property
+    def bans_calls(self) -> bool:
+        """Whether the prompt shows tools that the answer must not call. False for a format without
+        opening marks, where a call is a JSON object and any text may be one."""
+        is_shown = bool(self.tools) and self.choice == "none"
+        return is_shown and bool(openers(self.format.calls))
 
     @property
     def has_bound_calls(self) -> bool:

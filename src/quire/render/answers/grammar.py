@@ -2,6 +2,7 @@
 
     reasoning?  (calls | content)        forced calls, or constrained content
     reasoning?  text  calls?             optional calls, some of them strict
+    reasoning?  text                     no calls, although the prompt shows tools
 
 A format's words are mandatory; the white space in its marks is optional. Free text contains no
 added tokens except the format's.
@@ -106,6 +107,8 @@ def _after_reasoning(answer: RequestedAnswer, lark: Lark) -> str | None:
     if calls is None:
         if answer.choice not in ("auto", "none"):
             raise RequestError(NO_CALLS, "tool_choice")
+        if content is None and answer.bans_calls:
+            return no_calls_rule(lark, answer.format)
         return content
     if answer.choice != "auto":
         several = answer.parallel and answer.choice == "required"
@@ -178,6 +181,13 @@ def free_rule(
     opener = head.split()[0]
     rest = _section(lark, form, syntax, tools, several, head.removeprefix(opener))
     return lark.rule(f"{text} | {lark.until([opener], text)} {rest}")
+
+
+def no_calls_rule(lark: Lark, form: AnswerFormat) -> str:
+    """Return the expression for free text in which no mark opens a call."""
+    text = text_without(lark, content_marks(form.calls, form.reasoning))
+    content_open = form.reasoning.content_open if form.reasoning is not None else ""
+    return f"{spaced(lark, content_open)} {text}"
 
 
 def text_without(

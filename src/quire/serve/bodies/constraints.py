@@ -187,25 +187,23 @@ WORDS = ("auto", "none", "required")
 
 @dataclass(frozen=True)
 class CallableTools:
-    """Tools of a request. callable: the tools that an answer may call."""
+    """Tools of a request. tools: those that the choice allows, or forbids if it is `none`."""
 
-    callable: tuple[Tool, ...] = ()
+    tools: tuple[Tool, ...] = ()
     choice: ToolChoice = "none"
 
 
 def callable_tools(body: ChatCompletionRequest) -> CallableTools:
-    """Return the tools that the answer to a rendered request may call. The choice `none` gives no
-    tools. Raises ApiError for an invalid choice or an unknown tool, and RequestError for an invalid
-    tool definition."""
+    """Return the tools that the answer to a rendered request may call; with the choice `none` the
+    tools that it must not call. Raises ApiError for an invalid choice or an unknown tool, and
+    RequestError for an invalid tool definition."""
     choice: Any = "auto" if body.tool_choice is None else body.tool_choice
     if not body.tools:
         if choice in ("auto", "none"):
             return CallableTools()
         raise bad_request(f"tool_choice={shown(choice)} needs tools; add them.", "tool_choice")
-    if choice == "none":
-        return CallableTools()
     tools = tools_of(body.tools)
-    if choice in ("auto", "required"):
+    if choice in WORDS:
         return CallableTools(tools, choice)
     if not isinstance(choice, Mapping):
         raise _wrong_choice(choice)

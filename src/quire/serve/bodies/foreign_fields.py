@@ -93,7 +93,7 @@ FOREIGN: Mapping[str, Refused] = {
     **_all("guided_grammar structural_tag", CONSTRAINT),
     **_all("logit_bias bad_words allowed_token_ids stop stop_token_ids", NOT_THIS_ENDPOINT),
     **_all("logits_processors min_tokens use_beam_search best_of suffix", NOT_THIS_ENDPOINT),
-    **_all("repetition_detection chat_template", NOT_THIS_ENDPOINT),
+    **_all("repetition_detection chat_template truncate_prompt_tokens", NOT_THIS_ENDPOINT),
     **_all("guided_whitespace_pattern", CONSTRAINT),
     **_all("thinking_token_budget", NOT_THIS_ENDPOINT, -1),
     **_all("n", NOT_THIS_ENDPOINT, 1),

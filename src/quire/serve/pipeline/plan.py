@@ -139,7 +139,7 @@ def chat_plan_of(
         base.tenant,
         base.core_id,
         usage,
-        _template_options(body),
+        _template_options(api, body),
         checked_template(api, body.chat_template),
         Constraint(*constraint),
         is_lenient,
@@ -174,7 +174,7 @@ def plan_body(api: ApiContext, body: Body, scope: Scope, response_id: str) -> Pl
 def plan_prompt(api: ApiContext, body: ChatCompletionRequest) -> ChatPlan:
     """Return the plan of a chat that is rendered and not answered. Raises ApiError."""
     model, template = check_model(api, body.model), checked_template(api, body.chat_template)
-    return ChatPlan(body, "", model, "", options=_template_options(body), template=template)
+    return ChatPlan(body, "", model, "", options=_template_options(api, body), template=template)
 
 
 def usage_chunks(body: GenerationRequest, config: ServerConfig) -> UsageChunks:
@@ -253,18 +253,20 @@ def requested_core(scope: Scope) -> int | None:
     return int(given[0])
 
 
-def _template_options(body: ChatCompletionRequest) -> ChatOptions:
-    """Return what the template gets besides the messages: all tools, which keeps prefixes equal, or
-    none with the tool_choice `none`."""
+def _template_options(api: ApiContext, body: ChatCompletionRequest) -> ChatOptions:
+    """Return what the template gets besides the messages. It gets all tools for every tool_choice,
+    which keeps prefixes equal, unless the server removes them for `none`."""
     continues = bool(body.continue_final_message)
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    removes_tools = api.config.exclude_tools_when_tool_choice_none
+    has_no_tools = removes_tools and body.tool_choice == "none"
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return ChatOptions(
         add_generation_prompt=begins,
         continue_final_message=continues,
-        tools=None if body.tool_choice == "none" else body.tools or None,
+        tools=None if has_no_tools else body.tools or None,
         documents=body.documents,
         template_kwargs=variables,
     )

@@ -241,7 +241,7 @@ def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> RequestedAnswer
         budget = None
     return RequestedAnswer(
         answer_format,
-        tools.callable,
+        tools.tools if plan.options.tools else (),
         tools.choice,
         parallel=body.parallel_tool_calls is not False,
         content=constraint.content,

@@ -166,9 +166,13 @@ def test_a_call_that_is_cut_off_goes_back(api: TestClient) -> None:
 
 
 def test_no_call_where_none_is_wanted(api: TestClient) -> None:
+    """The prompt shows the tools all the same."""
     found = asked(api, input=QUESTION, tools=TOOLS, tool_choice="none")
-    message = [{"role": "user", "content": QUESTION}]
-    assert text_in(found) == text_of(message, max_tokens=24)
+    assert [item["type"] for item in found["output"]] == ["message"]
+    assert text_in(found) and "<tool_call>" not in text_in(found)
+    auto = asked(api, input=QUESTION, tools=TOOLS)
+    assert [item["type"] for item in auto["output"]] == ["function_call"]
+    assert found["usage"]["input_tokens"] == auto["usage"]["input_tokens"]
 
 
 def test_a_form(api: TestClient) -> None:
