@@ -18,18 +18,21 @@ from quire.ops.fused_linear import ACTIVATIONS, fuses, linear_add, normed_gate, 
 from quire.ops.kernels import few_rows as kernels
 from quire.ops.kernels.attention import attention_tiles
 from quire.ops.kernels.attention.attention_tiles import Machine
-from quire.ops.kernels.launch import INTERPRETED, MERGE_LAST
+from quire.ops.kernels.launch import INTERPRETED, MERGE_LAST, ROTATE_WITHIN
 from quire.ops.linear import linear
 from quire.ops.norms import rms_norm
 from quire.ops.precision import FixedOrderWeight
 from quire.ops.registry import record_ops
+from quire.runner.model_runner import ModelRunner
 from tests.kernels.test_few_rows import EPSILON, logprobs_of, numbers, weight_of
 from tests.kernels.test_model import SETTINGS, used  # noqa: F401 (a fixture)
 from tests.kernels.test_step_bytes import (
     CONFIG,
     CONTEXT,
+    STEP_LAUNCHES,
     WIDTH,
     as_on_gpu,  # noqa: F401 (a fixture)
+    find_graph,
     step_of,
 )
 
@@ -245,25 +248,38 @@ def test_launches_of_a_layer(
         assert 0.98 * wanted < found < 1.03 * wanted, f"{found:.0f} bytes, {wanted} expected"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("merges_last", [True, False])
-def test_launches_of_a_layer_whose_keys_are_split(
+@pytest.mark.parametrize(
+    ("rotates_within", "merges_last", "launches"),
+    [
+        pytest.param(False, False, 7, marks=pytest.mark.slow),
+        pytest.param(False, True, 6, marks=pytest.mark.slow),
+        pytest.param(True, False, 6, marks=pytest.mark.slow),
+        (True, True, 5),
+    ],
+)
+def test_launches_of_a_recorded_layer_whose_keys_are_split(
+    rotates_within: bool,
     merges_last: bool,
+    launches: int,
     as_on_gpu: None,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The merge takes a launch, or none if the last program of a row and KV head merges."""
+    """The merge takes a launch, or none if the last program of a row and KV head merges. The
+    rotation takes one, or none if attention rotates the heads."""
     if not INTERPRETED:
         pytest.skip("it looks into Triton's interpreter")
     monkeypatch.setenv(MERGE_LAST, str(int(merges_last)))
+    monkeypatch.setenv(ROTATE_WITHIN, str(int(rotates_within)))
     monkeypatch.setattr(attention_tiles, "machine_of", lambda device: Machine(12))
+    monkeypatch.setattr(ModelRunner, "find_recorded", find_graph)
     layers = [
         step_of(n, tmp_path / str(n), monkeypatch, 1, WIDE, context=100).launches for n in (1, 2)
     ]
-    num_merges = [[name for name, _ in each].count("_merge_kernel") for each in layers]
-    assert num_merges == ([0, 0] if merges_last else [1, 2])
-    assert len(layers[1]) - len(layers[0]) == (6 if merges_last else 7), layers
+    names = [[name for name, _ in each] for each in layers]
+    assert [each.count("_merge_kernel") for each in names] == ([0, 0] if merges_last else [1, 2])
+    assert len(layers[1]) - len(layers[0]) == launches, layers
+    assert [len(each) - launches * n for n, each in enumerate(names, 1)] == [STEP_LAUNCHES] * 2
 
 
 def test_a_model_with_it(

@@ -190,7 +190,7 @@ def test_a_switch(is_on: bool, device: torch.device, monkeypatch: pytest.MonkeyP
             run(backend, given, values, heads, is_separate=is_separate)
         is_fused = is_on and given is case and is_separate and not deterministic
         assert ("rotary_attention" in record.names) == is_fused
-        assert backend.needs_separate == (is_on and given is not int8 and not deterministic)
+        assert backend.needs_separate == (is_on and given is case and not deterministic)
 
 
 def test_what_it_serves(device: torch.device) -> None:

@@ -33,6 +33,10 @@ from quire.ops.host import native
 from quire.ops.kernels import embedding
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import build_runner
+from quire.runner.gpu.graphs import launch_step
+from quire.runner.gpu.sizes import Size
+from quire.runner.model_runner import ModelRunner
+from quire.runner.step_ops import Needs, StepShape
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="it looks into Triton's interpreter")
 
@@ -173,6 +177,35 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert native.core() is None
     yield
     native.core.cache_clear()
+
+
+@dataclass
+class DecodingGraph:
+    """Work that launches what the graph of a decoding step holds."""
+
+    runner: ModelRunner
+    size: Size
+    needs: Needs
+    graph = None
+
+    @property
+    def num_row_slots(self) -> int:
+        """See Work."""
+        return self.size.rows
+
+    def first(self, shape: StepShape) -> list[torch.Tensor]:
+        """See Work."""
+        launch_step(self.runner, self.size, self.needs, self.runner.backend)
+        return []
+
+    def second(self) -> list[torch.Tensor]:
+        """See Work."""
+        return []
+
+
+def find_graph(runner: ModelRunner, plan: Plan, needs: Needs, runs: Any = None) -> DecodingGraph:
+    """In the place of `find_recorded`, for plans of rows with one token each."""
+    return DecodingGraph(runner, Size(len(plan.rows)), needs)
 
 
 def step_of(

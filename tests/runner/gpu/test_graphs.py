@@ -153,6 +153,18 @@ def test_the_least_recently_used_graph_is_dropped() -> None:
     assert found.find(4, 48, PLAIN) is third, "idle moments drop nothing"
 
 
+def test_a_repeated_step_does_not_find_its_dropped_graph() -> None:
+    """Though the last step that had a graph was of its kind, with the same needs."""
+    found = make(4, Decoder(), max_others=1)
+    first = [found.find(4, 0, FILTERED) for _ in range(3)][-1]
+    assert first is not None and found.find(4, 0, FILTERED) is first
+    steps = [found.find(4, 16, PLAIN) for _ in range(FIRST_TIMES_MIXED + 1)]
+    assert steps[-1] is not None, "its graph takes the place of the first"
+    assert found.find(4, 0, FILTERED) is None
+    again = [found.find(4, 0, FILTERED) for _ in range(DROPPED_TIMES + FIRST_TIMES)][-1]
+    assert again not in (None, first)
+
+
 def test_a_recording_that_fails_costs_its_own_kind_alone(caplog: pytest.LogCaptureFixture) -> None:
     decoder = Decoder()
     gather = decoder.gather

@@ -228,8 +228,10 @@ class TritonBackend(MovesBlocks):
 
     @property
     def needs_separate(self) -> bool:
-        """See AttentionBackend."""
-        return self._rotates_within
+        """See AttentionBackend. The query heads of a KV head are known only once a layer runs, so
+        any number of them is taken to be served."""
+        groups = (group for group in self._layout.groups if group.kind != STATE)
+        return any(self._rotates(group.layers[0], 1) for group in groups)
 
     def rotary_run(
         self,
@@ -265,8 +267,9 @@ class TritonBackend(MovesBlocks):
 
     def _rotates(self, layer: int, group_size: int) -> bool:
         """Return whether recorded decoding steps rotate the layer's heads within attention."""
-        kv, size = self._layers[layer], self._layout.groups[self._location[layer][0]].head_dim
-        return self._rotates_within and self._rotary_attention.serves(kv, group_size, size)
+        kv, group = self._layers[layer], self._layout.groups[self._location[layer][0]]
+        is_served = self._rotary_attention.serves(kv, group_size, group.head_dim)
+        return self._rotates_within and is_served and group.kind != LATENT
 
     def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
