@@ -157,7 +157,7 @@ async def pauses_ms(options: Any, tensors: dict[str, torch.Tensor]) -> Row:
 
 
 def rows_of(times: dict[str, dict[str, float]], num_tokens: int) -> list[Row]:
-    """Return a row for each work; the tokens per second of those that compute tokens."""
+    """Return a row for each work, with tokens per CPU second if the work computes tokens."""
     return [
         {"work": name, **each}
         | ({} if name in UNCOUNTED else {"tokens_per_cpu_s": num_tokens / each["cpu_s"]})

@@ -180,7 +180,7 @@ def test_bad_routes_are_refused() -> None:
     for routes, message in (
         ([], "0 for 1 samples"),
         ([good[:, :1]], "shape"),
-        ([np.concatenate([good, good])], "at most 3"),
+        ([np.concatenate([good, good])], r"but need \(3, 2, 3\)"),
         ([good + 7], "from 0 to 7"),
         ([np.zeros_like(good)], "must differ"),
     ):

@@ -68,8 +68,8 @@ class EnginePass:
         self._model.record_layer_inputs(range(self._spec.num_layers + 1))
 
     def run(self, step: PackedStep, routes_TLC: torch.Tensor | None = None) -> PassValues:
-        """Compute all tokens of a step. routes_TLC: experts that tokens must use; -1 in tokens
-        that choose their own. None: all choose."""
+        """Compute all tokens of a step. routes_TLC: experts that tokens must use, [T, L, C]; -1 in
+        tokens that choose their own. None: all choose."""
         native, num = self._native_for(step.num_blocks), len(step.ids_T)
         assert self._backend is not None
         self._backend.prepare(step.attention(len(self._spec.cache_groups)))
@@ -145,8 +145,8 @@ def _biased(
 
 
 def only_routes(routes_TLC: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return a bias of the routers' logits, float32 [T, M], that leaves tokens only the experts of
-    their routes, and all experts where the route is -1."""
+    """Return a bias of the routers' logits, float32 [T, M], from routes [T, L, C]. It leaves tokens
+    only the experts of their routes, and all experts where the route is -1."""
     is_given_TL1 = (routes_TLC >= 0).all(dim=-1, keepdim=True)
     bias_TLE = torch.zeros(*routes_TLC.shape[:2], num_experts)
     bias_TLE = bias_TLE.masked_fill(is_given_TL1, -torch.inf)

@@ -67,8 +67,8 @@ def pack_routes(routes: Sequence[Int16], lengths: Sequence[int], spec: ModelSpec
     experts = spec.experts
     if experts is None or not experts.normalises:
         raise RequestError(
-            "routes need a mixture whose weights add up to 1 for each token (norm_topk_prob); leave"
-            " routes out, so that the model chooses its experts.",
+            "routes need a mixture whose weights add up to 1 for each token (norm_topk_prob);"
+            " remove routes, so that the model chooses its experts.",
             "routes",
         )
     num_mixtures = sum(map(experts.is_sparse, range(spec.num_layers)))
@@ -81,9 +81,8 @@ def pack_routes(routes: Sequence[Int16], lengths: Sequence[int], spec: ModelSpec
     for piece_NLC, own in zip(found.split(list(lengths)), routes, strict=True):
         if own.shape[1:] != shape or len(own) > len(piece_NLC):
             raise RequestError(
-                f"the routes of a sample have the shape {own.shape}; they need one row for each of"
-                f" its tokens but the last, at most {len(piece_NLC)}, of {num_mixtures} mixtures"
-                f" and {experts.num_chosen} experts.",
+                f"the routes of a sample have the shape {own.shape}, but need"
+                f" {(len(piece_NLC), *shape)}: its tokens without the last, mixtures, experts.",
                 "routes",
             )
         piece_NLC[: len(own)] = torch.from_numpy(own.astype(np.int64))

@@ -1,7 +1,7 @@
 """Which experts the tokens of a forward pass use: copies of the routers' logits.
 
 The experts follow from the logits by `moe_route`, whose choice has no rounding. So a copy of the
-logits tells the same experts as the forward pass itself, also if the C++ core has run it.
+logits shows the experts of the forward pass itself, also if the C++ core has run it.
 
 Shape legend: T tokens, L mixtures of the model in order, E experts, C experts of a token.
 """
