@@ -4,6 +4,7 @@ Covers `models/parts/routes.py`, `runner/sampling/routed_experts.py` and
 `engine/client/token_values.py`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,17 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.base.plan import TokenValues
+from quire.base.step_outputs import SequenceUpdate, StepOutputs
 from quire.engine.client.token_values import joined
+from quire.engine.wire.wire import LENGTH, client_codec, core_codec
 from quire.ops.host.native import core
 from quire.training import Samples, TrainingModel
-from tests.support.models.reference_checkpoints import checkpoint, pool_bytes, reference_model
+from tests.support.models.reference_checkpoints import (
+    changed,
+    checkpoint,
+    pool_bytes,
+    reference_model,
+)
 
 VOCAB, BLOCK = 97, 4
 NUM_MIXTURES, NUM_CHOSEN = 2, 3
@@ -48,9 +56,9 @@ def generate(llm: LLM, **params: Any) -> list[RequestOutput]:
     return llm.generate(requests, SamplingParams(**given), use_tqdm=False)
 
 
-def check(outputs: list[RequestOutput]) -> int:
+def check(outputs: list[RequestOutput], path: Path | None = None) -> int:
     """Compare all experts with those of transformers; return how many tokens were compared."""
-    model, num = reference_model(checkpoint("qwen3_moe", VOCAB)), 0
+    model, num = reference_model(path or checkpoint("qwen3_moe", VOCAB)), 0
     for output in outputs:
         for sample in output.outputs:
             ids = [*(output.prompt_token_ids or ()), *sample.token_ids][:-1]
@@ -81,6 +89,28 @@ def test_preempted_rows_report_all_experts() -> None:
         outputs = generate(llm, max_tokens=30)
     assert sum(each.metrics.num_preemptions for each in outputs if each.metrics) > 0
     assert check(outputs) > 0
+
+
+@needs_core
+def test_new_weights_choose_their_own_experts() -> None:
+    path = changed("qwen3_moe", 1)
+    with open_llm("float32") as llm:
+        before = generate(llm, seed=1)[0].outputs[0].routed_experts
+        llm.update_weights(path)
+        outputs = generate(llm, seed=1)
+    after = outputs[0].outputs[0].routed_experts
+    assert check(outputs, path) > 0 and before is not None and after is not None
+    assert (before[:30] != after[:30]).any()
+
+
+def test_values_of_tokens_cross_the_wire() -> None:
+    values = TokenValues(2, (1, 3), np.array([4, 5, 6], np.int16))
+    message = StepOutputs(details=[SequenceUpdate("a", token_values=values)])
+    found = client_codec().decode(core_codec().encode(message)[LENGTH.size :])
+    assert isinstance(found, StepOutputs)
+    own = found.details[0].token_values
+    assert own is not None and (own.first, own.shape) == (2, (1, 3))
+    assert own.values.dtype == np.int16 and own.values.tolist() == [4, 5, 6]
 
 
 def test_experts_end_where_a_stop_string_ends_the_text() -> None:

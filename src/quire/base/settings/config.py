@@ -171,8 +171,7 @@ class ModelConfig:
         'JSON with default variables of the chat template, such as `{"enable_thinking": false}`',
     )
     enable_return_routed_experts: bool = setting(
-        False,
-        "return the experts that each token used, for mixtures on a CPU; turns prefix hits off",
+        False, "return the experts of each token; for mixtures on a CPU; turns prefix hits off"
     )
     stream_interval: int = setting(
         1,

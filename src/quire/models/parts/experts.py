@@ -305,7 +305,7 @@ class StackedExperts(Layer):
 class SparseMLP(nn.Module):
     """A mixture of experts: routes each token to some experts and sums their weighted outputs.
 
-    on_logits: receives the router's logits [T, E] and returns those that choose the experts.
+    on_logits: receives the router's logits [T, E] and returns the logits to choose by.
     """
 
     on_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
