@@ -1,4 +1,4 @@
-"""Measure the cost of training: the forward pass alongside the engine's, a step alongside torch's.
+"""Measure the cost of training: forward pass, step, update of the engine's weights, and its pause.
 
     python -m benchmarks.models.training [--model demo] [--samples 16] [--length 256]
 
@@ -6,9 +6,14 @@ The engine scores random prompts with `prompt_logprobs=0`, which takes the logit
 trainer's forward pass computes the same log-probabilities. A step is the forward pass, the backward
 pass and one update by AdamW. transformers runs the same step in float32, on samples of one length
 without padding. One process, alternating rounds, medians of CPU seconds and of wall seconds. The
-numbers of differing log-probabilities are printed as well: 0 for the trainer.
+numbers of differing log-probabilities are reported as well: 0 for the trainer.
+
+An update gives the engine the trainer's tensors; a start opens an engine from the files. The pause
+is the longest time between two tokens of a stream while weights are updated, alongside the median
+time between two tokens.
 """
 
+import asyncio
 import statistics
 import sys
 import time
@@ -17,10 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.result_files import options_of
-from quire import LLM, SamplingParams
+from benchmarks.result_files import Row, options_of, write
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.models.checkpoint.source import resolve_model
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 from quire.training import TrainingModel
 
@@ -30,6 +35,10 @@ except ImportError:
     transformers = None
 
 Prompts = list[list[int]]
+UPDATE, START = "engine update", "engine start"
+UNCOUNTED = (UPDATE, START)  # works that compute no tokens
+NUM_UPDATES = 4  # while a stream runs
+STREAM_TOKENS = 1500
 Work = Callable[[], torch.Tensor]  # returns the log-probabilities of all tokens but the first
 
 
@@ -109,6 +118,53 @@ def measure(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, di
     }
 
 
+def engine_start(options: Any) -> Callable[[], object]:
+    """Return a start of an engine from the files."""
+
+    def start() -> None:
+        LLM(options.model, dtype=options.dtype, disable_log_stats=True).close()
+
+    return start
+
+
+async def pauses_ms(options: Any, tensors: dict[str, torch.Tensor]) -> Row:
+    """Return the times between two tokens of a stream while weights are updated."""
+    params = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True, temperature=0.0)
+    times, updates = list[float](), list[tuple[float, float]]()
+    async with await AsyncLLM.create(options.model, dtype=options.dtype) as llm:
+
+        async def update() -> None:
+            for _ in range(NUM_UPDATES):
+                began = time.perf_counter()
+                await llm.update_weights(tensors)
+                updates.append((began, time.perf_counter()))
+
+        updating = None
+        async for output in llm.generate({"prompt_token_ids": [1]}, params):
+            times.append(time.perf_counter())
+            if updating is None and len(output.outputs[0].token_ids) >= STREAM_TOKENS // 10:
+                updating = asyncio.create_task(update())
+        assert updating is not None
+        await updating
+    gaps = [(end, 1e3 * (end - begin)) for begin, end in zip(times, times[1:], strict=False)]
+    own = [gap for end, gap in gaps if any(first < end <= last for first, last in updates)]
+    return {
+        "gap_ms": statistics.median(gap for _, gap in gaps),
+        "longest_ms": max(own, default=None),
+        "gaps": len(own),
+        "update_s": [end - began for began, end in updates],
+    }
+
+
+def rows_of(times: dict[str, dict[str, float]], num_tokens: int) -> list[Row]:
+    """Return a row for each work, with tokens per CPU second if the work computes tokens."""
+    return [
+        {"work": name, **each}
+        | ({} if name in UNCOUNTED else {"tokens_per_cpu_s": num_tokens / each["cpu_s"]})
+        for name, each in times.items()
+    ]
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="demo")
@@ -124,6 +180,7 @@ def main() -> None:
     model = TrainingModel(options.model, dtype=options.dtype)
     path = str(resolve_model(options.model).directory)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tensors = model.state_dict()
     settings = {"enable_prefix_caching": False, "max_model_len": options.length + 1}
     with LLM(options.model, dtype=options.dtype, disable_log_stats=True, **settings) as llm:
         size = llm.engine.spec.vocab_size
@@ -140,15 +197,18 @@ def main() -> None:
                 "torch forward": without_gradients(theirs),
                 "trainer step": step_of(model, ours),
                 "torch step": step_of(plain, theirs),
+                UPDATE: lambda: llm.update_weights(tensors),
+                START: engine_start(options),
             },
             options.rounds,
         )
-    num_tokens = options.samples * options.length
-    for name, each in times.items():
-        print(f"{name:16} {each['wall_s']:7.2f} s, CPU {each['cpu_s']:7.2f} s,"
-              f" {num_tokens / each['wall_s']:8.0f} tokens/s")  # fmt: skip
+    rows = rows_of(times, options.samples * options.length)
+    rows.append({"work": "pause", **asyncio.run(pauses_ms(options, tensors))})
+    for row in rows:
+        print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
+    counts = {"compared": len(scores), "differ": differ}
     print(f"log-probabilities that differ from the engine's, of {len(scores)}: {differ}")
-    write_report(options.output_json, {"settings": options_of(options), "times": times})
+    write(options.output_json, "models.training", rows, options_of(options) | counts)
 
 
 if __name__ == "__main__":

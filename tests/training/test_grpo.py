@@ -1,12 +1,11 @@
 """examples/grpo.py as its user runs it, with few steps."""
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.models.grpo import WINDOW, draw, example, learn, mean_reward
 from quire.ops.host.native import core
 
 if core() is None:
@@ -14,14 +13,6 @@ if core() is None:
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 STORY = "There was a cat. It sat. It ate. It slept. It was a good day."
-
-
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("grpo", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_script_is_short() -> None:
@@ -40,13 +31,19 @@ def test_rewards_and_advantages() -> None:
     assert float(grpo.k3(torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0]))) > 0.5
 
 
+def test_the_curve_is_drawn_from_rows(tmp_path: Path) -> None:
+    rows = [{"batch": n, "reward": 0.1 * n, "best_share": 0.05 * n} for n in range(1, 8)]
+    assert mean_reward(rows, -WINDOW) == pytest.approx(0.5)
+    pytest.importorskip("matplotlib")
+    draw(rows, tmp_path / "grpo.svg")
+    assert "mean reward" in (tmp_path / "grpo.svg").read_text("utf-8")
+
+
 @pytest.mark.slow
-def test_the_kl_is_zero_before_each_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    """`train` raises if it is not; the KL after the first of two updates is above zero."""
-    grpo = example()
-    given = ["--steps", "3", "--prompts", "2", "--group", "4"]
-    curve = grpo.train(grpo.parse(given))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(curve) == len(lines) == 3
-    for line in lines:
-        assert "KL before 0.0 " in line and "after 0.0e+00" not in line
+def test_the_model_learns_the_rule() -> None:
+    """The reward rises well above that of the first batches, which measure the untrained model.
+    The KL is exactly 0 before the first update of each batch."""
+    _, rows = learn(["--steps", "16"])
+    assert len(rows) == 16 and all(row["kl_before"] == 0.0 < row["kl_after"] for row in rows)
+    assert mean_reward(rows, 0, 2) < 0.5
+    assert mean_reward(rows, -4) > mean_reward(rows, 0, 2) + 0.2

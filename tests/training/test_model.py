@@ -130,7 +130,7 @@ def test_a_change_of_parameters_is_noticed() -> None:
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="gpt2.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ModelError, match="gpt2.*llama, mistral, qwen2, qwen3, qwen3_moe"):
         TrainingModel(str(checkpoint("gpt2")))
     with pytest.raises(ConfigError, match="device is cuda"):
         TrainingModel("demo", device="cuda")

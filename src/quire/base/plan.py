@@ -25,6 +25,7 @@ import numpy.typing as npt
 from quire.base.requests.media_items import EncoderInput, EncoderRead, MediaItem
 from quire.base.requests.sampling_params import SamplingParams
 
+Int16 = npt.NDArray[np.int16]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -222,6 +223,14 @@ class Candidates:
     rank: int  # rank of the chosen token; 1 for the most probable one
 
 
+class TokenValues(FrozenRecord, frozen=True):
+    """Values of consecutive tokens of a sequence, such as the experts that they used."""
+
+    first: int  # position of the first token
+    shape: tuple[int, ...]  # of one token's values
+    values: Int16  # of all tokens, flat
+
+
 class StepResult(FrozenRecord, frozen=True):
     """The result of a step. Dictionaries are by row; sampling rows may be forks."""
 
@@ -239,6 +248,7 @@ class StepResult(FrozenRecord, frozen=True):
     lost_swaps: bool = False  # whether the plan's copies to host memory failed
     more_candidates: dict[int, list[Candidates]] = {}  # of later tokens
     pooled: dict[int, Float64] = {}  # pooled outputs; tokens mean nothing
+    token_values: dict[int, TokenValues] = {}  # of the tokens that a row computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from quire.base.errors import GRAMMAR_FAILED, GRAMMAR_FAULT, REQUEST_FAILED
-from quire.base.plan import Candidates, Float64, Int32
+from quire.base.plan import Candidates, Float64, Int32, TokenValues
 from quire.base.prefix import PrefixReport
 from quire.base.settings.kv_transfer import HandedOver
 
@@ -76,6 +76,7 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
     num_draft_tokens: int = 0  # verified draft tokens; accepted ones are token_ids after the first
     pooled: Float64 | None = None  # pooled output of a pooling model's prompt
     handed_over: HandedOver | None = None  # blocks for another engine; sent with the end
+    token_values: TokenValues | None = None  # of the tokens that the step computed
 
 
 class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -69,6 +69,7 @@ class Model(nn.Module):
     shares_layers = False
     exposes_states = False  # whether `record_layer_inputs` can be called
     reads: LayerInputs | None = None  # copies of layer inputs, after `record_layer_inputs`
+    routes: LayerInputs | None = None  # copies of routers' logits (models/parts/routes.py)
     has_stages = False  # whether pipeline stages can divide the layers
     entering = leaving = 0  # values per token from the previous stage, and to the next one
     dtype: torch.dtype  # dtype of these values
@@ -133,6 +134,16 @@ class Model(nn.Module):
         next pass overwrites them."""
         assert self.reads is not None, "record_layer_inputs comes first"
         return self.reads.last(num_tokens)
+
+    def router_logits(self, num_tokens: int) -> torch.Tensor:
+        """Return the routers' logits that the last forward pass copied, [T, M], in token order."""
+        assert self.routes is not None, "record_routes comes first"
+        return self.routes.last(num_tokens)
+
+    @property
+    def records(self) -> list[LayerInputs]:
+        """Return all copies that the forward pass makes."""
+        return [each for each in (self.reads, self.routes) if each is not None]
 
     def leave_head(self, tensors: Sequence[str]) -> None:
         """Drop the model's own head, for callers that use hidden states alone. Loading then ignores

@@ -24,6 +24,7 @@ from quire.models.load.loading import LoadOptions, load_model
 from quire.models.load.packing import model_bytes
 from quire.models.parts.determinism import make_deterministic
 from quire.models.parts.pooling_layers import load_pooling_layers
+from quire.models.parts.routes import record_routes
 from quire.models.registry import model_spec
 from quire.models.vision.encoder_size import encoder_size
 from quire.ops.attention.base import KVLayout
@@ -55,6 +56,7 @@ from quire.runner.memory_plan import (
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.pooler import Pooler, PoolingStep
+from quire.runner.sampling.routed_experts import RoutedExperts
 from quire.runner.setup.assemble import as_tensors, assemble, record_graphs
 from quire.runner.setup.built import BuiltRunner
 from quire.runner.setup.profile import describe_memory, free_gpu_bytes, plan_gpu_memory
@@ -175,6 +177,8 @@ def build_runner(
     host = share.agree_on_limits(host, len(spec.cache_groups))
     pools = Pools(memory.num_blocks, host, warm_memory)
     runner = _assemble(config, spec, device, model, shard, pools, attachments, scales)
+    if config.model.enable_return_routed_experts and spec.experts is not None:
+        runner.attachments.append(RoutedExperts(runner, spec.experts))
     if (pooler := _pooler(config, source, spec, device)) is not None:
         runner.head, runner.make_step = pooler, PoolingStep
     record_graphs(runner, config, spec.identity, memory.num_blocks, remembers=share.is_whole)
@@ -241,6 +245,8 @@ def _load(
         ) from error
     if config.deterministic:
         make_deterministic(model)
+    if config.model.enable_return_routed_experts:
+        record_routes(model)
     return model
 
 

@@ -116,6 +116,29 @@ def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     )
 
 
+def routes_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
+    """Turn prefix hits off in an engine that returns routed experts: the experts of cached tokens
+    are not recorded. Raises ConfigError for what such an engine cannot do."""
+    if not config.model.enable_return_routed_experts:
+        return config
+    speculation, cache = parse_speculation(config.speculative_config), config.cache
+    has_drafts = speculation is not None and speculation.num_tokens > 0
+    reasons = {
+        f"runs on a CPU, and the device is {device}; set device to cpu": device != "cpu",
+        "needs a model that generates with mixtures of experts; choose one": (
+            spec.experts is None or spec.pooling is not None
+        ),
+        "needs one process for the model; use no ranks": config.parallel.has_rank_processes,
+        "does not know the experts of drafts; remove speculative_config": has_drafts,
+        f"does not know the experts of stored blocks; remove {cache.stores}": bool(cache.stores),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(f"enable_return_routed_experts {reason}, or remove it.")
+    cache = dataclasses.replace(cache, enable_prefix_caching=False, kv_host_gb=0.0)
+    return dataclasses.replace(config, cache=cache)
+
+
 def check_whole_prompts(config: EngineConfig, length: int) -> None:
     """Check that a step has room for the longest prompt of a model with bidirectional attention.
     Raises ConfigError."""
@@ -150,7 +173,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
     if config.deterministic and on_cpu and config.attention_backend != "triton":
         raise ConfigError("deterministic is only for GPUs; remove it on a CPU.")
     check_context(config, spec)
-    config = pooling_config(config, spec)
+    config = routes_config(pooling_config(config, spec), spec, device)
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = MAX_TOKENS if on_cpu else GPU_TOKENS
     if spec.is_encoder:

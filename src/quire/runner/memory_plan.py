@@ -184,14 +184,15 @@ def gpu_pool_budget(
 def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the workspace bytes of a config with derived values, including the encoder cache. It
     is the maximum over the model's largest step, the drafter's largest step, and encoding. Kept
-    inputs, encoder cache, adapters and spare blocks for draft tokens are added."""
+    inputs, encoder cache, adapters, routers' logits and spare blocks for draft tokens are
+    added."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     size = DTYPE_BYTES[config.model.dtype]
     largest = max(workspace_bytes(spec, size, tokens, rows), encoding_bytes(config, spec))
     retained = retained_inputs_bytes(config, spec) + encoder_cache_bytes(config, spec)
-    retained += adapter_bytes(config, spec)
+    retained += adapter_bytes(config, spec) + routes_bytes(config, spec)
     if spec.drafter is None:
         return largest + retained
     largest = max(largest, workspace_bytes(spec.drafter, size, tokens, rows))
@@ -220,6 +221,16 @@ def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
             per_layer += experts.num_experts * 3 * (hidden + experts.inner_size)
     numbers = spec.num_layers * per_layer * lora.max_lora_rank
     return lora.num_held * numbers * DTYPE_BYTES[config.model.dtype]
+
+
+def routes_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the bytes of a step's copied router logits, if the engine returns routed experts."""
+    experts, tokens = spec.experts, config.scheduler.max_num_batched_tokens
+    if not config.model.enable_return_routed_experts or experts is None or tokens is None:
+        return 0
+    num_mixtures = sum(map(experts.is_sparse, range(spec.num_layers)))
+    size = max(4, DTYPE_BYTES[config.model.dtype])
+    return tokens * num_mixtures * experts.num_experts * size
 
 
 def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:

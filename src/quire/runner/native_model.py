@@ -133,6 +133,10 @@ class NativeModel:
         """See Model; float32."""
         return self._read[0][:num_tokens]
 
+    def router_logits(self, num_tokens: int) -> torch.Tensor:
+        """Return the routers' logits of the last pass (models/parts/routes.py), float32 [T, M]."""
+        return self._read[-1][:num_tokens]
+
     @property
     def expert_pairs(self) -> int:
         """Return how many token-expert pairs this rank's experts got so far, in all mixtures."""
@@ -172,6 +176,9 @@ class OperationModel:
 
     def recorded_inputs(self, num_tokens: int) -> torch.Tensor:
         return self._model.recorded_inputs(num_tokens)
+
+    def router_logits(self, num_tokens: int) -> torch.Tensor:
+        return self._model.router_logits(num_tokens)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden_RD)

@@ -29,13 +29,13 @@ def trace(model: Any) -> tuple[ProgramDraft, int]:
     """Trace a model; return its program and the size of the hidden states that it returns."""
 
     def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
-        is_read = isinstance(model, Model) and model.reads is not None
+        records = model.records if isinstance(model, Model) else []
         entering, given = list[torch.Tensor](), {}
         if takes_rows(model):
             entering = [torch.zeros(TRACED_TOKENS, model.entering, dtype=model.dtype)]
             given = {"intermediate_TE": entering[0]}
         hidden_TD = model(ids_T, positions_T, TracedAttention(), **given)
-        return [hidden_TD, *([model.recorded_inputs(TRACED_TOKENS)] if is_read else []), *entering]
+        return [hidden_TD, *(each.last(TRACED_TOKENS) for each in records), *entering]
 
     draft = traced(run)
     return draft, draft.widths[0]

@@ -1,4 +1,4 @@
-"""Results of a step other than tokens: log-probabilities, and the vectors of pooling models."""
+"""Results of a step other than tokens: log-probabilities, vectors, and values of tokens."""
 
 from quire.base.plan import StepResult
 from quire.scheduler.core.plans import InFlightStep
@@ -6,11 +6,12 @@ from quire.scheduler.core.sequence import State
 from quire.scheduler.decisions import OutputsBuilder
 
 
-def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
-    """Add the log-probabilities of prompt positions, and the vectors of pooled prompts.
+def take_extras(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
+    """Add the log-probabilities of prompt positions, the vectors of pooled prompts, and the values
+    of computed tokens.
 
-    Each position is reported once, even if it is recomputed. A sequence that has lost its row
-    meanwhile still gets both: it resumes after these positions, or ends with the vector.
+    Each prompt position is reported once, even if it is recomputed; values again. A sequence that
+    has lost its row meanwhile still gets all: it resumes after these positions, or ends.
     """
     for i, row in enumerate(step.plan.rows.tolist() if result.prompt_candidates else ()):
         candidates = result.prompt_candidates.get(row)
@@ -28,6 +29,11 @@ def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsB
         sequence = sampling[row]
         if row not in step.omitted and sequence.state is not State.ENDED:
             outputs.update_of(sequence).pooled = pooled
+    holders = step.holders_of([*result.token_values]) if result.token_values else {}
+    for row, values in result.token_values.items():  # of recomputed tokens once more
+        sequence = holders[row]
+        if row not in step.omitted and sequence.state is not State.ENDED:
+            outputs.update_of(sequence).token_values = values
 
 
 def take_candidates(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:

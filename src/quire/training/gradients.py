@@ -6,7 +6,7 @@ differentiates it. So only the layers' inputs are stored between the passes (Che
 arXiv 1604.06174). The gradient treats rounding to the engine's dtype as the identity.
 
 Shape legend: T tokens, S sequences, M longest sequence, D model dim, N query heads, K KV heads,
-H head dim, E = H / 2, R response tokens.
+H head dim, E = H / 2, R response tokens, C experts of a token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,8 @@ class Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             values = ctx.formula(*inputs)
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
-        found = iter(torch.autograd.grad(values, leaves, gradient))
+        # Experts that no token used have no gradient; materialising makes it zero.
+        found = iter(torch.autograd.grad(values, leaves, gradient, materialize_grads=True))
         return None, *(next(found) if is_needed else None for is_needed in needed)
 
 
@@ -95,10 +96,19 @@ class LayerFormula:
     """A decoder layer over packed sequences, in torch and float32.
 
     names: names of the parameters within the layer, in the order of the call's arguments.
+    experts_TC: experts of each token, for a layer that is a mixture.
     """
 
-    def __init__(self, spec: ModelSpec, layer: int, names: Sequence[str], padding: Padding) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        names: Sequence[str],
+        padding: Padding,
+        experts_TC: torch.Tensor | None = None,
+    ) -> None:
         self._spec, self._names, self._padding = spec, names, padding
+        self._experts_TC = experts_TC
         self._eps, self._window = spec.layers.norm_eps, spec.layer_windows[layer]
 
     def __call__(self, x_TD: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -106,9 +116,29 @@ class LayerFormula:
         normed_TD = rms_norm(x_TD, weights["input_layernorm.weight"], self._eps)
         x_TD = x_TD + self._attention(normed_TD, weights)
         normed_TD = rms_norm(x_TD, weights["post_attention_layernorm.weight"], self._eps)
-        gate_TF = _linear(normed_TD, weights, "mlp.gate_proj")
-        inner_TF = F.silu(gate_TF) * _linear(normed_TD, weights, "mlp.up_proj")
-        return x_TD + _linear(inner_TF, weights, "mlp.down_proj")
+        if self._experts_TC is not None:
+            return x_TD + self._mixture(normed_TD, weights, self._experts_TC)
+        return x_TD + _gated(normed_TD, weights, "mlp.")
+
+    def _mixture(
+        self, x_TD: torch.Tensor, weights: Weights, experts_TC: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts. The choice itself has no gradient."""
+        options, ids_TC = self._spec.experts, experts_TC.long()
+        assert options is not None
+        logits_TE = _linear(x_TD, weights, "mlp.gate")
+        if options.normalises:
+            shares_TC = logits_TE.gather(-1, ids_TC).softmax(-1)
+        else:
+            shares_TC = logits_TE.softmax(-1).gather(-1, ids_TC)
+        total_TD = torch.zeros_like(x_TD)
+        for expert in range(options.num_experts):
+            tokens, places = (ids_TC == expert).nonzero(as_tuple=True)
+            if len(tokens):
+                own = _gated(x_TD.index_select(0, tokens), weights, f"mlp.experts.{expert}.")
+                shares = shares_TC[tokens, places]
+                total_TD = total_TD.index_add(0, tokens, own * shares[:, None])
+        return total_TD
 
     def _attention(self, x_TD: torch.Tensor, weights: Weights) -> torch.Tensor:
         size, inside = self._spec.head_dim, "self_attn."
@@ -158,6 +188,14 @@ def _gather(x_TNH: torch.Tensor, index_SM: torch.Tensor) -> torch.Tensor:
 
 def _linear(x_TI: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
     return F.linear(x_TI, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def _gated(x_TD: torch.Tensor, weights: Weights, before: str) -> torch.Tensor:
+    """Return down(silu(gate(x)) * up(x)), [T, D]. before: prefix of the names of the weights."""
+    gate_TF = F.silu(_linear(x_TD, weights, f"{before}gate_proj"))
+    return _linear(
+        gate_TF * _linear(x_TD, weights, f"{before}up_proj"), weights, f"{before}down_proj"
+    )
 
 
 def _rotated(x_TNH: torch.Tensor, positions_T: torch.Tensor, spec: ModelSpec) -> torch.Tensor:

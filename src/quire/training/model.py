@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 from quire.base.errors import ConfigError, ModelError, RequestError
+from quire.base.plan import Int16
 from quire.base.settings.config import ModelConfig
 from quire.models.checkpoint.files import checkpoint_files
 from quire.models.checkpoint.source import resolve_source
@@ -31,9 +32,9 @@ from quire.training.gradients import (
     Recomputed,
     head_formula,
 )
-from quire.training.packing import PackedStep
+from quire.training.packing import PackedStep, pack_routes
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_ROWS = 1024  # rows whose logits are in memory at a time
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -72,14 +73,19 @@ class TrainingModel(nn.Module):
         self._pass = EnginePass(self._spec, self._dtype)
 
     def forward(
-        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        routes: Sequence[Int16] | None = None,
     ) -> torch.Tensor:
         """Return the log-probability of each response token given its prompt and the tokens before
         it, float32 [R], in the order of the samples.
 
         The values equal the `logprobs` of an engine with the same weights and dtype. Both come from
-        the raw logits: before temperature, penalties, masks, top-k, top-p and min-p. Raises
-        RequestError for token ids or lengths that the model does not have.
+        the raw logits: before temperature, penalties, masks, top-k, top-p and min-p. routes: the
+        experts that each sample's tokens must use (`Samples.routes`); by default the parameters
+        choose them. Raises RequestError for token ids, lengths or experts that the model does not
+        have.
         """
         self._check(prompts, responses)
         sequences = [[*prompt, *end] for prompt, end in zip(prompts, responses, strict=True)]
@@ -91,15 +97,20 @@ class TrainingModel(nn.Module):
             begin += length
         rows_R = torch.tensor(rows, dtype=torch.int64)
         ids_R = torch.tensor([token for end in responses for token in end], dtype=torch.int64)
-        return self._logprobs(step, rows_R, ids_R)
+        packed = None if routes is None else pack_routes(routes, step.lengths, self._spec)
+        return self._logprobs(step, rows_R, ids_R, packed)
 
     def _logprobs(
-        self, step: PackedStep, rows_R: torch.Tensor, ids_R: torch.Tensor
+        self,
+        step: PackedStep,
+        rows_R: torch.Tensor,
+        ids_R: torch.Tensor,
+        routes_TLC: torch.Tensor | None,
     ) -> torch.Tensor:
         parameters = dict(self.named_parameters())
         with torch.no_grad():
             self._load(parameters)
-            values = self._pass.run(step)
+            values = self._pass.run(step, routes_TLC)
         x_TD = self._layers(step, values, parameters)
         pieces, eps = [], self._spec.layers.norm_eps
         weights = parameters[NORM], parameters.get(HEAD, parameters[EMBEDDING])
@@ -119,11 +130,15 @@ class TrainingModel(nn.Module):
             return nn.functional.embedding(step.ids_T, table_VD)
 
         x_TD, padding = self._part(first_TD, look_up, parameters[EMBEDDING]), Padding(step.lengths)
+        mixtures = iter(() if values.experts_TLC is None else values.experts_TLC.unbind(1))
+        experts = self._spec.experts
         for layer, after_TD in enumerate(others):
             prefix = f"model.layers.{layer}."
             own = {name: each for name, each in parameters.items() if name.startswith(prefix)}
             names = [name.removeprefix(prefix) for name in own]
-            formula = LayerFormula(self._spec, layer, names, padding)
+            is_sparse = experts is not None and experts.is_sparse(layer)
+            chosen_TC = next(mixtures) if is_sparse else None
+            formula = LayerFormula(self._spec, layer, names, padding, chosen_TC)
             x_TD = self._part(after_TD, formula, x_TD, *own.values())
         return x_TD
 

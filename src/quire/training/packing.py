@@ -1,6 +1,7 @@
 """Sequences packed into one step: the runner's inputs for whole prompts in consecutive blocks.
 
-Shape legend: T tokens of all sequences, S sequences, P tokens per block, L longest block table.
+Shape legend: T tokens of all sequences, S sequences, P tokens per block, L longest block table; of
+routes: N tokens of a sequence, L mixtures of experts, C experts of a token.
 """
 
 from collections.abc import Sequence
@@ -9,9 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.base.errors import RequestError
+from quire.base.plan import Int16
 from quire.ops.attention_inputs import AttentionStep
+from quire.spec.model_spec import ModelSpec
 
 BLOCK_SIZE = 16
+FREE = -1  # in the place of experts: the token chooses its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,45 @@ class PackedStep:
             query_lens_host=lens_S,
             context_lens_host=lens_S,
         )
+
+
+def pack_routes(routes: Sequence[Int16], lengths: Sequence[int], spec: ModelSpec) -> torch.Tensor:
+    """Pack the experts of each sequence, [N, L, C], into int64 [T, L, C]. Tokens after the given
+    ones are free. Raises RequestError for experts that the model does not have, or that it cannot
+    be made to use."""
+    experts = spec.experts
+    if experts is None or not experts.normalises:
+        raise RequestError(
+            "routes need a mixture whose weights add up to 1 for each token (norm_topk_prob);"
+            " remove routes, so that the model chooses its experts.",
+            "routes",
+        )
+    num_mixtures = sum(map(experts.is_sparse, range(spec.num_layers)))
+    shape = num_mixtures, experts.num_chosen
+    if len(routes) != len(lengths):
+        raise RequestError(
+            f"each sample needs its routes; got {len(routes)} for {len(lengths)} samples.", "routes"
+        )
+    found = torch.full((sum(lengths), *shape), FREE)
+    for piece_NLC, own in zip(found.split(list(lengths)), routes, strict=True):
+        if own.shape[1:] != shape or len(own) > len(piece_NLC):
+            raise RequestError(
+                f"the routes of a sample have the shape {own.shape}, but need"
+                f" {(len(piece_NLC), *shape)}: its tokens without the last, mixtures, experts.",
+                "routes",
+            )
+        piece_NLC[: len(own)] = torch.from_numpy(own.astype(np.int64))
+    ordered = found.sort(dim=-1).values
+    is_free = (found == FREE).all(dim=-1)
+    is_known = (ordered[..., 0] >= 0) & (ordered[..., -1] < experts.num_experts)
+    is_known &= (ordered.diff(dim=-1) > 0).all(dim=-1)
+    if not (is_free | is_known).all():
+        raise RequestError(
+            f"the experts of a token must differ and be from 0 to {experts.num_experts - 1}, or all"
+            f" {FREE} for a token that chooses its own.",
+            "routes",
+        )
+    return found
 
 
 def blocks_for(length: int) -> int:

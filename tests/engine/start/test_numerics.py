@@ -11,7 +11,7 @@ import torch
 from quire.base.requests.numerics import PARTS, differing_parts, fingerprint
 from quire.base.settings.config import config_from_flat
 from quire.engine.start import numerics
-from quire.engine.start.numerics import numerics_of, weights_digest
+from quire.engine.start.numerics import numerics_of, text_digest, weights_digest
 from quire.models.checkpoint.source import resolve_model
 from quire.ops.weights import formats
 from quire.ops.weights.formats import variants
@@ -95,6 +95,29 @@ def test_a_digest_of_weights_reads_their_contents(tmp_path: Path) -> None:
     patch.write_bytes(b"some Tensors")
     assert len({digest, patched, weights_digest(one, "auto", 0, patch)}) == 3
     assert weights_digest(one, "dummy", 0) != weights_digest(one, "dummy", 1)
+
+
+def test_the_text_part_reads_files_and_settings(built: BuiltRunner, tmp_path: Path) -> None:
+    """Not their place, and not the weights."""
+    one = Path(shutil.copytree(checkpoint("llama"), tmp_path / "one"))
+    other = Path(shutil.copytree(one, tmp_path / "other"))
+    model = built.config.model
+
+    def text(folder: Path, **settings: Any) -> str:
+        config = dataclasses.replace(model, model=str(folder), **settings)
+        return text_digest(config, resolve_model(str(folder)))
+
+    plain = text(one)
+    (other / "model.safetensors").write_bytes(b"other weights")
+    assert text(other) == plain
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    assert text(one, chat_template=str(template)) == text(one, chat_template="{{ messages }}")
+    found = {plain, text(one, chat_template="{{ messages }}"), text(one, tool_call_parser="none")}
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        (other / name).write_text('{"temperature": 0.5}')
+        found.add(text(other))
+    assert len(found) == 6
 
 
 def test_a_model_has_all_parts(built: BuiltRunner) -> None:

@@ -214,7 +214,7 @@ def test_effort(asked: Asked) -> None:
 @differs("a digest of everything that determines the bits; vLLM omits it by default")
 def test_fingerprint(asked: Asked) -> None:
     """`system_fingerprint` of an answer"""
-    assert (asked.chat().system_fingerprint or "").startswith("q1-")
+    assert (asked.chat().system_fingerprint or "").startswith("q2-")
 
 
 def test_cancelled(asked: Asked) -> None:

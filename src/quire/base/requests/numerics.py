@@ -1,17 +1,20 @@
 """Fingerprint of an engine's numerics: a short text that says whether two engines' bits are equal.
 
-    q1-SOFTWARE-DEVICE-MODEL-FORMATS-WEIGHTS    each a part's digest, in hexadecimal digits
+    q2-SOFTWARE-DEVICE-MODEL-FORMATS-WEIGHTS-TEXT    each a part's digest, in hexadecimal digits
 
-Engines with equal fingerprints give the same tokens and log-probabilities to the same prompt tokens
-with the same sampling parameters. If two fingerprints differ, their parts show where.
+Engines with equal fingerprints give the same answers to the same requests. If two fingerprints
+differ, their parts show where. The last part is about the text: how a request becomes prompt tokens
+and sampling parameters.
 """
 
 import hashlib
 from collections.abc import Mapping
 
-VERSION = "q1"
+VERSION = "q2"
 # Name -> hexadecimal digits of its digest. Weights change most often, and have the longest one.
-PARTS: Mapping[str, int] = {"software": 8, "device": 8, "model": 8, "formats": 8, "weights": 16}
+PARTS: Mapping[str, int] = {
+    "software": 8, "device": 8, "model": 8, "formats": 8, "weights": 16, "text": 8
+}  # fmt: skip
 
 
 def fingerprint(parts: Mapping[str, str]) -> str | None:
@@ -19,6 +22,14 @@ def fingerprint(parts: Mapping[str, str]) -> str | None:
     if not parts:
         return None
     return "-".join([VERSION, *(_digest(parts[name], size) for name, size in PARTS.items())])
+
+
+def with_adapter(parts: Mapping[str, str], adapter_id: str) -> Mapping[str, str]:
+    """Return the numerics of a request's answer: an adapter counts among the weights. adapter_id:
+    digest of the adapter's files; empty without an adapter."""
+    if not parts or not adapter_id:
+        return parts
+    return {**parts, "weights": f"{parts['weights']}, adapter {adapter_id}"}
 
 
 def differing_parts(one: str, other: str) -> list[str]:

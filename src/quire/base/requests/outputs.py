@@ -6,7 +6,7 @@ The classes have the names and fields of vLLM's output classes. Numbers are nump
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from quire.base.plan import Float64
+from quire.base.plan import Float64, Int16
 from quire.base.prefix import PrefixReport
 from quire.base.step_outputs import Failure
 
@@ -47,6 +47,9 @@ class CompletionOutput:
     error: Failure | None = None  # set for the reasons error and timeout
     # weights of the tokens, if they were replaced before the end (`update_weights`)
     weights_versions: tuple[WeightsSpan, ...] = ()
+    # Experts of each token but the last, int16 [tokens, mixtures, experts per token], in order of
+    # falling logits; -1 for tokens that another request computed. `enable_return_routed_experts`
+    routed_experts: Int16 | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -170,6 +170,9 @@ class ModelConfig:
         None,
         'JSON with default variables of the chat template, such as `{"enable_thinking": false}`',
     )
+    enable_return_routed_experts: bool = setting(
+        False, "return the experts of each token; for mixtures on a CPU; turns prefix hits off"
+    )
     stream_interval: int = setting(
         1,
         "output tokens per streamed chunk; the first token is sent at once, and requests may set"

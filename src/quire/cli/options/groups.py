@@ -108,6 +108,7 @@ GROUPS = (
             "max_body_bytes", "max_media_bytes", "limit_mm_per_prompt", "strict_fields",
             "max_logprobs", "logits_processors", "hooks",
             "hook_timeout", "stream_interval", "sse_keep_alive_interval",
+            "enable_return_routed_experts",
             "enable_force_include_usage", "enable_per_request_metrics",
             "return_tokens_as_token_ids", "response_store_bytes", "files_dir", "files_gb",
         ),

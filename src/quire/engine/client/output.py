@@ -192,6 +192,7 @@ class OpenRequest:
         if is_last:  # the text of the output continues that of the whole prompt
             versions = self._samples[0].versions
             self.only = Sample(0, prompt, self._params, self._tokenizer, hides)
+            self.only.values = self._samples[0].values
             self._samples, self.only.versions = [self.only], versions
 
     def change_weights(self, version: str) -> None:
@@ -214,6 +215,8 @@ class OpenRequest:
     def take(self, update: SequenceUpdate, now_s: float) -> Sequence[Ending]:
         """Take one step's output of one sequence. Return its abort if a stop string ended it."""
         sample = self.only or self._samples[update.index]
+        if update.token_values is not None:
+            sample.values.append(update.token_values)
         if sample.finish is not None:  # ended by a stop string; the core has not been notified yet
             return ()
         if update.prompt_candidates and self._prompt_logprobs is not None:
@@ -313,7 +316,7 @@ class OpenRequest:
             self._prompt,
             self._prompt_token_ids,
             prompt_logprobs,
-            self._completions(delta) if only is None else [only.completion(delta)],
+            self._completions(delta) if only is None else [self._completion(only, delta)],
             self.num_open == 0,
             self._metrics,
             self._num_cached_tokens,
@@ -328,14 +331,21 @@ class OpenRequest:
         if self._params.is_ranked:
             return self._best()
         shown = [sample for sample in self._samples if not delta or sample.is_due]
-        return [sample.completion(delta) for sample in shown]
+        return [self._completion(sample, delta) for sample in shown]
+
+    def _completion(self, sample: Sample, delta: bool) -> CompletionOutput:
+        """Return a sample's output, with the values of its tokens once it has ended."""
+        found, leader = sample.completion(delta), self._samples[0]
+        if leader.values and sample.finish is not None:
+            found.routed_experts = sample.values_of_all(leader, self.num_prompt_tokens)
+        return found
 
     def _best(self) -> list[CompletionOutput]:
         """Return the n with the highest cumulative log-probability, numbered from 0 again."""
         by_rank = sorted(self._samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
         num_shown = self._params.n
         self._metrics.num_dropped_tokens = sum([len(s.token_ids) for s in by_rank[num_shown:]])
-        completions = [sample.completion(delta=False) for sample in by_rank[:num_shown]]
+        completions = [self._completion(sample, delta=False) for sample in by_rank[:num_shown]]
         for index, completion in enumerate(completions):
             completion.index = index
         return completions

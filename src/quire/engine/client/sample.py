@@ -5,12 +5,13 @@ The token that ended a sequence is among its token ids, but not in its text.
 
 import numpy as np
 
-from quire.base.plan import Candidates
+from quire.base.plan import Candidates, Int16, TokenValues
 from quire.base.requests.outputs import CompletionOutput, Logprob, WeightsSpan
 from quire.base.requests.repetition import RepetitionDetectionParams
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Finish
 from quire.engine.client.logprobs import logprobs_of
+from quire.engine.client.token_values import joined
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
 from quire.render.tokens.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ class Sample:
     __slots__ = (
         "_detokenizer", "_interval", "_is_end_sent", "_logprobs", "_params", "_text", "_watch",
         "cumulative_logprob", "finish", "index", "num_preemptions", "num_sent", "token_ids",
-        "versions", "was_stopped",
+        "values", "versions", "was_stopped",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +46,7 @@ class Sample:
         self.finish: Finish | None = None
         self.was_stopped = False
         self.versions: tuple[WeightsSpan, ...] = ()
+        self.values: list[TokenValues] = []  # of computed tokens, in the order of steps
         self.cumulative_logprob: float | None = None
         self._params = params
         self._interval = params.stream_interval or 1
@@ -107,6 +109,13 @@ class Sample:
         if before and before[-1].first_token == span.first_token:
             before = before[:-1]
         self.versions = (*before, span)
+
+    def values_of_all(self, leader: "Sample", num_prompt_tokens: int) -> Int16 | None:
+        """Return the values of all tokens but the last, which no step has computed. leader: the
+        sample that computed the prompt for all samples of its request."""
+        num_tokens = num_prompt_tokens + len(self.token_ids) - 1
+        shared = [each for each in leader.values if each.first < num_prompt_tokens]
+        return joined([*shared, *self.values], num_tokens)
 
     def _repeats(self, token_id: int) -> bool:
         """Return whether the text ends with a repetition and is long enough to end."""

@@ -35,6 +35,7 @@ logger = logging.getLogger("quire")
 Part = tuple[Plan, StepResult]
 FilledBlock = tuple[str, int, int]  # kind of a move, cache group, block
 FILLING = ("load", "copy")
+BY_ROW = "candidates", "more_candidates", "prompt_candidates", "row_errors", "token_values"
 
 
 def repeat_step(
@@ -306,10 +307,8 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
         at = [place[row] for row in part.sample_rows.tolist()]
         token_ids[at, : result.token_ids.shape[1]] = result.token_ids
         num_accepted[at] = result.num_accepted
-        whole.candidates.update(result.candidates)
-        whole.more_candidates.update(result.more_candidates)
-        whole.prompt_candidates.update(result.prompt_candidates)
-        whole.row_errors.update(result.row_errors)
+        for name in BY_ROW:
+            getattr(whole, name).update(getattr(result, name))
         unservable += result.unservable_rows
     whole.row_errors.update(errors or {})
     return whole.replace(

@@ -11,8 +11,10 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from quire.base.settings.config import ModelConfig
 from quire.base.version import QUIRE_VERSION
 from quire.engine.executors.loaded import LoadedElsewhere, LoadedModel
+from quire.engine.start.preflight import tokenizer_source
 from quire.models.checkpoint.files import checkpoint_files
 from quire.models.checkpoint.formats import weight_formats
 from quire.models.checkpoint.source import ModelSource
@@ -23,6 +25,12 @@ from quire.ops.weights.formats import ATTENTION, FORMATS, chosen_variants
 from quire.spec.gguf.container import is_gguf
 
 DUMMY = "dummy"
+# Settings and files that turn a request into prompt tokens and sampling parameters.
+TEXT_SETTINGS = (
+    "tool_call_parser", "reasoning_parser", "generation_config", "override_generation_config",
+    "default_chat_template_kwargs",
+)  # fmt: skip
+TEXT_SUFFIXES = (".jinja", ".json", ".model", ".tiktoken", ".txt")
 IN_ANY_BATCH, BY_BATCH = "equal in any batch", "depends on the batch"
 
 
@@ -42,7 +50,23 @@ def numerics_of(built: LoadedModel, source: ModelSource) -> dict[str, str]:
         "device": ", ".join([*device, f"attention {built.backend_name}"]),
         "model": f"{built.spec.type_name} {built.spec.identity}",
         "formats": ", ".join(formats),
+        "text": text_digest(config.model, source),
     }
+
+
+def text_digest(config: ModelConfig, source: ModelSource) -> str:
+    """Return a digest of tokenizer, chat template and generation settings. The tokenizer of a GGUF
+    file counts among its weights."""
+    facts: list[object] = [getattr(config, name) for name in TEXT_SETTINGS]
+    facts.append(_template_text(config.chat_template))
+    directories = {source.directory, tokenizer_source(config, source).directory}
+    files = [
+        file for each in sorted(directories) if each.is_dir() for file in sorted(each.iterdir())
+    ]
+    for file in files:
+        if file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json"):
+            facts.append([file.name, hashlib.sha256(file.read_bytes()).hexdigest()])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def weights_digest(path: Path, form: str, seed: int | None, patch: Path | None = None) -> str:
@@ -57,6 +81,14 @@ def weights_digest(path: Path, form: str, seed: int | None, patch: Path | None =
         with patch.open("rb") as file:
             facts.append(hashlib.file_digest(file, "sha256").hexdigest())
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _template_text(setting: str | None) -> str | None:
+    """Return the text of the setting `chat_template`, which may be the name of a file."""
+    if setting is None or any(char in setting for char in "{}\n"):
+        return setting
+    path = Path(setting)
+    return path.read_text("utf-8", "replace") if path.is_file() else setting
 
 
 def _used_formats(built: LoadedModel, source: ModelSource, dtype: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.base.errors import EngineError
 from quire.base.messages import FromCore, ToCore
-from quire.base.plan import Float64, Int32
+from quire.base.plan import Float64, Int16, Int32
 
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
@@ -113,5 +113,5 @@ def _array_to_bytes(value: Any) -> Any:
 
 
 def _bytes_to_array(kind: Any, value: Any) -> Any:
-    dtypes: dict[Any, Any] = {Int32: np.int32, Float64: np.float64}
+    dtypes: dict[Any, Any] = {Int16: np.int16, Int32: np.int32, Float64: np.float64}
     return np.frombuffer(value, dtypes.get(kind, np.float32))

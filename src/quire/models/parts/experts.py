@@ -8,7 +8,7 @@ expert has its own linear layers, packed, quantised and planned like all others.
 quantised checkpoint have their own layers on a GPU too, until they are loaded.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -303,7 +303,12 @@ class StackedExperts(Layer):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of experts: routes each token to some experts and sums their weighted outputs."""
+    """A mixture of experts: routes each token to some experts and sums their weighted outputs.
+
+    on_logits: receives the router's logits [T, E] and returns the logits to choose by.
+    """
+
+    on_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -329,7 +334,10 @@ class SparseMLP(nn.Module):
         self._group = None if all(part.is_whole for part in parts) else place.tensor
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        ids_TC, weights_TC = self._route(self.router(x_TD))
+        logits_TE = self.router(x_TD)
+        if self.on_logits is not None:
+            logits_TE = self.on_logits(logits_TE)
+        ids_TC, weights_TC = self._route(logits_TE)
         out_TD: torch.Tensor = self.experts(x_TD, ids_TC, weights_TC)
         return out_TD if self._group is None else all_reduce(out_TD, self._group)
 

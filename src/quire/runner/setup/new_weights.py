@@ -13,6 +13,7 @@ from quire.base.errors import ConfigError, ModelError
 from quire.models.checkpoint.formats import weight_formats
 from quire.models.load.loading import LoadOptions, load_model
 from quire.models.parts.determinism import make_deterministic
+from quire.models.parts.routes import record_routes
 from quire.models.registry import model_spec
 from quire.runner.memory_plan import available_cpu_bytes
 from quire.runner.model_runner import DecoderModel
@@ -70,6 +71,8 @@ def _load(built: BuiltRunner, path: Path, options: LoadOptions) -> DecoderModel:
     model = load_model(path, built.spec, built.dtype, built.device, options)
     if config.deterministic:
         make_deterministic(model)
+    if config.model.enable_return_routed_experts:
+        record_routes(model)
     native: DecoderModel = native_or_same(model, built.runner.backend)
     return native
 

@@ -28,6 +28,7 @@ def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
         (speculation is not None and speculation.method not in (FORCED, NONE))
         or config.logits_processors
         or config.deterministic
+        or config.model.enable_return_routed_experts
         or config.lora.enable_lora
         or config.cache.stores
         or config.cache.kv_host_gb

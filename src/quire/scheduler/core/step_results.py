@@ -19,7 +19,7 @@ from quire.scheduler.core.plans import InFlightStep
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Int32, Int64, Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
-from quire.scheduler.extra_outputs import take_candidates, take_prompt_extras
+from quire.scheduler.extra_outputs import take_candidates, take_extras
 
 
 class StepResults:
@@ -50,8 +50,8 @@ class StepResults:
             self._failures.take([step, *later], result, outputs, now)
         elif self._lifecycle.suspects.until:
             self._lifecycle.suspects.acquit(step)
-        if result.prompt_candidates or result.pooled:
-            take_prompt_extras(step, result, outputs)
+        if result.prompt_candidates or result.pooled or result.token_values:
+            take_extras(step, result, outputs)
         token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences
         extra = {}  # accepted draft tokens by row
         if step.plan.drafts:

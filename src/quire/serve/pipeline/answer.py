@@ -17,7 +17,7 @@ from starlette.responses import Response
 from quire.base.errors import STEP_FAILED, TIMED_OUT, StepFailed
 from quire.base.messages import Request
 from quire.base.prefix import PrefixReport
-from quire.base.requests.numerics import fingerprint
+from quire.base.requests.numerics import fingerprint, with_adapter
 from quire.base.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.step_outputs import Failure
 from quire.engine.client.async_client import AsyncClient
@@ -168,7 +168,9 @@ class Answer:
         weights, so nothing is read before its first output."""
         if not self.names_numerics:
             return dict(self.head)
-        return self.head | {"system_fingerprint": fingerprint(self.client.ready.numerics)}
+        adapter_id = self.jobs[0].request.adapter_id  # the body names it, so all jobs share it
+        parts = with_adapter(self.client.ready.numerics, adapter_id)
+        return self.head | {"system_fingerprint": fingerprint(parts)}
 
     async def _measured(self, output: RequestOutput) -> Json:
         """Return the times of the request that ended with this output, if they are reported."""
