@@ -339,9 +339,7 @@ class EngineConfig:
     record_tokens: bool = setting(
         False, "add token ids to the recording, so that `quire replay` can run the model again"
     )
-    record_max_mb: int = setting(
-        256, "maximum size of the recording; the oldest part is deleted first", unit="MB"
-    )
+    record_max_mb: int = setting(256, "limit of a recording; its oldest part goes first", unit="MB")
 
     def __post_init__(self) -> None:
         cache, scheduler = self.cache, self.scheduler
@@ -414,9 +412,7 @@ class ServerConfig(ServerMedia, ServerReports, SeveralModels, ServedAdapters):
         "time that open requests get to finish after SIGTERM; 0 aborts them at once",
         unit="seconds",
     )
-    restart_engine: bool = setting(
-        False, "restart the engine process when it dies, instead of stopping the server"
-    )
+    restart_engine: bool = setting(False, "restart a dead engine instead of stopping the server")
     max_body_bytes: int = setting(16 << 20, "maximum size of a request body", unit="bytes")
     response_store_bytes: int = setting(
         64 << 20,

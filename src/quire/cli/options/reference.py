@@ -23,12 +23,10 @@ SETTINGS_HEAD = f"""\
 
 {MARK}
 
-Every setting is a flag of `quire serve` and a key of the YAML file that `--config FILE` reads.
-Settings of the engine are flags of other commands, too, and arguments of `LLM(...)` in Python. The
-groups Server and Security, and rows marked "Not in `LLM(...)`", are not of the engine.
+Settings are flags of `quire serve` and keys of the YAML file of `--config`. All but the
+groups Server and Security and rows marked "Not in `LLM(...)`" are arguments of `LLM(...)`, too.
 
-- The key of a flag is its name without the dashes: `--max-model-len 4k` is `max-model-len: 4k`.
-  Python has underscores: `max_model_len=4096`. Flags and keys may have either.
+- `--max-model-len 4k` is `max-model-len: 4k` in a file, and `max_model_len=4096` in Python.
 - A flag overrides the file, and the file overrides the default.
 - Numbers may end in `k`, `m`, `g` (powers of 1,000) or `K`, `M`, `G` (powers of 1,024).
 - The `--no-` form turns a switch off: `--no-enable-prefix-caching`. In a file: `true` or `false`.

@@ -1,7 +1,7 @@
 """Cut a long text so that the tokens of its parts equal the tokens of the whole.
 
 Tokenizing takes memory for each byte processed at once, so parts save memory. They also save time
-(`KnownParts`), because texts that begin alike have the same first parts. In general a cut changes
+(`KnownParts`), because texts with one beginning have the same first parts. In general a cut changes
 the tokens. Cuts are made before a blank between two ASCII letters, and only for tokenizers for
 which this provably changes nothing:
 

@@ -187,7 +187,7 @@ WORDS = ("auto", "none", "required")
 
 @dataclass(frozen=True)
 class CallableTools:
-    """Tools of a request. tools: those that the choice allows, or forbids if it is `none`."""
+    """Tools of a request. tools: functions that the choice allows, or forbids if it is `none`."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = "none"
