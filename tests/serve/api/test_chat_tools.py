@@ -1,12 +1,18 @@
 """Calls of tools in answers, whole and streamed, with the demo model, which was trained on them."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from quire.render.answers import table
+from quire.render.answers.format import AnswerFormat
 from quire.render.templates.chat_template import ChatOptions
+from quire.serve.bodies.protocol import ChatCompletionRequest
+from quire.serve.pipeline.plan import ChatPlan
+from quire.serve.pipeline.requests import answer_form
 from tests.support.serve.direct_engine import direct
 
 TOOLS: list[dict[str, Any]] = [
@@ -89,6 +95,18 @@ def test_tool_choice_none_gives_text(
     else:
         assert text and "<tool_call>" not in text
         assert expected.text.startswith("<tool_call>")  # what the model would rather do
+
+
+def test_a_continued_message_is_free_with_tool_choice_none() -> None:
+    """The prompt ends within the content, so the mark that opens a content is not expected."""
+    api: Any = SimpleNamespace(
+        renderer=SimpleNamespace(answer_format=lambda *_: AnswerFormat(table.HARMONY))
+    )
+    body = ChatCompletionRequest(model="m", messages=QUESTION, tools=TOOLS, tool_choice="none")
+    for continues in (False, True):
+        options = ChatOptions(tools=TOOLS, continue_final_message=continues)
+        plan = ChatPlan(body, "", "m", "", options=options)
+        assert answer_form(api, plan, "").is_constrained != continues
 
 
 def test_the_result_of_a_call_goes_back(openai_client: openai.OpenAI) -> None:

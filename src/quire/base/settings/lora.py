@@ -31,8 +31,8 @@ class LoraConfig:
     )
     lora_target_modules: tuple[str, ...] = setting(
         (),
-        "modules that adapters may change, such as `q_proj` or `experts`; others get no memory, and"
-        " adapters that change them are refused; by default all",
+        "modules that adapters may change, such as `q_proj`; others are refused; by default all;"
+        " without `experts`, a mixture's experts get no memory",
     )
 
     def __post_init__(self) -> None:

@@ -29,6 +29,8 @@ class KnownParts:
 
     def add(self, part: str, token_ids: list[int]) -> None:
         """Store the token ids of a part. Drop the least recently used ones above the limit."""
+        if len(part) > self._max_chars:
+            return
         with self._lock:
             if self._ids.pop(part, None) is None:
                 self._num_chars += len(part)

@@ -239,9 +239,11 @@ def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> RequestedAnswer
     budget = body.thinking_token_budget
     if plan.is_lenient and answer_format.reasoning is None:
         budget = None
+    # The format of a text without calls begins with an answer, which a continued message has.
+    is_free = tools.choice == "none" and plan.options.continue_final_message
     return RequestedAnswer(
         answer_format,
-        tools.tools if plan.options.tools else (),
+        tools.tools if plan.options.tools and not is_free else (),
         tools.choice,
         parallel=body.parallel_tool_calls is not False,
         content=constraint.content,
