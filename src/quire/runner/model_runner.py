@@ -60,6 +60,11 @@ class ModelRunner(StepRunner):
         """See StepRunner."""
         return super().launch(plan, masks)
 
+    @torch.inference_mode()
+    def note(self, plan: Plan) -> None:
+        """See StepRunner."""
+        super().note(plan)
+
     def attention_step(self, inputs: StepInputs, shape: StepShape) -> AttentionStep:
         """See StepRunner."""
         return AttentionStep(

@@ -180,6 +180,10 @@ class StepRunner:
         parts = (each.prepare(plan) for each in self.attachments)
         return [part for part in parts if part is not None]
 
+    def note(self, plan: Plan) -> None:
+        """Note the rows of a plan that another runner carries out on the same rows."""
+        self.follow(plan)
+
     def find_recorded(self, plan: Plan, needs: Needs, runs: "Runs | None" = None) -> Work | None:
         """Return recorded work that has room for a plan's step; None: launch the step directly.
         runs: search of the drafter on the device, if there is one."""

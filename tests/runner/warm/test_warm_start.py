@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from quire.engine.start.build import BuiltCore, build_core
 from quire.models.checkpoint.source import resolve_model
 from quire.models.load.cache_files import STARTS, WEIGHTS, weight_cache
 from quire.ops.host.native import core
+from quire.runner.model_runner import ModelRunner
 from quire.runner.warm import start_file
 from quire.runner.warm.conditions import path_for
 from quire.runner.warm.model import LOAD_S, WarmModel, start_warm
@@ -227,6 +229,52 @@ def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> Non
     assert warm.tokens == cold.tokens
     for mine, theirs in zip(warm.updates, cold.updates, strict=True):
         assert repr(mine) == repr(theirs)
+
+
+def mixed(folder: Path, cache: Path, seed: int) -> Run:
+    """Requests of all kinds, plain and not, which come and end while others run."""
+    run, numbers = Run(folder, cache, **SHORT), random.Random(seed)
+    shared = random_tokens(17, seed=seed)[0]
+    for i in range(16):
+        more = {} if numbers.random() < 0.6 else NUDGED[numbers.choice(list(NUDGED))]
+        prompt = shared[: numbers.randrange(1, 17)] + [numbers.randrange(3, 97)]
+        plain = {"temperature": numbers.choice([0.0, 1.2]), "n": numbers.choice([1, 1, 3])}
+        if "use_beam_search" not in more and plain["temperature"] == 0.0:
+            plain["n"] = 1
+        run.add(f"r{i}", prompt, **(plain | {"seed": i, "max_tokens": 5 + i % 9} | more))
+        run.loaded()
+        if not numbers.randrange(3):
+            run.finish()
+        for _ in range(numbers.randrange(4)):
+            run.step()
+        if not numbers.randrange(6):
+            run.built.core.control(Abort(f"r{i}"))
+    return run.finish()
+
+
+@pytest.mark.parametrize(
+    "seed", [1, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in range(3, 20))]
+)
+def test_plain_plans_need_no_torch_between_others(
+    seed: int, model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runners carry out plans, in turn and over the same rows, with the tokens of one."""
+    folder, cache = model
+    launched, launch, whole_launch = list[str](), WarmRunner.launch, ModelRunner.launch
+    cold = mixed(folder, Path("off"), seed)
+    monkeypatch.setattr(
+        WarmRunner, "launch", lambda *given: launched.append("plain") or launch(*given)
+    )
+    monkeypatch.setattr(
+        ModelRunner, "launch", lambda *given: launched.append("any") or whole_launch(*given)
+    )
+    warm = mixed(folder, cache, seed)
+    assert warm.tokens == cold.tokens
+    for mine, theirs in zip(warm.updates, cold.updates, strict=True):
+        assert repr(mine) == repr(theirs)
+    assert warm.blocks() == cold.blocks()
+    changes = sum(a != b for a, b in pairwise(launched))
+    assert changes > 1 and launched.count("plain") > 5 and launched.count("any") > 5
 
 
 def test_plain_rows_never_wait_for_torch(

@@ -59,7 +59,7 @@ def is_plain(plan: Plan) -> bool:
     if any(move.kind != "copy" for move in plan.moves):
         return False
     has_candidates = bool((plan.num_candidates >= 0).any())
-    return not has_candidates and all(map(_is_plain_row, plan.started))
+    return not has_candidates and all(map(is_plain_row, plan.started))
 
 
 def is_plain_request(request: Request) -> bool:
@@ -74,9 +74,10 @@ def is_plain_request(request: Request) -> bool:
         stop_token_ids=request.stop_token_ids,
         bad_words_token_ids=request.bad_words_token_ids,
     )
-    return not request.grammar and _is_plain_row(start)
+    return not request.grammar and is_plain_row(start)
 
 
-def _is_plain_row(start: RowStart) -> bool:
+def is_plain_row(start: RowStart) -> bool:
+    """Return whether a row that starts is plain."""
     params = start.params
     return not (params.has_penalties or params.use_beam_search or requests_features(start))

@@ -24,7 +24,13 @@ from quire.runner.memory_plan import (
 )
 from quire.runner.warm.array_ops import empty_arrays
 from quire.runner.warm.blocks import WarmBlocks
-from quire.runner.warm.conditions import can_save_start, is_plain, is_plain_request, path_for
+from quire.runner.warm.conditions import (
+    can_save_start,
+    is_plain,
+    is_plain_request,
+    is_plain_row,
+    path_for,
+)
 from quire.runner.warm.start_file import Start, read_start
 from quire.runner.warm.warm_runner import WarmRunner
 from quire.spec.model_spec import ModelSpec, load_spec
@@ -42,13 +48,15 @@ LOAD_S = 300.0  # for torch and the whole runner; on an idle machine it takes ab
 class WarmModel:
     """Loaded model as an engine sees it (`LoadedModel`), which runs plans without torch at first.
 
-        executor's thread   plain  plain  plain  plain | takes the whole runner over | any plan
+        executor's thread   plain  plain  plain  plain | shares the rows | plain  any  plain
         another thread           load: torch, weights  |
 
     The first request that is not plain loads torch and the whole runner, over the same memory.
     `load` builds it on a separate thread. The requests that need it wait (the engine's
-    `Preparation`), and plain plans continue. The next plan after loading hands the rows over. If a
-    plan that is not plain arrives before any request announced it, it loads within its step.
+    `Preparation`), and plain plans continue. The first plan that is not plain shares the rows with
+    the whole runner. If it arrives before any request announced it, it loads within its step.
+    Plain plans still run without torch, which takes less time on the host. Both runners note the
+    rows that each plan starts, forks and releases. After `take_over` the whole runner runs all.
 
     given_config: the settings as they were given. dtype: by name.
     """
@@ -72,6 +80,8 @@ class WarmModel:
     _loading: threading.Lock = field(default_factory=threading.Lock)
     _loaded: "BuiltRunner | None" = None  # does not own the rows yet
     _whole: "BuiltRunner | None" = None
+    _alternates: bool = True  # plain plans do not go to the whole runner
+    _special: set[int] = field(default_factory=set)  # rows that are not plain
 
     @property
     def num_threads(self) -> int:
@@ -80,19 +90,36 @@ class WarmModel:
 
     @property
     def has_torch(self) -> bool:
-        """Return whether a plan has loaded torch and the whole runner."""
+        """Return whether the whole runner, with torch, runs plans that need it."""
         return self._whole is not None
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         """Run a plan and wait for its result."""
+        if self._whole is None and not is_plain(plan):
+            self.load()
+            self._share_rows()
         if self._whole is None:
-            if self._loaded is None:
-                if is_plain(plan):
-                    return self.runner.run(plan)
-                self.load()
-            self.take_over()
-        assert self._whole is not None
+            return self.runner.run(plan)
+        if self._alternates:
+            if self._is_plain(plan):
+                self._whole.runner.note(plan)
+                return self.runner.run(plan)
+            self.runner.note(plan)
         return self._whole.run(plan, masks)
+
+    def _is_plain(self, plan: Plan) -> bool:
+        """Return whether a plan has plain rows only, also among rows that earlier plans started."""
+        special = self._special
+        special.difference_update(plan.released.tolist())
+        for start in plan.started:
+            special.discard(start.row)
+            if not is_plain_row(start):
+                special.add(start.row)
+        for fork in plan.forked:
+            special.discard(fork.child)
+            if fork.parent in special:
+                special.add(fork.child)
+        return is_plain(plan) and special.isdisjoint(plan.rows.tolist())
 
     def needs_whole(self, request: Request) -> bool:
         """Return whether a request must wait for `load`."""
@@ -149,8 +176,15 @@ class WarmModel:
             forget(piece.ctypes.data, piece.nbytes)
 
     def take_over(self) -> None:
-        """Hand the rows over to the whole runner, between two steps, if it has been loaded. A
-        second call does nothing."""
+        """Hand the rows over to the whole runner for good, between two steps, if it has been
+        loaded, because its weights change."""
+        if self._loaded is not None:
+            self._share_rows()
+            self._alternates = False
+
+    def _share_rows(self) -> None:
+        """Share the rows with the loaded runner. All of them are plain. A second call does
+        nothing."""
         built = self._loaded
         if built is None or self._whole is not None:
             return
