@@ -177,8 +177,6 @@ def build_runner(
     host = share.agree_on_limits(host, len(spec.cache_groups))
     pools = Pools(memory.num_blocks, host, warm_memory)
     runner = _assemble(config, spec, device, model, shard, pools, attachments, scales)
-    if config.model.enable_return_routed_experts and spec.experts is not None:
-        runner.attachments.append(RoutedExperts(runner, spec.experts))
     if (pooler := _pooler(config, source, spec, device)) is not None:
         runner.head, runner.make_step = pooler, PoolingStep
     record_graphs(runner, config, spec.identity, memory.num_blocks, remembers=share.is_whole)
@@ -353,4 +351,6 @@ def _assemble(
     runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state)
     runner.make_draft_step = partial(VerifyStep, runs=device_runs(config))
     runner.attachments += attachments
+    if config.model.enable_return_routed_experts and spec.experts is not None:
+        runner.attachments.append(RoutedExperts(runner, spec.experts))
     return runner
