@@ -68,6 +68,24 @@ MODELS = Page("models.md", "Models, formats and drafts", (
         ),
     ),
     Section(
+        "Cost of training",
+        "The trainer's forward pass alongside the engine's and transformers' (float32), and a whole"
+        " step of training: CPU seconds of one thread, since other programs used the machine. An"
+        " update gives the engine the trainer's tensors; a start opens an engine from the files.",
+        "python -m benchmarks.models.training --samples 8 --length 128",
+        (
+            Table(ZEN3 + "training.json", {
+                "work": "{work}", "CPU s": "{cpu_s:.2f}", "tokens per CPU s":
+                "{tokens_per_cpu_s:,.0f}", "log-probabilities unlike the engine's":
+                "{settings.differ.trainer} of {settings.compared:,}"},
+                {"work": ("trainer forward", "trainer step")}),
+            Table(ZEN3 + "training.json", {
+                "work": "{work}", "CPU s": "{cpu_s:.2f}"},
+                {"work": ("engine forward", "torch forward", "torch step", "engine update",
+                "engine start")}),
+        ),
+    ),
+    Section(
         "Learning by GRPO",
         "The mean reward of the stories in a batch, and the KL between trainer and engine before"
         " the first and the second update ([training](../use/training-model.md)).",
