@@ -1,6 +1,6 @@
 """Reinforcement learning of a rule on two cores: GRPO with the demo model (arXiv 2402.03300).
 
-    python examples/grpo.py --steps 40
+    python examples/grpo.py --steps 20
 
 The model learns to tell stories of exactly five sentences. The rule that checks a story is the only
 teacher. The engine samples several stories per prompt, and the trainer makes stories with an
@@ -122,7 +122,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO with the demo model.")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="bfloat16", help="of the engine's weights")
-    parser.add_argument("--steps", type=int, default=40, help="number of batches")
+    parser.add_argument("--steps", type=int, default=20, help="number of batches")
     parser.add_argument("--prompts", type=int, default=6, help="prompts per batch")
     parser.add_argument("--group", type=int, default=8, help="stories per prompt")
     parser.add_argument("--updates", type=int, default=2, help="updates per batch")

@@ -44,8 +44,7 @@ def post(url: str, path: str, body: dict[str, Any] | bytes) -> dict[str, Any]:
     kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
     request = urllib.request.Request(url + path, data, {"Content-Type": kind})
     with urllib.request.urlopen(request, timeout=600) as reply:
-        found: dict[str, Any] = json.load(reply)
-    return found
+        return dict(json.load(reply))
 
 
 def rating_of(story: str) -> float:
@@ -109,7 +108,8 @@ class Learner:
         (-ratio_R.clamp(max=MAX_RATIO) * advantages_R).mean().backward()
         self._optimizer.step()
         post(self._url, "/start_weight_update", {})
-        post(self._url, "/update_weights/chunk", save(self._model.state_dict()))
+        for name, tensor in self._model.state_dict().items():  # a body is at most 16 MiB
+            post(self._url, "/update_weights/chunk", save({name: tensor}))
         post(self._url, "/finish_weight_update", {"weights_version": version})
 
 

@@ -8,8 +8,8 @@ pass and one update by AdamW. transformers runs the same step in float32, on sam
 without padding. One process, alternating rounds, medians of CPU seconds and of wall seconds. The
 numbers of differing log-probabilities are reported as well: 0 for the trainer.
 
-An update gives the engine the trainer's tensors; a start opens an engine from the files. The pause
-is the longest time between two tokens of a stream while weights are updated, alongside the median
+An update gives the engine the trainer's tensors; a start opens an engine from the files. --pause
+adds the longest time between two tokens of a stream while weights are updated, alongside the median
 time between two tokens.
 """
 
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pause", action="store_true", help="measure it; needs a quiet machine")
     options = parser.parse_args()
     if transformers is None:
         print("skipped: transformers is not installed (pip install transformers)", file=sys.stderr)
@@ -203,7 +204,8 @@ def main() -> None:
             options.rounds,
         )
     rows = rows_of(times, options.samples * options.length)
-    rows.append({"work": "pause", **asyncio.run(pauses_ms(options, tensors))})
+    if options.pause:
+        rows.append({"work": "pause", **asyncio.run(pauses_ms(options, tensors))})
     for row in rows:
         print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
     counts = {"compared": len(scores), "differ": differ}

@@ -1,6 +1,6 @@
 """Tables of models, formats and draft tokens."""
 
-from benchmarks.numbers.page import ZEN4, ZEN5, Page, Section, Table
+from benchmarks.numbers.page import ZEN3, ZEN4, ZEN5, Page, Section, Table
 
 
 def drafts(name: str, *tasks: str) -> Table:
@@ -16,6 +16,7 @@ FORMATS = {
     "accuracy, points": "{tasks.all.points:+.2f}",
     "95 % interval": "{tasks.all.interval@min:+.2f} to {tasks.all.interval@max:+.2f}",
 }  # fmt: skip
+BATCHES = (1, 2, 4, 8, 12, 16)
 MODELS = Page("models.md", "Models, formats and drafts", (
     Section(
         "Accuracy of formats",
@@ -66,4 +67,32 @@ MODELS = Page("models.md", "Models, formats and drafts", (
             for name in ("bf16", "demo")
         ),
     ),
-), "How exact each weight format is, and what draft tokens gain.")  # fmt: skip
+    Section(
+        "Cost of training",
+        "The trainer's forward pass alongside the engine's and transformers' (float32), and a whole"
+        " step of training: CPU seconds of one thread, since other programs used the machine. An"
+        " update gives the engine the trainer's tensors; a start opens an engine from the files.",
+        "python -m benchmarks.models.training --samples 8 --length 128",
+        (
+            Table(ZEN3 + "training.json", {
+                "work": "{work}", "CPU s": "{cpu_s:.2f}", "tokens per CPU s":
+                "{tokens_per_cpu_s:,.0f}", "log-probabilities unlike the engine's":
+                "{settings.differ.trainer} of {settings.compared:,}"},
+                {"work": ("trainer forward", "trainer step")}),
+            Table(ZEN3 + "training.json", {
+                "work": "{work}", "CPU s": "{cpu_s:.2f}"},
+                {"work": ("engine forward", "torch forward", "torch step", "engine update",
+                "engine start")}),
+        ),
+    ),
+    Section(
+        "Learning by GRPO",
+        "The mean reward of the stories in a batch, and the KL between trainer and engine before"
+        " the first and the second update ([training](../use/training-model.md)).",
+        "python -m benchmarks.models.grpo",
+        (Table(ZEN3 + "grpo.json", {
+            "batch": "{batch}", "reward": "{reward:.2f}", "KL before": "{kl_before:g}",
+            "KL after": "{kl_after:.1e}", "tokens": "{num_tokens:,}", "CPU s": "{cpu_s:.0f}"},
+            {"batch": BATCHES}),),
+    ),
+), "How exact each weight format is, what draft tokens gain, and how a model learns.")  # fmt: skip

@@ -41,9 +41,9 @@ def test_the_curve_is_drawn_from_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_model_learns_the_rule() -> None:
-    """The reward rises well above that of the first batches, which measure the untrained model.
+    """The reward rises well above that of the first batches, from 0.25 to 0.79 where it was tried.
     The KL is exactly 0 before the first update of each batch."""
-    _, rows = learn(["--steps", "16"])
-    assert len(rows) == 16 and all(row["kl_before"] == 0.0 < row["kl_after"] for row in rows)
+    _, rows = learn(["--steps", "12"])
+    assert len(rows) == 12 and all(row["kl_before"] == 0.0 < row["kl_after"] for row in rows)
     assert mean_reward(rows, 0, 2) < 0.5
     assert mean_reward(rows, -4) > mean_reward(rows, 0, 2) + 0.2

@@ -45,4 +45,4 @@ def test_a_server_answers_while_its_weights_learn(capsys: pytest.CaptureFixture[
         server.stop()
     lines = capsys.readouterr().out.splitlines()
     assert len(curve) == len(lines) == 2 and lines[1].startswith("feedback-2: ")
-    assert reply["choices"][0]["weights_versions"][-1][1] == "feedback-2"
+    assert reply["choices"][0]["weights_versions"][-1]["version"] == "feedback-2"
