@@ -334,30 +334,16 @@ class KVManager:
     ) -> list[list[int]]:
         """Name a sequence's full blocks up to `num`. Return the newly named blocks by group."""
         first, sequence.num_indexed = sequence.num_indexed, num
+        if num == first + 1 and len(self.pools) == 1 and not self.states.groups:
+            block_id = sequence.tables[0].blocks[first]
+            if block_id == NULL:
+                return [[]]
+            self.pools[0].index(block_id, digests[first])
+            return [[block_id]]
         named = [table.name(first, digests[first:num]) for table in sequence.tables]
         if self.states.groups:
             self.states.name(sequence.tables, named, first, digests[first:num])
         return named
-
-    def index_each(
-        self,
-        sequences: Sequence[SequenceBlocks],
-        all_digests: Sequence[Sequence[bytes]],
-        counts: Sequence[int],
-    ) -> list[list[list[int]]]:
-        """Name the full blocks of each sequence i up to counts[i]. Return the newly named blocks,
-        by sequence and group. In steady decode each sequence has one, and these are named at
-        once."""
-        triples = list(zip(sequences, all_digests, counts, strict=True))
-        is_one_each = len(self.pools) == 1 and not self.states.groups
-        if is_one_each and all(num == s.num_indexed + 1 for s, _, num in triples):
-            blocks = [s.tables[0].blocks[num - 1] for s, _, num in triples]
-            if NULL not in blocks:
-                for s, _, num in triples:
-                    s.num_indexed = num
-                self.pools[0].index_all(blocks, [digests[n - 1] for _, digests, n in triples])
-                return [[[block_id]] for block_id in blocks]
-        return [self.index_blocks(*each) for each in triples]
 
     def index_block(self, sequence: SequenceBlocks, index: int, digest: bytes) -> bool:
         """Name one block of a sequence in all groups, by its logical index. If a group has dropped

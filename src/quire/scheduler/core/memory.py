@@ -402,8 +402,9 @@ class Memory:
         blocks, by sequence and cache group."""
         self.names.extend(sequences, counts)
         firsts = [s.blocks.num_indexed for s in sequences] if self._named else ()
-        digests = [s.digests for s in sequences]
-        named = self.kv.index_each([s.blocks for s in sequences], digests, counts)
+        index = self.kv.index_blocks
+        pairs = zip(sequences, counts, strict=True)
+        named = [index(s.blocks, s.digests, num) for s, num in pairs]
         for _, note in self._named:
             note(sequences, firsts, counts, named)
         return named
