@@ -102,7 +102,7 @@ class Tenants:
                 self._free_slots.append(self._tenants.pop(removed).slot)
 
     def charge(self, num_tokens: npt.NDArray[np.int64]) -> None:
-        """Charge tenants for planned tokens. num_tokens: those of the first S slots, [S]."""
+        """Charge tenants for planned tokens. num_tokens: [S], by tenant slot."""
         served = self._served[: len(num_tokens)]
         served += num_tokens
 
