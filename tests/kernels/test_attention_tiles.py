@@ -90,7 +90,8 @@ def test_no_rotating_launch_reads_late_or_spills(arch: int) -> None:
         if is_merging:
             assert re.fullmatch(ARRIVAL_ORDER, each["arrival"]), each
         assert each["shared"] <= {80: 163, 90: 227}.get(arch, 99) << 10, f"shared memory: {each}"
-        if arch == 90 and HOPPER.for_decoding(int(each["name"].split()[0])) != HOPPER:
+        size, group_size = map(int, each["name"].split()[:2])
+        if arch == 90 and HOPPER.for_decoding(size, group_size) != HOPPER:
             assert each["registers"] <= 168 and 3 * (each["shared"] + 1024) <= 228 << 10, each
 
 

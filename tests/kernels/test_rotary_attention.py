@@ -203,10 +203,10 @@ def test_three_programs_of_a_multiprocessor(device: torch.device) -> None:
     """On Hopper, for heads that fill their tiles; decoding steps are cut for as many."""
     from quire.ops.kernels.attention.attention_tiles import HOPPER, machine_with
 
-    assert HOPPER.for_decoding(128).num_programs == 396
-    assert HOPPER.for_decoding(80) == HOPPER
+    assert HOPPER.for_decoding(128, 4).num_programs == 396
+    assert HOPPER.for_decoding(80, 4) == HOPPER.for_decoding(128, 16) == HOPPER
     ampere = machine_with(108, has_warp_groups=False, has_space=True)
-    assert ampere.for_decoding(128) == ampere
+    assert ampere.for_decoding(128, 4) == ampere
     case = Case(((400, 1),), kv_heads=2, head_dim=64)
     contents, turned = step_of(case, torch.float32, device, has_norm=False)
     for is_on, num_items in ((True, 6), (False, 4)):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from quire.kv.digest import extend_digests
-from quire.scheduler.core import names
 from quire.scheduler.core.names import Digester, Prefix
 from quire.scheduler.policy.policies import make_block_hash
 from tests.scheduler.test_step_results import scheduler_of, step
@@ -21,10 +20,8 @@ def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
     assert uncached.root(request, 1, 0) == uncached.root(request, 1, 5)
 
 
-def test_a_prefix_among_rows_is_named_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that lack one name each are named together, from the table of rows; a prefix has no
-    row."""
-    monkeypatch.setattr(names, "MIN_TOGETHER", 2)
+def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
+    """Rows are named from the table of rows; a prefix has no row."""
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(8))), 0.0)
     step(scheduler, 5)
@@ -38,12 +35,9 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens(monkeypatch: pytest.Monk
     assert prefix.digests == wanted and sequence.digests == own
 
 
-@pytest.mark.parametrize(("num", "min_together"), [(1, 16), (3, 16), (3, 2)])
-def test_blocks_are_named_with_the_chosen_hash(
-    num: int, min_together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Alone, one by one, and together with other rows."""
-    monkeypatch.setattr(names, "MIN_TOGETHER", min_together)
+@pytest.mark.parametrize("num", [1, 3])
+def test_blocks_are_named_with_the_chosen_hash(num: int) -> None:
+    """Alone, and together with other rows."""
     block_hash = make_block_hash("blake2b")
     scheduler = scheduler_of()
     scheduler.memory.names.digester = Digester(block_hash)

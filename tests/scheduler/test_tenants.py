@@ -43,13 +43,14 @@ def test_counters_grow_by_computed_and_sampled_tokens() -> None:
 
 def test_who_comes_back_begins_at_the_least_counter() -> None:
     tenants = Tenants()
-    slots = np.array([tenants.enter("a"), tenants.enter("b")])
-    tenants.charge(slots, np.array([100, 300], np.int32))
+    assert [tenants.enter("a"), tenants.enter("b")] == [0, 1]
+    tenants.charge(np.array([100, 300]))
     tenants.enter("c")
     assert tenants.served("c") == 99
     tenants.leave("a")
-    tenants.charge(slots[1:], np.array([50], np.int32))
-    tenants.charge(np.array([tenants.enter("c")]), np.array([900], np.int32))
+    tenants.charge(np.array([0, 50]))
+    assert tenants.enter("c") == 2
+    tenants.charge(np.array([0, 0, 900]))
     tenants.enter("a")
     assert tenants.served("a") == 349
     assert tenants.served("c") == 999, "what a tenant has had is not forgotten while it pauses"
@@ -66,7 +67,7 @@ def test_counters_of_many_tenants_take_no_more_and_no_more_memory(
         tenants.enter(f"stays {i}")
     for i in range(5000):
         slot = tenants.enter(f"t{i}")
-        tenants.charge(np.array([slot, 0]), np.array([1, 10 * (num_present == 1)], np.int32))
+        tenants.charge(np.bincount([slot, 0], [1, 10 * (num_present == 1)]).astype(np.int64))
         tenants.leave(f"t{i}")
     assert len(tenants._tenants) == 50 + num_present and len(tenants._served) <= 128
 

@@ -79,17 +79,14 @@ def extend_digests(
 
 
 def extend_by_one(
-    all_digests: Iterable[list[bytes]],
-    roots: Iterable[bytes],
+    digests: list[bytes],
+    root: bytes,
     token_ids: npt.NDArray[np.int32],
     block_hash: BlockHash = hashlib.sha256,
 ) -> None:
-    """Append the digest of one more block, without marks, to each of N lists. token_ids: [N,
-    block_size]."""
-    data, width = token_ids.astype(LITTLE_INT32, copy=False).tobytes(), 4 * token_ids.shape[1]
-    for i, (digests, root) in enumerate(zip(all_digests, roots, strict=True)):
-        parent = digests[-1] if digests else root
-        digests.append(block_hash(parent + data[i * width : (i + 1) * width]).digest())
+    """Append the digest of the next block, without marks. token_ids: its tokens, [block_size]."""
+    tokens = token_ids.astype(LITTLE_INT32, copy=False).tobytes()
+    digests.append(block_hash((digests[-1] if digests else root) + tokens).digest())
 
 
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:

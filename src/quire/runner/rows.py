@@ -90,7 +90,9 @@ class DeviceRows:
         updates = self.changes(plan, has_edits)
         self._result_slot = (self._result_slot + 1) % NUM_RESULTS
         indices = plan.sample_indices
-        lengths = (plan.computed_bound + plan.num_tokens)[indices]
+        lengths = plan.computed_bound + plan.num_tokens
+        if plan.sample_sources is not plan.rows:
+            lengths = lengths[indices]
         sampling = Sampling(requested, lengths, self.prompt_lens[plan.sample_rows])
         lists = StepLists(plan.rows, plan.num_tokens, sampling, indices, self._result_slot)
         return self.ops.prepare(updates, lists), lists

@@ -101,10 +101,10 @@ class Tenants:
                 removed, _ = self._absent.popitem(last=False)
                 self._free_slots.append(self._tenants.pop(removed).slot)
 
-    def charge(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> None:
-        """Charge tenants for planned tokens. slots, num_tokens: [N] tenant slot and tokens of each
-        row."""
-        np.add.at(self._served, slots, num_tokens)
+    def charge(self, num_tokens: npt.NDArray[np.int64]) -> None:
+        """Charge tenants for planned tokens. num_tokens: [S], by tenant slot."""
+        served = self._served[: len(num_tokens)]
+        served += num_tokens
 
     def _new_slot(self) -> int:
         if not self._free_slots:

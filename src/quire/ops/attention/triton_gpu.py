@@ -262,7 +262,7 @@ class TritonBackend(MovesBlocks):
         num_heads = qkv_TMH.shape[1] - 2 * kv.num_heads
         group = self._location[layer][0]
         work = self._work_of(group, num_heads, num_heads // kv.num_heads, size)
-        machine = self._machine.for_decoding(size)
+        machine = self._machine.for_decoding(size, num_heads // kv.num_heads)
         return self._rotary_attention.rotary_attention(qkv_TMH, kv, turned, work, scores, machine)
 
     def _rotates(self, layer: int, group_size: int) -> bool:
@@ -385,7 +385,7 @@ class TritonBackend(MovesBlocks):
         if not self._programs:
             return cut, cut
         if self._rotates(self._layout.groups[group].layers[0], cut.group_size):
-            machine = machine.for_decoding(size)
+            machine = machine.for_decoding(size, cut.group_size)
         num = [self._programs, machine.num_programs]
         usual, decoding = (replace(cut, items=max(1, n * cut.group_size // num_heads)) for n in num)
         return decoding if step.is_separate else usual, decoding

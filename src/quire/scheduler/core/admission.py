@@ -100,15 +100,17 @@ class Admission:
             reserve = max(reserve, self._worst_growth(sequence))
         return reserve
 
-    def name_full_blocks(self, rows: np.ndarray, builder: PlanBuilder) -> None:
-        """Name the full blocks of known tokens that are computed after this plan. rows: int64
-        [N]."""
-        table, size = self._rows.table, self._memory.block_size
-        num_ready = np.minimum(table.computed[rows], table.known[rows]) // size
-        named = self._memory.name_full_blocks(self._rows.sequences(rows), num_ready.tolist())
+    def name_full_blocks(
+        self, rows: np.ndarray, num_ready: np.ndarray, builder: PlanBuilder
+    ) -> None:
+        """Name the full blocks of known tokens that are computed after this plan. rows, num_ready:
+        int64 [N], num_ready are these tokens."""
+        size = self._memory.block_size
+        counts = [num // size for num in num_ready.tolist()]
+        named = self._memory.name_full_blocks(self._rows.sequences(rows), counts)
         pairs = zip(rows.tolist(), named, strict=True)
         builder.shared += [SharedBlocks(row, (), new) for row, new in pairs]
-        self._rows.set_index_at(rows, (num_ready + 1) * size)
+        self._rows.set_index_at(rows, np.array([(count + 1) * size for count in counts]))
 
     # ---- one sequence ------------------------------------------------------------------------
 

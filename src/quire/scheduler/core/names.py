@@ -3,8 +3,8 @@
 A block's name is the digest of all tokens up to its end. It begins with the root of its request, so
 that requests with different salts or adapters share no blocks. Marks (`kv/digest.py`) identify
 tokens in addition to their ids. In steady decode, a sixteenth of the rows fill a block in each
-step. These blocks are named in one call, since one call per block would take most of the step's
-time. After `ResetPrefixCache` all names change (`rename`):
+step, so naming reads only the tokens of these blocks. After `ResetPrefixCache` all names change
+(`rename`):
 
     arrived before, without blocks    root of the new epoch, since all of it is still to be computed
     arrived before, with blocks       root of its own, unique for all time
@@ -20,15 +20,12 @@ from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from quire.base.messages import MeasuredRates, Request
 from quire.kv.digest import BlockHash, Mark, extend_by_one, extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.core.extension import HitSource
 from quire.scheduler.core.sequence import Int32, Sequence
 
-MIN_TOGETHER = 16  # fewer sequences are named faster one by one
 NewNames = tuple[int, list[bytes], int, int]  # arrival, digests, range of this list
 
 
@@ -40,8 +37,11 @@ class Prefix:
     root: bytes
     known_tokens: Int32
     digests: list[bytes] = field(default_factory=list)
-    row: int = -1
     marks: Seq[Mark] = ()
+
+    def tokens_between(self, first: int, last: int) -> Int32:
+        """See Sequence."""
+        return self.known_tokens[first:last]
 
 
 Named = Sequence | Prefix
@@ -55,23 +55,14 @@ class Digester:
 
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         """Extend the digests of named[i] to its first counts[i] blocks."""
-        first, is_long = named[0], len(named) >= MIN_TOGETHER
-        if is_long and isinstance(first, Sequence) and self._lack_one(named, counts):
-            columns = (np.array(counts)[:, None] - 1) * block_size + np.arange(block_size)
-            tokens = first.table.tokens[np.array([each.row for each in named])[:, None], columns]
-            all_digests = [each.digests for each in named]
-            extend_by_one(all_digests, [each.root for each in named], tokens, self.block_hash)
-            return
         for s, n in zip(named, counts, strict=True):
-            known, marks = s.known_tokens, s.marks
-            extend_digests(s.digests, s.root, known, block_size, n, self.block_hash, marks)
-
-    def _lack_one(self, named: Seq[Named], counts: Seq[int]) -> bool:
-        """Return whether each has a row and lacks the name of its last block, and has no marks."""
-        for s, n in zip(named, counts, strict=True):
-            if s.row < 0 or len(s.digests) != n - 1 or s.marks:
-                return False
-        return True
+            digests, marks, block_hash = s.digests, s.marks, self.block_hash
+            first = len(digests)
+            if n == first + 1 and not marks:  # as a decoding row fills a block
+                tokens = s.tokens_between(first * block_size, n * block_size)
+                extend_by_one(digests, s.root, tokens, block_hash)
+            elif n > first:
+                extend_digests(digests, s.root, s.known_tokens, block_size, n, block_hash, marks)
 
 
 class BlockNaming:

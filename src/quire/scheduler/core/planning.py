@@ -8,7 +8,6 @@ later requests of the same plan hit them (T algorithm 2, inner loop).
 """
 
 from collections import deque
-from itertools import repeat
 
 import numpy as np
 
@@ -143,7 +142,8 @@ class Planner:
             need = self._within_limits(rows, need, builder) if limited else need
         target = table.computed[rows] + need
         [short] = (target > table.capacity[rows]).nonzero()
-        if len(short) and not self._append_blocks(rows[short], target[short], builder):
+        takes_one = len(short) > 0 and need[short].max() == 1
+        if not (takes_one and self._append_blocks(rows[short], target[short], builder)):
             for i in short:
                 sequence = table.sequences[rows[i]]
                 if sequence is None:  # preempted by an earlier row of this loop
@@ -168,9 +168,10 @@ class Planner:
         target: int64 [N]."""
         table = self._rows.table
         self._rows.advance(rows, target)
-        full = rows[np.minimum(target, table.known[rows]) >= table.index_at[rows]]
+        num_ready = np.minimum(target, table.known[rows])
+        [full] = (num_ready >= table.index_at[rows]).nonzero()
         if len(full):
-            self._admission.name_full_blocks(full, builder)
+            self._admission.name_full_blocks(rows[full], num_ready[full], builder)
 
     def _within_limits(self, rows: Int64, need: Int64, builder: PlanBuilder) -> Int64:
         """Return the needs, int64 [N], reduced to the limits of `chunk_limit`."""
@@ -189,24 +190,21 @@ class Planner:
             memory.grant_chunk(table.sequences[row], int(table.computed[row]), num, builder)
 
     def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
-        """Allocate one new block for each of these rows, if each needs exactly one and no
-        preemption is necessary. Return whether it was done. rows, target: int64 [N], target is the
-        computed length after this plan.
+        """Allocate one new block for each of these rows, which compute one token, if each needs
+        exactly one and no preemption is necessary. Return whether it was done. rows, target: int64
+        [N], target is the computed length after this plan.
 
         In steady decode, a sixteenth of the rows need a block in each step. One call per row would
         take most of the step's time.
         """
-        table, capacity = self._rows.table, self._rows.table.capacity[rows]
-        # Capacity excludes a shared block, so a row that must copy one fails this check.
-        if np.count_nonzero((table.computed[rows] != capacity) | (target != capacity + 1)):
-            return False
-        blocks = [sequence.blocks for sequence in self._rows.sequences(rows)]
-        found = self._memory.kv.append_blocks(blocks, target.tolist())
+        size, blocks = self._memory.block_size, [s.blocks for s in self._rows.sequences(rows)]
+        lengths = target.tolist()
+        found = self._memory.kv.append_blocks(blocks, lengths)
         if found is None:
             return False
-        size = self._memory.block_size
-        builder.writes += zip(repeat(0), rows.tolist(), (capacity // size).tolist(), found)
-        self._rows.set_capacity(rows, capacity + size)
+        writes = zip(rows.tolist(), lengths, found, strict=True)
+        builder.writes += [(0, row, (length - 1) // size, block) for row, length, block in writes]
+        self._rows.set_capacity(rows, target + (size - 1))
         return True
 
     def _close(self, builder: PlanBuilder, max_tokens: int, now: float) -> Plan | None:
@@ -230,8 +228,8 @@ class Planner:
             forked, sources = self._branching.fork_leaders(samples, builder, now)
             samples = np.concatenate([samples, forked])
         self._rows.expect_tokens(self._without_beams(samples))
-        tenants, charges = table.tenant[rows], num_tokens + is_sampling
-        self._lifecycle.queue.tenants.charge(tenants, charges)
+        charges = np.bincount(table.tenant[rows], num_tokens + is_sampling).astype(np.int64)
+        self._lifecycle.queue.tenants.charge(charges)
         changes, plan_rows = self._rows.take_changes(), rows.astype(np.int32)
         all_sample = len(samples) == len(rows) and not len(forked)
         plan = Plan(
@@ -263,7 +261,7 @@ class Planner:
         is_plain = not has_changes and not self._lifecycle.searches and self._rows.num_stages == 1
         if all_decode and is_plain:
             num_left = int((table.limit[rows] - table.total[rows]).min())
-            self._last = Decoding(step, rows, num_tokens, tenants, charges, num_left)
+            self._last = Decoding(step, rows, num_tokens, charges, num_left)
         return plan
 
     def _repeat(self, last: Decoding, now: float) -> Plan | None:
@@ -290,7 +288,7 @@ class Planner:
         builder.add_moves(MoveKind.SWAP_OUT, memory.copies_out())
         memory.end_plan(builder.step_id, now)
         self._rows.expect_tokens(rows)
-        lifecycle.queue.tenants.charge(last.tenants, last.charges)
+        lifecycle.queue.tenants.charge(last.charges)
         was = last.step
         plan = was.plan.replace(
             step_id=builder.step_id,

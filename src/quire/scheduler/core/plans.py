@@ -95,14 +95,13 @@ class Decoding:
     """Record of a plan in which each running row decodes one token. While these rows run, the next
     plan differs only in counters and blocks.
 
-    rows, ones, tenants, charges: int64 [N], the rows, their numbers of tokens, their tenants' slots
-    and what a plan charges for each. num_left: plans until a row reaches its limit.
+    rows, ones: int64 [N], the rows and their numbers of tokens. charges: int64 [S], what
+    a plan charges the tenants of the first S slots. num_left: plans until a row reaches its limit.
     """
 
     step: InFlightStep
     rows: Int64
     ones: Int64
-    tenants: Int64
     charges: Int64
     num_left: int
 
@@ -185,6 +184,8 @@ class PlanBuilder(Record):
 
     def moves(self) -> tuple[Move, ...]:
         """Return the plan's moves: swaps out, then loads, then one block copy per cache group."""
+        if not self.swaps and not self.copies:
+            return ()
         swaps = tuple(sorted(self.swaps, key=lambda move: move.kind is not MoveKind.SWAP_OUT))
         if not self.copies:
             return swaps

@@ -33,12 +33,19 @@ from quire.ops.kernels.attention.attention_merge import (
     store_item,
 )
 from quire.ops.kernels.attention.attention_plan import Cut, Work, first_seen
-from quire.ops.kernels.attention.attention_tiles import HOPPER, SHORT_WARPS, Machine, constants
+from quire.ops.kernels.attention.attention_tiles import (
+    HOPPER,
+    NUM_STAGES,
+    SHORT_WARPS,
+    Machine,
+    constants,
+)
 from quire.ops.kernels.attention.attention_write import LayerKV
 from quire.ops.kernels.launch import DTYPES, Config, kernel, overlaps, pdl_option, wait_if
 
 MAX_HEAD_DIM = 128  # sums of larger heads and both halves of their queries would spill registers
 MAX_ROWS = 16  # query heads of a KV head, for the same reason
+MAX_MERGED_HEADS = 4  # that GPUs with fewer stages merge at once, for the same reason
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ def rotary_attention(
         HAS_NORM=weight is not None,
         HAS_CAP=cap is not None,
         HAS_SINKS=sinks_N is not None,
-        **last_constants(work.cut, size, work.arrivals is not None),
+        **_last_constants(work.cut, size, work.arrivals is not None, machine),
         AHEAD=is_ahead,
         num_warps=SHORT_WARPS,
         num_stages=machine.num_stages if qkv_TMH.dtype.itemsize < 4 else 2,
@@ -126,6 +133,13 @@ def _constants(
     names = ("NUM_KV_HEADS", "GROUP", "HEAD_DIM", "WIDTH", "BLOCK_SIZE", "WINDOW", "DOT")
     sizes = {"ROWS": found["SHORT_ROWS"], "TILE": found["SHORT_TILE"]}
     return {name: found[name] for name in names} | sizes
+
+
+def _last_constants(cut: Cut, size: int, merges_last: bool, machine: Machine) -> dict[str, int]:
+    found = last_constants(cut, size, merges_last)
+    if machine.num_stages < NUM_STAGES:
+        found["LAST_HEADS"] = min(found["LAST_HEADS"], MAX_MERGED_HEADS)
+    return found
 
 
 @kernel(do_not_specialize=["table_stride"])
@@ -309,7 +323,7 @@ def config(
     cut = Cut().of_group(group_size, window, size)
     given = _constants(cut, dtype, 8, size, 16) | {"DOT": DTYPES[dtype], "HAS_NORM": has_norm}
     given |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks}
-    given |= last_constants(cut, size, merges_last) | {"AHEAD": is_ahead}
+    given |= _last_constants(cut, size, merges_last, machine) | {"AHEAD": is_ahead}
     return Config(
         _rotary_attention_kernel,
         signature,
