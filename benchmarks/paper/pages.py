@@ -29,10 +29,13 @@ METHOD = (
     " follow from public measurements of that engine, and from no figure"
     " (`benchmarks/paper/overhead.py`). [Assumptions](evaluation-assumptions.md) shows what other"
     " times would give.",
-    "A point of a curve is a trace of 60 seconds, and shorter for workloads with many requests per"
-    " second; `--seconds` makes them longer. A system survives a short trace at rates that it"
-    " cannot sustain for long, so rates of short traces are too high. The lengths of requests"
-    " follow the paper's means; the paper does not give their spread.",
+    "A point of a curve is a trace of the length that its figure states. A sustained rate is at"
+    " most the throughput of a full system, since a short trace ends before a growing queue shows"
+    " in the latency."
+    " [Sustained rates by the length of traces]"
+    "(evaluation-latency.md#sustained-rates-by-the-length-of-traces) shows that longer traces give"
+    " the same rates. The lengths of requests follow the paper's means; the paper does not give"
+    " their spread.",
     "A band is the range in which a number must lie. Bands are set from the text, not from our"
     " results, and each has its reason beside it. A number outside its band ends `make paper` with"
     " an error. The tests check the bands on shorter traces, and that three faults in the"
@@ -77,7 +80,7 @@ PAGES = (
         "evaluation-latency.md",
         "Evaluation: latency against rate",
         "Which rate of requests each system sustains, for three models and two workloads.",
-        ("fig_12",),
+        ("fig_12", "trace_lengths"),
     ),
     Page(
         "evaluation-sharing.md",

@@ -40,7 +40,10 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         {each.system: each for each in found[number * num : (number + 1) * num]}
         for number in range(len(panels))
     ]
-    made = [_panel(*panel[:3], by_name) for panel, by_name in zip(panels, swept, strict=True)]
+    made = [
+        replace(_panel(*panel[:3], by_name), seconds=_effort(effort, panel[2]).seconds)
+        for panel, by_name in zip(panels, swept, strict=True)
+    ]
     made[0].findings.append(_max_gain(swept))
     if effort.is_full:
         made[-1].findings.append(_less_pronounced(swept))

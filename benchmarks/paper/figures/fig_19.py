@@ -90,7 +90,7 @@ def _copy_s(way: SwapTime, block_size: int) -> float:
 
 def _end_to_end(effort: Effort, runs: Runs) -> Figure:
     sizes = END_TO_END_SIZES if effort.is_full else FEW_SIZES
-    load = Load(SHAREGPT, RATE, effort.seconds * 2 / 3)
+    load = Load(SHAREGPT, RATE, effort.seconds / 3)
     cases = []
     for label, way in WAYS.items():
         for size in sizes:
@@ -124,4 +124,5 @@ def _end_to_end(effort: Effort, runs: Runs) -> Figure:
         findings,
         text,
         is_log_x=True,
+        seconds=load.seconds,
     )
