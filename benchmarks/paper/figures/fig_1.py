@@ -14,7 +14,7 @@ FEW_RATES = (1.0, 4.0)
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure."""
     rates = RATES if effort.is_full else FEW_RATES
-    seconds = effort.seconds / 2
+    seconds = effort.seconds / 4
     cases = [
         (system, OPT_13B, Load(SHAREGPT, rate, seconds)) for system in SYSTEMS for rate in rates
     ]

@@ -36,7 +36,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     loads = [
         Load(SHAREGPT, FULL_RATE, max(effort.seconds / 2, FULL_S)),
         Load(SHAREGPT, RATES[SHAREGPT.name], max(effort.seconds, WARM_S)),
-        Load(ALPACA, RATES[ALPACA.name], effort.seconds / 2),
+        Load(ALPACA, RATES[ALPACA.name], effort.seconds / 4),
     ]
     cases = [(system, OPT_13B, load) for load in loads for system in SYSTEMS]
     found = run_each(runs, serve, cases)

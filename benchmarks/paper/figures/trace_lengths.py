@@ -22,7 +22,8 @@ CONVERGED = 0.05  # of the rate of the longest trace
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the table and the curves of fig. 12 a's rates."""
-    lengths = SECONDS if effort.is_full else FEW_SECONDS
+    several = SECONDS if effort.is_full else FEW_SECONDS
+    lengths = tuple(sorted({*several, effort.seconds}))
     load = Load(SHAREGPT, FIRST_RATE, 0.0)
     cases = [
         (system, OPT_13B, load, replace(effort, seconds=seconds))
