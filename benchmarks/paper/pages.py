@@ -38,7 +38,7 @@ METHOD = (
     " their spread.",
     "A band is the range in which a number must lie. Bands are set from the text, not from our"
     " results, and each has its reason beside it. A number outside its band ends `make paper` with"
-    " an error. The tests check the bands on fewer panels, and that twelve faults in the allocator,"
+    " an error. The tests check the bands on fewer panels, and that eleven faults in the allocator,"
     " the scheduler and the baselines break them (`tests/benchmarks/paper/test_mutants.py`). They"
     " also check that the result file has the bands of the code.",
 )

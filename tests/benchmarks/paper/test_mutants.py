@@ -133,11 +133,6 @@ def half_of_the_pool(patch: Patch) -> None:
     patch.setattr(Headroom, "blocks", lambda self, num_rows: self.num_blocks // 2)
 
 
-def no_joining(patch: Patch) -> None:
-    """No request is admitted while others run."""
-    patch.setattr(Headroom, "blocks", lambda self, num_rows: self.num_blocks * bool(num_rows))
-
-
 def longest_first(patch: Patch) -> None:
     """SRTF takes the longest prompt first."""
 
@@ -200,7 +195,6 @@ SLOW: tuple[tuple[Mutant, Findings], ...] = (
     (forks_copy, savings),
     (prompts_take_twice, memory(QUIRE)),
     (half_of_the_pool, memory(QUIRE)),
-    (no_joining, memory(QUIRE)),
     (longest_first, waits(SRTF)),
     (staging_by_arrival, waits(TWO_LEVEL)),
     (powers_are_doubled, memory(ORCA_MAX)),
