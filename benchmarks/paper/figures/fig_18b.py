@@ -7,7 +7,7 @@ from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.systems import QUIRE, Options, serve
 from quire.tools.workloads import ALPACA, SHAREGPT
 
-SIZES = (4, 16, 32, 64, 128, 256)  # smaller ones take equally long by the formula
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FEW_SIZES = (16, 32, 128, 256)
 # P 7.2 gives no rates. Ours are below what blocks of 16 sustain, by `capacity.py`.
 LOAD = 0.75
