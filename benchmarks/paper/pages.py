@@ -55,9 +55,10 @@ CLAIMS_COLUMNS = (
     " `tests/benchmarks/paper/test_figures.py` its test."
 )
 CLAIMS_INPUTS = (
-    "Two published numbers are inputs of the simulations, so this page does not list them as"
-    " results. One is the memory of P table 1. The other is attention over blocks that takes 20 to"
-    " 26 % longer (P fig. 18 a, 7.1)."
+    "Two published numbers are inputs of the simulations. One is the slots of P table 1, which"
+    " follow from its memory by formula. The other is that attention over blocks takes 20 to 26 %"
+    " longer (P fig. 18 a, 7.1). It is a property of the paper's kernels, and this page does not"
+    " check it."
 )
 CLAIMS_MEASURED = (
     "`python -m benchmarks.paper.measured` runs the same mechanisms on this machine's CPU, with no"

@@ -136,8 +136,8 @@ class PagedMeter:
 
 
 def throughput(run: Run, load: Load) -> float:
-    """Return the requests per second that new tokens amount to, from the middle of the arrivals to
-    their end, or to the last admission if that is later."""
+    """Return new tokens per second, as requests of mean length. They count from the middle of the
+    arrivals to their end, or to the last admission if that is later."""
     first_s = load.seconds / 2
     last_s = max(load.seconds, *(each.admitted_s for each in run.by_id.values()))
     num = sum(num for at_s, num in run.listeners[0].tokens if first_s < at_s <= last_s)
