@@ -4,6 +4,7 @@ MODULES = (
     "fig_1",
     "table_1",
     "fig_2_13",
+    "trace_lengths",
     "fig_12",
     "real",
     "fig_14_15",

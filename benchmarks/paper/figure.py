@@ -22,8 +22,8 @@ class Effort:
     is_full: bool
 
 
-FULL = Effort(60.0, 1, True)
-REDUCED = Effort(60.0, 1, False)
+FULL = Effort(120.0, 1, True)
+REDUCED = Effort(120.0, 1, False)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Finding:
 @dataclass(frozen=True)
 class Figure:
     """One plot and what is said about it. source: where in the papers. text: Markdown, what agrees,
-    what does not, and why. names: of the positions on the axis of bars."""
+    what does not, and why. names: of the positions on the axis of bars. seconds: of arrivals in
+    its traces; None without traces of a set length."""
 
     name: str
     title: str
@@ -89,6 +90,7 @@ class Figure:
     y_limit: float | None = None
     is_log_x: bool = False
     is_log_y: bool = False
+    seconds: float | None = None
 
 
 class Runs(Protocol):

@@ -13,7 +13,8 @@ WIDTH = 120  # of a line of text
 
 def section(figure: Figure) -> str:
     """Return the section of a figure."""
-    lines = [f"## {figure.title}", "", f"*{figure.source}*", ""]
+    traces = "" if figure.seconds is None else f". Traces of {figure.seconds:g} s."
+    lines = [f"## {figure.title}", "", f"*{figure.source}*{traces}", ""]
     if figure.curves:
         lines += [f"![{figure.title}](evaluation/{figure.name}.svg)", ""]
     if figure.findings:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.paper.baselines.core import BaselineCore, Batches
 from benchmarks.paper.baselines.faster_transformer import FasterTransformerCore
-from benchmarks.paper.baselines.orca import Copies, OrcaCore, Reserve, longest, oracle, pow2
+from benchmarks.paper.baselines.orca import OrcaCore, Reserve, longest, oracle, pow2
 from benchmarks.paper.settings import (
     BLOCK_SIZE,
     DEFAULT,
@@ -28,7 +28,6 @@ from quire.scheduler.scheduler import Scheduler
 from quire.spec.cache_group import CacheGroup
 from quire.tools.simulate.replica import Replica, SimulatedCore
 from quire.tools.simulate.run import Run, run_all
-from quire.tools.step_times import Roofline
 
 QUIRE = "quire"
 ORCA_ORACLE, ORCA_POW2, ORCA_MAX = "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)"
@@ -36,7 +35,8 @@ FASTER_TRANSFORMER = "FasterTransformer"
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX, FASTER_TRANSFORMER)
 RESERVES: dict[str, Reserve] = {ORCA_ORACLE: oracle, ORCA_POW2: pow2, ORCA_MAX: longest}
 VOCAB_SIZE = 1 << 16
-# Share of the rows that quire's beam searches replace in a step, by width (`Served.replaced`).
+SATURATED = 0.75  # of the offered tokens: halves of a trace with few requests differ by less
+# Share of the rows that quire's beam searches fork in a step, by width: `BranchingExecutor`.
 REPLACED = {2: 0.055, 4: 0.085, 6: 0.10}
 
 
@@ -49,7 +49,9 @@ class Served:
     memory: shares of its uses while a request waited.
     saved: share of the blocks without sharing.
     hits: share of the prompts' tokens.
-    replaced: share of the rows that a beam search gave up for a copy of another one, by step.
+    throughput: requests per second, by tokens, from the middle of the arrivals to the last
+        admission. A saturated system is full all this time.
+    offered: requests per second of all arrivals, likewise.
     """
 
     system: str
@@ -61,7 +63,13 @@ class Served:
     num_preemptions: int = 0
     saved: float = 0.0
     hits: float = 0.0
-    replaced: float = 0.0
+    throughput: float = 0.0
+    offered: float = 0.0
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the system serves much less than what arrives, so that its queue grows."""
+        return self.throughput < SATURATED * self.offered
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,14 @@ PLAIN = Options()
 
 
 class PagedMeter:
-    """Reads quire's memory with each plan, for as long as its step takes."""
+    """Reads quire's memory with each plan, for as long as its step takes. is_shared: requests have
+    several sequences, which share blocks."""
 
-    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
+    def __init__(self, scheduler: Scheduler, block_size: int, is_shared: bool) -> None:
         self.batches = Batches()
-        self.num_used = self.num_unshared = self.num_rows = self.num_forked = 0
-        self._scheduler, self._block_size = scheduler, block_size
+        self.num_used = self.num_unshared = 0
+        self._scheduler, self._block_size, self._is_shared = scheduler, block_size, is_shared
+        self._pool = scheduler.memory.kv.pools[0]
         self._since_s = 0.0
         self._num_requests = self._live = self._used = 0
         self._is_short = False  # a request waited
@@ -97,31 +107,42 @@ class PagedMeter:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Planned):
             self._open(event.at_s)
-            self.num_forked += 0 if event.plan is None else len(event.plan.forked)
         elif isinstance(event, Stepped):
             self._close(event.at_s)
 
     def _open(self, now: float) -> None:
-        running = self._scheduler.rows.sequences()
+        rows, num_used = self._scheduler.rows, self._pool.num_used
         self._since_s = now
-        self.num_rows += len(running)
-        self._num_requests = len({sequence.request.request_id for sequence in running})
-        self.num_unshared += sum(len(each.blocks.tables[0].live_blocks) for each in running)
-        num_used = self._scheduler.memory.kv.pools[0].num_used
-        self.num_used += num_used
+        self._num_requests = rows.num_running
         self._used = num_used * self._block_size
         self._is_short = self._scheduler.num_waiting > 0
-        self._live = sum(each.num_computed_tokens for each in running)
+        if self._is_short:
+            self._live = int(rows.table.computed[rows.running].sum())
+        if self._is_shared:
+            running = rows.sequences()
+            self._num_requests = len({each.request.request_id for each in running})
+            self.num_unshared += sum(len(each.blocks.tables[0].live_blocks) for each in running)
+            self.num_used += num_used
 
     def _close(self, now: float) -> None:
         """Count the time of a step, in the state that its plan left."""
-        lasts_s, pool = now - self._since_s, self._scheduler.memory.kv.pools[0]
+        lasts_s = now - self._since_s
         self.batches.busy_s += lasts_s
         self.batches.requests_s += lasts_s * self._num_requests
         if self._is_short:
             live = min(self._live, self._used)
-            slots = pool.num_blocks * self._block_size
+            slots = self._pool.num_blocks * self._block_size
             self.batches.memory.add(live, live, self._used, slots, lasts_s)
+
+
+def throughput(run: Run, load: Load) -> float:
+    """Return new tokens per second, as requests of mean length. They count from the middle of the
+    arrivals to their end, or to the last admission if that is later."""
+    first_s = load.seconds / 2
+    last_s = max(load.seconds, *(each.admitted_s for each in run.by_id.values()))
+    num = sum(num for at_s, num in run.listeners[0].tokens if first_s < at_s <= last_s)
+    of_request = load.workload.outputs.mean * load.method.num
+    return num / (last_s - first_s) / of_request
 
 
 def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -> Served:
@@ -152,7 +173,8 @@ def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -
         run.num_preemptions,
         0.0 if meter is None else 1 - meter.num_used / max(1, meter.num_unshared),
         sum(max(0, each.num_cached_tokens) for each in done) / max(1, prompts),
-        0.0 if meter is None else meter.num_forked / max(1, meter.num_rows),
+        throughput(run, load),
+        sum(outputs.values()) / load.seconds / load.workload.outputs.mean,
     )
 
 
@@ -167,26 +189,13 @@ def _baseline(
     common = (clock, run.by_id, setting.num_slots, MAX_LEN)
     if system == FASTER_TRANSFORMER:
         return FasterTransformerCore(setting.device_times, *common)
-    times = setting.times(False, method.num, assumed)
     return OrcaCore(
-        times,
+        setting.times(False, method.num, assumed),
         *common,
         reserve=RESERVES[system],
         max_num_seqs=MAX_SEQS,
         max_num_tokens=MAX_STEP_TOKENS,
-        copies=_copies(setting, times, method, assumed),
     )
-
-
-def _copies(
-    setting: Setting, times: Roofline, method: Method, assumed: Assumptions
-) -> Copies | None:
-    """Return what Orca copies when a beam is replaced (P 4.4); None without beams."""
-    if not method.is_beams:
-        return None
-    share = REPLACED[method.num] if assumed.replaced is None else assumed.replaced
-    token_s = 2 * sum(each.context_s for each in times.attention)  # a copy reads and writes
-    return Copies(share, setting.num_copies * assumed.launch_s, token_s)
 
 
 def _quire(
@@ -214,6 +223,6 @@ def _quire(
         return BranchingExecutor(executor, assumed.sureness, assumed.same_share)
 
     core = Replica(scheduler, times, clock, 0, run.by_id, VOCAB_SIZE, wrap=wrap)
-    meter = PagedMeter(scheduler, size)
+    meter = PagedMeter(scheduler, size, method.num > 1)
     core.core.subscribe(meter)
     return core, meter

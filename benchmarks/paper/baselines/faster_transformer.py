@@ -12,6 +12,8 @@ import numpy as np
 from benchmarks.paper.baselines.core import BaselineCore, Job
 from quire.tools.step_times import StepLoad
 
+NUM_PARTS = 100  # of a batch's time, in which its tokens are recorded
+
 
 class FasterTransformerCore(BaselineCore):
     """One batch at a time."""
@@ -36,6 +38,7 @@ class FasterTransformerCore(BaselineCore):
         if not self._batch:
             return None
         lasts_s = self._batch_seconds(num_seqs)
+        self._count_tokens(now, lasts_s)
         self.batches.busy_s += lasts_s
         self.batches.requests_s += lasts_s * len(self._batch)
         if self.queue:
@@ -57,6 +60,13 @@ class FasterTransformerCore(BaselineCore):
         context = num_seqs * prompt + num_seqs * num_steps // 2
         middle_s = self.seconds(StepLoad(num_seqs, context, context, num_seqs))
         return first_s + (num_steps - 1) * middle_s
+
+    def _count_tokens(self, now: float, lasts_s: float) -> None:
+        """Record the tokens of a batch, spread evenly over its time."""
+        total = sum(job.num * job.num_output for job in self._batch)
+        for part in range(1, NUM_PARTS + 1):
+            tokens = total * part // NUM_PARTS - total * (part - 1) // NUM_PARTS
+            self.listener.tokens.append((now + lasts_s * part / NUM_PARTS, tokens))
 
     def _note_memory(self, lasts_s: float) -> None:
         """Note what the memory holds on the mean over a batch."""

@@ -5,14 +5,10 @@ available. Each sequence needs a chunk of a buddy allocator. The chunk has room 
 as many output tokens as the variant expects. Sequences of a request share no memory. A prompt is
 computed in one step, together with a token of each running sequence (Orca's selective batching),
 and once for all samples. No sequence is ever preempted, since all memory is there from the start.
-
-In a beam search, a replaced beam gets a copy of the keys and values of the beam that it continues.
-P 4.4 says that earlier systems need such copies often.
 """
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.paper.baselines.buddy import BuddyAllocator
@@ -37,26 +33,9 @@ def longest(job: Job, max_model_len: int) -> int:
     return max_model_len
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Copies in a beam search.
-
-    share: of the sequences that a step replaces.
-    launch_s: to submit the copies of one sequence.
-    token_s: to read and write one token's keys and values.
-    """
-
-    share: float
-    launch_s: float
-    token_s: float
-
-    def seconds(self, num_seqs: int, num_context: int) -> float:
-        return self.share * (num_seqs * self.launch_s + num_context * self.token_s)
-
-
 class OrcaCore(BaselineCore):
     """reserve: how many slots a sequence gets. max_num_seqs: in a step. max_num_tokens: a step
-    takes in no further prompt beyond these. copies: None without beams."""
+    takes in no further prompt beyond these."""
 
     def __init__(
         self,
@@ -64,10 +43,8 @@ class OrcaCore(BaselineCore):
         reserve: Reserve,
         max_num_seqs: int,
         max_num_tokens: int,
-        copies: Copies | None = None,
     ) -> None:
         super().__init__(*args)
-        self._copies = copies
         self._reserve = reserve
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._memory = BuddyAllocator(self.num_slots)
@@ -104,8 +81,6 @@ class OrcaCore(BaselineCore):
             self._num_seqs,
         )
         lasts_s = self.seconds(load)
-        if self._copies is not None:
-            lasts_s += self._copies.seconds(num_old, context)
         batches = self.batches
         batches.busy_s += lasts_s
         batches.requests_s += lasts_s * (len(self._ends))
@@ -117,6 +92,7 @@ class OrcaCore(BaselineCore):
 
     def end(self, now: float) -> None:
         self._step += 1
+        self.listener.tokens.append((now, self._num_seqs))
         self._context += self._num_seqs  # each got a token
         for job in self._fresh:
             job.served.first_token_s = now

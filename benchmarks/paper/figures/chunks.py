@@ -37,7 +37,8 @@ def measure(budget: int, seconds: float) -> tuple[float, float]:
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure."""
     budgets = BUDGETS if effort.is_full else FEW_BUDGETS
-    found = run_each(runs, measure, [(budget, effort.seconds / 2) for budget in budgets])
+    seconds = effort.seconds / 4
+    found = run_each(runs, measure, [(budget, seconds) for budget in budgets])
     x = [float(budget) for budget in budgets]
     gaps, waits = ([each[index] for each in found] for index in (0, 1))
     whole, small = gaps[-1], gaps[budgets.index(512)]
@@ -70,5 +71,6 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             text,
             is_log_x=True,
             is_log_y=True,
+            seconds=seconds,
         )
     ]

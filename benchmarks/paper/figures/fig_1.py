@@ -14,10 +14,9 @@ FEW_RATES = (1.0, 4.0)
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure."""
     rates = RATES if effort.is_full else FEW_RATES
+    seconds = effort.seconds / 4
     cases = [
-        (system, OPT_13B, Load(SHAREGPT, rate, effort.seconds / 2))
-        for system in SYSTEMS
-        for rate in rates
+        (system, OPT_13B, Load(SHAREGPT, rate, seconds)) for system in SYSTEMS for rate in rates
     ]
     found = run_each(runs, serve, cases)
     num = len(rates)
@@ -44,5 +43,6 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             curves,
             [within("peak tokens/s, quire over Orca (Max)", ratio, 2, 4)],
             text,
+            seconds=seconds,
         )
     ]

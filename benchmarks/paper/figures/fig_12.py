@@ -19,7 +19,6 @@ PANELS = (
     ("e", OPT_66B, ALPACA, 16.0),
     ("f", OPT_175B, ALPACA, 24.0),
 )
-SHORTER = 0.25  # traces of Alpaca, which has many requests per second
 # Of the rates that quire sustains, over others'. P gives them for ShareGPT, over three models.
 PUBLISHED = {ORCA_ORACLE: (1.7, 2.7), ORCA_MAX: (2.7, 8.0)}
 NEAR = 1.2  # of a simulation and the formula of the same system
@@ -30,7 +29,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make one figure a panel."""
     panels = PANELS if effort.is_full else (PANELS[0], PANELS[3])
     cases = [
-        (system, setting, Load(workload, first, 0.0), _effort(effort, workload))
+        (system, setting, Load(workload, first, 0.0), effort)
         for _, setting, workload, first in panels
         for system in SYSTEMS
     ]
@@ -40,16 +39,14 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         {each.system: each for each in found[number * num : (number + 1) * num]}
         for number in range(len(panels))
     ]
-    made = [_panel(*panel[:3], by_name) for panel, by_name in zip(panels, swept, strict=True)]
+    made = [
+        replace(_panel(*panel[:3], by_name), seconds=effort.seconds)
+        for panel, by_name in zip(panels, swept, strict=True)
+    ]
     made[0].findings.append(_max_gain(swept))
     if effort.is_full:
         made[-1].findings.append(_less_pronounced(swept))
     return made
-
-
-def _effort(effort: Effort, workload: Workload) -> Effort:
-    shorter = SHORTER if workload is ALPACA else 1.0
-    return replace(effort, seconds=shorter * effort.seconds)
 
 
 def _max_gain(swept: list[dict[str, Sweep]]) -> Finding:

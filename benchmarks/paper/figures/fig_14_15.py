@@ -132,4 +132,5 @@ def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
         text,
         BARS,
         [_label(method) for method in methods],
+        seconds=seconds,
     )

@@ -49,6 +49,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
                 [finding],
                 text,
                 y_limit=1.0,
+                seconds=shorter.seconds,
             )
         )
     return made

@@ -17,7 +17,7 @@ MAX_TOKENS = 1024
 MEAN_TURNS = 6.0
 NEAR = 1.2  # of a simulation and the formula of the same system
 FIRST_RATE = 0.75
-LONGER = 3  # traces, since there are few requests per second
+LONGER = 2  # traces, since there are few requests per second
 
 
 @dataclass(frozen=True)
@@ -94,5 +94,6 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             findings,
             text,
             y_limit=1.0,
+            seconds=longer.seconds,
         )
     ]

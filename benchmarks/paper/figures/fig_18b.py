@@ -17,12 +17,12 @@ RATES = {each.name: LOAD * Capacity(QUIRE, OPT_13B, each).rate for each in (SHAR
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure."""
     sizes = SIZES if effort.is_full else FEW_SIZES
-    workloads = (SHAREGPT, ALPACA)
+    workloads, seconds = (SHAREGPT, ALPACA), effort.seconds / 2
     cases = [
         (
             QUIRE,
             OPT_13B,
-            Load(workload, RATES[workload.name], effort.seconds),
+            Load(workload, RATES[workload.name], seconds),
             Options(size),
         )
         for workload in workloads
@@ -72,5 +72,6 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             text,
             is_log_x=True,
             is_log_y=True,
+            seconds=seconds,
         )
     ]

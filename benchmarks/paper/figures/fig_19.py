@@ -21,7 +21,8 @@ from quire.tools.workloads import SHAREGPT
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FEW_SIZES = (16, 64)
 END_TO_END_SIZES = (16, 64, 256)
-RATE = 2.5
+RATE = 3.0  # more than quire sustains, so that sequences are preempted
+MIN_PREEMPTIONS = 20
 MILLISECONDS = 1e3
 # The A2 machines (P 6.1) have processors of the Cascade Lake series, so the link is PCIe 3 with 16
 # lanes. 10 us submit a transfer. Products and reading reach the same shares of the peak rates as in
@@ -90,7 +91,7 @@ def _copy_s(way: SwapTime, block_size: int) -> float:
 
 def _end_to_end(effort: Effort, runs: Runs) -> Figure:
     sizes = END_TO_END_SIZES if effort.is_full else FEW_SIZES
-    load = Load(SHAREGPT, RATE, effort.seconds * 2 / 3)
+    load = Load(SHAREGPT, RATE, effort.seconds)
     cases = []
     for label, way in WAYS.items():
         for size in sizes:
@@ -110,8 +111,13 @@ def _end_to_end(effort: Effort, runs: Runs) -> Figure:
               "a quarter to either side")
         for size in sizes if 16 <= size <= 64
     ]  # fmt: skip
+    num = again[sizes[0]].num_preemptions
+    findings.append(
+        order(f"preemptions, blocks of {sizes[0]}", num, MIN_PREEMPTIONS, 1000, "",
+              "without preemptions there would be nothing to compare")
+    )  # fmt: skip
     text = (
-        f"{RATE:g} requests/s of ShareGPT-like lengths, {again[sizes[0]].num_preemptions}"
+        f"{RATE:g} requests/s of ShareGPT-like lengths, {num}"
         f" preemptions with blocks of {sizes[0]}."
     )
     return Figure(
@@ -124,4 +130,5 @@ def _end_to_end(effort: Effort, runs: Runs) -> Figure:
         findings,
         text,
         is_log_x=True,
+        seconds=load.seconds,
     )

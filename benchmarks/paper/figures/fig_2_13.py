@@ -1,5 +1,7 @@
 """P fig. 2 and 13: what memory is used for, and how many requests that lets into a step."""
 
+from dataclasses import replace
+
 from benchmarks.paper.bands import falling, missed, near, order
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs, run_each
 from benchmarks.paper.settings import BLOCK_SIZE, MAX_LEN, OPT_13B, Load
@@ -34,7 +36,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     loads = [
         Load(SHAREGPT, FULL_RATE, max(effort.seconds / 2, FULL_S)),
         Load(SHAREGPT, RATES[SHAREGPT.name], max(effort.seconds, WARM_S)),
-        Load(ALPACA, RATES[ALPACA.name], effort.seconds / 2),
+        Load(ALPACA, RATES[ALPACA.name], effort.seconds / 4),
     ]
     cases = [(system, OPT_13B, load) for load in loads for system in SYSTEMS]
     found = run_each(runs, serve, cases)
@@ -42,7 +44,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         {each.system: each for each in found[start : start + len(SYSTEMS)]}
         for start in range(0, len(found), len(SYSTEMS))
     )
-    return [_memory(full), _batched(SHAREGPT, "a", share), _batched(ALPACA, "b", alpaca)]
+    made = [_memory(full), _batched(SHAREGPT, "a", share), _batched(ALPACA, "b", alpaca)]
+    return [replace(figure, seconds=load.seconds) for figure, load in zip(made, loads, strict=True)]
 
 
 def _memory(found: dict[str, Served]) -> Figure:

@@ -2,18 +2,23 @@
 
 import importlib
 import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from benchmarks.paper.capacity import Capacity, gain
 from benchmarks.paper.catalogue import MODULES
-from benchmarks.paper.figure import OWN, REDUCED, VALUE, Curve, Figure, Finding, HereRuns
-from benchmarks.paper.figures import table_4_1
+from benchmarks.paper.figure import FULL, OWN, REDUCED, VALUE, Curve, Figure, Finding, HereRuns
+from benchmarks.paper.figures import fig_2_13, table_4_1
 from benchmarks.paper.pages import PAGES, pages_of
 from benchmarks.paper.section import figures_of, rows_of
 from benchmarks.paper.settings import OPT_13B, OPT_66B, Load
-from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, QUIRE, SYSTEMS, serve
+from benchmarks.paper.sweep import Sweep
+from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, QUIRE, SYSTEMS, Served, serve
 from benchmarks.result_files import newest
 from quire.tools.workloads import SHAREGPT
 
@@ -69,12 +74,75 @@ def test_rows_of_figures_are_figures_again() -> None:
     assert figures_of(rows_of(made)) == made
 
 
+class BlankRuns:
+    """Runs nothing, and gives results of the right kind: the bands of a figure follow from the
+    code alone."""
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        self.num_submitted += 1
+        future: Future[Any] = Future()
+        future.set_result(blank(get_type_hints(function)["return"], arguments[0]))
+        return future
+
+
+def blank(kind: Any, first: Any) -> Any:
+    """Return a result of this type. first: the first argument of its case, such as the system."""
+    if kind is Served:
+        uses = dict.fromkeys(fig_2_13.KINDS, 0.25)
+        return Served(first, 1.0, 1.0, 1.0, 1.0, uses, saved=0.5, throughput=1.0, offered=1.0)
+    if kind is Sweep:
+        return Sweep(first, [blank(Served, first)])
+    if get_origin(kind) is tuple:
+        return tuple(blank(each, first) for each in get_args(kind))
+    if get_origin(kind) is list:
+        return [blank(*get_args(kind), first)]
+    assert kind is float, kind
+    return 1.0
+
+
+def by_code(name: str) -> tuple[list[Figure], bool]:
+    """Return the figures of a module at full effort without their results, and whether these come
+    from simulations."""
+    runs = BlankRuns()
+    module = importlib.import_module(f"benchmarks.paper.figures.{name}")
+    return module.figures(FULL, runs), runs.num_submitted > 0
+
+
+def band(finding: Finding) -> dict[str, Any]:
+    """Return all of a finding but the result."""
+    given = {**asdict(finding)}
+    del given["ours"]
+    return given
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_results_lie_in_the_bands_of_the_code(name: str) -> None:
+    """The result file has the bands that the code sets, and no other claims. Without simulations,
+    its results are the code's too."""
+    written = figures_of(newest("paper").rows)[name]
+    figures, is_simulated = by_code(name)
+    assert [each.name for each in written] == [each.name for each in figures]
+    for ours, code in zip(written, figures, strict=True):
+        is_older = ours.seconds is None  # than the field
+        assert is_older or ours.seconds == code.seconds, f"{ours.name}: run make paper"
+        assert ours.source == code.source
+        for found, finding in zip(ours.findings, code.findings, strict=True):
+            assert band(found) == pytest.approx(band(finding)), f"{ours.name}: run make paper"
+            assert finding.low <= found.ours <= finding.high, (ours.name, found)
+            if not is_simulated:
+                assert found.ours == pytest.approx(finding.ours), (ours.name, found)
+
+
 def test_bands_of_published_numbers_are_narrow() -> None:
     """Twice the published number lies outside of a band around it."""
-    rows = newest("paper").where(row="finding", standing=VALUE)
-    assert len(rows) > 25
-    for row in rows:
-        assert row["high"] <= 3.6 * row["low"], row
+    figures = [figure for name in MODULES for figure in by_code(name)[0]]
+    found = [f for figure in figures for f in figure.findings if f.standing == VALUE]
+    assert len(found) > 25
+    for each in found:
+        assert each.high <= 3.6 * each.low, each
 
 
 def test_the_formula_agrees_with_the_simulations() -> None:
