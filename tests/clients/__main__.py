@@ -3,6 +3,7 @@
     python -m tests.clients                     # all
     python -m tests.clients openai litellm      # these
     python -m tests.clients -k "tools"          # of all, the cases that pytest's -k takes
+    python -m tests.clients --write openai      # write the result into docs/results/clients.md
 
 Exit status: 0 if all passed. The table at the end has a line a case and a column a model.
 """
@@ -18,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.clients.environments import CLIENTS, HERE, ROOT, python_of, variables, version_of
+from tests.clients.page import Row, write
 from tests.clients.random_model import write_random_model, write_seeing_model
 from tests.support.processes.servers import Server
 from tests.support.runner.adapters import write_demo_adapter
@@ -36,11 +38,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients")
     parser.add_argument("clients", nargs="*", choices=[*CLIENTS, []], help="all if absent")
     parser.add_argument("--list", action="store_true", help="print the clients' names, run none")
+    parser.add_argument("--write", action="store_true", help="write docs/results/clients.md")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="as of pytest")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(CLIENTS))
         return 0
+    if arguments.write and arguments.k:
+        parser.error("--write needs all cases of a client; remove -k")
     clients = arguments.clients or CLIENTS
     for client in clients:
         python_of(client)
@@ -48,7 +53,9 @@ def main() -> int:
     with running_servers() as urls:
         for client in clients:
             print(f"\n{version_of(client)}", flush=True)
-            found[client] = run_cases(client, urls, arguments.k)
+            found[client], notes = run_cases(client, urls, arguments.k)
+            if arguments.write:
+                write([row_of(client, found[client], notes)])
     for client, results in found.items():
         print_table(client, results)
     passed, total = (sum(counted(r)[at] for r in found.values()) for at in (0, 1))
@@ -77,8 +84,9 @@ def running_servers() -> Iterator[dict[str, str]]:
         yield urls
 
 
-def run_cases(client: str, urls: dict[str, str], keyword: str) -> Results:
-    """Run a client's cases in its environment. One that does not end in time has one failure."""
+def run_cases(client: str, urls: dict[str, str], keyword: str) -> tuple[Results, tuple[str, ...]]:
+    """Run a client's cases in its environment; return results and notes. A client that does not
+    end in time has one failure."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -88,12 +96,12 @@ def run_cases(client: str, urls: dict[str, str], keyword: str) -> Results:
         try:
             subprocess.run(command, env=variables(urls), cwd=ROOT, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            return {"(all)": {"": f"did not end in {LIMIT_S:.0f} s"}}
+            return {"(all)": {"": f"did not end in {LIMIT_S:.0f} s"}}, ()
         if not report.exists():
-            return {"(all)": {"": "pytest did not run"}}
-        results = read_report(report)
+            return {"(all)": {"": "pytest did not run"}}, ()
+        results, notes = read_report(report), read_notes(report)
     print(f"{time.monotonic() - began:.0f} s", flush=True)
-    return results
+    return results, notes
 
 
 def read_report(report: Path) -> Results:
@@ -109,6 +117,25 @@ def read_report(report: Path) -> Results:
         outcome = "skip" if case.find("skipped") is not None else outcome
         results.setdefault(" ".join([name, *rest]), {})[model] = outcome
     return results
+
+
+def read_notes(report: Path) -> tuple[str, ...]:
+    """Return why cases were skipped, and the properties `differs` of the others."""
+    tree = ET.parse(report)
+    notes = [f"not tried: {each.get('message', '')}" for each in tree.iter("skipped")]
+    notes += [p.get("value", "") for p in tree.iter("property") if p.get("name") == "differs"]
+    return tuple(dict.fromkeys(notes))
+
+
+def row_of(client: str, results: Results, notes: tuple[str, ...]) -> Row:
+    """Return the row of a client; each failed case is a note, too."""
+    passed, total = counted(results)
+    failed = [
+        f"{case} fails"
+        for case, by_model in results.items()
+        if not {"pass", "skip"}.issuperset(by_model.values())
+    ]
+    return Row(client, version_of(client), total, passed, (*failed, *notes))
 
 
 def counted(results: Results) -> tuple[int, int]:

@@ -424,7 +424,7 @@ SEARCH = {"type": "search_result", "source": "s", "title": "t", "content": []}
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": []}, "messages must be of at least 1 items"),
+        ({"messages": []}, "messages must be of 1 or more items"),
         ({"max_tokens": None}, "max_tokens must be an integer, got null"),
         ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
         ({"system": 5}, "system must be a string or a list, got 5"),

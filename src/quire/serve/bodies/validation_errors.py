@@ -52,7 +52,7 @@ ACCEPTED = {
     "enum": "{expected}",
     "names_too_long": "an object whose names have at most {max_length} characters",
     "too_long": "of at most {max_length} items",
-    "too_short": "of at least {min_length} items",
+    "too_short": "of {min_length} or more items",
     "string_too_long": "of at most {max_length} characters",
     "string_too_short": "of at least {min_length} characters",
 }
