@@ -71,7 +71,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
 
 
 def _largest_deviation(by_name: dict[str, list[Sweep]], index: int) -> float:
-    """Return how far the rates of one length are from those of the longest traces, at most."""
+    """Return the largest deviation of this length's rates from the rates of the longest traces."""
     pairs = [(mine[index].sustained(), mine[-1].sustained()) for mine in by_name.values()]
     return max(abs(rate / longest - 1) for rate, longest in pairs)
 
