@@ -71,7 +71,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
 
 
 def _largest_deviation(by_name: dict[str, list[Sweep]], index: int) -> float:
-    """Return the largest distance between rates of one length and rates of the longest traces."""
+    """Return the largest deviation of this length's rates from the rates of the longest traces."""
     pairs = [(mine[index].sustained(), mine[-1].sustained()) for mine in by_name.values()]
     return max(abs(rate / longest - 1) for rate, longest in pairs)
 
