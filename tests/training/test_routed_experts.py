@@ -14,6 +14,7 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.base.plan import TokenValues
+from quire.base.requests.outputs import CompletionOutput, Logprob
 from quire.base.step_outputs import SequenceUpdate, StepOutputs
 from quire.engine.client.token_values import joined
 from quire.engine.wire.wire import LENGTH, client_codec, core_codec
@@ -156,6 +157,33 @@ def test_a_mixture_has_the_engines_bits(dtype: str) -> None:
         assert torch.equal(model(samples.prompts, samples.responses), samples.logprobs)
         replayed = model(samples.prompts, samples.responses, samples.routes)
     assert torch.equal(replayed, samples.logprobs)
+
+
+def sampled(routes: Any, num_prompt: int = 2, num_tokens: int = 2) -> RequestOutput:
+    """Return the output of a request, with equal token ids and log-probabilities of -1."""
+    logprobs = [{3: Logprob(-1.0)} for _ in range(num_tokens)]
+    sample = CompletionOutput(0, "", [3] * num_tokens, -1.0, logprobs)
+    sample.routed_experts = routes
+    return RequestOutput("7", None, [1] * num_prompt, None, [sample])
+
+
+@needs_core
+def test_a_sample_that_never_began_keeps_the_routes_of_others() -> None:
+    """Its experts are unknown. It counts nothing, with any length of its prompt."""
+    good = np.tile(np.arange(NUM_CHOSEN, dtype=np.int16), (3, NUM_MIXTURES, 1))
+    whole = sampled(good)
+    aborted = [sampled(None, num_prompt, 0) for num_prompt in (1, 2, 5)]
+    samples = Samples.of([aborted[0], whole, *aborted[1:]])
+    assert samples.routes is not None and samples.lengths == [0, 2, 0, 0]
+    assert [len(each) for each in samples.routes] == [1, 3, 1, 4]
+    assert (samples.routes[3] == -1).all() and (samples.routes[1] == good).all()
+    model = TrainingModel(str(checkpoint("qwen3_moe", VOCAB)))
+    with torch.no_grad():
+        found = model(samples.prompts, samples.responses, samples.routes)
+        assert torch.equal(found, model([[1, 1]], [[3, 3]], [good]))
+    assert Samples.of(aborted).routes is None
+    with pytest.raises(RequestError, match="sample 1 has no experts"):
+        Samples.of([whole, sampled(None)])
 
 
 def forced(model: Any, routes_TLC: torch.Tensor) -> None:
