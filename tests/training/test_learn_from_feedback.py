@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import time
 import urllib.error
 from typing import Any
 
@@ -52,8 +53,9 @@ def test_users_never_wait_for_the_trainer(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(found, "MAX_SHARED", 3)
     monkeypatch.setattr("urllib.request.urlopen", answer_of)
     users = found.Users("http://server", 4, 1.0)
+    limit_s = time.monotonic() + 60
     while min(users.num_answered) < 5:
-        pass
+        assert time.monotonic() < limit_s, "a user waits"
     batch = users.batch(8)
     users.ended.set()
     users.pool.shutdown()
