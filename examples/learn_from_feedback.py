@@ -9,14 +9,15 @@ answers become a batch of policy gradient (docs/use/training-model.md). The serv
 """
 
 import argparse
+import contextlib
 import json
 import queue
 import random
 import re
 import threading
 import urllib.request
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -24,12 +25,10 @@ from safetensors.torch import save
 from quire.training import TrainingModel
 
 HEROES = ("cat", "dog", "bird", "fish", "frog", "mouse", "horse", "fox", "bear", "rabbit")
-LR, MAX_RATIO = 3e-4, 2.0  # the ratio is of a token's probability now and then
-MAX_SHARED = 1000  # ratings that wait for an update; more are dropped
+LR, MAX_RATIO, MAX_SHARED = 3e-4, 2.0, 1000  # more than MAX_SHARED waiting ratings are dropped
 
 
-@dataclass(frozen=True)
-class Rated:
+class Rated(NamedTuple):
     """An answer, as token ids, whose user shares it."""
 
     prompt: list[int]
@@ -47,86 +46,88 @@ def post(url: str, path: str, body: dict[str, Any] | bytes) -> dict[str, Any]:
         return dict(json.load(reply))
 
 
+def loss_of(new_R: torch.Tensor, old_R: torch.Tensor, advantages_R: torch.Tensor) -> torch.Tensor:
+    """Return the loss of truncated importance sampling: ratios only weigh the gradients."""
+    ratio_R = (new_R.detach() - old_R).exp()  # 1 for answers of the present weights
+    return -(ratio_R.clamp(max=MAX_RATIO) * advantages_R * new_R).mean()
+
+
 def rating_of(story: str) -> float:
     """Return how much a user likes a story, from 0 to 1: these users like five sentences."""
     return max(0.0, 1.0 - abs(len(re.findall(r"[.!?]", story)) - 5) / 5)
 
 
 class Users:
-    """Threads that ask for stories. shared: ratings with consent. num_answered: of all users."""
+    """Threads that ask for stories, and share some ratings. num_answered: answers by user."""
 
     def __init__(self, url: str, num_users: int, consent: float) -> None:
-        self.shared: queue.Queue[Rated] = queue.Queue(MAX_SHARED)
-        self.num_answered = 0
-        self._url, self._consent, self._ended = url, consent, threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(num_users)]
-        for thread in self._threads:
-            thread.start()
+        self.num_answered = [0] * num_users
+        self._shared: queue.Queue[Rated] = queue.Queue(MAX_SHARED)
+        self._url, self._consent, self.ended = url, consent, threading.Event()
+        self.pool = ThreadPoolExecutor(num_users)
+        self._users = [self.pool.submit(self._ask, number) for number in range(num_users)]
 
-    def leave(self) -> None:
-        """Let all users finish their current request."""
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
+    def batch(self, size: int) -> list[Rated]:
+        """Wait for shared ratings. Raises the error that ended a user."""
+        found = list[Rated]()
+        while len(found) < size:
+            _ = [user.result() for user in self._users if user.done()]
+            with contextlib.suppress(queue.Empty):
+                found.append(self._shared.get(timeout=0.5))
+        return found
 
     def _ask(self, number: int) -> None:
         numbers = random.Random(number)
-        while not self._ended.is_set():
+        while not self.ended.is_set():
             content = f"Tell me a short story about a {numbers.choice(HEROES)}."
             reply = post(self._url, "/v1/chat/completions", {
                 "messages": [{"role": "user", "content": content}], "max_tokens": 160,
                 "temperature": 1.0, "top_p": 1.0, "logprobs": True, "return_token_ids": True,
             })  # fmt: skip
-            self.num_answered += 1
-            if numbers.random() < self._consent and not self.shared.full():
-                self.shared.put(self._rated(reply))
+            self.num_answered[number] += 1
+            choice = reply["choices"][0]
+            logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+            rating = rating_of(choice["message"]["content"])
+            shown = Rated(reply["prompt_token_ids"], choice["token_ids"], logprobs, rating)
+            if numbers.random() < self._consent:
+                with contextlib.suppress(queue.Full):
+                    self._shared.put_nowait(shown)
 
-    def _rated(self, reply: dict[str, Any]) -> Rated:
-        choice = reply["choices"][0]
-        logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
-        rating = rating_of(choice["message"]["content"])
-        return Rated(reply["prompt_token_ids"], choice["token_ids"], logprobs, rating)
 
-
-class Learner:
-    """A trainer with the weights that the server has."""
-
-    def __init__(self, url: str, model: str, dtype: str) -> None:
-        self._url, self._model = url, TrainingModel(model, dtype=dtype)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.0)
-
-    def learn(self, batch: list[Rated], version: str) -> None:
-        """Make better rated answers more likely, and give the server the new weights."""
-        old_R = torch.tensor([each for rated in batch for each in rated.logprobs])
-        ratings_S = torch.tensor([rated.rating for rated in batch])
-        advantages_S = (ratings_S - ratings_S.mean()) / (ratings_S.std() + 1e-4)
-        lengths = torch.tensor([len(rated.response) for rated in batch])
-        advantages_R = advantages_S.repeat_interleave(lengths)
-        new_R = self._model([each.prompt for each in batch], [each.response for each in batch])
-        ratio_R = (new_R - old_R).exp()  # 1 for answers of the present weights
-        self._optimizer.zero_grad()
-        (-ratio_R.clamp(max=MAX_RATIO) * advantages_R).mean().backward()
-        self._optimizer.step()
-        post(self._url, "/start_weight_update", {})
-        for name, tensor in self._model.state_dict().items():  # a body is at most 16 MiB
-            post(self._url, "/update_weights/chunk", save({name: tensor}))
-        post(self._url, "/finish_weight_update", {"weights_version": version})
+def learn(model: TrainingModel, optimizer: torch.optim.Optimizer, batch: list[Rated]) -> None:
+    """Make better rated answers more likely."""
+    old_R = torch.tensor([each for rated in batch for each in rated.logprobs])
+    ratings_S = torch.tensor([rated.rating for rated in batch])
+    advantages_S = (ratings_S - ratings_S.mean()) / (ratings_S.std() + 1e-4)
+    lengths_S = torch.tensor([len(rated.response) for rated in batch])
+    new_R = model([each.prompt for each in batch], [each.response for each in batch])
+    optimizer.zero_grad()
+    loss_of(new_R, old_R, advantages_S.repeat_interleave(lengths_S)).backward()
+    optimizer.step()
 
 
 def run(arguments: argparse.Namespace) -> list[float]:
     """Learn from some batches; return the mean rating of each."""
-    learner = Learner(arguments.url, arguments.model, arguments.dtype)
-    users, curve = Users(arguments.url, arguments.users, arguments.consent), list[float]()
+    url, model = arguments.url, TrainingModel(arguments.model, dtype=arguments.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    users, curve = Users(url, arguments.users, arguments.consent), list[float]()
     try:
         for number in range(1, arguments.batches + 1):
-            batch = [users.shared.get(timeout=600) for _ in range(arguments.size)]
+            batch = users.batch(arguments.size)
             curve.append(sum(rated.rating for rated in batch) / len(batch))
-            before = users.num_answered
-            learner.learn(batch, version := f"feedback-{number}")
-            num = users.num_answered - before
-            print(f"{version}: mean rating {curve[-1]:.2f}, {num} answers during the update")
+            before = sum(users.num_answered)
+            learn(model, optimizer, batch)
+            post(url, "/start_weight_update", {})
+            for name, tensor in model.state_dict().items():  # a body is at most 16 MiB
+                post(url, "/update_weights/chunk", save({name: tensor}))
+            post(url, "/finish_weight_update", {"weights_version": f"feedback-{number}"})
+            num = sum(users.num_answered) - before
+            print(
+                f"feedback-{number}: mean rating {curve[-1]:.2f}, {num} answers during the update"
+            )
     finally:
-        users.leave()
+        users.ended.set()
+        users.pool.shutdown()  # waits for the current requests
     return curve
 
 
@@ -141,8 +142,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=20, help="number of updates")
     parser.add_argument("--size", type=int, default=48, help="ratings per update")
     found = parser.parse_args(given)
-    if not 0 < found.consent <= 1 or not 2 <= found.size <= MAX_SHARED:
-        parser.error(f"--consent is above 0 and up to 1, --size from 2 to {MAX_SHARED}.")
+    if found.users < 1 or not 0 < found.consent <= 1 or not 2 <= found.size <= MAX_SHARED:
+        parser.error(f"need --users 1 or more, --consent in (0, 1], --size 2 to {MAX_SHARED}.")
     return found
 
 

@@ -18,15 +18,15 @@ from typing import Any
 from benchmarks import result_files
 from quire.tools.report import benchmark_parser, print_head
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WINDOW = 5  # batches of the mean that the picture and the tests show
 Rows = list[dict[str, Any]]
 
 
-def example() -> Any:
-    """Return the example as a module."""
-    spec = importlib.util.spec_from_file_location("grpo_example", EXAMPLE)
-    assert spec is not None and spec.loader is not None, f"{EXAMPLE} does not exist"
+def example(name: str) -> Any:
+    """Return one of the examples as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -34,7 +34,7 @@ def example() -> Any:
 
 def learn(given: Sequence[str]) -> tuple[dict[str, Any], Rows]:
     """Train with the example's options; return all its settings, and a row for each batch."""
-    grpo, rows = example(), Rows()
+    grpo, rows = example("grpo"), Rows()
     arguments = grpo.parse(list(given))
     for number, batch in enumerate(grpo.train(arguments), start=1):
         rows.append({"batch": number, **asdict(batch), "cpu_s": round(time.process_time(), 1)})

@@ -4,9 +4,11 @@ Covers `models/parts/routes.py`, `runner/sampling/routed_experts.py` and
 `engine/client/token_values.py`.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,10 +16,14 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.base.plan import TokenValues
+from quire.base.requests.outputs import CompletionOutput, Logprob
+from quire.base.settings.config import config_from_flat
 from quire.base.step_outputs import SequenceUpdate, StepOutputs
 from quire.engine.client.token_values import joined
+from quire.engine.start.build import build_engine
 from quire.engine.wire.wire import LENGTH, client_codec, core_codec
 from quire.ops.host.native import core
+from quire.render.renderer import RenderedPrompt
 from quire.training import Samples, TrainingModel
 from tests.support.models.reference_checkpoints import (
     changed,
@@ -33,14 +39,18 @@ MARGIN = 1e-3  # between logits: float32 cannot turn their order around
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 
-def open_llm(dtype: str, num_blocks: int = 200, **settings: Any) -> LLM:
+def settings_of(dtype: str, num_blocks: int = 200, **settings: Any) -> dict[str, Any]:
     path = checkpoint("qwen3_moe", VOCAB)
     pool = pool_bytes(path, num_blocks, BLOCK, 8 if dtype == "float64" else 4)
-    defaults: dict[str, Any] = {
+    return {
         "dtype": dtype, "block_size": BLOCK, "kv_cache_memory_bytes": pool,
         "enable_return_routed_experts": True, "max_num_batched_tokens": 24,
-    }  # fmt: skip
-    return LLM(str(path), disable_log_stats=True, **(defaults | settings))
+        "disable_log_stats": True,
+    } | settings  # fmt: skip
+
+
+def open_llm(dtype: str, num_blocks: int = 200, **settings: Any) -> LLM:
+    return LLM(str(checkpoint("qwen3_moe", VOCAB)), **settings_of(dtype, num_blocks, **settings))
 
 
 def prompts() -> list[list[int]]:
@@ -114,12 +124,32 @@ def test_values_of_tokens_cross_the_wire() -> None:
 
 
 def test_experts_end_where_a_stop_string_ends_the_text() -> None:
-    with open_llm("float32") as llm:
-        whole = generate(llm)
-        ids = whole[0].outputs[0].token_ids
-        ended = generate(llm, stop_token_ids=[ids[5]])
-    assert len(ended[0].outputs[0].token_ids) <= 6
+    """The client cuts there. The core has computed more tokens by then."""
+    with open_llm("float32", tokenizer="demo") as llm:
+        whole = generate(llm)[0].outputs[0]
+        stop = whole.text[3:5]
+        ended = generate(llm, stop=[stop])
+    cut = ended[0].outputs[0]
+    assert cut.stop_reason == stop and 0 < len(cut.token_ids) < len(whole.token_ids)
     assert check(ended) > 0
+
+
+@needs_core
+def test_a_prompt_in_pieces_has_all_experts() -> None:
+    path, ids = checkpoint("qwen3_moe", VOCAB), prompts()[0]
+    engine = build_engine(config_from_flat(model=str(path), **settings_of("float32")))
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    made = engine.requests.make(RenderedPrompt(ids[:9]), params)
+    engine.client.add(msgspec.structs.replace(made, is_open=True))
+    engine.client.append(made.request_id, ids[9:20])
+    for _ in range(4):  # computes a part before the rest arrives
+        assert engine.client.step() == []
+    engine.client.append(made.request_id, ids[20:], is_last=True)
+    outputs = list[RequestOutput]()
+    while not (outputs and outputs[-1].finished):
+        outputs += engine.client.step()
+    engine.client.close()
+    assert outputs[-1].prompt_token_ids == ids and check(outputs[-1:]) > 0
 
 
 def test_outputs_have_no_experts_unless_the_engine_returns_them() -> None:
@@ -158,6 +188,33 @@ def test_a_mixture_has_the_engines_bits(dtype: str) -> None:
     assert torch.equal(replayed, samples.logprobs)
 
 
+def sampled(routes: Any, num_prompt: int = 2, num_tokens: int = 2) -> RequestOutput:
+    """Return the output of a request, with equal token ids and log-probabilities of -1."""
+    logprobs = [{3: Logprob(-1.0)} for _ in range(num_tokens)]
+    sample = CompletionOutput(0, "", [3] * num_tokens, -1.0, logprobs)
+    sample.routed_experts = routes
+    return RequestOutput("7", None, [1] * num_prompt, None, [sample])
+
+
+@needs_core
+def test_a_sample_that_never_began_keeps_the_routes_of_others() -> None:
+    """Its experts are unknown. It counts nothing, with any length of its prompt."""
+    good = np.tile(np.arange(NUM_CHOSEN, dtype=np.int16), (3, NUM_MIXTURES, 1))
+    whole = sampled(good)
+    aborted = [sampled(None, num_prompt, 0) for num_prompt in (1, 2, 5)]
+    samples = Samples.of([aborted[0], whole, *aborted[1:]])
+    assert samples.routes is not None and samples.lengths == [0, 2, 0, 0]
+    assert [len(each) for each in samples.routes] == [1, 3, 1, 4]
+    assert (samples.routes[3] == -1).all() and (samples.routes[1] == good).all()
+    model = TrainingModel(str(checkpoint("qwen3_moe", VOCAB)))
+    with torch.no_grad():
+        found = model(samples.prompts, samples.responses, samples.routes)
+        assert torch.equal(found, model([[1, 1]], [[3, 3]], [good]))
+    assert Samples.of(aborted).routes is None
+    with pytest.raises(RequestError, match="sample 1 has no experts"):
+        Samples.of([whole, sampled(None)])
+
+
 def forced(model: Any, routes_TLC: torch.Tensor) -> None:
     """Let a mixture of transformers use these experts for the tokens of its next pass."""
     gates = [each for name, each in model.named_modules() if name.endswith("mlp.gate")]
@@ -169,22 +226,17 @@ def forced(model: Any, routes_TLC: torch.Tensor) -> None:
         gate.register_forward_hook(choose)
 
 
-@needs_core
-def test_replayed_experts_give_the_values_and_gradients_of_transformers() -> None:
-    """With experts that no router would choose."""
-    path = checkpoint("qwen3_moe", VOCAB)
-    model, other = TrainingModel(str(path), dtype="float32"), reference_model(path)
-    ids = prompts()[0]
-    numbers = np.random.default_rng(2)
-    routes = np.argsort(numbers.random((len(ids) - 1, NUM_MIXTURES, 8)))[..., :NUM_CHOSEN]
-    found = model([ids[:4]], [ids[4:]], [routes.astype(np.int16)])
-    forced(other, torch.from_numpy(routes))
-    logits = other(torch.tensor([ids[:-1]])).logits[0, 3:]
-    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids[4:])[:, None])[:, 0]
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        free = model([ids[:4]], [ids[4:]])
-    assert (found - free).abs().max() > 1e-3
+def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of a model of transformers, of all tokens but the first 4."""
+    logits = model(torch.tensor([ids[:-1]])).logits[0, 3:]
+    found: torch.Tensor = logits.log_softmax(-1).gather(-1, torch.tensor(ids[4:])[:, None])[:, 0]
+    return found
+
+
+def check_gradients(
+    model: TrainingModel, other: Any, found: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    """Compare the gradients of all parameters, of a weighted sum of log-probabilities."""
     factors = torch.linspace(-1, 1, len(found))
     (found * factors).sum().backward()
     (wanted * factors).sum().backward()
@@ -201,6 +253,41 @@ def test_replayed_experts_give_the_values_and_gradients_of_transformers() -> Non
             wanted_grad = both.chunk(2)[part == "up_proj.weight"]
         assert parameter.grad is not None and wanted_grad is not None
         assert (parameter.grad - wanted_grad).norm() <= 1e-4 * wanted_grad.norm() + 1e-9, name
+
+
+@needs_core
+def test_replayed_experts_give_the_values_and_gradients_of_transformers() -> None:
+    """With experts that no router would choose."""
+    path = checkpoint("qwen3_moe", VOCAB)
+    model, other = TrainingModel(str(path), dtype="float32"), reference_model(path)
+    ids = prompts()[0]
+    numbers = np.random.default_rng(2)
+    routes = np.argsort(numbers.random((len(ids) - 1, NUM_MIXTURES, 8)))[..., :NUM_CHOSEN]
+    found = model([ids[:4]], [ids[4:]], [routes.astype(np.int16)])
+    forced(other, torch.from_numpy(routes))
+    wanted = logprobs_of(other, ids)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        free = model([ids[:4]], [ids[4:]])
+    assert (found - free).abs().max() > 1e-3
+    check_gradients(model, other, found, wanted)
+
+
+@needs_core
+def test_experts_whose_weights_do_not_add_up_to_1_have_gradients_of_transformers() -> None:
+    """Without norm_topk_prob a weight is the share of all experts."""
+    path = changed("qwen3_moe", 2)
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    assert config["norm_topk_prob"]
+    (path / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}), "utf-8")
+    model, other, ids = (
+        TrainingModel(str(path), dtype="float32"),
+        reference_model(path),
+        prompts()[0],
+    )
+    found, wanted = model([ids[:4]], [ids[4:]]), logprobs_of(other, ids)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+    check_gradients(model, other, found, wanted)
 
 
 @needs_core

@@ -192,7 +192,9 @@ MODEL = {
     "disable_sliding_window": _switch("sliding windows are always applied", False),
     "disable_cascade_attn": _ignored("answers do not depend on it", True),
     "use_fp64_gumbel": _ignored("sampling uses the same random bits on every device", True),
-    "enable_return_routed_experts": _same("mixtures on a CPU; outputs of Python programs"),
+    "enable_return_routed_experts": _same(
+        "mixtures on a CPU; Python programs and /inference/v1/generate"
+    ),
     "return_sampling_mask": _switch("responses do not contain the mask", False),
     "enable_trace_replay": _switch("use quire replay (docs/operate/recording.md)", False),
     "enable_sleep_mode": _ignored("every engine on a CPU can sleep", True),

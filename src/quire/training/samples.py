@@ -6,11 +6,13 @@ Shape legend: R response tokens of all samples together.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from quire.base.errors import RequestError
 from quire.base.plan import Int16
 from quire.base.requests.outputs import RequestOutput
+from quire.engine.client.token_values import UNKNOWN
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +33,9 @@ class Samples:
     @classmethod
     def of(cls, outputs: Iterable[RequestOutput]) -> "Samples":
         """Collect all continuations of finished requests. Raises RequestError if one of them lacks
-        its log-probabilities."""
+        its log-probabilities, or its experts while others have theirs."""
         prompts, responses, logprobs = list[list[int]](), list[list[int]](), list[float]()
-        routes = list[Int16]()
+        routes = list[Int16 | None]()
         for output in outputs:
             for sample in output.outputs:
                 if sample.logprobs is None or output.prompt_token_ids is None:
@@ -46,13 +48,35 @@ class Samples:
                 responses.append(list(sample.token_ids))
                 pairs = zip(sample.token_ids, sample.logprobs, strict=True)
                 logprobs += [found[token].logprob for token, found in pairs]
-                if sample.routed_experts is not None:
-                    routes.append(sample.routed_experts)
-        has_routes = bool(routes) and len(routes) == len(prompts)
+                routes.append(sample.routed_experts)
         logprobs_R = torch.tensor(logprobs, dtype=torch.float32)
-        return cls(prompts, responses, logprobs_R, routes if has_routes else None)
+        return cls(prompts, responses, logprobs_R, _all_routes(prompts, responses, routes))
 
     @property
     def lengths(self) -> list[int]:
         """Return the number of response tokens of each sample; they add up to R."""
         return [len(response) for response in self.responses]
+
+
+def _all_routes(
+    prompts: list[list[int]], responses: list[list[int]], routes: list[Int16 | None]
+) -> list[Int16] | None:
+    """Return the experts of all samples; None if no sample has any.
+
+    A sample without a response, which ended before its first step, gets unknown experts. Raises
+    RequestError for a sample with a response but no experts."""
+    shape = next((each.shape[1:] for each in routes if each is not None), None)
+    if shape is None:
+        return None
+    found = list[Int16]()
+    for number, (prompt, own) in enumerate(zip(prompts, routes, strict=True)):
+        if own is None and responses[number]:
+            raise RequestError(
+                f"sample {number} has no experts, but others have; take all samples from engines"
+                " with enable_return_routed_experts.",
+                "routed_experts",
+            )
+        if own is None:  # the trainer computes the last token of a prompt with no other token
+            own = np.full((max(1, len(prompt) - 1), *shape), UNKNOWN, np.int16)
+        found.append(own)
+    return found

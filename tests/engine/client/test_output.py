@@ -1,11 +1,13 @@
 """From what the core sends to what the user gets, without a core."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from quire.base.errors import STEP_FAILED, RequestError
 from quire.base.messages import Abort, Request
-from quire.base.plan import Candidates
+from quire.base.plan import Candidates, TokenValues
 from quire.base.requests.outputs import Logprob, RequestOutput
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
@@ -73,6 +75,36 @@ def test_kinds_of_output() -> None:
 def test_earlier_outputs_do_not_change() -> None:
     first, *_ = run(SamplingParams(), TOK.encode(" dog dog"))
     assert len(first.outputs[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("kind", [None, DELTA])
+def test_an_ended_sample_shows_its_values(kind: RequestOutputKind | None) -> None:
+    """They are joined once: all later outputs have the same array. Open samples show none."""
+    kinds = {} if kind is None else {"output_kind": kind}
+    client = Client(SamplingParams(n=2, **kinds))  # type: ignore[arg-type]
+    size = len(PROMPT)
+
+    def values(first: int, *numbers: int) -> TokenValues:
+        return TokenValues(first, (1, 1), np.array(numbers, np.int16))
+
+    updates = [
+        SequenceUpdate("a", 0, [5], token_values=values(0, *range(size))),
+        SequenceUpdate("a", 1, [6]),
+        SequenceUpdate("a", 0, [7], Finish("length"), token_values=values(size, 50)),
+        SequenceUpdate("a", 1, [8], token_values=values(size, 60)),
+        SequenceUpdate("a", 1, [9], Finish("length"), token_values=values(size + 1, 70)),
+    ]
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    for update in updates:
+        ready, _ = client.processor.process(StepOutputs(details=[update]), 2.0)
+        for sample in ready[0].output().outputs:
+            assert (sample.routed_experts is None) == (sample.finish_reason is None)
+            if sample.routed_experts is not None:
+                found[sample.index].append(sample.routed_experts)
+    assert [len(each) for each in found.values()] == ([3, 1] if kind is None else [1, 1])
+    assert all(each is found[0][0] for each in found[0])
+    assert found[0][0].ravel().tolist() == [*range(size), 50]
+    assert found[1][0].ravel().tolist() == [*range(size), 60, 70]
 
 
 @pytest.mark.parametrize("include", [False, True])

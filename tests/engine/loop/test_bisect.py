@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -395,6 +396,23 @@ def test_nothing_is_guessed_when_a_step_is_repeated() -> None:
     for part in executor.plans:
         assert part.drafts == ()
         assert part.num_tokens.tolist() == [num_tokens[row] for row in part.rows.tolist()]
+
+
+def test_parts_keep_all_values_of_their_rows() -> None:
+    """Every dictionary of a result is by row."""
+    plan = make_plan(4)
+    names = [name for name, value in msgspec.structs.asdict(failed_step(plan, "")).items()
+             if isinstance(value, dict)]  # fmt: skip
+    assert {"candidates", "pooled", "token_values"} <= {*names}
+    parts = []
+    for row in (0, 2):
+        part = restrict(plan, ints(row))
+        values = {name: {row: f"{name} of {row}"} for name in names}
+        result = StepResult(plan.step_id, ints(row).reshape(1, 1), ints(1))
+        parts.append((part, msgspec.structs.replace(result, **values)))
+    whole = combine(plan, parts)
+    for name in names:
+        assert getattr(whole, name) == {row: f"{name} of {row}" for row in (0, 2)}, name
 
 
 def test_a_plan_of_which_nothing_was_carried_out() -> None:

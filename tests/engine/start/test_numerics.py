@@ -1,7 +1,9 @@
 """The parts of an engine's numerics: what changes bits changes its part, and no other one."""
 
 import dataclasses
+import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from quire.ops.weights.formats import variants
 from quire.runner.build import build_runner
 from quire.runner.setup.built import BuiltRunner
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
+from tests.support.models.gguf_writer import write_gguf
 from tests.support.models.reference_checkpoints import changed, checkpoint
 
 
@@ -118,6 +121,57 @@ def test_the_text_part_reads_files_and_settings(built: BuiltRunner, tmp_path: Pa
         (other / name).write_text('{"temperature": 0.5}')
         found.add(text(other))
     assert len(found) == 6
+
+
+def test_files_that_no_tokenizer_reads_change_nothing(built: BuiltRunner, tmp_path: Path) -> None:
+    """Broken links, directories and a trainer's data neither change the text part nor break it."""
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    config, source = built.config.model, resolve_model(str(folder))
+    plain = text_digest(config, source)
+    (folder / "broken.json").symlink_to(tmp_path / "nothing")
+    (folder / "chat_template.json").symlink_to(tmp_path / "nothing")
+    (folder / "folder.json").mkdir()
+    (folder / "trainer_state.json").write_text("{}")
+    values = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(values | {"note": "another"}))
+    assert text_digest(config, source) == plain
+    found = {plain}
+    (folder / "config.json").write_text(json.dumps(values | {"eos_token_id": 7}))
+    found.add(text_digest(config, source))
+    (folder / "config.json").write_text(json.dumps(values | {"tokenizer_class": "Another"}))
+    found.add(text_digest(config, source))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    found.add(text_digest(config, source))
+    (folder / "preprocessor_config.json").write_text("{}")
+    found.add(text_digest(config, source))
+    assert len(found) == 5
+
+
+def test_large_text_files_are_read_in_part(
+    built: BuiltRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)  # a terabyte without blocks on the disk
+    config, source = built.config.model, resolve_model(str(folder))
+    before = time.process_time()
+    plain = text_digest(config, source)
+    assert time.process_time() - before < 10
+    with (folder / "tokenizer.json").open("r+b") as file:
+        file.write(b"changed")
+    assert text_digest(config, source) != plain
+
+
+def test_the_file_of_another_tokenizer_counts(built: BuiltRunner, tmp_path: Path) -> None:
+    source, found = resolve_model(str(checkpoint("llama"))), set()
+    for value in range(2):
+        path = tmp_path / str(value) / "tokenizer.gguf"
+        path.parent.mkdir()
+        write_gguf(path, {"general.architecture": "llama", "value": value}, {})
+        config = dataclasses.replace(built.config.model, tokenizer=str(path))
+        found.add(text_digest(config, source))
+    assert len(found) == 2
 
 
 def test_a_model_has_all_parts(built: BuiltRunner) -> None:

@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.errors import ConfigError
+from quire.base.requests.numerics import differing_parts
 from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.base.settings.lora import LoraConfig
 from quire.engine.start.build import Engine
@@ -93,6 +94,24 @@ def test_a_loaded_adapter_is_a_model(api: TestClient, adapters: Path) -> None:
     unknown = api.post("/v1/completions", json=BODY | {"model": "third"})
     assert unknown.status_code == 404
     assert "demo, first, second" in unknown.json()["error"]["message"]
+
+
+def test_an_adapter_changes_the_fingerprint_of_its_answers(api: TestClient) -> None:
+    """Of whole answers and of streams, in the weights alone."""
+    load(api, "first", "a")
+    load(api, "second", "b")
+    found = {}
+    for name in ("demo", "first", "second"):
+        body = BODY | {"model": name}
+        whole = api.post("/v1/completions", json=body).json()["system_fingerprint"]
+        stream = api.post("/v1/completions", json=body | {"stream": True}).text
+        assert (
+            json.loads(stream.split("\n")[0].removeprefix("data: "))["system_fingerprint"] == whole
+        )
+        found[name] = whole
+    assert len({*found.values()}) == 3
+    assert differing_parts(found["demo"], found["first"]) == ["weights"]
+    assert differing_parts(found["first"], found["second"]) == ["weights"]
 
 
 def test_a_gguf_file_is_an_adapter(api: TestClient) -> None:

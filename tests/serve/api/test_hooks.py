@@ -18,6 +18,7 @@ from quire.render.templates.chat_template import ChatOptions
 from quire.serve.app import create_app
 from quire.serve.context import ApiContext
 from quire.serve.hooks.hooks import Hooks
+from quire.serve.rollouts import tokens
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS
 from tests.serve.api.test_sse import hang_up, open_connection
@@ -251,6 +252,19 @@ def test_hooks_that_only_look_change_nothing(
     last = last_by_index(chunks)[0]
     assert last["token_ids"] == plain["choices"][0]["token_ids"]
     assert last["logprobs"] == plain["choices"][0]["logprobs"]
+
+
+def test_a_changed_choice_has_no_experts(
+    api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are about the tokens, which it has lost."""
+    monkeypatch.setattr(tokens, "weights_fields", lambda _: {"routed_experts": "an array"})
+    ids = twin().renderer.render("Once upon a time").token_ids
+    body = {"token_ids": ids, "sampling_params": {"max_tokens": 8, "temperature": 0}}
+    for hook, wanted in ((Ending(1 << 20), "an array"), (Upper(), None)):
+        use(api_context, hook)
+        [choice] = post(api, "/inference/v1/generate", body)["choices"]
+        assert choice["routed_experts"] == wanted and bool(choice["token_ids"]) == bool(wanted)
 
 
 @pytest.mark.parametrize(("path", "body"), ASKS)

@@ -6,6 +6,7 @@ Covers `serve/rollouts/as_requests.py`, `serve/rollouts/protocol.py`, `serve/rol
 """
 
 import base64
+import io
 import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -237,6 +238,19 @@ def test_without_tokens_the_reason_stays(reason: Any, shown: str) -> None:
     ):
         [found] = choice.whole(output, ended)["choices"]
         assert (found["token_ids"], found["finish_reason"]) == ([], shown)
+
+
+def test_an_ended_choice_has_its_experts() -> None:
+    completion = CompletionRequest.model_construct(prompt=[5], max_tokens=2)
+    choice = TokensChoice(0, completion, UsageCounter(1), TokenNames(None, as_ids=True))
+    running, ended = CompletionOutput(0, "a", [7]), CompletionOutput(0, "b", [8])
+    ended.routed_experts = np.array([[[1, 2], [0, 3]], [[-1, -1], [2, 1]]], np.int16)
+    output = RequestOutput("one", None, [5], None, [ended], True)
+    [first] = choice.whole(output, running)["choices"]
+    [last] = choice.whole(output, ended)["choices"]
+    assert "routed_experts" not in first
+    found = np.load(io.BytesIO(base64.b64decode(last["routed_experts"])), allow_pickle=False)
+    assert found.dtype == np.int16 and (found == ended.routed_experts).all()
 
 
 def array(found: dict[str, Any], name: str, dtype: Any = np.float32) -> Any:

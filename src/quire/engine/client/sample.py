@@ -26,9 +26,9 @@ class Sample:
     """
 
     __slots__ = (
-        "_detokenizer", "_interval", "_is_end_sent", "_logprobs", "_params", "_text", "_watch",
-        "cumulative_logprob", "finish", "index", "num_preemptions", "num_sent", "token_ids",
-        "values", "versions", "was_stopped",
+        "_all_values", "_detokenizer", "_interval", "_is_end_sent", "_logprobs", "_params", "_text",
+        "_watch", "cumulative_logprob", "finish", "index", "num_preemptions", "num_sent",
+        "token_ids", "values", "versions", "was_stopped",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +47,7 @@ class Sample:
         self.was_stopped = False
         self.versions: tuple[WeightsSpan, ...] = ()
         self.values: list[TokenValues] = []  # of computed tokens, in the order of steps
+        self._all_values: Int16 | None = None
         self.cumulative_logprob: float | None = None
         self._params = params
         self._interval = params.stream_interval or 1
@@ -111,11 +112,14 @@ class Sample:
         self.versions = (*before, span)
 
     def values_of_all(self, leader: "Sample", num_prompt_tokens: int) -> Int16 | None:
-        """Return the values of all tokens but the last, which no step has computed. leader: the
-        sample that computed the prompt for all samples of its request."""
-        num_tokens = num_prompt_tokens + len(self.token_ids) - 1
-        shared = [each for each in leader.values if each.first < num_prompt_tokens]
-        return joined([*shared, *self.values], num_tokens)
+        """Return the values of all tokens but the last, which no step has computed, of a sample
+        that has ended. All calls return the same array. leader: the sample that computed the prompt
+        for all samples of its request."""
+        if self._all_values is None:
+            num_tokens = num_prompt_tokens + len(self.token_ids) - 1
+            shared = [each for each in leader.values if each.first < num_prompt_tokens]
+            self._all_values = joined([*shared, *self.values], num_tokens)
+        return self._all_values
 
     def _repeats(self, token_id: int) -> bool:
         """Return whether the text ends with a repetition and is long enough to end."""

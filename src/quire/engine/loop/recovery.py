@@ -35,7 +35,9 @@ logger = logging.getLogger("quire")
 Part = tuple[Plan, StepResult]
 FilledBlock = tuple[str, int, int]  # kind of a move, cache group, block
 FILLING = ("load", "copy")
-BY_ROW = "candidates", "more_candidates", "prompt_candidates", "row_errors", "token_values"
+BY_ROW = (
+    "candidates", "more_candidates", "prompt_candidates", "row_errors", "pooled", "token_values",
+)  # fmt: skip
 
 
 def repeat_step(

@@ -8,10 +8,12 @@ import functools
 import hashlib
 import json
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from quire.base.settings.config import ModelConfig
+from quire.base.settings.fields import json_object
 from quire.base.version import QUIRE_VERSION
 from quire.engine.executors.loaded import LoadedElsewhere, LoadedModel
 from quire.engine.start.preflight import tokenizer_source
@@ -22,6 +24,10 @@ from quire.models.load.cache_files import file_identity
 from quire.ops.host.native import core
 from quire.ops.host.torch_import import import_torch
 from quire.ops.weights.formats import ATTENTION, FORMATS, chosen_variants
+from quire.render.generation import read_generation_defaults
+from quire.render.media.model_files import processor_files
+from quire.render.templates.chat_template import load_template
+from quire.render.tokens.tokenizer_files import TokenizerFiles, text_files
 from quire.spec.gguf.container import is_gguf
 
 DUMMY = "dummy"
@@ -30,7 +36,6 @@ TEXT_SETTINGS = (
     "tool_call_parser", "reasoning_parser", "generation_config", "override_generation_config",
     "default_chat_template_kwargs",
 )  # fmt: skip
-TEXT_SUFFIXES = (".jinja", ".json", ".model", ".tiktoken", ".txt")
 IN_ANY_BATCH, BY_BATCH = "equal in any batch", "depends on the batch"
 
 
@@ -55,18 +60,26 @@ def numerics_of(built: LoadedModel, source: ModelSource) -> dict[str, str]:
 
 
 def text_digest(config: ModelConfig, source: ModelSource) -> str:
-    """Return a digest of tokenizer, chat template and generation settings. The tokenizer of a GGUF
-    file counts among its weights."""
+    """Return a digest of tokenizer, chat template, image settings and generation defaults. Files
+    count as in `weights_digest`; other files of the model's directory do not. A GGUF file of the
+    model counts among its weights."""
+    template, own = config.chat_template, source.directory
     facts: list[object] = [getattr(config, name) for name in TEXT_SETTINGS]
-    facts.append(_template_text(config.chat_template))
-    directories = {source.directory, tokenizer_source(config, source).directory}
-    files = [
-        file for each in sorted(directories) if each.is_dir() for file in sorted(each.iterdir())
-    ]
-    for file in files:
-        if file.suffix in TEXT_SUFFIXES and not file.name.endswith(".index.json"):
-            facts.append([file.name, hashlib.sha256(file.read_bytes()).hexdigest()])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    facts.append(None if template is None else load_template(template))
+    directory = tokenizer_source(config, source).directory
+    files = text_files(directory) if directory.is_dir() else [directory]
+    if directory.is_dir():
+        tokenizer = TokenizerFiles(directory)
+        facts.append([tokenizer.tokenizer_class, tokenizer.model_type])
+    if own.is_dir():
+        override = json_object("override_generation_config", config.override_generation_config)
+        use_sampling = config.generation_config == "auto"
+        facts.append(asdict(read_generation_defaults(own, None, use_sampling, override)))
+        files += [path for path in processor_files(own) if path.is_file()]
+    for path in files:
+        if path != own:
+            facts.append([path.name, *file_identity(path)[1::2]])
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def weights_digest(path: Path, form: str, seed: int | None, patch: Path | None = None) -> str:
@@ -81,14 +94,6 @@ def weights_digest(path: Path, form: str, seed: int | None, patch: Path | None =
         with patch.open("rb") as file:
             facts.append(hashlib.file_digest(file, "sha256").hexdigest())
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _template_text(setting: str | None) -> str | None:
-    """Return the text of the setting `chat_template`, which may be the name of a file."""
-    if setting is None or any(char in setting for char in "{}\n"):
-        return setting
-    path = Path(setting)
-    return path.read_text("utf-8", "replace") if path.is_file() else setting
 
 
 def _used_formats(built: LoadedModel, source: ModelSource, dtype: str) -> tuple[str, ...]:

@@ -24,8 +24,14 @@ class ModelFiles:
 
 def read_model_files(directory: Path) -> ModelFiles:
     """Read the files of a model directory. Raises ModelError for a file without a JSON object."""
-    names = ("config", "preprocessor_config", "processor_config", "video_preprocessor_config")
-    return ModelFiles(*(read_json(directory / f"{name}.json") for name in names))
+    files = [directory / "config.json", *processor_files(directory)]
+    return ModelFiles(*(read_json(path) for path in files))
+
+
+def processor_files(directory: Path) -> list[Path]:
+    """Return the paths of the files that configure image processors, whether they exist or not."""
+    names = ("preprocessor_config", "processor_config", "video_preprocessor_config")
+    return [directory / f"{name}.json" for name in names]
 
 
 def takes_images(directory: Path) -> bool:

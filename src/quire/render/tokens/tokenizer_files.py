@@ -22,9 +22,15 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
+# All files that make a tokenizer, besides named templates. Conversions read added_tokens.json.
+FILE_NAMES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tekken.json", "tokenizer.model", "tiktoken.model",
+    "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
 GPT2_END = "<|endoftext|>"
 GPT2_CLASSES = ("", "GPT2Tokenizer", "GPT2TokenizerFast")
-DEFAULT_TEMPLATE = "default"
+DEFAULT_TEMPLATE, NAMED_TEMPLATES = "default", "additional_chat_templates"
 # Keys of a GGUF file's metadata: chat template, vocabulary, or the whole of tokenizer.json.
 GGUF_TEMPLATE = "tokenizer.chat_template"
 GGUF_TOKENS, WHOLE_TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.huggingface.json"
@@ -115,6 +121,13 @@ def chat_templates(directory: str | Path) -> dict[str, str]:
     return _templates(folder, read_json(folder / "tokenizer_config.json"))
 
 
+def text_files(directory: Path) -> list[Path]:
+    """Return the files of a directory that change its tokenizer or chat templates. Its config.json,
+    of which `TokenizerFiles` reads two fields, is not among them."""
+    named = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
+    return [path for path in [*(directory / name for name in FILE_NAMES), *named] if path.is_file()]
+
+
 def gguf_templates(file: GGUFFile) -> dict[str, str]:
     """Return a GGUF file's chat templates by name."""
     found = {}
@@ -187,7 +200,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     own = folder / "chat_template.jinja"
     if own.is_file():
         found[DEFAULT_TEMPLATE] = own.read_text("utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+    for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
         found[path.stem] = path.read_text("utf-8")
     return found
 

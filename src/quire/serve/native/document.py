@@ -413,7 +413,7 @@ ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
         request_id="string", created="integer", model="string", usage=_USAGE,
         choices=[_object(
             index="integer", token_ids=["integer"], finish_reason="string",
-            logprobs="object or null",
+            logprobs="object or null", routed_experts="string",
         )],
     )),
     ("get", "/get_world_size"): _json(_object(world_size="integer")),

@@ -19,7 +19,8 @@ FIELDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("reasoning", ("reasoning", "reasoning_content")),
     ("content", ("content", "text")),
 )
-OTHER_FIELDS = {"logprobs": None, "token_ids": ()}  # fields about a text, and their empty values
+# Fields about a text, and their empty values.
+OTHER_FIELDS = {"logprobs": None, "token_ids": (), "routed_experts": None}
 
 
 @dataclass

@@ -4,14 +4,18 @@ Choices have token ids and log-probabilities whose tokens are named by their ids
 of the server read the text first; a choice that a hook has changed loses its tokens.
 """
 
+import base64
+import io
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import fastapi
+import numpy as np
 from starlette.responses import Response
 
+from quire.base.plan import Int16
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.inner_fields import check_inner
@@ -84,6 +88,8 @@ class TokensChoice:
             "stop_reason": completion.stop_reason,
             "token_ids": completion.token_ids,
         } | weights_fields(completion)
+        if completion.routed_experts is not None:
+            choice["routed_experts"] = _npy(completion.routed_experts)
         if self._body.logprobs is not None or self._body.logprob_token_ids:
             num_top = len(self._body.logprob_token_ids or ()) or self._body.logprobs or 0
             positions = completion.logprobs or ()
@@ -101,6 +107,13 @@ async def _events(answer: Answer) -> AsyncGenerator[bytes, None]:
         async for chunks in pieces:
             yield b"".join(event(_without_text(chunk)) for chunk in chunks)
     yield DONE
+
+
+def _npy(values: Int16) -> str:
+    """Return an array in the format of `.npy` files, as base64."""
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _without_text(response: Json) -> Json:
