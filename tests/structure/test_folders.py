@@ -76,14 +76,14 @@ BUDGETS = {
     "render/jobs": 550,
     "render/media": 1640,
     "render/templates": 960,
-    "render/tokens": 2000,
-    "runner": 3620,
+    "render/tokens": 2010,
+    "runner": 3630,
     "runner/drafting": 1010,
     "runner/gpu": 1830,
     "runner/media": 420,
     "runner/sampling": 1120,
     "runner/setup": 790,
-    "runner/warm": 900,
+    "runner/warm": 940,
     "scheduler": 1880,
     "scheduler/branching": 390,
     "scheduler/core": 3840,
@@ -103,7 +103,7 @@ BUDGETS = {
     "serve/observers": 750,
     "serve/ollama": 920,
     "serve/openai": 810,
-    "serve/pipeline": 2210,
+    "serve/pipeline": 2220,
     "serve/processes": 1340,
     "serve/python": 1990,
     "serve/responses": 1820,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 900, 129_500
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 900, 129_800
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
