@@ -122,9 +122,8 @@ def run(arguments: argparse.Namespace) -> list[float]:
                 post(url, "/update_weights/chunk", save({name: tensor}))
             post(url, "/finish_weight_update", {"weights_version": f"feedback-{number}"})
             num = sum(users.num_answered) - before
-            print(
-                f"feedback-{number}: mean rating {curve[-1]:.2f}, {num} answers during the update"
-            )
+            rated = f"feedback-{number}: mean rating {curve[-1]:.2f}"
+            print(f"{rated}, {num} answers during the update")
     finally:
         users.ended.set()
         users.pool.shutdown()  # waits for the current requests

@@ -223,6 +223,9 @@ class Candidates:
     rank: int  # rank of the chosen token; 1 for the most probable one
 
 
+UNKNOWN = -1  # values of tokens that another request has computed
+
+
 class TokenValues(FrozenRecord, frozen=True):
     """Values of consecutive tokens of a sequence, such as the experts that they used."""
 

@@ -71,10 +71,10 @@ def extend_digests(
     first, end = len(digests) * block_size, num_blocks * block_size
     tokens, width = token_ids[first:end].astype(LITTLE_INT32, copy=False).tobytes(), 4 * block_size
     for i in range(0, len(tokens), width):
-        data = parent + tokens[i : i + width]
+        data = tokens[i : i + width]
         if marks:
             data += marks_between(marks, first + i // 4, first + i // 4 + block_size)
-        parent = block_hash(data).digest()
+        parent = _next_digest(parent, data, block_hash)
         digests.append(parent)
 
 
@@ -86,7 +86,12 @@ def extend_by_one(
 ) -> None:
     """Append the digest of the next block, without marks. token_ids: its tokens, [block_size]."""
     tokens = token_ids.astype(LITTLE_INT32, copy=False).tobytes()
-    digests.append(block_hash((digests[-1] if digests else root) + tokens).digest())
+    digests.append(_next_digest(digests[-1] if digests else root, tokens, block_hash))
+
+
+def _next_digest(parent: bytes, data: bytes, block_hash: BlockHash) -> bytes:
+    """Return the digest of a block. data: its tokens and marks."""
+    return block_hash(parent + data).digest()
 
 
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:

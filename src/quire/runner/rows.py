@@ -61,14 +61,15 @@ class Forks:
 
 class DeviceRows:
     """Rows of a device. state: `RowTensors`, or `RowArrays` without torch. prompt_lens: the host's
-    copy of the rows' prompt lengths."""
+    copy of the rows' prompt lengths. forks: of the last step, carried out once by all runners of
+    these rows."""
 
     def __init__(self, device: Device, state: Any, ops: StepOps) -> None:
         self.state, self.ops = state, ops
         self._device = device
         self.prompt_lens: npt.NDArray[np.int64] = np.zeros(len(state.computed_R), np.int64)
         self._result_slot = 0
-        self._forks = Forks()
+        self.forks = Forks()
 
     @property
     def max_num_rows(self) -> int:
@@ -143,7 +144,7 @@ class DeviceRows:
     def _fork(self, plan: Plan, has_edits: Flags) -> RowUpdates:
         """Copy rows; return the changes by which the children differ from their parents."""
         updates, batch = RowUpdates(), list[RowFork]()
-        for fork in self._forks.pending(plan):
+        for fork in self.forks.pending(plan):
             touched = {row for each in batch for row in (each.parent, each.child)}
             if fork.child in touched or fork.parent in {each.child for each in batch}:
                 self._copy(batch)
@@ -161,7 +162,7 @@ class DeviceRows:
     def _copy(self, batch: list[RowFork]) -> None:
         if batch:
             self.ops.fork(np.array([(fork.parent, fork.child) for fork in batch], np.int32))
-            self._forks.mark_done(*batch)
+            self.forks.mark_done(*batch)
 
     def _add_rest(self, plan: Plan, updates: RowUpdates) -> None:
         """Add the changes that follow started and forked rows."""

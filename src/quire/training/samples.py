@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from quire.base.errors import RequestError
-from quire.base.plan import Int16
+from quire.base.plan import UNKNOWN, Int16
 from quire.base.requests.outputs import RequestOutput
-from quire.engine.client.token_values import UNKNOWN
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.base.plan import Int16, TokenValues
-
-UNKNOWN = -1  # for tokens that another request has computed
+from quire.base.plan import UNKNOWN, Int16, TokenValues
 
 
 def joined(pieces: Iterable[TokenValues], num_tokens: int) -> Int16 | None:

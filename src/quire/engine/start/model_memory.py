@@ -112,7 +112,8 @@ class ModelMemory:
         """See SleepMemory. Host memory that stores read and write is not freed."""
         has_stores = bool(self._built.config.cache.stores)
         if isinstance(self._built, WarmModel):
-            self._built.take_over()
+            if level == 2:
+                self._built.take_over()
             self._built.free_pages(weights=level == 2)
         whole = self._whole
         if whole is None:

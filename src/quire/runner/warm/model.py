@@ -190,6 +190,7 @@ class WarmModel:
             return
         built.runner.sampler.flags = self.runner.sampler.flags
         built.runner.rows.prompt_lens = self.runner.rows.prompt_lens
+        built.runner.rows.forks = self.runner.rows.forks
         self._whole = built
 
 

@@ -103,8 +103,8 @@ class Admission:
     def name_full_blocks(
         self, rows: np.ndarray, num_ready: np.ndarray, builder: PlanBuilder
     ) -> None:
-        """Name the full blocks of known tokens that are computed after this plan. rows, num_ready:
-        int64 [N], num_ready are these tokens."""
+        """Name the full blocks of known tokens that are computed after this plan. rows: int64 [N].
+        num_ready: number of these tokens of each row, int64 [N]."""
         size = self._memory.block_size
         counts = [num // size for num in num_ready.tolist()]
         named = self._memory.name_full_blocks(self._rows.sequences(rows), counts)

@@ -2,9 +2,8 @@
 
 A block's name is the digest of all tokens up to its end. It begins with the root of its request, so
 that requests with different salts or adapters share no blocks. Marks (`kv/digest.py`) identify
-tokens in addition to their ids. In steady decode, a sixteenth of the rows fill a block in each
-step, so naming reads only the tokens of these blocks. After `ResetPrefixCache` all names change
-(`rename`):
+tokens in addition to their ids. A decoding row fills one block at a time; the name is computed from
+that block's tokens alone. After `ResetPrefixCache` all names change (`rename`):
 
     arrived before, without blocks    root of the new epoch, since all of it is still to be computed
     arrived before, with blocks       root of its own, unique for all time

@@ -19,7 +19,9 @@ FIXED_WARPS = 4  # of a fixed cut's tiles with up to FIXED_SUMS sums
 FIXED_SUMS = 64 * 128
 MAX_FIXED_TILE = 64
 NUM_STAGES = 3
-MAX_QUERIES_OF_THREE = 512  # numbers of a KV head's queries; more take registers of the third
+# Query heads per KV head times head size. Above it a program takes too many registers for three
+# on a multiprocessor.
+MAX_QUERIES_OF_THREE = 512
 STAGES_BYTES = 160 << 10  # shared memory for NUM_STAGES; with less, one stage fewer
 LATENT_WARPS = 8  # of all launches with latent vectors: their sums take as many registers
 WARP_GROUPS = (9, 10)  # compute capabilities whose matrix instructions take 64 rows of four warps
@@ -43,8 +45,9 @@ class Machine:
         return replace(self, long_rows=64, long_warps=SHORT_WARPS)
 
     def for_decoding(self, size: int, group_size: int) -> "Machine":
-        """Return the limits of `rotary_attention` with heads of a size. A multiprocessor with warp
-        groups has room for three of its programs if the heads fill their tiles and are few."""
+        """Return the limits of `rotary_attention` with heads of this size, and group_size query
+        heads per KV head. A multiprocessor with warp groups has room for three of its programs with
+        heads of 64 or 128 and few query heads."""
         is_small = size in (64, 128) and size * group_size <= MAX_QUERIES_OF_THREE
         fits = self.has_warp_groups and self.num_stages >= NUM_STAGES and is_small
         return replace(self, num_programs=self.num_programs * 3 // 2) if fits else self
