@@ -583,6 +583,7 @@ def test_memory_is_taken_over(model: tuple[Path, Path]) -> None:
     assert rows.tokens_RM.data_ptr() == run.warm.runner.rows.state.tokens_RM.ctypes.data
     assert memory.kv[0].data_ptr() == run.warm.runner.backend.data[0].ctypes.data
     assert whole.memory == run.built.memory
+    assert whole.runner.rows.forks is run.warm.runner.rows.forks  # a repeated step forks once
 
 
 def test_a_result_says_how_long_it_took(model: tuple[Path, Path]) -> None:
