@@ -35,9 +35,8 @@ logger = logging.getLogger("quire")
 Part = tuple[Plan, StepResult]
 FilledBlock = tuple[str, int, int]  # kind of a move, cache group, block
 FILLING = ("load", "copy")
-BY_ROW = (
-    "candidates", "more_candidates", "prompt_candidates", "row_errors", "pooled", "token_values",
-)  # fmt: skip
+SCORES = "candidates", "more_candidates", "prompt_candidates"
+BY_ROW = (*SCORES, "row_errors", "pooled", "token_values")
 
 
 def repeat_step(
@@ -297,8 +296,7 @@ def omit_rows(plan: Plan, rows: Set[int]) -> Plan:
 
 
 def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None) -> StepResult:
-    """Combine the results of parts into a result of the whole plan. Rows that no part sampled get
-    token 0."""
+    """Combine the results of parts into one of the plan. Rows that no part sampled get token 0."""
     width = max((result.token_ids.shape[1] for _, result in parts), default=1)
     token_ids = np.zeros((len(plan.sample_rows), width), np.int32)
     num_accepted = np.ones(len(plan.sample_rows), np.int32)
