@@ -76,6 +76,6 @@ def _all_routes(
                 "routed_experts",
             )
         if own is None:  # the trainer computes the last token of a prompt with no other token
-            own = np.full((max(1, len(prompt) - 1), *shape), -1, np.int16)
+            own = np.full((max(1, len(prompt) - 1), *shape), UNKNOWN, np.int16)
         found.append(own)
     return found
