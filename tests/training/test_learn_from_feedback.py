@@ -87,4 +87,4 @@ def test_a_server_answers_while_its_weights_learn(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert sum(int(re.findall(r"(\d+) answers", line)[0]) for line in lines) > 0
     assert len(curve) == len(lines) == 2 and lines[1].startswith("feedback-2: ")
-    assert reply["choices"][0]["weights_versions"][-1][1] == "feedback-2"
+    assert reply["choices"][0]["weights_versions"][-1]["version"] == "feedback-2"
