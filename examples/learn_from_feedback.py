@@ -118,12 +118,11 @@ def run(arguments: argparse.Namespace) -> list[float]:
             before = sum(users.num_answered)
             learn(model, optimizer, batch)
             post(url, "/start_weight_update", {})
-            for name, tensor in model.state_dict().items():  # a body is at most 16 MiB
+            for name, tensor in model.state_dict().items():  # a body has at most 16 MiB
                 post(url, "/update_weights/chunk", save({name: tensor}))
             post(url, "/finish_weight_update", {"weights_version": f"feedback-{number}"})
             num = sum(users.num_answered) - before
-            rated = f"feedback-{number}: mean rating {curve[-1]:.2f}"
-            print(f"{rated}, {num} answers during the update")
+            print(f"feedback-{number}: mean rating {curve[-1]:.2f}, {num} answers meanwhile")
     finally:
         users.ended.set()
         users.pool.shutdown()  # waits for the current requests
