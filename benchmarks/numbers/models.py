@@ -89,7 +89,7 @@ MODELS = Page("models.md", "Models, formats and drafts", (
         "Learning by GRPO",
         "The mean reward of the stories in a batch, and the KL between trainer and engine before"
         " the first and the second update ([training](../use/training-model.md)).",
-        "python -m benchmarks.models.grpo",
+        "python -m benchmarks.models.grpo --steps 17",
         (Table(ZEN3 + "grpo.json", {
             "batch": "{batch}", "reward": "{reward:.2f}", "KL before": "{kl_before:g}",
             "KL after": "{kl_after:.1e}", "tokens": "{num_tokens:,}", "CPU s": "{cpu_s:.0f}"},

@@ -97,8 +97,9 @@ def unsupported_fields(kind: type[BaseModel]) -> dict[str, Refused]:
 def check_neutral(request: BaseModel) -> None:
     """Raise ApiError for the first refused field whose value is not neutral."""
     refused = unsupported_fields(type(request))
-    for name in request.model_fields_set & refused.keys():
-        refused[name].check(name, getattr(request, name))
+    for name in refused:
+        if name in request.model_fields_set:
+            refused[name].check(name, getattr(request, name))
 
 
 class StrictBody(BaseModel):

@@ -54,7 +54,7 @@ ACCEPTED = {
     "too_long": "of at most {max_length} items",
     "too_short": "of {min_length} or more items",
     "string_too_long": "of at most {max_length} characters",
-    "string_too_short": "of at least {min_length} characters",
+    "string_too_short": "of {min_length} or more characters",
 }
 # The accepted values of one member of a union, by pydantic's name of the member.
 KINDS = {

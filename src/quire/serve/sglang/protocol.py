@@ -108,7 +108,7 @@ class TextsBody(OpenBody, SchedulingFields):
     modalities: Ignored
     background: Ignored
     # text-generation-inference's names, whose route has the same path
-    inputs: Any = unsupported("use text, or prompt of /v1/completions", "")
+    inputs: Any = unsupported("use text, or prompt of /v1/completions")
     parameters: Any = unsupported("use sampling_params, or the fields of /v1/completions", {})
     token_ids_logprob: Any = unsupported(ONE_NAMED, [])
     input_embeds: Any = unsupported("send text, or input_ids", [])
