@@ -123,7 +123,7 @@ bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenV
 bench-images: $(VENV)/.installed-test ## images, compared with transformers and OpenVINO on this CPU; an hour or two
 	$(BIN)/python -m benchmarks.cpu.images --rounds 3 --output-json $(RESULTS)/cpu_images.json $(ARGS)
 
-paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation*.md and papers.md; ten minutes, or ARGS="--only fig_12"
+paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation*.md and papers.md; five minutes, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 migrating: $(VENV)/.installed ## write vLLM's flags, and the cases of its tests and examples, into the docs

@@ -1,11 +1,12 @@
 """Make the papers' figures: docs/results/evaluation*.md, their plots, and their numbers,
 benchmarks/results/virtual-time/paper.json.
 
-    python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--seconds 60]
+    python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--seconds 240]
         [--reduced --output DIR]
 
-With --only the other figures stay as they are. Each figure's row in the result file has the length
-of its own traces. The processes of a figure's simulations report their CPU time at its end.
+--reduced skips panels that repeat others. With --only the other figures stay as they are. Each
+figure's row in the result file has the length of its own traces. The processes of a figure's
+simulations report their CPU time at its end.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, metavar="FIGURE",
                         help=f"of {', '.join(MODULES)}")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--reduced", action="store_true", help="short traces, as the tests have")
+    parser.add_argument("--reduced", action="store_true", help="fewer panels, as the tests have")
     parser.add_argument("--output", type=Path, default=ROOT, metavar="DIR",
                         help="where to write (default: this repository)")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=FULL.seconds, metavar="S",
@@ -66,9 +67,9 @@ def main() -> int:
     options = parser.parse_args()
     if not 10 <= options.seconds <= 3600:
         parser.error(f"--seconds must be between 10 and 3600, not {options.seconds:g}")
-    if options.reduced and options.output == ROOT:
-        parser.error("--reduced needs --output: this repository's results are of full traces")
-    effort = REDUCED if options.reduced else replace(FULL, seconds=options.seconds)
+    if options.reduced and options.output.resolve() == ROOT.resolve():
+        parser.error("--reduced needs --output: this repository's results are of all panels")
+    effort = replace(REDUCED if options.reduced else FULL, seconds=options.seconds)
     results = options.output / "benchmarks" / "results" / "virtual-time" / "paper.json"
     made = figures_of(read(results).rows) if results.exists() else {}
     for name in options.only:

@@ -19,7 +19,7 @@ INTRODUCTION = (
 # Paragraphs about how the figures are made.
 METHOD = (
     "`make paper` makes these pages, their plots and `benchmarks/results/virtual-time/paper.json`"
-    " in some ten minutes on two cores.",
+    " in some five minutes on two cores.",
     "Unless a figure says that it was measured, it is [simulated](../operate/simulate.md). quire is"
     " its own core, scheduler and memory under a virtual clock. The other systems follow the"
     " paper's description (`benchmarks/paper/baselines/`). All systems have the same requests and"

@@ -47,7 +47,7 @@ class Served:
     latency_s: normalized, the mean over requests of seconds per output token.
     batched: requests in a step, the mean over time.
     memory: shares of its uses while a request waited.
-    saved: share of the blocks without sharing.
+    saved: share of the blocks without sharing; 0 without several sequences.
     hits: share of the prompts' tokens.
     throughput: requests per second, by tokens, from the middle of the arrivals to the last
         admission. A saturated system is full all this time.
@@ -110,6 +110,11 @@ class PagedMeter:
         elif isinstance(event, Stepped):
             self._close(event.at_s)
 
+    @property
+    def saved(self) -> float:
+        """Share of the blocks that sequences share."""
+        return 1 - self.num_used / self.num_unshared if self.num_unshared else 0.0
+
     def _open(self, now: float) -> None:
         rows, num_used = self._scheduler.rows, self._pool.num_used
         self._since_s = now
@@ -171,7 +176,7 @@ def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -
         sum(outputs.values()) * load.method.num / run.duration_s,
         batches.memory.shares,
         run.num_preemptions,
-        0.0 if meter is None else 1 - meter.num_used / max(1, meter.num_unshared),
+        0.0 if meter is None else meter.saved,
         sum(max(0, each.num_cached_tokens) for each in done) / max(1, prompts),
         throughput(run, load),
         sum(outputs.values()) / load.seconds / load.workload.outputs.mean,
@@ -186,6 +191,13 @@ def _baseline(
     method: Method,
     assumed: Assumptions,
 ) -> BaselineCore:
+    if method.is_beams:
+        raise ValueError(
+            f"{system} would search {method.num} beams without the copies of replaced ones:"
+            " use the formula of capacity.py"
+        )
+    if system == FASTER_TRANSFORMER and assumed != DEFAULT:
+        raise ValueError(f"{system} has the device's times alone, not {assumed}: use DEFAULT")
     common = (clock, run.by_id, setting.num_slots, MAX_LEN)
     if system == FASTER_TRANSFORMER:
         return FasterTransformerCore(setting.device_times, *common)

@@ -126,8 +126,7 @@ def test_the_results_lie_in_the_bands_of_the_code(name: str) -> None:
     figures, is_simulated = by_code(name)
     assert [each.name for each in written] == [each.name for each in figures]
     for ours, code in zip(written, figures, strict=True):
-        is_older = ours.seconds is None  # than the field
-        assert is_older or ours.seconds == code.seconds, f"{ours.name}: run make paper"
+        assert ours.seconds == code.seconds, f"{ours.name}: run make paper"
         assert ours.source == code.source
         for found, finding in zip(ours.findings, code.findings, strict=True):
             assert band(found) == pytest.approx(band(finding)), f"{ours.name}: run make paper"

@@ -148,8 +148,8 @@ def staging_by_arrival(patch: Patch) -> None:
     patch.setattr(TwoLevel, "pass_over", lambda self, sequence: None)
 
 
-def free_transfers(patch: Patch) -> None:
-    """Submitting a transfer takes no time."""
+def input_free_transfers(patch: Patch) -> None:
+    """An input of the formula is wrong: submitting a transfer takes no time."""
     free = replace(fig_19.A100, transfer_s=0.0)
     patch.setattr(fig_19, "A100", free)
 
@@ -188,7 +188,7 @@ def requests_join_no_batch(patch: Patch) -> None:
 
 Mutant = Callable[[Patch], None]
 QUICK: tuple[tuple[Mutant, Findings], ...] = (
-    (free_transfers, swaps),
+    (input_free_transfers, swaps),
     (whole_table_again, traffic),
 )
 SLOW: tuple[tuple[Mutant, Findings], ...] = (
@@ -222,7 +222,3 @@ def test_a_band_of_longer_runs_notices(
     mutant: Mutant, findings: Findings, monkeypatch: Patch
 ) -> None:
     check(mutant, findings, monkeypatch)
-
-
-def test_there_are_ten_faults() -> None:
-    assert len({mutant for mutant, _ in (*QUICK, *SLOW)}) >= 10
