@@ -15,7 +15,7 @@ from quire.base.step_outputs import StepOutputs
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import NUM_STOP_IDS, Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
-from quire.scheduler.extra_outputs import take_prompt_extras
+from quire.scheduler.extra_outputs import take_extras
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.tainted import Tainted
 from tests.support.scheduler.events import listen
@@ -185,10 +185,11 @@ def test_drafts_and_pooled_numbers_are_told_of_rows_that_were_not_left_out() -> 
     result: Any = SimpleNamespace(
         pooled=dict.fromkeys(states, "numbers"),
         prompt_candidates={},
+        token_values={},
         num_accepted=np.ones(3, np.int32),
         token_ids=np.zeros((3, 1), np.int32),
     )
     assert scheduler_of().drafts.accepted(step, result, outputs) == {}
-    take_prompt_extras(step, result, outputs)
+    take_extras(step, result, outputs)
     told = [vars(sequence.update) for sequence in sequences]
     assert told == [{"num_draft_tokens": 2, "pooled": "numbers"}, {}, {}]

@@ -23,11 +23,9 @@ HEAD = """\
 
 Each field of a body is taken, ignored or refused.
 
-- A field that is taken sets a parameter of the engine, such as `Request.priority`. Or it sets a
-  part of the plan: the prompt, the grammar or the response. `=` is the field of
-  [`SamplingParams`](sampling.md) with the same name.
-- A field that is ignored is a label or a hint. It cannot change the response.
-- A field that is refused gives status 400 with the advice below. Neutral values are accepted.
+- A field that is taken sets a parameter of the engine, such as `Request.priority`, or the prompt,
+  the grammar or the response. `=` is the field of [`SamplingParams`](sampling.md) with this name.
+- An ignored field cannot change the response. A refused one gives status 400, unless it is neutral.
 - Unknown fields are ignored, and the header `X-Quire-Ignored-Fields` names them.
   `--strict-fields` refuses them. Sessions' own calls, prefixes and streams always refuse them.
 """

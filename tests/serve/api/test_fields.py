@@ -214,7 +214,7 @@ SAMPLES: dict[str, Sample] = {
     "tokens": Sample([12, 13]),
     "tool_choice": Sample("required", {"tools": TOOLS}),
     "responses tool_choice": Sample("required", {"tools": ITEM_TOOLS}),
-    "messages tool_choice": Sample({"type": "none"}, {"tools": CUSTOM_TOOLS}),
+    "messages tool_choice": Sample({"type": "any"}, {"tools": CUSTOM_TOOLS}),
     "messages/count_tokens tool_choice": Sample({"type": "none"}, {"tools": CUSTOM_TOOLS}),
     "tools": Sample(TOOLS),
     "responses tools": Sample(ITEM_TOOLS),

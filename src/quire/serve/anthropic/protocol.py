@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from quire.serve.bodies.open_body import (
+    GRAMMAR,
     PROMPT,
     RESPONSE,
     Ignored,
@@ -144,7 +145,7 @@ class Conversing(OpenBody, ModelField, VariableFields):
     messages: Conversation = becomes(PROMPT, default=...)
     system: System | None = becomes(PROMPT)
     tools: CustomTools | None = becomes(PROMPT)
-    tool_choice: Annotated[ToolChoice, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
+    tool_choice: Annotated[ToolChoice, at_most(MAX_FORMAT_FIELDS)] | None = becomes(GRAMMAR)
     thinking: Annotated[Thinking, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
     output_config: Annotated[OutputConfig, at_most(MAX_FORMAT_FIELDS)] | None = becomes(PROMPT)
 
@@ -157,6 +158,8 @@ class Conversing(OpenBody, ModelField, VariableFields):
 class CountTokensRequest(Conversing):
     """A conversation whose tokens are counted."""
 
+    # It removes the tools with --exclude-tools-when-tool-choice-none alone.
+    tool_choice: Annotated[ToolChoice, at_most(MAX_FORMAT_FIELDS)] | None = becomes()
     cache_control: Ignored
 
 

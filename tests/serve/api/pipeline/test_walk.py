@@ -71,13 +71,14 @@ def test_no_file_is_entered_twice(
     make_context: MakeContext, route: FunctionType, path: str, body: dict[str, Any], length: int
 ) -> None:
     app, walk = create_app(make_context()), Walk(route.__code__)
+    length_name = "max_output_tokens" if route is create_response else "max_tokens"
 
     async def post() -> httpx2.Response:
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             sys.setprofile(walk.see)
             try:
-                return await client.post(path, json={"model": "demo", "max_tokens": 2} | body)
+                return await client.post(path, json={"model": "demo", length_name: 2} | body)
             finally:
                 sys.setprofile(None)
 
