@@ -91,7 +91,7 @@ BUDGETS = {
     "scheduler/policy": 350,
     "scheduler/reuse": 2220,
     "serve": 2900,
-    "serve/anthropic": 940,
+    "serve/anthropic": 950,
     "serve/batches": 2320,
     "serve/bodies": 1800,
     "serve/hooks": 490,

@@ -443,45 +443,6 @@ def test_a_step_that_is_repeated_forks_once(
     assert len(failed) > 5
 
 
-def test_a_repeated_step_of_beams_forks_once_beside_plain_rows(
-    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts of a failed step go to both runners. The half of plain rows comes first."""
-    folder, cache = model
-    launch, finish, failed = ModelRunner.launch, ModelRunner.finish, set[int]()
-    step_ids = list[int]()
-
-    def run(cache: Path) -> Run:
-        made = Run(folder, cache)
-        *plain, beams = random_tokens(6, 5, 4, 6, 7, seed=6)
-        for i, prompt in enumerate(plain):
-            made.add(f"plain {i}", prompt, temperature=0.0, max_tokens=30)
-        made.step()
-        asked = {"temperature": 0.0, "use_beam_search": True, "n": 4, "beam_width": 4}
-        made.add("beams", beams, max_tokens=24, **asked)
-        made.loaded()
-        return made.finish()
-
-    def launching(self: ModelRunner, plan: Plan, masks: Any = None) -> Any:
-        step_ids.append(plan.step_id)
-        return launch(self, plan, masks)
-
-    def troubled(self: ModelRunner, *arguments: Any) -> Any:
-        computed = self.rows.state.computed_R.clone()
-        found = finish(self, *arguments)
-        if step_ids[-1] not in failed:
-            failed.add(step_ids[-1])
-            self.rows.state.computed_R[:] = computed
-            raise RuntimeError("made to fail")
-        return found
-
-    wanted = run(Path("off"))
-    monkeypatch.setattr(ModelRunner, "launch", launching)
-    monkeypatch.setattr(ModelRunner, "finish", troubled)
-    found = run(cache)
-    assert found.tokens == wanted.tokens and len(failed) > 5
-
-
 def test_logits_that_are_not_finite(
     model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,9 +191,8 @@ class Planner:
 
     def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
         """Allocate one new block for each of these rows, and return True. Return False, and do
-        nothing, unless the blocks of all rows are full (`KVManager.append_blocks`) and no
-        preemption is necessary. So no shared block is written. Each row computes one token. rows,
-        target: int64 [N], target is the computed length after this plan.
+        nothing, unless the blocks of all rows are full, so that no shared block is written, and no
+        preemption is necessary. rows, target: int64 [N], target is the length after this plan.
 
         In steady decode, a sixteenth of the rows need a block in each step. One call per row would
         take most of the step's time.
