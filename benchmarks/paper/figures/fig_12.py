@@ -43,8 +43,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         replace(_panel(*panel[:3], by_name), seconds=effort.seconds)
         for panel, by_name in zip(panels, swept, strict=True)
     ]
-    made[0].findings.append(_max_gain(swept))
-    if effort.is_full:
+    if effort.is_full:  # both compare panels
+        made[0].findings.append(_max_gain(swept))
         made[-1].findings.append(_less_pronounced(swept))
     return made
 
