@@ -239,7 +239,8 @@ def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> RequestedAnswer
     budget = body.thinking_token_budget
     if plan.is_lenient and answer_format.reasoning is None:
         budget = None
-    # The format of a text without calls begins with an answer, which a continued message has.
+    # A continued message is within its content, where the grammar of a text without calls cannot
+    # begin.
     is_free = tools.choice == "none" and plan.options.continue_final_message
     return RequestedAnswer(
         answer_format,
