@@ -277,7 +277,7 @@ def test_the_openai_client_works_as_before(url: str) -> None:
         ({"prompt": "a", "ttl_s": "soon"}, "ttl_s", 'got "soon"'),
         ({"prompt": "a", "ttl": 5}, "ttl", "did you mean 'ttl_s'"),
         ({"prompt": "a", "stream": True}, "stream", "there is no field"),
-        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "at least 1"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "of 1 or more characters"),
     ],
 )
 def test_bodies_that_are_refused(
