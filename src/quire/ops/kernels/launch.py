@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.interpreter import InterpretedFunction
 
+from quire.ops.kernels.prepared import PreparedLaunches
+
 VERSION = str(triton.__version__)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -27,7 +29,8 @@ OVERLAP = "QUIRE_OVERLAP_LAUNCHES"
 MERGE_LAST = "QUIRE_MERGE_IN_ATTENTION"
 STREAM_K = "QUIRE_STREAM_PRODUCTS"
 ROTATE_WITHIN = "QUIRE_ROTATE_IN_ATTENTION"
-SWITCHES = (OVERLAP, MERGE_LAST, STREAM_K, ROTATE_WITHIN)
+PREPARED = "QUIRE_PREPARED_LAUNCHES"
+SWITCHES = (OVERLAP, MERGE_LAST, STREAM_K, ROTATE_WITHIN, PREPARED)
 
 
 @functools.cache
@@ -83,12 +86,29 @@ def arrives_last(counter_ptr, num_programs):
 _only_compiles = ContextVar("only_compiles", default=False)
 
 
+@functools.cache
+def prepares() -> bool:
+    """Return whether launches look up their compiled kernel by a short key (`PreparedLaunches`).
+    Off by default, because no GPU has run it yet."""
+    return os.environ.get(PREPARED) == "1"
+
+
 class Kernel(triton.JITFunction[Any]):
     """Function that the host launches. Within `compiling` a launch only compiles it."""
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._prepared = PreparedLaunches(self.params)
+
     def run(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         """See JITFunction."""
-        return super().run(*args, grid=grid, warmup=warmup or _only_compiles.get(), **named)
+        warmup = warmup or _only_compiles.get()
+        if warmup or not prepares() or not self._prepared.launch(args, grid, named):
+            found = super().run(*args, grid=grid, warmup=warmup, **named)
+            if not warmup and prepares():
+                self._prepared.add(args, named, found)
+            return found
+        return None
 
 
 class InterpretedKernel(InterpretedFunction[Any]):
