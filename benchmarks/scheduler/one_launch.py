@@ -48,7 +48,7 @@ def host_us(launch: Callable[[], object], launched: list[Any]) -> float:
 def main() -> None:
     options = benchmark_parser(__doc__).parse_args()
     from quire.ops.kernels.launch import PREPARED, prepares
-    from tests.support.kernels.stub_driver import use
+    from tests.support.kernels.compiled_launches import use
 
     driver, rows = use(), []
     print_head("host time of one launch of a kernel, microseconds (the shortest)")

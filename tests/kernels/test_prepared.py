@@ -49,7 +49,7 @@ def as_noted(launches: list[tuple[Any, ...]]) -> list[Any]:
 def compare() -> None:
     """Launch all sets twice, in Triton's way and prepared. The same machine code gets the same
     arguments, and no second prepared launch needs Triton."""
-    from tests.support.kernels.stub_driver import use
+    from tests.support.kernels.compiled_launches import use
 
     made, sets, noted = use(), argument_sets(), []
     run, by_triton = type(_scale).__mro__[1].run, list[str]()

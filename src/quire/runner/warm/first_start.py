@@ -1,7 +1,7 @@
 """Run plain plans of a start with torch as later starts run them: by the core, on arrays.
 
-The programs are those of the whole runner, so weights and blocks are the same memory. A plain step
-takes less time on the host without torch's tensors.
+The whole runner's programs are used, so weights and blocks are the same memory. A plain step takes
+less time on the host without torch's tensors.
 """
 
 from typing import TYPE_CHECKING
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def without_torch(
     config: EngineConfig, source: ModelSource, built: "BuiltRunner"
 ) -> WarmModel | None:
-    """Return a loaded model that runs plain plans without torch, and all others by this runner;
-    None if the start is not one that could be saved. config: as given."""
+    """Return a loaded model that runs plain plans without torch, and all other plans by this
+    runner. Return None if the start cannot be saved for later starts. config: as given."""
     native = built.runner.model
     if not isinstance(native, NativeModel) or not isinstance(native.model, Model):
         return None

@@ -1,7 +1,7 @@
 """A runner without torch: its forward pass runs programs of the core on arrays.
 
-Plans, rows and the order of a step are the same as for every runner (`steps.py`). The programs are
-those that an earlier start saved, or those that this start has traced.
+Plans, rows and the order of a step are the same as for every runner (`steps.py`). An earlier
+start has saved the programs, or this start has traced them.
 
 Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
 """
