@@ -264,17 +264,19 @@ def switches_on() -> Iterator[None]:
     if importlib.util.find_spec("triton") is None:
         yield
         return
-    from quire.ops.kernels.launch import SWITCHES, overlaps
+    from quire.ops.kernels.launch import SWITCHES, overlaps, prepares
 
     before = {name: os.environ.get(name) for name in SWITCHES}
     os.environ.update(dict.fromkeys(SWITCHES, "1"))
     overlaps.cache_clear()
+    prepares.cache_clear()
     try:
         yield
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         overlaps.cache_clear()
+        prepares.cache_clear()
 
 
 # Settings, and bytes of a weight and of a number of keys and values.

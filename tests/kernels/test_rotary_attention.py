@@ -154,6 +154,25 @@ def test_programs_in_any_order(
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("name", ["group_16", pytest.param("group_7", marks=pytest.mark.slow)])
+def test_a_gpu_with_fewer_stages_merges_fewer_heads_at_once(
+    name: str, device: torch.device
+) -> None:
+    case, dtype = CASES[name], torch.float32
+    contents, turned = step_of(case, dtype, device, has_norm=True)
+    backend = backend_of(case, dtype, device, rotates_within=True, merges_last=True)
+    cut = backend._cut.of_group(case.group_size, None, case.head_dim)
+    merged = []
+    for num_stages in (3, 2):
+        backend._machine = replace(backend._machine, num_programs=1000, num_stages=num_stages)
+        found = kernels._last_constants(cut, case.head_dim, True, backend._machine)
+        merged.append(found["LAST_HEADS"])
+        exact = softmax_rows(case, contents)
+        out = run(backend, case, contents, turned).cpu().double()
+        torch.testing.assert_close(out, exact, rtol=0, atol=TOLERANCE[dtype])
+    assert merged[0] > merged[1] == kernels.MAX_MERGED_HEADS
+
+
 def test_rows_without_tokens_and_padding_store_nothing(device: torch.device) -> None:
     """As recorded steps have them: slot -1."""
     case, dtype = Case(((17, 1), (5, 1))), torch.float32

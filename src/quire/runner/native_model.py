@@ -5,6 +5,7 @@ Shape legend: T tokens of the step, R rows, D model dim, V vocabulary, N query h
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from quire.ops.trace.program import Instruction, ProgramDraft, Untraceable
 from quire.ops.weights.packed import PackedWeight
 from quire.runner.native_program import (
     NOTHING_RETAINED,
+    TRACED_TOKENS,
     RetainedByProgram,
     RetainedRegion,
     assemble,
@@ -27,6 +29,7 @@ from quire.runner.native_program import (
     query_heads,
     takes_rows,
     trace,
+    traced,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ class NativePass:
         self.draft, self._backend = draft, backend  # the draft holds what the program points to
         self.heads = query_heads(draft, backend)
         self._axes = position_axes(draft)
-        self._program = assemble(draft, backend, list(self.heads))
+        self.program = assemble(draft, backend, list(self.heads))
 
     def run(
         self,
@@ -58,7 +61,7 @@ class NativePass:
             else (self._backend.plan(group, heads), self._slots(group))
             for group, heads in self.heads.items()
         ]
-        self._program.run(
+        self.program.run(
             len(ids_T),
             address(ids_T, torch.int64),
             address(positions_T, torch.int64),
@@ -71,15 +74,15 @@ class NativePass:
     @property
     def expert_pairs(self) -> int:
         """Return how many token-expert pairs were sent to experts of this rank."""
-        return self._program.expert_pairs
+        return self.program.expert_pairs
 
     def time_phases(self) -> None:
         """Start to measure the duration of each phase; discard earlier measurements."""
-        self._program.time_phases(True)
+        self.program.time_phases(True)
 
     def phase_times(self) -> list[tuple[list[Instruction], float]]:
         """Return each phase's instructions, and its seconds since `time_phases`."""
-        seconds, found = self._program.phase_seconds, list[tuple[list[Instruction], float]]()
+        seconds, found = self.program.phase_seconds, list[tuple[list[Instruction], float]]()
         for phase, instruction in zip(self.draft.phases, self.draft.instructions, strict=True):
             if phase == len(found):
                 found.append(([], seconds[phase]))
@@ -96,7 +99,7 @@ class NativeModel:
 
     def __init__(self, model: Any, backend: CpuBackend) -> None:
         self.model, self.backend = model, backend
-        draft, self._size = trace(model)
+        draft, self.hidden_size = trace(model)
         self.compiled = NativePass(draft, backend)
         self._read_widths = draft.widths[1 : draft.num_outside - takes_rows(model)]
         self._read: list[torch.Tensor] = []
@@ -115,7 +118,7 @@ class NativeModel:
         retained = attention if isinstance(attention, RecordedInputs) else None
         assert (attention if retained is None else retained.inner) is self.backend
         num_tokens = len(input_ids_T)
-        out_TD = torch.empty(num_tokens, self._size)
+        out_TD = torch.empty(num_tokens, self.hidden_size)
         self._read = [torch.empty(num_tokens, width) for width in self._read_widths]
         outside = [out_TD, *self._read]
         if intermediate_TE is not None:
@@ -128,6 +131,16 @@ class NativeModel:
             )
             self._retained.report(retained)
         return out_TD
+
+    @cached_property
+    def head(self) -> ProgramDraft:
+        """Return the traced head: logits [R, V] of hidden states [R, D]. Raises Untraceable."""
+
+        def run(ids_R: torch.Tensor, positions_R: torch.Tensor) -> list[torch.Tensor]:
+            hidden_RD = torch.zeros(TRACED_TOKENS, self.hidden_size, dtype=self.model.dtype)
+            return [self.model.logits(hidden_RD), hidden_RD]
+
+        return traced(run)
 
     def recorded_inputs(self, num_tokens: int) -> torch.Tensor:
         """See Model; float32."""

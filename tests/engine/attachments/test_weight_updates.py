@@ -218,11 +218,14 @@ def test_random_programs() -> None:
                     llm.unpin_prefix(prefix.id)
 
 
-def test_the_old_model_is_freed() -> None:
+@pytest.mark.parametrize("has_plain_plans", [False, True])
+def test_the_old_model_is_freed(has_plain_plans: bool, tmp_path: Path) -> None:
+    """Also if the programs of plain plans hold its weights: those of a first start do."""
     # Models of earlier tests are held: the address of a freed one could be the new model's.
     others = [each for each in gc.get_objects() if _is_model(each)]
-    # Without a weight cache, the start needs torch and its model.
-    with open_llm(checkpoint("qwen3"), dtype="float32", weight_cache="off") as llm:
+    # Without a saved start, the start needs torch and its model.
+    cache = str(tmp_path) if has_plain_plans else "off"
+    with open_llm(checkpoint("qwen3"), dtype="float32", weight_cache=cache) as llm:
         found = (each for each in gc.get_objects() if _is_model(each))
         models = [weakref.ref(each) for each in found if not any(each is o for o in others)]
         assert models

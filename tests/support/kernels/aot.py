@@ -238,7 +238,8 @@ def latent_launches(arch: int) -> Iterator[tuple[str, Config]]:
 def rotating_launches(arch: int) -> Iterator[tuple[str, Config]]:
     """The same of attention that rotates heads."""
     machine = machine_for(arch)
-    for size, group_size in ((64, 8), (80, 1), (96, 4), (128, 2), (128, 4), (128, 16)):
+    sizes = ((64, 7), (64, 8), (64, 16), (80, 1), (96, 4))
+    for size, group_size in (*sizes, *((128, group_size) for group_size in (2, 3, 4, 8, 16))):
         extras: list[dict[str, Any]] = [{}, {"has_norm": True}]
         extras += [ALL_SCORES, {"dtype": torch.float16}] * (size == 128)
         for extra in extras:

@@ -1,4 +1,4 @@
-"""Compile kernels in parallel and launch them, on a driver that accepts all launches.
+"""Compile kernels in parallel and launch them, on a driver that notes launches and runs none.
 
     python -m tests.support.kernels.compiled_launches
 
@@ -7,6 +7,7 @@ which threads. A process of its own, since kernels that are interpreted cannot b
 needs a GPU.
 """
 
+import hashlib
 import json
 import threading
 from collections import Counter
@@ -16,47 +17,69 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
 from quire.ops.kernels import gate, norm
 from quire.ops.kernels.launch import compiling
 
+Launch = tuple[Any, ...]  # sizes of the grid, stream, number of the machine code, arguments
 COUNTS: Counter[str] = Counter()
 THREADS: set[str] = set()
 
 
-class Utils:
-    """Loads nothing."""
-
-    def load_binary(self, *_: Any) -> tuple[int, ...]:
-        return 1, 7, 32, 0, 1024
+class _Utils:
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        number = int.from_bytes(hashlib.sha256(kernel).digest()[:6])
+        return 1, number, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132}
 
 
-class Launcher:
-    """Counts launches."""
+class StubDriver(DriverBase):
+    """Driver of one device. launches: what has been launched."""
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.utils, launches = _Utils(), self.launches
 
-    def __call__(self, *_: Any) -> None:
-        COUNTS["launched"] += 1
+        class Launcher:
+            def __init__(self, src: Any, metadata: Any) -> None: ...
 
+            def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any):
+                launches.append((x, y, z, stream, function, *rest[4:]))
 
-class Driver:
-    """A device of compute capability 9.0."""
+        self.launcher_cls = Launcher
 
-    utils, launcher_cls = Utils(), Launcher
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
 
     def get_current_device(self) -> int:
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        return 1
+        return 5
+
+
+def use() -> StubDriver:
+    """Install a new driver and return it."""
+    made = StubDriver()
+    driver.set_active(made)
+    return made
 
 
 def launch_all() -> None:
@@ -69,7 +92,7 @@ def launch_all() -> None:
 
 
 def main() -> None:
-    driver.set_active(Driver())  # type: ignore[arg-type]
+    made = use()
     runtime = triton.knobs.runtime
     runtime.jit_post_compile_hook = lambda **_: COUNTS.update(["compiled"])
     compile_ = triton.compiler.compiler.compile
@@ -83,9 +106,10 @@ def main() -> None:
     with ThreadPoolExecutor(2, "compiler") as executor, compiling(executor):
         launch_all()
     found["ahead"] = dict(COUNTS)
+    assert not made.launches
     COUNTS.clear()
     launch_all()
-    found["after"] = dict(COUNTS)
+    found["after"] = dict(COUNTS) | {"launched": len(made.launches)}
     found["threads"] = sorted({name.partition("_")[0] for name in THREADS})
     print(json.dumps(found))
 

@@ -154,6 +154,8 @@ OTHER_VARIABLES = {
     " default, as no GPU has run it",
     "QUIRE_STREAM_PRODUCTS": "`1` computes products of 5 to 64 rows by stream-K on GPUs; off by"
     " default, as no GPU has run it",
+    "QUIRE_PREPARED_LAUNCHES": "`1` launches kernels on GPUs without Triton's work for each"
+    " launch; off by default, as no GPU has run it",
     "QUIRE_KV_SECRET": "secret that engines with `serve://` and `peer://` stores share",
     "QUIRE_RANK_TOKEN": "secret that the machines of `--nnodes` share",
     "HF_HOME": "directory of the models that were downloaded from Hugging Face",

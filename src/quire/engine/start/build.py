@@ -451,12 +451,16 @@ def _load(
     import_torch()
     from quire.engine.executors.local import build_local  # imports torch, only needed here
     from quire.runner.build import build_runner
+    from quire.runner.warm.first_start import without_torch
 
     depth = config.scheduler.pipeline_depth or 1  # default of a CPU
     local = build_local(
         lambda: build_runner(config, source, progress), config.device, is_threaded=depth > 1
     )
     memory = local.built.runner.backend.host_blocks
+    if (plain := without_torch(config, source, local.built)) is not None:
+        in_process = InProcessExecutor(plain)
+        return DeviceSide(plain, in_process, plain.run_draft, memory, progress=plain.progress)
     load = local.built.load_adapter
     return DeviceSide(local.built, local.executor, local.draft, memory, load_adapter=load)
 

@@ -47,6 +47,11 @@ class MovesBlocks(AttentionBackend):
     _memory: KVMemory
 
     @property
+    def blocks(self) -> list[torch.Tensor]:
+        """Blocks of each cache group (`KVMemory.kv`)."""
+        return self._memory.kv
+
+    @property
     def host_blocks(self) -> HostBlocks:
         """Host-memory blocks, which stores read and write."""
         return self._memory.host

@@ -3,17 +3,20 @@ to compile."""
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
+from triton.runtime._async_compile import FutureKernel
 from triton.runtime.interpreter import InterpretedFunction
 
 VERSION = str(triton.__version__)
@@ -22,12 +25,16 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+MASK = 15  # Triton specialises for addresses and integers that are multiples of 16
+Key = tuple[Any, ...]
+
 # Environment variables: 1 to use code that no GPU has run yet.
 OVERLAP = "QUIRE_OVERLAP_LAUNCHES"
 MERGE_LAST = "QUIRE_MERGE_IN_ATTENTION"
 STREAM_K = "QUIRE_STREAM_PRODUCTS"
 ROTATE_WITHIN = "QUIRE_ROTATE_IN_ATTENTION"
-SWITCHES = (OVERLAP, MERGE_LAST, STREAM_K, ROTATE_WITHIN)
+PREPARED = "QUIRE_PREPARED_LAUNCHES"
+SWITCHES = (OVERLAP, MERGE_LAST, STREAM_K, ROTATE_WITHIN, PREPARED)
 
 
 @functools.cache
@@ -83,12 +90,113 @@ def arrives_last(counter_ptr, num_programs):
 _only_compiles = ContextVar("only_compiles", default=False)
 
 
+class Prepared(NamedTuple):
+    """A compiled kernel: what Triton launches it with. constants: values of its arguments after
+    those given by position."""
+
+    launch: Any
+    function: Any
+    facts: Any
+    constants: tuple[Any, ...]
+
+
+class PreparedLaunches:
+    """Compiled kernels of one function, by key. They are launched without Triton's work for each
+    launch. params: the function's parameters, by Triton.
+
+    Triton derives a kernel's specialisation from all arguments, options and global variables at
+    each launch. The key here holds what the specialisation depends on, and no more:
+
+        tensor                      dtype, and its address modulo 16
+        integer                     whether it is 1, its remainder modulo 16, and its words
+        floating-point number       its type
+        truth, constant or option   its type and value
+
+    An argument of any other kind leaves the launch to Triton, and so does a hook of a profiler.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        self._is_constant = tuple(each.is_constexpr for each in params)
+        self._params = {each.name: each for each in params}
+        self._by_key: dict[Key, Prepared] = {}
+
+    def launch(self, args: tuple[Any, ...], grid: Any, named: dict[str, Any]) -> bool:
+        """Launch the kernel on the current stream if it has been launched with such arguments
+        before; return whether it was."""
+        key = self._key(args, named)
+        found = None if key is None else self._by_key.get(key)
+        if found is None or callable(grid) or _has_hooks():
+            return False
+        launch, function, facts, constants = found
+        num_x, num_y, num_z = (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(key[0])
+        launch(num_x, num_y, num_z, stream, function, facts, None, None, None, *args, *constants)
+        return True
+
+    def add(self, args: tuple[Any, ...], named: dict[str, Any], compiled: Any) -> None:
+        """Add a kernel that Triton has compiled and launched. It is left to Triton if an argument
+        that is not constant was given by name, or by its default."""
+        key = self._key(args, named)
+        rest = list(self._params.values())[len(args) :]
+        are_constants = all(each.is_constexpr for each in rest)
+        if key is None or compiled is None or not are_constants:
+            return
+        if isinstance(compiled, FutureKernel):  # was compiled by another thread
+            compiled = compiled.result()
+        constants = tuple(named.get(each.name, each.default) for each in rest)
+        facts = compiled.packed_metadata
+        self._by_key[key] = Prepared(compiled.run, compiled.function, facts, constants)
+
+    def _key(self, args: tuple[Any, ...], named: dict[str, Any]) -> Key | None:
+        """Return the key of a launch; None if it is left to Triton."""
+        parts: list[Any] = [driver.active.get_current_device(), len(args)]
+        for value, is_constant in zip(args, self._is_constant, strict=False):
+            kind = type(value)
+            if kind is torch.Tensor and not is_constant:
+                parts += value.dtype, value.data_ptr() & MASK
+            elif kind is int and not is_constant:
+                parts += value == 1, value & MASK, value.bit_length() // 32
+            elif kind is float and not is_constant:
+                parts.append(float)
+            elif is_constant or value is None or kind is bool:
+                parts += kind, value
+            else:
+                return None
+        kinds = tuple(map(type, named.values()))
+        if torch.Tensor in kinds:
+            return None
+        return (*parts, *named, *kinds, *named.values())
+
+
+def _has_hooks() -> bool:
+    """Return whether a profiler listens to launches."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+@functools.cache
+def prepares() -> bool:
+    """Return whether launches look up their compiled kernel by a short key (`PreparedLaunches`).
+    Off by default, because no GPU has run it yet."""
+    return os.environ.get(PREPARED) == "1"
+
+
 class Kernel(triton.JITFunction[Any]):
     """Function that the host launches. Within `compiling` a launch only compiles it."""
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._prepared = PreparedLaunches(self.params)
+
     def run(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         """See JITFunction."""
-        return super().run(*args, grid=grid, warmup=warmup or _only_compiles.get(), **named)
+        warmup = warmup or _only_compiles.get()
+        if warmup or not prepares() or not self._prepared.launch(args, grid, named):
+            found = super().run(*args, grid=grid, warmup=warmup, **named)
+            if not warmup and prepares():
+                self._prepared.add(args, named, found)
+            return found
+        return None
 
 
 class InterpretedKernel(InterpretedFunction[Any]):

@@ -1,1 +1,1 @@
-"""Starts without torch: an earlier start saves its model, and later starts map it."""
+"""Steps without torch: a start saves its model, and later starts map it."""

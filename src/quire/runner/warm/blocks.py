@@ -28,7 +28,7 @@ class LayerPosition(NamedTuple):
 
 class WarmBlocks:
     """KV blocks without torch. kv_format: `auto` is the dtype. data: bytes of each group's blocks;
-    they use no memory until they are written."""
+    new ones use no memory until they are written."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class WarmBlocks:
         block_size: int,
         dtype: str,
         kv_format: str,
+        data: Sequence[Bytes] | None = None,
     ) -> None:
         self.groups, self._num_blocks, self.block_size = groups, num_blocks, block_size
         self._format = dtype if kv_format == "auto" else kv_format
@@ -45,7 +46,7 @@ class WarmBlocks:
             group.memory_shape(num, block_size, kv_format)
             for group, num in zip(groups, num_blocks, strict=True)
         ]
-        self.data = [zeros(math.prod(shape) * size) for shape in shapes]
+        self.data = data or [zeros(math.prod(shape) * size) for shape in shapes]
         self._blocks = [
             data.reshape(*shape[:4], -1) for data, shape in zip(self.data, shapes, strict=True)
         ]

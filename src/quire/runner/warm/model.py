@@ -32,7 +32,7 @@ from quire.runner.warm.conditions import (
     path_for,
 )
 from quire.runner.warm.start_file import Start, read_start
-from quire.runner.warm.warm_runner import WarmRunner
+from quire.runner.warm.warm_runner import WarmRunner, saved_programs
 from quire.spec.model_spec import ModelSpec, load_spec
 from quire.spec.pooling_spec import with_pooling
 
@@ -51,7 +51,9 @@ class WarmModel:
         executor's thread   plain  plain  plain  plain | shares the rows | plain  any  plain
         another thread           load: torch, weights  |
 
-    The first request that is not plain loads torch and the whole runner, over the same memory.
+    A first start has loaded the whole runner, and shares the rows from its first plan on
+    (`first_start.py`). In later starts the first request that is not plain loads torch and the
+    whole runner, over the same memory.
     `load` builds it on a separate thread. The requests that need it wait (the engine's
     `Preparation`), and plain plans continue. The first plan that is not plain shares the rows with
     the whole runner. If it arrives before any request announced it, it loads within its step.
@@ -181,6 +183,12 @@ class WarmModel:
         if self._loaded is not None:
             self._share_rows()
             self._alternates = False
+            self.runner.drop_programs()
+
+    def share_rows_with(self, built: "BuiltRunner") -> None:
+        """Let a whole runner over the same memory run the plans that are not plain."""
+        self._loaded = built
+        self._share_rows()
 
     def _share_rows(self) -> None:
         """Share the rows with the loaded runner. All of them are plain. A second call does
@@ -224,7 +232,7 @@ def _made(
     blocks = WarmBlocks(
         groups, memory.num_blocks, cache.block_size, config.model.dtype, cache.kv_cache_dtype
     )
-    runner = WarmRunner(start, rows, blocks)
+    runner = WarmRunner(saved_programs(start, blocks), rows, blocks)
     dtype = f"torch.{config.model.dtype}"
     return WarmModel(
         given_config, source, runner, config, spec, memory, dtype, start.copy_bytes_per_s

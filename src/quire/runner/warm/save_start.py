@@ -16,9 +16,9 @@ from quire.models.model import Model
 from quire.models.registry import OWN
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.host.pages import aligned
-from quire.ops.trace.program import ProgramDraft, Untraceable
+from quire.ops.trace.program import Untraceable
 from quire.runner.native_model import NativeModel
-from quire.runner.native_program import TRACED_TOKENS, layer_indices, traced
+from quire.runner.native_program import layer_indices
 from quire.runner.warm.blocks import LayerPosition
 from quire.runner.warm.conditions import can_save_start, path_for
 from quire.runner.warm.start_file import IN_START, IN_WEIGHTS, Start, write_start
@@ -54,17 +54,17 @@ def _save(
 ) -> None:
     backend, draft = native.backend, native.compiled.draft
     heads = [(group, heads) for group, heads in native.compiled.heads.items() if heads is not None]
-    tensor_index, hidden_size = _TensorIndex(model), draft.widths[0]
+    tensor_index = _TensorIndex(model)
     start = Start(
         model.weights_key,
         weights_bytes,
         copy_bytes_per_s,
         backend.variant,
-        hidden_size,
+        native.hidden_size,
         tuple(heads),
         tuple(_layer_positions(backend, [group for group, _ in heads])),
         draft.parts(layer_indices(backend), tensor_index),
-        _head(model, hidden_size).parts({}, tensor_index),
+        native.head.parts({}, tensor_index),
         (np.empty(0, np.uint8), np.empty(0, np.uint8)),
     )
     write_start(path, start, tensor_index.own)
@@ -76,16 +76,6 @@ def _layer_positions(backend: CpuBackend, groups: list[int]) -> list[LayerPositi
         LayerPosition(groups.index(group) if group in groups else 0, group, index)
         for group, index in tensor_index
     ]
-
-
-def _head(model: Model, hidden_size: int) -> ProgramDraft:
-    """Trace a model's head: logits [R, V] of hidden states [R, D]. Raises Untraceable."""
-
-    def run(ids_R: torch.Tensor, positions_R: torch.Tensor) -> list[torch.Tensor]:
-        hidden_RD = torch.zeros(TRACED_TOKENS, hidden_size, dtype=model.dtype)
-        return [model.logits(hidden_RD), hidden_RD]
-
-    return traced(run)
 
 
 class _TensorIndex:

@@ -1,0 +1,95 @@
+"""Prepared launches against Triton's own, on a driver that launches nothing."""
+
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from quire.ops.kernels.launch import PREPARED, kernel
+
+KINDS = 30
+
+
+@kernel(do_not_specialize=["length"])
+def _scale(x_ptr, out_ptr, stride, length, factor, is_on, WIDTH: tl.constexpr, ADD: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + at * stride, mask=at < length, other=0.0).to(tl.float32)
+    if is_on:
+        x = x * factor + ADD
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < length)
+
+
+def argument_sets() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments that differ in all that Triton specialises for."""
+    numbers = random.Random(7)
+    memory = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    found = []
+    for _ in range(KINDS):
+        pointers = [memory[numbers.choice(list(memory))][numbers.choice((0, 1)) :] for _ in "xo"]
+        integers = [numbers.choice((1, 2, 16, 32, 1 << 40)), numbers.choice((1, 16, 9))]
+        scalars = numbers.choice((0.5, 2.0)), numbers.choice((True, False))
+        named = {"WIDTH": numbers.choice((16, 32)), "ADD": numbers.choice((1, 1.0, 2))}
+        named["num_warps"] = numbers.choice((1, 2))
+        found.append(((*pointers, *integers, *scalars), named))
+    return found
+
+
+def as_noted(launches: list[tuple[Any, ...]]) -> list[Any]:
+    return [
+        [each.data_ptr() if isinstance(each, torch.Tensor) else (type(each), each) for each in line]
+        for line in launches
+    ]
+
+
+def compare() -> None:
+    """Launch all sets twice, in Triton's way and prepared. The same machine code gets the same
+    arguments, and no second prepared launch needs Triton."""
+    from tests.support.kernels.compiled_launches import use
+
+    made, sets, noted = use(), argument_sets(), []
+    run, by_triton = type(_scale).__mro__[1].run, list[str]()
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        by_triton.append(os.environ[PREPARED])
+        return run(self, *given, **named)
+
+    type(_scale).__mro__[1].run = counted
+    from quire.ops.kernels.launch import prepares
+
+    for is_on in ("0", "1"):
+        os.environ[PREPARED] = is_on
+        prepares.cache_clear()
+        for i, (args, named) in enumerate((*sets, *sets)):
+            _scale[(i + 1, 2)](*args, **named)
+        noted.append(as_noted(made.launches))
+        made.launches.clear()
+    assert noted[0] == noted[1], "a prepared launch differs from Triton's"
+    assert by_triton.count("0") == 2 * KINDS and 10 < by_triton.count("1") <= KINDS
+    functions = {line[4][1] for line in noted[0]}
+    assert len(functions) > 10, "few kernels differ"
+    before = len(by_triton)
+    from triton import knobs
+
+    knobs.runtime.launch_enter_hook.add(lambda metadata: None)
+    _scale[(1,)](*sets[0][0], **sets[0][1])
+    assert len(by_triton) == before + 1, "a profiler hears of each launch"
+    knobs.runtime.launch_enter_hook.calls.clear()
+    _scale[lambda given: (3,)](*sets[0][0], **sets[0][1])
+    args = sets[0][0]
+    _scale[(1,)](*args[:5], is_on=args[5], **sets[0][1])
+    assert len(by_triton) == before + 3, "other forms of a launch are left to Triton"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the device's driver")
+def test_prepared_launches_are_those_of_triton() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.kernels.test_prepared import compare; compare()"],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
