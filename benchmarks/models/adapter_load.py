@@ -38,7 +38,7 @@ MAX_RANK = 256
 
 
 def shapes_of(spec: ModelSpec) -> Shapes:
-    """Return the shapes of all modules that adapters can change, with those of each expert."""
+    """Return the shapes of all modules that adapters can change, also of each expert."""
     model = make_model(spec, torch.bfloat16, torch.device("meta"))
     AdaptedModel(model, spec, LoraConfig(enable_lora=True, max_loras=1), torch.bfloat16)
     return adapted_shapes(model)

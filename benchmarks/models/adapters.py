@@ -75,8 +75,8 @@ def shapes_of(model: torch.nn.Module) -> Shapes:
 
 
 def numbers_read(model: torch.nn.Module, rank: int) -> int:
-    """Return the numbers of an adapter of a rank that one row reads: of experts, only those of the
-    row's own, which all have one shape."""
+    """Return the numbers of an adapter of a rank that one row reads. A row reads the matrices of
+    its own experts only. All experts have one shape."""
     layers = list(_adapted(model))
     found = sum(_inputs_and_outputs(each) for each in layers if not isinstance(each, ExpertLinear))
     for mixture in model.modules():

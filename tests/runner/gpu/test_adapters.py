@@ -219,7 +219,7 @@ def test_settings_that_a_gpu_cannot_serve(
 
 
 def test_a_dtype_without_kernels() -> None:
-    with pytest.raises(ConfigError, match="got float64; install triton, change dtype"):
+    with pytest.raises(ConfigError, match="got float64. Install triton, change dtype"):
         gpu_adapters._check(LoraConfig(), torch.float64, CPU)
 
 
@@ -349,5 +349,5 @@ def test_a_layer_of_experts_is_not_adapted(tmp_path: Path, monkeypatch: Any) -> 
     assert not any("experts" in name for name in adapted.places)
     name = "model.layers.0.mlp.experts.1.gate_proj"
     path = write_adapter(tmp_path / "experts", {name: (24, 32)}, 2)
-    with pytest.raises(ModelError, match="set device to cpu, or train the adapter without it"):
+    with pytest.raises(ModelError, match="Set device to cpu, or train the adapter without it"):
         adapted.load(str(path), 4)

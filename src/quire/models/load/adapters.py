@@ -184,7 +184,7 @@ class AdaptedModel:
         if self._is_on_gpu and EXPERTS in module.name.split("."):
             raise ModelError(
                 f"{path}: {module.name} belongs to the experts of a mixture, which adapters cannot"
-                " change on a GPU; set device to cpu, or train the adapter without it."
+                " change on a GPU. Set device to cpu, or train the adapter without it."
             )
         name = self._names.find(module.name)
         self._config.check_module(name or module.name, path)

@@ -73,9 +73,9 @@ class DeviceSlots:
         self._kernels: Any = load_kernels(KERNELS)
         kernels = self._kernels
         self._num_slots, self._max_rank, self._is_fixed = num_slots, max_rank, is_fixed
-        most = max(len(layer.outputs) for layer in layers)
-        self._shape = len(layers), most, kernels.FIELDS
-        step = most * kernels.FIELDS
+        max_parts = max(len(layer.outputs) for layer in layers)
+        self._shape = len(layers), max_parts, kernels.FIELDS
+        step = max_parts * kernels.FIELDS
         self._layers = [
             kernels.AdaptedLayer(number * step, len(layer.outputs), max_rank, layer.is_aligned)
             for number, layer in enumerate(layers)
@@ -160,7 +160,7 @@ Arrived = tuple[int, PackedAdapter]  # a slot, and the adapter for it
 
 @dataclass(frozen=True, eq=False)
 class DeviceStepAdapters(ForwardPart):
-    """What one step changes. arrived: adapters to copy, in this order. rows: the slot of each
+    """Changes of one step. arrived: adapters to copy, in this order. rows: the slot of each
     scheduled row, -1 without an adapter; None if the device knows them. done: called when the
     device has got both."""
 
@@ -255,7 +255,7 @@ def _check(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> None:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
             "enable_lora: adapters on a GPU need Triton, and a dtype of float32, float16 or"
-            f" bfloat16, got {name}; install triton, change dtype, or set device to cpu."
+            f" bfloat16, got {name}. Install triton, change dtype, or set device to cpu."
         )
     if lora.max_loras > MAX_DEVICE_SLOTS:
         raise ConfigError(

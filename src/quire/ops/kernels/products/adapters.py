@@ -1,5 +1,6 @@
-"""Low-rank additions to a product's outputs on a GPU: out += scale (x A^T) B^T, for the tokens of
-each adapter (LoRA, Hu et al. 2021, section 4.1).
+"""Low-rank additions to a product's outputs on a GPU (LoRA, Hu et al. 2021, section 4.1).
+
+For the tokens of each adapter, out += scale (x A^T) B^T.
 
 Shape legend: T tokens, S row slots, E slots for adapters, K inputs, O outputs of a layer, N outputs
 of a part, R rank of a part, M maximum number of tiles.
@@ -7,9 +8,9 @@ of a part, R rank of a part, M maximum number of tiles.
     once a step    slots of tokens -> sort by slot, cut into tiles of one slot (moe_sort.py)
     once a layer   shrink: inner = x A^T          expand: out += scale inner B^T
 
-A layer that merges modules has up to PARTS parts, one after another. A part's place in memory, its
-rank and its outputs are read from a table, so one launch serves any mix of adapters, each with its
-own rank. The grid has room for the maximum rank. Programs of tiles without tokens, and of ranks
+A layer that merges modules has up to PARTS parts, one after another. A table holds the place in
+memory, the rank and the outputs of each part. So one launch serves any mix of adapters, each with its own
+rank. The grid has room for the maximum rank. Programs of tiles without tokens, and of ranks
 that the adapter does not have, return at once. So a recorded launch is right for every later step.
 
     table  int64 [E, layers, parts, FIELDS]   offset of A [R, K], of B^T [R, N], R, first output, N,
@@ -81,7 +82,7 @@ def _slots_kernel(
     rows_ptr, starts_ptr, slots_ptr, num_rows, num_tokens, NO_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the slot of each token of a row; the last program writes those of padding."""
+    """Write the slot of each token of a row; the last program does it for padding."""
     row = tl.program_id(0)
     is_row = row < num_rows
     start = tl.load(starts_ptr + row)
@@ -296,8 +297,8 @@ class Launch:
     @property
     def splits(self) -> int:
         """Return the number of programs that share a tile's inputs."""
-        most = MAX_SPLITS if self.is_few else 1
-        return max(1, min(most, self.num_inputs // SPLIT_INPUTS))
+        max_splits = MAX_SPLITS if self.is_few else 1
+        return max(1, min(max_splits, self.num_inputs // SPLIT_INPUTS))
 
     @property
     def block_ranks(self) -> int:
