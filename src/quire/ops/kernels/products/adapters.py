@@ -9,8 +9,8 @@ of a part, R rank of a part, M maximum number of tiles.
     once a layer   shrink: inner = x A^T          expand: out += scale inner B^T
 
 A layer that merges modules has up to PARTS parts, one after another. A table holds the place in
-memory, the rank and the outputs of each part. So one launch serves any mix of adapters, each with its own
-rank. The grid has room for the maximum rank. Programs of tiles without tokens, and of ranks
+memory, the rank and the outputs of each part. So one launch serves any mix of adapters, each with
+its own rank. The grid has room for the maximum rank. Programs of tiles without tokens, and of ranks
 that the adapter does not have, return at once. So a recorded launch is right for every later step.
 
     table  int64 [E, layers, parts, FIELDS]   offset of A [R, K], of B^T [R, N], R, first output, N,
