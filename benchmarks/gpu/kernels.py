@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from benchmarks.gpu import few_rows, quantised, row_state, states
@@ -278,6 +279,28 @@ def experts_case(bench: Bench, model: Model, tokens: int) -> Made:
     return lambda: moe.moe_experts(x, ids, weights, gate_up, down), cost
 
 
+def adapters_case(bench: Bench, model: Model, rows: int, rank: int) -> Made:
+    """Make both launches of a layer's gate and up, for rows of which each has another adapter."""
+    from quire.ops.adapters import AdapterPart, LayerSize
+    from quire.runner.gpu.adapters import DeviceSlots
+
+    layer, count = LayerSize(model.size, (model.inner, model.inner), True), min(rows, 8)
+    slots = DeviceSlots(count, [layer], rank, bench.dtype, bench.device, rows)
+    ups = [bench.randn(rank, 2 * model.inner).cpu() for _ in range(count)]
+    down = bench.randn(rank, model.size).cpu() * 0.02
+    for slot, up in enumerate(ups):
+        halves = enumerate(up.split(model.inner, dim=1))
+        parts = [AdapterPart(i * model.inner, down, half, 1.0) for i, half in halves]
+        slots.put(slot, slots.prepare({0: parts}))
+    slots.set_rows(np.arange(rows, dtype=np.int32) % count)
+    slots.group(torch.arange(rows + 1, dtype=torch.int32, device=bench.device), rows)
+    x, out = bench.randn(rows, model.size), bench.randn(rows, 2 * model.inner)
+    numbers = rank * 2 * (model.size + model.inner)
+    num_bytes = count * numbers * x.element_size() + x.nbytes + 2 * out.nbytes
+    cost = Cost(num_bytes=num_bytes, flops=2 * rows * numbers)
+    return lambda: slots.add(out, x, 0), cost
+
+
 def cases(is_tiny: bool) -> Iterator[KernelCase]:
     """Yield all cases; is_tiny: few and small, to test them."""
     models = [TINY] if is_tiny else [LLAMA, QWEN]
@@ -305,6 +328,11 @@ def cases(is_tiny: bool) -> Iterator[KernelCase]:
         for tokens in (2, 9) if is_tiny else (1, 32, 256, 2048):
             name = f"{models[0].name}, {tokens} tokens"
             yield KernelCase("matmul", name, lambda b, t=tokens: matmul_case(b, models[0], t))
+    for rows, rank in ((3, 2),) if is_tiny else ((1, 16), (64, 16), (2048, 16), (64, 256)):
+        name = f"{models[0].name}, {rows} rows of rank {rank}"
+        yield KernelCase(
+            "adapters", name, lambda b, n=rows, r=rank: adapters_case(b, models[0], n, r)
+        )
     yield from (KernelCase(*each) for each in few_rows.cases(is_tiny))
     yield from (KernelCase(*each) for each in quantised.cases(is_tiny))
     yield from (KernelCase(*each) for each in states.cases(is_tiny))

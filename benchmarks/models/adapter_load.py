@@ -17,10 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.models.adapters import BYTES, Shapes, write_adapters
+from benchmarks.models.adapters import shapes_of as adapted_shapes
 from benchmarks.result_files import Row, options_of, write
 from quire import AsyncLLM, LoRARequest, SamplingParams
+from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.source import resolve_model
+from quire.models.load.adapters import AdaptedModel
+from quire.models.registry import make_model
 from quire.spec.model_spec import ModelSpec, load_spec
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
@@ -32,20 +38,10 @@ MAX_RANK = 256
 
 
 def shapes_of(spec: ModelSpec) -> Shapes:
-    """Return the shapes of a dense model's modules."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer = {
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    return {
-        f"model.layers.{i}.{name}": shape
-        for i in range(spec.num_layers)
-        for name, shape in layer.items()
-    }
+    """Return the shapes of all modules that adapters can change, also of each expert."""
+    model = make_model(spec, torch.bfloat16, torch.device("meta"))
+    AdaptedModel(model, spec, LoraConfig(enable_lora=True, max_loras=1), torch.bfloat16)
+    return adapted_shapes(model)
 
 
 def rank_of(shapes: Shapes, num_bytes: float) -> int:

@@ -6,9 +6,14 @@
 A step of N rows with 128 tokens of context each uses N different adapters of all linear layers. The
 limit of the adapters' part is the time to read their bytes at the machine's bandwidth, measured in
 the same run. `without` is the same step of rows without an adapter, by two engines in turn: one can
-use adapters, the other cannot. It has medians, and the median of the rounds' ratios. The
-scratch directory holds one adapter's weights, which all adapters share as a file; each is loaded
-into memory of its own.
+use adapters, the other cannot. It has medians, and the median of the rounds' ratios.
+
+In a mixture, a row reads its adapter's matrices of the chosen experts only. The step's experts
+include their adapters, so the adapters' part of them is the difference to the same step without
+adapters.
+
+The scratch directory holds one adapter's weights, which all adapters share as a file; each is
+loaded into memory of its own.
 """
 
 import argparse
@@ -29,12 +34,13 @@ from benchmarks.kernels.operations import Cost, Machine, Step
 from benchmarks.result_files import Row, options_of, write
 from quire.base.plan import Plan
 from quire.models.checkpoint.adapter_files import PREFIX, WEIGHTS, adapter_digest
+from quire.models.parts.experts import ExpertLinear, ExpertList, linears
 from quire.models.parts.layers import Linear
 from quire.spec.adapter_config import CONFIG
 from quire.tools.report import benchmark_parser, print_head
 
 CONTEXT, ROUNDS, MIN_ROUNDS = 128, 12, 3
-ADAPT = "adapt"  # the operation's name in `benchmarks.kernels.operations`
+ADAPT, EXPERTS = "adapt", "experts"  # names of operations in `benchmarks.kernels.operations`
 AIM, AIM_WITHOUT = 1.5, 1.01
 BYTES = 2  # of a number in bfloat16
 Shapes = Mapping[str, tuple[int, int]]  # outputs and inputs of modules
@@ -61,12 +67,32 @@ def write_adapters(folder: Path, shapes: Shapes, rank: int, count: int) -> list[
 
 def shapes_of(model: torch.nn.Module) -> Shapes:
     """Return the shapes of all modules that adapters can change."""
-    layers = (each for each in model.modules() if isinstance(each, Linear) and each.adapted)
     return {
         name: (rows.count, layer.weight.shape[1])
-        for layer in layers
+        for layer in _adapted(model)
         for name, rows in layer.module_rows
     }
+
+
+def numbers_read(model: torch.nn.Module, rank: int) -> int:
+    """Return the numbers of an adapter of a rank that one row reads. A row reads the matrices of
+    its own experts only. All experts have one shape."""
+    layers = list(_adapted(model))
+    found = sum(_inputs_and_outputs(each) for each in layers if not isinstance(each, ExpertLinear))
+    for mixture in model.modules():
+        if isinstance(mixture, ExpertList):
+            first = linears(mixture.gate_up)[0], linears(mixture.down)[0]
+            found += mixture.num_chosen * sum(map(_inputs_and_outputs, first))
+    return rank * found
+
+
+def _adapted(model: torch.nn.Module) -> Iterator[Linear]:
+    return (each for each in model.modules() if isinstance(each, Linear) and each.adapted)
+
+
+def _inputs_and_outputs(layer: Linear) -> int:
+    """Return the sum over a layer's modules."""
+    return sum(layer.weight.shape[1] + rows.count for _, rows in layer.module_rows)
 
 
 class AdaptedMachine(Machine):
@@ -77,7 +103,7 @@ class AdaptedMachine(Machine):
         lora = {"enable_lora": True, "max_loras": count, "max_lora_rank": options.rank}
         super().__init__(options, steps, **lora)
         shapes = shapes_of(self.model.model)
-        self.numbers = options.rank * sum(sum(shape) for shape in shapes.values())
+        self.numbers = numbers_read(self.model.model, options.rank)
         self.uses_adapters, self._ids = True, list[str]()
         for slot, path in enumerate(write_adapters(folder, shapes, options.rank, count)):
             self._ids.append(adapter_digest(path))
@@ -109,12 +135,20 @@ class Part:
         return self.adapters_s / self.limit_s
 
 
-def part_of(costs: Mapping[str, Cost], count: int, numbers: int, ceilings: Ceilings) -> Part:
-    """Return the adapters' part of a step's costs. numbers: of one adapter."""
+def part_of(
+    costs: Mapping[str, Cost],
+    without: Mapping[str, Cost],
+    count: int,
+    numbers: int,
+    ceilings: Ceilings,
+) -> Part:
+    """Return the adapters' part of a step's costs. without: costs of the step without adapters.
+    numbers: of an adapter, read by a row."""
     work = Cost(0.0, float(BYTES * numbers * count), 2.0 * numbers * count)
-    whole = sum(cost.seconds for cost in costs.values())
     seconds = costs[ADAPT].seconds
-    return Part(count, whole, seconds, work.num_bytes, work.lower_bound_s(ceilings))
+    if EXPERTS in costs:
+        seconds += costs[EXPERTS].seconds - without[EXPERTS].seconds
+    return Part(count, _seconds(costs), seconds, work.num_bytes, work.lower_bound_s(ceilings))
 
 
 def measure_without(
@@ -162,10 +196,14 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Part], list
     """Measure all steps."""
     steps = [Step.parsed(f"{count}x{CONTEXT}", 0) for count in options.counts]
     adapted = AdaptedMachine(options, steps, folder)
-    costs = {step.num_rows: adapted.best(step) for step in steps}
+    costs = [adapted.best(step) for step in steps]
     without = list(measure_without(Machine(options, steps), adapted, steps, options.rounds))
+    bare = [adapted.best(step) for step in steps]  # its rows use no adapters any more
     ceilings = adapted.ceilings()
-    parts = [part_of(each, count, adapted.numbers, ceilings) for count, each in costs.items()]
+    parts = [
+        part_of(*both, step.num_rows, adapted.numbers, ceilings)
+        for step, *both in zip(steps, costs, bare, strict=True)
+    ]
     return parts, without, ceilings
 
 

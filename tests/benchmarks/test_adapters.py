@@ -3,16 +3,29 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.cpu.adapters import engines, write_gguf_adapter
 from benchmarks.cpu.limits import Ceilings
 from benchmarks.cpu.workloads import Shape
 from benchmarks.kernels.operations import Cost
 from benchmarks.models.adapter_load import STREAMS, Streams, rank_of, row_of, shapes_of, summary
-from benchmarks.models.adapters import ADAPT, part_of, rows_of, write_adapters
+from benchmarks.models.adapters import (
+    ADAPT,
+    EXPERTS,
+    numbers_read,
+    part_of,
+    rows_of,
+    write_adapters,
+)
+from benchmarks.models.adapters import shapes_of as adapted_shapes
+from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import adapter_digest, read_adapter
 from quire.models.checkpoint.source import resolve_model
+from quire.models.load.adapters import AdaptedModel
+from quire.models.registry import make_model
 from quire.spec.model_spec import load_spec
+from tests.support.models.checkpoints import write_checkpoint
 
 SHAPES = {"a.q_proj": (6, 4), "a.o_proj": (4, 6)}
 SMALL = Shape("small", "qwen3", 64, 2, 4, 2, 16, 128, 1500)
@@ -28,7 +41,7 @@ def test_adapters_of_one_file_differ_by_their_digests(tmp_path: Path) -> None:
 
 def test_the_limit_of_adapters_is_to_read_them() -> None:
     ceilings = Ceilings(100.0, 1e6, 1e6, 1e6)
-    part = part_of({ADAPT: Cost(9.0), "rest": Cost(1.0)}, 3, 50, ceilings)
+    part = part_of({ADAPT: Cost(9.0), "rest": Cost(1.0)}, {"rest": Cost(0.5)}, 3, 50, ceilings)
     assert (part.step_s, part.num_bytes, part.limit_s) == (10.0, 300.0, 3.0)
     assert part.ratio == 3.0
     assert rows_of([part], [])[0]["step"] == "3 adapters"
@@ -40,6 +53,26 @@ def test_an_adapter_of_a_size_has_all_modules_of_the_model() -> None:
     assert 2 * rank_of(shapes, 50e6) * sum(map(sum, shapes.values())) == pytest.approx(
         50e6, rel=0.02
     )
+
+
+def test_a_row_reads_the_adapters_of_its_own_experts(tmp_path: Path) -> None:
+    spec = write_checkpoint(tmp_path, "qwen3_moe").spec
+    assert spec.experts is not None
+    model = make_model(spec, torch.bfloat16, torch.device("meta"))
+    AdaptedModel(model, spec, LoraConfig(enable_lora=True, max_loras=1), torch.bfloat16)
+    shapes = adapted_shapes(model)
+    assert shapes == shapes_of(spec)
+    sums = [sum(map(sum, shapes.values())), sum(sum(shapes[n]) for n in shapes if "experts" in n)]
+    chosen = sums[1] // spec.experts.num_experts * spec.experts.num_chosen
+    assert 0 < chosen < sums[1]
+    assert numbers_read(model, 3) == 3 * (sums[0] - sums[1] + chosen)
+
+
+def test_the_adapters_part_of_experts_is_what_they_take_longer() -> None:
+    ceilings = Ceilings(100.0, 1e6, 1e6, 1e6)
+    costs = {ADAPT: Cost(1.0), EXPERTS: Cost(7.0), "rest": Cost(1.0)}
+    part = part_of(costs, {EXPERTS: Cost(5.0), "rest": Cost(1.0)}, 3, 50, ceilings)
+    assert (part.step_s, part.adapters_s) == (9.0, 3.0)
 
 
 def test_pauses_are_counted_from_the_arrival_to_the_first_token() -> None:

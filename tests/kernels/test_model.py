@@ -31,8 +31,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Names of the kernel modules that were asked for and given."""
     found: set[str] = set()
-    load = gpu._load
-    monkeypatch.setattr(gpu, "_load", lambda name: found.add(name) or load(name))
+    load = gpu.load_kernels
+    monkeypatch.setattr(gpu, "load_kernels", lambda name: found.add(name) or load(name))
     if INTERPRETED:
         native.core.cache_clear()
         monkeypatch.setattr(native, "INTERFACE_VERSION", -1)

@@ -164,16 +164,21 @@ def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
     ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(first_of_each_type()))],
 )
 def test_the_memory_plan_has_room_for_adapters(variant: str, tmp_path: Path) -> None:
-    """Two adapters of rank 3 in all linear layers; exact for llama."""
+    """Two adapters of rank 3 in all linear layers, or in those of one name; exact for llama."""
     made = write_checkpoint(tmp_path / "base", variant)
     model = load_model(made.directory, made.spec, torch.float32, CPU)
-    places = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float32).places.values()
-    needed = sum(sum(place.shape) for place in places) * 2 * 3 * 4
+    places = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float32).places
     settings: dict[str, Any] = {"max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 3}
     settings |= {"model": str(made.directory), "dtype": "float32"}
-    planned = adapter_bytes(config_from_flat(enable_lora=True, **settings), made.spec)
-    assert needed <= planned
-    assert variant != "llama" or needed == planned
+    for target in ("", *sorted({name.rpartition(".")[2] for name in places})):
+        config = config_from_flat(
+            enable_lora=True, lora_target_modules=(target,) if target else (), **settings
+        )
+        changed = [place for name, place in places.items() if config.lora.may_change(name)]
+        needed = sum(sum(place.shape) for place in changed) * 2 * 3 * 4
+        planned = adapter_bytes(config, made.spec)
+        assert needed <= planned, target
+        assert variant != "llama" or needed == planned
     assert adapter_bytes(config_from_flat(**settings), made.spec) == 0
 
 
@@ -182,11 +187,21 @@ def test_the_memory_plan_has_no_room_for_experts_that_adapters_may_not_change(
 ) -> None:
     spec = write_checkpoint(tmp_path / "base", "qwen3_moe").spec
     settings: dict[str, Any] = {"enable_lora": True, "dtype": "float32"}
-    sizes = [
+    names = (), ("router_logits",), ("q_proj", "experts"), ("q_proj",), ("experts",)
+    everything, unknown, both, queries, of_experts = (
         adapter_bytes(config_from_flat(lora_target_modules=targets, **settings), spec)
-        for targets in ((), ("q_proj", "experts"), ("q_proj",))
-    ]
+        for targets in names
+    )
     assert spec.experts is not None
     inner, numbers = spec.hidden_size + spec.experts.inner_size, spec.experts.num_experts * 3
-    of_experts = 8 * 16 * spec.num_layers * numbers * inner * 4  # adapters, rank, bytes
-    assert sizes[0] == sizes[1] == sizes[2] + of_experts
+    assert of_experts == 8 * 16 * spec.num_layers * numbers * inner * 4  # adapters, rank, bytes
+    assert both == queries + of_experts
+    assert everything == unknown + of_experts
+
+
+def test_a_gpu_has_room_for_slots_without_experts(tmp_path: Path) -> None:
+    spec = write_checkpoint(tmp_path / "base", "qwen3_moe").spec
+    settings: dict[str, Any] = {"enable_lora": True, "dtype": "float32", "max_cpu_loras": 12}
+    dense = adapter_bytes(config_from_flat(lora_target_modules=("other",), **settings), spec)
+    on_gpu = adapter_bytes(config_from_flat(device="cuda", **settings), spec)
+    assert on_gpu == dense * 8 // 12

@@ -49,20 +49,20 @@ BUDGETS = {
     "models/gguf": 1260,
     "models/hf": 2760,
     "models/library": 920,
-    "models/load": 2100,
+    "models/load": 2140,
     "models/multimodal": 180,
     "models/parts": 2270,
     "models/quantised": 990,
     "models/qwen": 260,
     "models/vision": 1820,
-    "ops": 1420,
+    "ops": 1450,
     "ops/attention": 3380,
     "ops/blocks": 660,
     "ops/collectives": 430,
     "ops/host": 940,
     "ops/kernels": 3950,
     "ops/kernels/attention": 4340,
-    "ops/kernels/products": 430,
+    "ops/kernels/products": 810,
     "ops/kernels/sampling": 2100,
     "ops/prompt_kernels": 340,
     "ops/rows": 350,
@@ -77,9 +77,9 @@ BUDGETS = {
     "render/media": 1640,
     "render/templates": 960,
     "render/tokens": 2010,
-    "runner": 3630,
+    "runner": 3670,
     "runner/drafting": 1010,
-    "runner/gpu": 1830,
+    "runner/gpu": 2090,
     "runner/media": 420,
     "runner/sampling": 1120,
     "runner/setup": 790,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 900, 129_800
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 902, 130_410
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

@@ -5,11 +5,13 @@ Shape legend: T tokens, K inputs, O outputs of a layer, N outputs of a part, R r
 A device has a few slots for adapters. Each step says which of its rows use which slot. The rows of
 one adapter are computed together, with the adapter's own rank. Other rows cost nothing. The rows of
 an expert in a mixture are grouped by adapter, too. On a CPU the C++ core (csrc/adapters.h) does
-this within the recorded program, and a row has the same bits alone and in any batch.
+this within the recorded program, and a row has the same bits alone and in any batch. On a GPU
+kernels do it (kernels/products/adapters.py), and experts have no adapters.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -47,8 +49,31 @@ class LoadedAdapter:
 EMPTY = LoadedAdapter({})
 
 
+@dataclass(frozen=True)
+class LayerSize:
+    """Numbers of inputs and of each module's outputs, of modules that adapters may change.
+    is_aligned: whether the first output of each is a multiple of 16."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+    is_aligned: bool
+
+
+class Slots(Protocol):
+    """Adapters in the slots of a device, as a model and its loader see them: `AdapterSlots`, or
+    `DeviceSlots` on a GPU (runner/gpu/adapters.py)."""
+
+    def prepare(self, parts: AdapterParts) -> Any:
+        """Return an adapter that `put` takes at once. Any thread may call this."""
+        ...
+
+    def add(self, out_TO: torch.Tensor, x_TK: torch.Tensor, layer: int) -> None:
+        """Add to the outputs [T, O] of the rows that use adapters, for inputs [T, K]."""
+        ...
+
+
 class AdapterSlots:
-    """Adapters in the slots of a device, and the rows of the current step that use them."""
+    """Adapters in the slots of a CPU, and the rows of the current step that use them."""
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self._slots, self._num_layers = [EMPTY] * num_slots, num_layers
@@ -142,7 +167,7 @@ class ExpertAdapters:
 
 
 @op("add_adapters")
-def add_adapters(out_TO: torch.Tensor, x_TK: torch.Tensor, slots: AdapterSlots, layer: int) -> None:
+def add_adapters(out_TO: torch.Tensor, x_TK: torch.Tensor, slots: Slots, layer: int) -> None:
     """Add the current adapters' change of a layer to its outputs [T, O], for inputs [T, K]. layer:
     the layer's number among the adapted ones."""
     slots.add(out_TO, x_TK, layer)

@@ -23,7 +23,7 @@ def kernels_for(tensor: torch.Tensor, name: str, any_dtype: bool = False) -> Mod
     is_served = is_on_gpu(tensor) and (any_dtype or tensor.dtype in DTYPES)
     if not is_served or not has_triton():
         return None
-    return _load(name)
+    return load_kernels(name)
 
 
 def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
@@ -50,5 +50,6 @@ def has_triton() -> bool:
 
 
 @functools.cache
-def _load(name: str) -> ModuleType:
+def load_kernels(name: str) -> ModuleType:
+    """Return the module `quire.ops.kernels.NAME`, which imports Triton."""
     return importlib.import_module(f"quire.ops.kernels.{name}")

@@ -10,13 +10,14 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quire.base.errors import EngineError, ModelError
 from quire.base.plan import Plan
 from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_sets import digest_of
 from quire.models.load.adapters import AdaptedModel
-from quire.ops.adapters import AdapterSlots, Group, LoadedAdapter
+from quire.ops.adapters import AdapterSlots, Group
 from quire.runner.attachment import ForwardPart
 
 
@@ -44,12 +45,12 @@ class RowAdapters:
         self._adapted = adapted
         self._max_rank, self._num_held = config.max_lora_rank, config.num_held
         # Adapters in memory by id, least recently used first.
-        self._held: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self._held: OrderedDict[str, Any] = OrderedDict()
         self._loading = threading.Lock()
-        self._arrived: deque[tuple[int, str, LoadedAdapter]] = deque()  # in no slot yet
+        self._arrived: deque[tuple[int, str, Any]] = deque()  # in no slot yet
         self._slots: list[str] = [""] * config.max_loras  # ids
         self._rows: dict[int, str] = {}  # ids of rows that use an adapter
-        self.at_rest = StepAdapters(adapted.slots)
+        self.at_rest: ForwardPart = StepAdapters(adapted.slots)
 
     def load(self, slot: int, adapter_id: str, path: str) -> None:
         """Load an adapter from its files, unless it is in memory, and assign it to a slot. Any
@@ -71,7 +72,7 @@ class RowAdapters:
             for each in unused[: max(0, len(self._held) - self._num_held)]:
                 del self._held[each]
 
-    def prepare(self, plan: Plan) -> StepAdapters:
+    def prepare(self, plan: Plan) -> ForwardPart:
         """Note which rows a plan starts, forks and releases; return the adapters of its step."""
         rows = self._rows
         for row in plan.released.tolist() if rows else ():
@@ -85,8 +86,16 @@ class RowAdapters:
             if fork.parent in rows:
                 rows[fork.child] = rows[fork.parent]
         self._fill_slots()
-        groups = self._groups(plan) if rows else ()
+        return self._part_of(plan)
+
+    def _part_of(self, plan: Plan) -> ForwardPart:
+        """Return the adapters of a plan's step, when its rows and slots have been noted."""
+        groups = self._groups(plan) if self._rows else ()
         return StepAdapters(self._adapted.slots, groups) if groups else self.at_rest
+
+    def _put(self, slot: int, adapter: Any) -> None:
+        """Put a loaded adapter into a slot for this plan's step and later ones."""
+        self._adapted.slots.put(slot, adapter)
 
     def _fill_slots(self) -> None:
         """Put loaded adapters into their slots, in the order of loading. Stop at a slot whose
@@ -98,7 +107,7 @@ class RowAdapters:
                 return
             self._arrived.popleft()
             self._slots[slot] = adapter_id
-            self._adapted.slots.put(slot, parts)
+            self._put(slot, parts)
 
     def _groups(self, plan: Plan) -> list[Group]:
         """Return the step's tokens that use adapters, by slot."""
@@ -108,7 +117,9 @@ class RowAdapters:
             if row in self._rows:
                 found.setdefault(self._rows[row], []).extend(range(begin, begin + num))
             begin += num
-        missing = found.keys() - set(self._slots)
-        if missing:
-            raise EngineError(f"the adapters {sorted(missing)} are in no slot")
-        return [(self._slots.index(adapter_id), tokens) for adapter_id, tokens in found.items()]
+        return [(self._slot_of(adapter_id), tokens) for adapter_id, tokens in found.items()]
+
+    def _slot_of(self, adapter_id: str) -> int:
+        if adapter_id not in self._slots:
+            raise EngineError(f"the adapter {adapter_id} is in no slot")
+        return self._slots.index(adapter_id)

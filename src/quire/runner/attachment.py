@@ -71,10 +71,15 @@ class ForwardPart:
     immutable, because a device may execute the step much later.
 
     num_tensors: number of tensors that `after` returns.
+    is_at_rest: whether a recorded step does all of its work, so that `before` does nothing.
     can_be_recorded: whether a recorded step gives the same result.
     """
 
     num_tensors: int = 0
+
+    @property
+    def is_at_rest(self) -> bool:
+        return False
 
     @property
     def can_be_recorded(self) -> bool:

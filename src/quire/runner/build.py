@@ -42,6 +42,7 @@ from quire.runner.drafting.drafting import (
     warm_draft_passes,
     with_spare_blocks,
 )
+from quire.runner.gpu.adapters import adapters_on_gpu, has_device_slots
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
     WHOLE_MACHINE,
@@ -263,12 +264,9 @@ def _attachments(
 def _adapters(
     config: EngineConfig, spec: ModelSpec, model: Any, device: torch.device
 ) -> RowAdapters:
-    if device.type != "cpu":
-        raise ConfigError(
-            f"enable_lora: adapters need a CPU for now, and the device is {device.type}; remove it,"
-            " or set device to cpu."
-        )
     dtype = torch_dtype(config.model.dtype)
+    if device.type != "cpu" or has_device_slots(dtype, device):
+        return adapters_on_gpu(config, spec, model, dtype, device)
     return RowAdapters(AdaptedModel(model, spec, config.lora, dtype), config.lora)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.settings.cache_config import SERVE
 from quire.base.settings.config import AUTO_LENGTH, EngineConfig
+from quire.base.settings.lora import EXPERTS
 from quire.base.settings.speculation import max_draft_tokens, parse_speculation, speculation_of
 from quire.kv.sizing import (
     MIB,
@@ -51,6 +52,8 @@ MAX_WARM_GRAPHS = 64  # the same if a warm-up records graphs for all steps
 MAX_DRAFT_GRAPHS = 16  # graphs of a draft model's passes
 MORE_POSITIONS = 256  # sampled positions of a recorded step, in addition to the maximum rows
 GRAPH_BYTES = 4 << 20  # of a graph besides its tensors: nodes and parameters
+# Modules of feed-forward layers; the last two route tokens to experts.
+FEED_FORWARD = "gate_proj", "up_proj", "down_proj", "gate", "shared_expert_gate"
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before any work
 
 
@@ -201,26 +204,52 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def adapter_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bound the bytes of the adapters in memory: each with the maximum rank in all linear layers
-    and, if adapters may change them, all experts. An adapter of rank R has R numbers for each
-    input and each output of a layer."""
-    lora, hidden = config.lora, spec.hidden_size
+    """Bound the bytes of the adapters in memory: each with the maximum rank in all modules that
+    adapters may change. An adapter of rank R has R numbers for each input and each output of a
+    module. On a GPU, adapters do not change the experts of a mixture."""
+    lora = config.lora
     if not lora.enable_lora:
         return 0
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    mixing = 4 * hidden + 2 * queries + 2 * keys
-    if spec.linear_layers:
-        gates, sizes = queries, spec.linear_attention
-        values = sizes.value_heads * sizes.value_dim
-        mixing = max(mixing + gates, 4 * hidden + 2 * sizes.keys_size + 3 * values)
-    per_layer = mixing + 3 * (hidden + spec.intermediate_size)
-    if (experts := spec.experts) is not None:  # routed, shared, and their routers
-        shared = 3 * (hidden + experts.shared_size) if experts.shared_size else 0
-        per_layer += 2 * hidden + experts.num_experts + 1 + shared
-        if lora.changes_experts:
-            per_layer += experts.num_experts * 3 * (hidden + experts.inner_size)
+    sizes, targets = _module_sizes(spec), set(map(_last_name, lora.lora_target_modules))
+    per_layer = sum(sizes.values())
+    if targets and targets - {EXPERTS} <= sizes.keys():
+        per_layer = sum(sizes[name] for name in targets - {EXPERTS})
+    elif spec.linear_layers:
+        per_layer = max(per_layer, sum(sizes[name] for name in FEED_FORWARD) + _linear_sizes(spec))
+    changes_experts = lora.changes_experts and config.device != "cuda"
+    if (experts := spec.experts) is not None and changes_experts:
+        per_layer += experts.num_experts * 3 * (spec.hidden_size + experts.inner_size)
     numbers = spec.num_layers * per_layer * lora.max_lora_rank
-    return lora.num_held * numbers * DTYPE_BYTES[config.model.dtype]
+    return num_adapters(config) * numbers * DTYPE_BYTES[config.model.dtype]
+
+
+def num_adapters(config: EngineConfig) -> int:
+    """Return the maximum number of adapters in the device's memory: on a GPU those in slots."""
+    return config.lora.max_loras if config.device == "cuda" else config.lora.num_held
+
+
+def _module_sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the inputs plus outputs of a layer's modules, by the usual names. Modules with other
+    names, such as merged ones, have no more of them together."""
+    hidden, inner, experts = spec.hidden_size, spec.intermediate_size, spec.experts
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    gates = queries if spec.linear_layers else 0
+    sizes = {"q_proj": hidden + queries + gates, "o_proj": hidden + queries}
+    sizes |= dict.fromkeys(("k_proj", "v_proj"), hidden + keys)
+    shared = hidden + experts.shared_size if experts is not None and experts.shared_size else 0
+    sizes |= dict.fromkeys(FEED_FORWARD[:3], hidden + inner + shared)
+    routers = (0, 0) if experts is None else (hidden + experts.num_experts, hidden + 1)
+    return sizes | dict(zip(FEED_FORWARD[3:], routers, strict=True))
+
+
+def _linear_sizes(spec: ModelSpec) -> int:
+    """Return the inputs plus outputs of the modules of a layer with linear attention."""
+    sizes = spec.linear_attention
+    return 4 * spec.hidden_size + 2 * sizes.keys_size + 3 * sizes.value_heads * sizes.value_dim
+
+
+def _last_name(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def routes_bytes(config: EngineConfig, spec: ModelSpec) -> int:

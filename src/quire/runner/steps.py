@@ -279,7 +279,8 @@ class PlainStep:
             tokens_N = rows.ops.results_QR[slot, : len(plan.sample_rows)]
             return [tokens_N, *(work.second() if len(plan.rows) else [])]
 
-        graph = None if plan.moves or self._forward else work.graph
+        is_whole = not plan.moves and all(part.is_at_rest for part in self._forward)
+        graph = work.graph if is_whole else None
         self._give(update, first, second, lists.sampling, graph=graph)
         if runner.is_async:
             unread[slot] = self._arrivals[-1]

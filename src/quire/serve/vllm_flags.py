@@ -385,7 +385,7 @@ SPECULATION = {
     "num_speculative_tokens": _value("use --speculative-config"),
 }
 ADAPTERS = {
-    "enable_lora": _same("on a CPU only"),
+    "enable_lora": _same(),
     "lora_modules": _same(),
     "default_mm_loras": _value("name the adapter in each request"),
     "max_loras": _same("vLLM's default is 1"),

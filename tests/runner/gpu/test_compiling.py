@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from quire import LLM
+from quire import LLM, LoRARequest
 from quire.ops.kernels.launch import INTERPRETED, InterpretedKernel, _only_compiles
 from quire.runner import memory_plan
 from quire.runner.gpu import sizes
@@ -16,6 +16,7 @@ from quire.runner.gpu.compiling import compile_all
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
 from tests.runner.gpu.test_verification import PARAMS, variant
 from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.runner.adapters import adaptable_shapes, write_adapter
 from tests.support.runner.late_device import LateDevice
 
 pytestmark = [
@@ -65,9 +66,14 @@ def zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("zeros")
+@pytest.mark.parametrize("max_rank", [0, 3, 40])
 def test_the_list_holds_all_that_steps_launch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    max_rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Also with adapters of up to this rank; 0: without any."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for place, name in (
         (sizes, "MIXED_TOKENS"), (sizes, "WARM_TOKENS"), (sizes, "WARM_TOKENS_OF_ALL"),
@@ -76,15 +82,21 @@ def test_the_list_holds_all_that_steps_launch(
         monkeypatch.setattr(place, name, (16,))
     variants = Variants(monkeypatch)
     caplog.set_level("DEBUG", "quire.runner.gpu.compiling")
+    adapter, settings = None, dict[str, Any]()
+    if max_rank:
+        path = write_adapter(tmp_path / "adapter", adaptable_shapes(text_checkpoint()), 3)
+        adapter = LoRARequest("adapter", 1, str(path))
+        settings = {"enable_lora": True, "max_lora_rank": max_rank}
     with LLM(
         str(text_checkpoint()), dtype="float32", max_model_len=32, block_size=4, max_num_seqs=2,
         disable_log_stats=True, attention_backend="triton", kv_cache_memory_bytes=1 << 20,
-        graph_warmup=True, speculative_config={"method": "none"},
+        graph_warmup=True, speculative_config={"method": "none"}, **settings,
     ) as llm:  # fmt: skip
         params = [each.clone() for each in PARAMS[:2]]
         for each in params:
             each.max_tokens = 3
-        llm.generate(["one two one two", "a"], params, use_tqdm=False)
+        adapters = [adapter, None]
+        llm.generate(["one two one two", "a"], params, use_tqdm=False, lora_request=adapters)
     assert "not compiled ahead" not in caplog.text and len(variants.ahead) > 40
     steps = {each for each in variants.launched if not str(each[0]).endswith(OTHERS)}
     assert sorted(map(str, steps - set(variants.ahead))) == []

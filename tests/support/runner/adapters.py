@@ -93,11 +93,16 @@ def _expert_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
             yield name, module.down_proj
 
 
+def adaptable_shapes(directory: Path) -> dict[str, Shape]:
+    """Shapes of all linear layers of a checkpoint whose names end as Llama's."""
+    shapes = safetensors_shapes(weight_files(directory))
+    names = {name: (shape[0], shape[1]) for name, shape in shapes.items() if "_proj" in name}
+    return {name.removesuffix(".weight"): shape for name, shape in names.items()}
+
+
 def write_demo_adapter(directory: Path, rank: int = 4, **more: Any) -> Path:
     """An adapter of all linear layers of the demo model."""
-    shapes = safetensors_shapes(weight_files(resolve_model("demo").directory))
-    names = {name: (shape[0], shape[1]) for name, shape in shapes.items() if "_proj" in name}
-    modules = {name.removesuffix(".weight"): shape for name, shape in names.items()}
+    modules = adaptable_shapes(resolve_model("demo").directory)
     return write_adapter(directory, modules, rank, **{"size": 0.5} | more)
 
 

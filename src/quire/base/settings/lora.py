@@ -21,13 +21,13 @@ EXPERTS = "experts"  # the module of a mixture's experts, in names of their modu
 class LoraConfig:
     """Adapters of an engine, under vLLM's names."""
 
-    enable_lora: bool = setting(False, "let requests use adapters (LoRA) of the model; CPU only")
+    enable_lora: bool = setting(False, "let requests use adapters (LoRA) of the model")
     max_loras: int = setting(8, "maximum number of adapters in use at once; further requests wait")
     max_lora_rank: int = setting(16, f"maximum rank of an adapter, up to {MAX_RANK}")
     max_cpu_loras: int | None = setting(
         None,
-        "maximum number of adapters in memory, at least `--max-loras`; the least recently used"
-        " leaves first; by default `--max-loras`",
+        "maximum number of adapters in the host's memory, at least `--max-loras`; the least"
+        " recently used leaves first; by default `--max-loras`",
     )
     lora_target_modules: tuple[str, ...] = setting(
         (),

@@ -160,8 +160,8 @@ def _lines(found: "Fit") -> Iterator[str]:
 def _of_adapters(found: "Fit") -> Iterator[tuple[str, str]]:
     """Yield the part of the workspace for adapters."""
     if found.adapter_bytes:
-        lora = found.config.lora
-        adapters = f"{lora.num_held} adapters of rank {lora.max_lora_rank}"
+        rank = found.config.lora.max_lora_rank
+        adapters = f"{found.num_adapters} adapters of rank {rank}"
         yield "  of which", f"{_size(found.adapter_bytes)} for {adapters}"
 
 

@@ -13,22 +13,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ConfigError, ModelError
-from quire.base.settings.lora import LoraConfig
+from quire.base.settings.lora import EXPERTS, LoraConfig
 from quire.models.checkpoint.adapter_files import AdaptedModule, AdapterFiles, read_adapter
 from quire.models.checkpoint.adapter_sets import members_of
 from quire.models.checkpoint.sources import Rows
 from quire.models.gguf.adapters import GGUFAdapter
 from quire.models.load.expert_adapters import JointExperts, expert_matrices
+from quire.models.parts.experts import ExpertLinear
 from quire.models.parts.layers import Linear
 from quire.models.vision.tower import VisionTower
-from quire.ops.adapters import AdapterPart, AdapterSlots, LoadedAdapter
+from quire.ops.adapters import AdapterPart, AdapterSlots, LayerSize, Slots
 from quire.spec.gguf.container import GGUFFile
 from quire.spec.model_spec import ModelSpec
 
@@ -67,6 +68,8 @@ MIXTRAL = ".block_sparse_moe.", ".mlp."  # in checkpoints, and in transformers f
 # Returns the layers' own matrices, from a module's A and B.
 Target = Callable[[torch.Tensor, torch.Tensor], Iterable[Matrices]]
 
+MakeSlots = Callable[[Sequence[LayerSize]], Slots]
+
 
 class ModuleNames:
     """Names of a model's modules. Files may name them with or without the names of parents."""
@@ -98,30 +101,46 @@ class ModuleNames:
 
 class AdaptedModel:
     """A model whose linear layers add the adapters of a step's rows. dtype: of the adapters'
-    matrices."""
+    matrices. make_slots: makes a GPU's slots for these layers, without the experts of a mixture;
+    None for the slots of a CPU."""
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, config: LoraConfig, dtype: torch.dtype
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        config: LoraConfig,
+        dtype: torch.dtype,
+        make_slots: MakeSlots | None = None,
     ) -> None:
-        layers = list(_layers(model))
+        self._is_on_gpu, self._dtype = make_slots is not None, dtype
+        layers = [each for each in _layers(model) if not self._is_fixed(each)]
         if not layers:
             raise ConfigError(
                 "enable_lora: this model has no linear layers that adapters can change; remove it."
             )
-        self.slots, self._dtype = AdapterSlots(config.max_loras, len(layers)), dtype
         self._spec, self._config, self._joint = spec, config, JointExperts(model)
-        self.places: dict[str, ModulePosition] = {}
-        for number, layer in enumerate(layers):
-            layer.adapted, first = (self.slots, number), 0
-            for name, rows in layer.module_rows:
-                self.places[name] = ModulePosition(layer, number, first, rows)
-                first += rows.count
-        names = (*self.places, *self._joint.names(), *self._joint.names_elsewhere)
+        names = [name for layer in layers for name, _ in layer.module_rows]
+        if not self._is_on_gpu:
+            names += [*self._joint.names(), *self._joint.names_elsewhere]
         self._names = ModuleNames(names)
         config.check_targets(names)
+        adapted = [each for each in layers if _changed(each, config)]
+        self.slots: Any = (
+            AdapterSlots(config.max_loras, len(adapted))
+            if make_slots is None
+            else make_slots([_size_of(each, config) for each in adapted])
+        )
+        for number, layer in enumerate(adapted):
+            layer.adapted = self.slots, number
+        self.places = {name: place for layer in layers for name, place in _places(layer)}
 
-    def load(self, path: str, max_rank: int) -> LoadedAdapter:
-        """Load an adapter or a weighted set of them. max_rank: of all adapters of a set together.
+    def _is_fixed(self, layer: Linear) -> bool:
+        """Return whether no adapter can change a layer."""
+        return self._is_on_gpu and isinstance(layer, ExpertLinear)
+
+    def load(self, path: str, max_rank: int) -> Any:
+        """Load an adapter or a weighted set of them; return what the slots' `put` takes. max_rank:
+        of all adapters of a set together.
         Raises ModelError if its files are invalid or do not fit the model."""
         changes: dict[int, list[tuple[ModulePosition, Change]]] = {}  # by number of the layer
         members = members_of(path)
@@ -162,6 +181,11 @@ class AdaptedModel:
 
     def _target(self, module: AdaptedModule, path: Path) -> Target:
         """Return a function of a module's A and B that lists the layers' own."""
+        if self._is_on_gpu and EXPERTS in module.name.split("."):
+            raise ModelError(
+                f"{path}: {module.name} belongs to the experts of a mixture, which adapters cannot"
+                " change on a GPU. Set device to cpu, or train the adapter without it."
+            )
         name = self._names.find(module.name)
         self._config.check_module(name or module.name, path)
         if name in self._joint.names() and module.num_experts:
@@ -270,6 +294,24 @@ def _layers(model: nn.Module) -> Iterator[Linear]:
             continue
         if type(layer).forward is Linear.forward and id(layer) not in outside:
             yield layer
+
+
+def _changed(layer: Linear, config: LoraConfig) -> list[int]:
+    """Return the outputs of the layer's modules that adapters may change."""
+    return [rows.count for name, rows in layer.module_rows if config.may_change(name)]
+
+
+def _size_of(layer: Linear, config: LoraConfig) -> LayerSize:
+    is_aligned = all(rows.count % 16 == 0 for _, rows in layer.module_rows)
+    return LayerSize(layer.weight.shape[1], tuple(_changed(layer, config)), is_aligned)
+
+
+def _places(layer: Linear) -> Iterator[tuple[str, ModulePosition]]:
+    """Yield the layer's modules by name. Layers that adapters may not change have no number."""
+    number, first = -1 if layer.adapted is None else layer.adapted[1], 0
+    for name, rows in layer.module_rows:
+        yield name, ModulePosition(layer, number, first, rows)
+        first += rows.count
 
 
 def _ends(name: str) -> Iterator[str]:

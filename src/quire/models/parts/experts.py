@@ -23,7 +23,7 @@ from quire.models.parts.layers import (
     ParamFactory,
     is_added_elsewhere,
 )
-from quire.ops.adapters import ExpertAdapters
+from quire.ops.adapters import AdapterSlots, ExpertAdapters
 from quire.ops.collective import all_reduce
 from quire.ops.elementwise import ClampedGate
 from quire.ops.moe import moe_experts, moe_route, moe_route_groups
@@ -377,6 +377,7 @@ def _adapted(gate_up: ExpertLinear, down: ExpertLinear) -> ExpertAdapters | None
     if gate_up.adapted is None or down.adapted is None:
         return None
     slots, number = gate_up.adapted
+    assert isinstance(slots, AdapterSlots), "a GPU's slots have no layers of experts"
     return ExpertAdapters(slots, (number, down.adapted[1]))
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from quire.base.errors import ModelError
 from quire.models.checkpoint.rank_place import WHOLE, RankPlace
 from quire.models.checkpoint.sources import ALL, Rows, Source, Stretches, rows_of
-from quire.ops.adapters import AdapterSlots, add_adapters
+from quire.ops.adapters import Slots, add_adapters
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import Scores
 from quire.ops.collective import RankGroup, all_reduce
@@ -115,7 +115,7 @@ class Linear(Layer):
 
     keeps_dtype = False  # whether quantization skips this layer
     # Slots for adapters, and the layer's number there; set where adapters are enabled.
-    adapted: tuple[AdapterSlots, int] | None = None
+    adapted: tuple[Slots, int] | None = None
 
     def __init__(
         self,
@@ -151,14 +151,16 @@ class Linear(Layer):
 
     def forward_gated(self, x_TD: torch.Tensor, gate: Gate) -> torch.Tensor:
         """Return the gate's result for the outputs, [T, O / 2], by one launch if possible."""
-        if self._group is None and gate in FUSED_GATES and gates(x_TD, self.weight):
+        is_plain = self._group is None and self.adapted is None
+        if is_plain and gate in FUSED_GATES and gates(x_TD, self.weight):
             return linear_gate(x_TD, self.weight, self.bias, gate)
         return gate(self.forward(x_TD))
 
     def fuses(self, x_TD: torch.Tensor, *, has_norm: bool = False) -> bool:
         """Return whether one launch computes `forward_normed`, with has_norm, or `forward_added`
         for the tokens of x [T, D]."""
-        return self._group is None and fuses(x_TD, self.weight, has_norm=has_norm)
+        is_plain = self._group is None and self.adapted is None
+        return is_plain and fuses(x_TD, self.weight, has_norm=has_norm)
 
     def forward_normed(
         self, x_TD: torch.Tensor, norm: "RMSNorm", gate: Gate | None = None

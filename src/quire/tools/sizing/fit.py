@@ -30,6 +30,7 @@ from quire.runner.memory_plan import (
     encoder_cache_bytes,
     encoding_bytes,
     largest_item,
+    num_adapters,
     workspace_of,
 )
 from quire.runner.stage import check_stages
@@ -80,7 +81,8 @@ class Fit:
     largest_item: int = 0  # tokens of the largest media item
     encoding_bytes: int = 0  # part of the workspace: the vision tower's memory for that item
     encoder_cache_bytes: int = 0  # part of the workspace: slots
-    adapter_bytes: int = 0  # part of the workspace: adapters in memory
+    adapter_bytes: int = 0  # part of the workspace: adapters in the device's memory
+    num_adapters: int = 0  # their maximum number
 
 
 class DoesNotFit(OutOfMemory):
@@ -161,6 +163,7 @@ def _fit_rank(
         encoding_bytes=encoding_bytes(config, own),
         encoder_cache_bytes=encoder_cache_bytes(config, own),
         adapter_bytes=adapter_bytes(config, own),
+        num_adapters=num_adapters(config),
     )
 
 

@@ -1,0 +1,353 @@
+"""Requests with adapters on a GPU: tokens as on a CPU by torch, by steps that stay recorded.
+
+The device is a stand-in that works late, and Triton's interpreter runs the kernels.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.base.errors import ConfigError, EngineError, ModelError, OutOfMemory
+from quire.base.plan import Plan, RowStart
+from quire.base.settings.config import config_from_flat
+from quire.base.settings.lora import LoraConfig
+from quire.models.checkpoint.adapter_files import adapter_digest
+from quire.models.load.adapters import AdaptedModel
+from quire.models.load.loading import load_model
+from quire.ops import gpu
+from quire.ops.kernels.launch import INTERPRETED
+from quire.runner.gpu import adapters as gpu_adapters
+from quire.runner.gpu import graphs
+from quire.runner.gpu.adapters import DeviceRowAdapters, DeviceSlots, DeviceStepAdapters
+from quire.runner.steps import PlainStep
+from quire.spec.model_spec import load_spec
+from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
+from tests.support.cases import slow_but
+from tests.support.models.checkpoints import write_checkpoint
+from tests.support.models.paged_forward import CPU
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.adapters import adaptable_shapes, write_adapter
+from tests.support.runner.late_device import on_the_host
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
+
+RANKS = 1, 8, 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+PROMPTS: list[Any] = [
+    {"prompt_token_ids": [(7 * i + j) % 97 for j in range(3 + 4 * i)]} for i in range(3)
+]
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_model_len": 48, "block_size": 4, "max_num_seqs": 3,
+    "max_num_batched_tokens": 24, "kv_cache_memory_bytes": 1 << 20, "disable_log_stats": True,
+    "enable_lora": True, "max_lora_rank": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint, and a folder of its adapters by rank."""
+
+    folder: Path
+
+    @property
+    def base(self) -> str:
+        return str(checkpoint("llama"))
+
+    def adapter(self, rank: int) -> LoRARequest | None:
+        return LoRARequest(f"rank-{rank}", rank, str(self.folder / f"{rank}")) if rank else None
+
+    @cache  # noqa: B019 (lives as long as the module)
+    def wanted(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Tokens by torch on the host, one prompt after the other; 0 stands for the base model."""
+        with on_the_host(), LLM(self.base, attention_backend="torch", **SETTINGS) as llm:
+            return [
+                tokens_of(llm.generate([prompt], GREEDY, False, lora_request=self.adapter(rank)))[0]
+                for prompt, rank in zip(PROMPTS, ranks, strict=True)
+            ]
+
+
+def tokens_of(outputs: Any) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("adapters")
+    modules = adaptable_shapes(checkpoint("llama"))
+    for rank in RANKS:
+        write_adapter(folder / f"{rank}", modules, rank, seed=rank)
+    return Files(folder)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Numbers of steps that were replayed, and of those launched kernel by kernel. A kind is
+    recorded at its first step."""
+    counted: Counter[str] = Counter()
+
+    def count(kind: type, name: str) -> None:
+        first = kind.first
+
+        def counting(step: Any, shape: Any) -> Any:
+            counted[name] += 1
+            return first(step, shape)
+
+        monkeypatch.setattr(kind, "first", counting)
+
+    count(graphs.Recorded, "recorded")
+    count(PlainStep, "alone")
+    monkeypatch.setattr(graphs, "FIRST_TIMES", 0)
+    monkeypatch.setattr(graphs, "FIRST_TIMES_MIXED", 0)
+    return counted
+
+
+def run(files: Files, rounds: Sequence[Sequence[int]], **settings: Any) -> list[list[list[int]]]:
+    """Tokens of PROMPTS with adapters of these ranks, all prompts of a round together."""
+    found = []
+    with LLM(files.base, attention_backend="triton", **(SETTINGS | settings)) as llm:
+        for ranks in rounds:
+            adapters = list(map(files.adapter, ranks))
+            found.append(tokens_of(llm.generate(PROMPTS, GREEDY, False, lora_request=adapters)))
+    return found
+
+
+MIXED, OTHER, BASE = (8, 0, 64), (1, 1, 8), (0, 0, 0)
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {"compilation": "full", "pipeline_depth": 3},
+    "pieces": {"compilation": "piecewise"},
+    "one slot": {"compilation": "full", "max_loras": 1, "max_cpu_loras": 2},
+    "drafts": {
+        "speculative_config": {
+            "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2,
+        },
+        "pipeline_depth": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, "whole"))
+@pytest.mark.usefixtures("devices")
+def test_recorded_steps_serve_any_mix_of_adapters(
+    case: str, files: Files, steps: Counter[str]
+) -> None:
+    """The same graphs, with other adapters in other rows, and with none."""
+    rounds = [MIXED, BASE] if case == "whole" else [MIXED, OTHER]
+    wanted = [files.wanted(ranks) for ranks in rounds]
+    steps.clear()
+    assert run(files, rounds, **CASES[case]) == wanted
+    assert steps["recorded"] > 5 and steps["alone"] == 0
+    assert wanted[0] != wanted[1], "adapters change tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("devices")
+def test_steps_launched_kernel_by_kernel(files: Files, steps: Counter[str]) -> None:
+    assert run(files, [MIXED], enforce_eager=True) == [files.wanted(MIXED)]
+    assert steps["recorded"] == 0
+
+
+@pytest.mark.usefixtures("devices")
+def test_launches_of_a_step_with_and_without_adapters(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two more for each layer that adapters may change, and two for the groups."""
+    launched: Counter[str] = Counter()
+    launch = InterpretedFunction.run
+
+    def note(kernel: Any, *args: Any, **named: Any) -> Any:
+        launched[kernel.fn.__name__] += 1
+        return launch(kernel, *args, **named)
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    found = {}
+    for name, settings in {
+        "off": {"enable_lora": False},
+        "all": {},
+        "some": {"lora_target_modules": ("q_proj", "down_proj")},
+    }.items():
+        launched.clear()
+        with LLM(
+            files.base, attention_backend="triton", enforce_eager=True, **(SETTINGS | settings)
+        ) as llm:
+            llm.generate(PROMPTS[:1], GREEDY, False)
+        found[name] = +launched
+    num_steps = found["off"]["_gather_kernel"]
+    wanted = {"_slots_kernel": num_steps, "_sort_kernel": num_steps}
+    num_layers = load_spec(Path(files.base)).num_layers
+    for name, layers in {"all": 4 * num_layers, "some": 2 * num_layers}.items():
+        more = wanted | dict.fromkeys(("_shrink_kernel", "_expand_kernel"), num_steps * layers)
+        assert found[name] - found["off"] == Counter(more)
+
+
+@pytest.mark.usefixtures("devices")
+def test_an_adapter_of_experts_is_an_error_of_its_request(files: Files, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.1.gate_proj"
+    write_adapter(tmp_path / "experts", {name: (24, 32)}, 2)
+    adapters = [LoRARequest("experts", 7, str(tmp_path / "experts")), files.adapter(MIXED[1])]
+    with LLM(files.base, attention_backend="triton", **SETTINGS) as llm:
+        bad, good = llm.generate(PROMPTS[:2], GREEDY, False, lora_request=adapters)
+    error = bad.outputs[0].error
+    assert error is not None
+    assert "the experts of a mixture, which adapters cannot change on a GPU" in error.message
+    assert tokens_of([good]) == files.wanted(MIXED)[1:2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_loras": 256}, "max_loras must be at most 255 on a GPU, got 256"),
+        ({"lora_target_modules": ("experts",)}, "cannot change 'experts' of a mixture on a GPU"),
+        ({"lora_target_modules": ("x_proj",)}, "no module 'x_proj'"),
+    ],
+)
+@pytest.mark.usefixtures("devices")
+def test_settings_that_a_gpu_cannot_serve(
+    settings: dict[str, Any], message: str, files: Files
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(files.base, attention_backend="triton", **(SETTINGS | settings))
+
+
+def test_a_dtype_without_kernels() -> None:
+    with pytest.raises(ConfigError, match="got float64. Install triton, change dtype"):
+        gpu_adapters._check(LoraConfig(), torch.float64, CPU)
+
+
+def test_slots_for_which_there_is_no_memory(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu_adapters, "DeviceSlots", fail)
+    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    spec = load_spec(Path(files.base))
+    model = load_model(Path(files.base), spec, torch.float32, CPU)
+    config = config_from_flat(enable_lora=True, max_num_seqs=2)
+    with pytest.raises(OutOfMemory, match="8 adapters of rank 16 does not fit"):
+        gpu_adapters.adapters_on_gpu(config, spec, model, torch.float32, CPU)
+
+
+# ---- what a plan changes ------------------------------------------------------------------------
+
+
+class FakeSlots:
+    """Slots that note what the device would get."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, slot: int, adapter: Any) -> None:
+        self.calls.append((slot, adapter))
+
+    def set_rows(self, slots: Any) -> None:
+        self.calls.append(slots.tolist())
+
+    def group(self, starts: Any, num_tokens: int) -> None:
+        self.calls.append((len(starts), num_tokens))
+
+
+class Bench:
+    """Adapters "loaded" as the names of their directories, and plans of single tokens."""
+
+    def __init__(self, folder: Path, max_loras: int = 2) -> None:
+        self.slots = FakeSlots()
+        model: Any = SimpleNamespace(slots=self.slots, load=lambda path, max_rank: Path(path).name)
+        slots: Any = self.slots
+        config = LoraConfig(enable_lora=True, max_loras=max_loras)
+        self.adapters = DeviceRowAdapters(model, config, slots, 4)
+        self.folder, self.ids, self.step = folder, dict[str, str](), 0
+        for seed, name in enumerate("xyz"):
+            path = write_adapter(folder / name, {"layer": (4, 4)}, seed=seed)
+            self.ids[name] = adapter_digest(path)
+
+    def load(self, slot: int, name: str) -> None:
+        self.adapters.load(slot, self.ids[name], str(self.folder / name))
+
+    def plan(self, rows: list[int], started: dict[int, str] | None = None, **plan: Any) -> Any:
+        """Return the part of a new step. started: names of adapters by row."""
+        starts = tuple(
+            RowStart(row, np.zeros(1, np.int32), 0, 1, SamplingParams(), 0,
+                     adapter_id=self.ids[name] if name else "")
+            for row, name in (started or {}).items()
+        )  # fmt: skip
+        self.step += 1
+        arrays = {key: np.array(each, np.int32) for key, each in plan.items()}
+        num = np.ones(len(rows), np.int32)
+        return self.adapters.prepare(
+            Plan(self.step, np.array(rows, np.int32), num, started=starts, **arrays)
+        )
+
+    def calls(self, part: DeviceStepAdapters) -> list[Any]:
+        """Return what the device gets from a part."""
+        self.slots.calls.clear()
+        part.before()
+        return list(self.slots.calls)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    yield Bench(tmp_path)
+
+
+def test_the_host_sends_only_what_changes(bench: Bench) -> None:
+    part = bench.plan([2, 0], {2: "", 0: ""})
+    assert part is bench.adapters.at_rest and part.is_at_rest and not bench.calls(part)
+    bench.load(1, "x")
+    part = bench.plan([2, 0, 3], {3: "x"})
+    assert not part.is_at_rest and part.can_be_recorded
+    assert bench.calls(part) == [(1, "x"), [-1, -1, 1]]
+    assert bench.plan([2, 0, 3]) is bench.adapters.at_rest
+    assert bench.plan([2]) is bench.adapters.at_rest
+    assert bench.calls(bench.plan([3, 2], released=[0])) == [[1, -1]]
+    assert bench.plan([3, 2]) is bench.adapters.at_rest
+
+
+def test_a_change_that_failed_comes_again(bench: Bench) -> None:
+    bench.load(0, "x")
+    bench.plan([1], {1: "x"})  # its step could not be launched
+    part = bench.plan([1])
+    assert bench.calls(part) == [(0, "x"), [0]]
+    assert bench.plan([1]) is bench.adapters.at_rest
+
+
+def test_a_late_device_gets_changes_in_their_order(bench: Bench) -> None:
+    """Three steps are planned before the first one runs."""
+    bench.load(0, "x")
+    first = bench.plan([1], {1: "x"})
+    second = bench.plan([2], {2: ""}, released=[1])
+    bench.load(0, "y")
+    third = bench.plan([3], {3: "y"})
+    assert bench.calls(first)[-2:] == [(0, "x"), [0]]
+    assert bench.calls(second)[-1] == [-1]
+    assert bench.calls(third)[-2:] == [(0, "y"), [0]]
+    assert bench.plan([3]) is bench.adapters.at_rest
+
+
+def test_a_row_without_its_adapter_is_an_error(bench: Bench) -> None:
+    with pytest.raises(EngineError, match="in no slot"):
+        bench.plan([1], {1: "x"})
+
+
+def test_a_layer_of_experts_is_not_adapted(tmp_path: Path, monkeypatch: Any) -> None:
+    """And an adapter of it is refused, with what to do."""
+    made = write_checkpoint(tmp_path / "base", "qwen3_moe")
+    model = load_model(made.directory, made.spec, torch.float32, CPU)
+    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    adapted = AdaptedModel(
+        model, made.spec, LoraConfig(max_loras=1), torch.float32,
+        lambda layers: DeviceSlots(1, layers, 4, torch.float32, CPU, 1),
+    )  # fmt: skip
+    assert not any("experts" in name for name in adapted.places)
+    name = "model.layers.0.mlp.experts.1.gate_proj"
+    path = write_adapter(tmp_path / "experts", {name: (24, 32)}, 2)
+    with pytest.raises(ModelError, match="Set device to cpu, or train the adapter without it"):
+        adapted.load(str(path), 4)
