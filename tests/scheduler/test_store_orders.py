@@ -19,6 +19,7 @@ from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOv
 from quire.base.step_outputs import SequenceUpdate
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import PROMPT_TAIL, Memory
+from quire.scheduler.reuse import keeping
 from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import StoresView
@@ -323,7 +324,7 @@ def test_blocks_that_no_host_block_will_ever_take_are_given_up() -> None:
 def test_as_many_blocks_are_copied_at_once_as_their_bytes_allow_and_one_always(
     monkeypatch: pytest.MonkeyPatch, most_bytes: int, room: int
 ) -> None:
-    monkeypatch.setattr(stores_file, "MAX_OFFERED_BYTES", most_bytes)
+    monkeypatch.setattr(keeping, "MAX_KEEP_BYTES", most_bytes)
     stores = Doors(gives=COMPUTED).scheduler.stores
     assert stores is not None and stores.room == room
 
@@ -331,7 +332,7 @@ def test_as_many_blocks_are_copied_at_once_as_their_bytes_allow_and_one_always(
 def test_blocks_that_are_being_copied_or_kept_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks at once, while the request goes on: the plan behind the one that copies them has
     no room, nor has any until the store has kept them."""
-    monkeypatch.setattr(stores_file, "MAX_OFFERED_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(keeping, "MAX_KEEP_BYTES", 2 * BLOCK_BYTES)
     doors = Doors(gives=COMPUTED, depth=2)
     [look_up] = doors.add("r", PROMPT, num=9)
     doors.answer(look_up, False)

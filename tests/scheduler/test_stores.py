@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
-from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp, LookUp, Order, Remove
+from quire.base.kv_orders import Fetch, Fetched, Keep, LookedUp, LookUp, Order, Remove
 from quire.base.messages import Abort, KeepCached, Request, ResetPrefixCache
 from quire.base.plan import Plan
 from quire.base.requests.validation import RequestLimits
@@ -419,25 +419,6 @@ def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
     sequence = lab.scheduler.lifecycle.sequences[request.request_id]
     assert lab.finish(request) == wanted(PROMPT)
     assert sequence.num_cached_tokens == 4 * BLOCK
-
-
-def test_only_so_many_blocks_are_on_their_way_to_a_store() -> None:
-    lab = Lab()
-    stores, pool = stores_of(lab), lab.kv.host_pools[0]
-    names = [(0, b"%d" % i) for i in range(5)]
-    for _, name in names:
-        pool.index(pool.allocate(), name)
-    stores.keep(names, max_blocks=3)
-    stores.keep(names[3:], max_blocks=3)
-    [order] = lab.orders()
-    assert isinstance(order, Keep) and [item[:2] for item in order.items] == names[:3]
-    stores.keep(names[3:], max_blocks=4)
-    [another] = lab.orders()
-    assert [item[:2] for item in another.items] == names[3:4]
-    lab.scheduler.control(Kept(0, order.ticket, [True] * 3, 99, 0.1), 0.0)
-    stores.keep(names[3:], max_blocks=3)
-    assert [len(each.items) for each in lab.orders()] == [2]
-    assert stores.num_kept == 3
 
 
 def test_a_store_s_speed_is_a_mean_that_forgets() -> None:

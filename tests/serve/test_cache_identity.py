@@ -201,7 +201,7 @@ def test_blocks_of_another_layout_are_not_found(
     model = checkpoint("gpt2")
     run(model, tmp_path / "kv")
     assert run(model, tmp_path / "kv")[0] > 0
-    monkeypatch.setattr("quire.engine.start.identity.BLOCK_LAYOUT", 1)
+    monkeypatch.setattr("quire.engine.connectors.identity.BLOCK_LAYOUT", 1)
     assert run(model, tmp_path / "kv")[0] == 0
 
 

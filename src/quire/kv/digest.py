@@ -8,7 +8,7 @@ that placeholder tokens stand for. A mark holds from its index on. A block inclu
 own tokens, in order. Each is encoded as its index in the block (int32), followed by the 32 bytes.
 
 H is a `BlockHash`, SHA-256 by default. The fingerprint covers H's name and everything besides the
-tokens that determines a block's bytes (engine/start/identity.py). So processes with the same
+tokens that determines a block's bytes (engine/connectors/identity.py). So processes with the same
 fingerprint compute the same digests, also after a restart. Tenants with different salts never share
 blocks. Python's `hash` is unsuitable: it differs between processes and can be made to collide.
 """

@@ -61,10 +61,19 @@ from quire.scheduler.core import (
 )
 from quire.scheduler.media import encoder_cache, media_inputs
 from quire.scheduler.policy import lfu, srtf, two_level
-from quire.scheduler.reuse import held, miss_report, offers, partial_blocks, pinned, pins, stores
+from quire.scheduler.reuse import (
+    held,
+    keeping,
+    miss_report,
+    offers,
+    partial_blocks,
+    pinned,
+    pins,
+    stores,
+)
 from quire.spec import cache_group
 
-STATE_VERSION = 18  # of the state's format
+STATE_VERSION = 19  # of the state's format
 OMITTED = types.MappingProxyType(  # the continuing run supplies these
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
@@ -81,10 +90,10 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     adapter_waits, host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals,
-    beams, branching, drafts, encoder_cache, failures, held, lifecycle, media_inputs, memory,
-    miss_report, names, offers, partial_blocks, pinned, pins, planning, plans, preemption, queue,
-    rows, scheduler, sequence, srtf, steering, step_results, stores, suspects, tenants, time_limits,
-    two_level,
+    beams, branching, drafts, encoder_cache, failures, held, keeping, lifecycle, media_inputs,
+    memory, miss_report, names, offers, partial_blocks, pinned, pins, planning, plans, preemption,
+    queue, rows, scheduler, sequence, srtf, steering, step_results, stores, suspects, tenants,
+    time_limits, two_level,
 )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ JSON_SETTINGS = (
     *JSON_OF_MODEL,
 )  # fmt: skip
 AUTO_LENGTH = -1  # max_model_len that fits the memory
+OWN_EXTENSIONS = ("sessions",)  # names of quire's own scheduler extensions
 AT_LEAST_ONE = (  # settings of the scheduler
     "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "pipeline_depth",
     "encoder_cache_tokens",
@@ -244,7 +245,9 @@ class SchedulerConfig:
         plugins=POLICIES,
     )
     scheduler_extensions: tuple[str, ...] = setting(
-        (), "sources of prefix hits and rules of the scheduler, of packages or `FILE.py:CLASS`"
+        (),
+        "sources of prefix hits and rules of the scheduler: `sessions` evicts finished branches of"
+        " conversations first; others are of packages or `FILE.py:CLASS`",
     )
     preemption_mode: str = setting(
         "auto",
@@ -361,7 +364,7 @@ class EngineConfig:
         check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
         check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
         check_installed(LOGITS_PROCESSORS, self.logits_processors)
-        check_installed(EXTENSIONS, self.scheduler.scheduler_extensions)
+        check_installed(EXTENSIONS, self.scheduler.scheduler_extensions, OWN_EXTENSIONS)
         parse_speculation(self.speculative_config)
         parse_kv_events(self.kv_events_config)
         if self.lora.enable_lora and self.parallel.pipeline_parallel_size > 1:

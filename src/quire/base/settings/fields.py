@@ -87,13 +87,15 @@ def check_duration(name: str, seconds: float, otherwise: str) -> None:
     check(is_duration(seconds), name, seconds, duration_rule(otherwise))
 
 
-def check_installed(kind: PluginKind, names: tuple[str, ...]) -> None:
-    """Raise ConfigError for a name that no installed package provides."""
+def check_installed(
+    kind: PluginKind, names: tuple[str, ...], built_in: tuple[str, ...] = ()
+) -> None:
+    """Raise ConfigError for a name that is neither built in nor of an installed package."""
     for name in names:
-        if not is_installed(kind, name, ()):
-            known = all_names(kind, ()) or "none"
+        if name not in built_in and not is_installed(kind, name, built_in):
+            known = all_names(kind, built_in) or "none"
             raise ConfigError(
-                f"there is no {kind.noun} {name!r}; installed packages provide: {known}."
+                f"there is no {kind.noun} {name!r}; quire and installed packages provide: {known}."
             )
 
 

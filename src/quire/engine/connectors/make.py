@@ -8,12 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import ConfigError, QuireError
+from quire.base.kv_orders import Answer
 from quire.base.plugins import CONNECTORS, TRANSFERS, all_names, load_plugin
 from quire.base.settings.secrets import SecretUrl
 from quire.engine.connectors.direct import DirectTransfer
 from quire.engine.connectors.disk import DiskStore, shared_memory_store
 from quire.engine.connectors.peer import PeerStore
 from quire.engine.connectors.store import BlockStore
+from quire.engine.connectors.worker import HostMemory, StoreWorker
 
 Make = Callable[[str, int], Any]
 VIA = "?via="
@@ -69,6 +71,19 @@ def make_store(setting: str, max_bytes: int) -> BlockStore:
             f" {_reason(error, shown)}. Correct the address, or use another store."
         ) from (None if shown.has_secret else error)  # its text may hold parts of the address
     return store
+
+
+def make_worker(
+    setting: str,
+    max_bytes: int,
+    fingerprint: bytes,
+    memory: HostMemory,
+    answer: Callable[[Answer], None],
+    ring: Callable[[], None],
+) -> StoreWorker:
+    """Create a store with the worker that carries out its orders. Raises like `make_store`."""
+    store, scrub = make_store(setting, max_bytes), SecretUrl(setting).scrub
+    return StoreWorker(store, fingerprint, memory, answer, ring, scrub=scrub)
 
 
 def _reason(error: Exception, setting: SecretUrl) -> str:

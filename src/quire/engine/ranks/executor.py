@@ -27,6 +27,7 @@ from quire.engine.observability.rank_times import RankTimes
 from quire.engine.ranks.messages import (
     AdapterLoaded,
     Beat,
+    CloseStores,
     Done,
     Drafted,
     FromRank,
@@ -36,8 +37,12 @@ from quire.engine.ranks.messages import (
     Masks,
     Order,
     Step,
+    StoreAnswers,
+    StoreOrders,
+    StoresClosed,
 )
 from quire.engine.ranks.rank_set import RankLink, RankSet
+from quire.engine.ranks.rank_stores import PartedStores
 from quire.engine.ranks.stragglers import StragglerWatch
 
 DISAGREE_S = 2.0  # wait without progress, after a step's first failure, for other ranks to fail
@@ -72,7 +77,7 @@ class RankExecutor:
     ) -> None:
         limit = StepLimit(expected_s)
         self.steps = RankSteps(processes.link, num_ranks, num_stages, limit, idles=idles)
-        self._processes = processes
+        self._processes, self._num_stages = processes, num_stages
         self._copy_bytes_per_s = copy_bytes_per_s
         self._num_submitted = self._num_unanswered = 0
 
@@ -138,6 +143,13 @@ class RankExecutor:
         if errors:
             raise EngineError(errors[0])
 
+    def connect_stores(self, ring: Callable[[], None]) -> PartedStores:
+        """Connect to the stores that all ranks have opened. ring: called when an answer has
+        arrived."""
+        stores = PartedStores(self.steps, len(self.steps.times), self._num_stages, ring)
+        self.steps.on_stores = stores.hear
+        return stores
+
     def close(self) -> None:
         self._processes.close()
 
@@ -154,6 +166,7 @@ class RankSteps:
         self.draft_answers: SimpleQueue[Drafted | RankLost] = SimpleQueue()
         self.adapter_answers: SimpleQueue[AdapterLoaded | RankLost] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
+        self.on_stores: Callable[[StoreAnswers | StoresClosed], None] = lambda message: None
         self.progress = StepProgress()
         self.times = [RankTimes() for _ in range(num_ranks)]
         self._of_stage = num_ranks // num_stages
@@ -190,6 +203,11 @@ class RankSteps:
             self._stragglers.begin(time.monotonic())
         self.link.send(order)
 
+    def send_to_stores(self, message: StoreOrders | CloseStores) -> None:
+        """Send a message to the stores of all ranks. Raises RankLost."""
+        self.check()
+        self.link.send(message)
+
     def check(self) -> None:
         """Raise RankLost if a rank was lost, after which no plan can run."""
         if self._loss is not None:
@@ -214,6 +232,8 @@ class RankSteps:
                 self.draft_answers.put(message)
         elif isinstance(message, AdapterLoaded):
             self.adapter_answers.put(message)
+        elif isinstance(message, StoreAnswers | StoresClosed):
+            self.on_stores(message)
         elif isinstance(message, Idled):
             self._num_idling -= 1
             self._idles = self._idles and message.has_more

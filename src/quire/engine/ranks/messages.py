@@ -1,7 +1,9 @@
 """Messages between a core, its ranks and their node agents: length-prefixed msgpack of structs.
 
-    core    Begin  Least  Step ... Masks ... Order ... Idle ... LoadAdapter ... (stream ends: end)
-    rank    Joined Loading* Least Loaded   Done ...  Guessed ... Idled  AdapterLoaded  Beat  Failed
+    core    Begin  PoolMinimum  Step ... Masks ... Order ... Idle ... LoadAdapter ...
+            StoreOrders ... CloseStores  (stream ends: end)
+    rank    Joined Loading* PoolMinimum Loaded   Done ...  Drafted ... Idled  AdapterLoaded
+            StoreAnswers ... StoresClosed  Beat  Failed
 
     core    StartRank ... Farewell            (end of the stream: kill the rank)
             Refused                           instead, and the stream ends
@@ -19,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from quire.base import kv_orders
 from quire.base.masks import TokenMasks
 from quire.base.plan import DraftAnswer, DraftOrder, Int32, Plan, StepResult
 from quire.base.settings.config import EngineConfig
@@ -101,6 +104,28 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
     """Rank to core: the adapter is loaded, or why it cannot be."""
 
     error: str | None = None
+
+
+class StoreOrders(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: carry out these orders with its parts of the blocks."""
+
+    orders: list[kv_orders.Order]
+
+
+class StoreAnswers(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: the results of its orders."""
+
+    answers: list[kv_orders.Answer]
+
+
+class CloseStores(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: finish the waiting orders within `timeout_s`, then close the stores."""
+
+    timeout_s: float
+
+
+class StoresClosed(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: its stores are closed."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -190,10 +215,11 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     starved_s: float = 0.0
 
 
-ToRank = Begin | PoolMinimum | Step | Masks | Order | Idle | LoadAdapter
+ToRank = Begin | PoolMinimum | Step | Masks | Order | Idle | LoadAdapter | StoreOrders | CloseStores
 FromRank = (
-    Joined | Loading | PoolMinimum | Loaded | Failed | Done | Drafted | Idled | Beat | AdapterLoaded
-)
+    Joined | Loading | PoolMinimum | Loaded | Failed | Done | Drafted | Idled | Beat
+    | AdapterLoaded | StoreAnswers | StoresClosed
+)  # fmt: skip
 
 
 class Endpoint(msgspec.Struct, frozen=True, tag=True):

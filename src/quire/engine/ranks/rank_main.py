@@ -29,6 +29,7 @@ from quire.base.errors import EngineError, QuireError
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.plan import StepResult
 from quire.base.settings.config import EngineConfig
+from quire.engine.connectors.identity import fingerprint_of_part
 from quire.engine.executors.executor import failed_step
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.executors.local import LocalModel, build_local
@@ -39,6 +40,7 @@ from quire.engine.ranks.messages import (
     AdapterLoaded,
     Beat,
     Begin,
+    CloseStores,
     Done,
     Drafted,
     Failed,
@@ -53,17 +55,20 @@ from quire.engine.ranks.messages import (
     Order,
     PoolMinimum,
     Step,
+    StoreOrders,
     Stream,
     ToRank,
     rank_codec,
 )
+from quire.engine.ranks.rank_stores import RankStores, open_part
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.models.checkpoint.rank_place import RankPlace
-from quire.models.checkpoint.source import resolve_source
+from quire.models.checkpoint.source import ModelSource, resolve_source
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.runner.build import build_runner, choose_device
 from quire.runner.memory_plan import MachineShare
+from quire.runner.setup.built import BuiltRunner
 from quire.runner.stage import SocketLink, StageLinks
 
 if TYPE_CHECKING:
@@ -189,10 +194,20 @@ class FetchedMasks(MaskPromise):
 
 class RankLoop:
     """Message loop of a rank. beats: heartbeats, which report the step that `run` begins. answers:
-    whether this rank sends the results of steps to the core."""
+    whether this rank sends the results of steps to the core. stores: stores of KV blocks; None
+    without any."""
 
-    def __init__(self, link: Link, local: LocalModel, beats: Beats, *, answers: bool) -> None:
+    def __init__(
+        self,
+        link: Link,
+        local: LocalModel,
+        beats: Beats,
+        *,
+        answers: bool,
+        stores: RankStores | None = None,
+    ) -> None:
         self._link, self._local, self._beats, self._answers = link, local, beats, answers
+        self._stores = stores
         self._promises: dict[int, MaskPromise] = {}  # by step number
         self._numbers: deque[int] = deque()  # numbers of the executor's outstanding steps
         self._has_failed = False  # plans after a failed one are skipped until all are answered
@@ -231,6 +246,8 @@ class RankLoop:
             self._link.send(self._draft(message))
         elif isinstance(message, Idle):
             self._link.send(Idled(has_more=_useful(local.idle)))
+        elif isinstance(message, StoreOrders | CloseStores) and self._stores is not None:
+            self._stores.put(message)
         elif isinstance(message, LoadAdapter):
             threading.Thread(
                 target=self._load_adapter, args=(message,), name="quire-adapters", daemon=True
@@ -347,13 +364,25 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
         idles=False,
     )
     answers = begin.rank == config.parallel.answering_rank
+    stores = _stores(local.built, source, begin.rank, link)
     link.send(Loaded(LoadedElsewhere.of(local.built)))
     beats = Beats(
         link.send, lambda: (place.tensor.num_exchanges, local.built.expert_pairs), CoreDisconnected
     )
-    loop = RankLoop(link, local, beats, answers=answers)
+    loop = RankLoop(link, local, beats, answers=answers, stores=stores)
     with collecting_rarely():
         loop.run()
+
+
+def _stores(built: BuiltRunner, source: ModelSource, rank: int, link: Link) -> RankStores | None:
+    """Open the configured stores for this rank; None without any, or without prefix caching, which
+    the core reports. Raises ConfigError."""
+    cache = built.config.cache
+    if not cache.stores or built.host_limits is None:
+        return None
+    fingerprint = fingerprint_of_part(built, source, rank)
+    memory = built.runner.backend.host_blocks
+    return open_part(cache, fingerprint, memory, built.backend_name, link.send)
 
 
 def _place(config: EngineConfig, rank: int, options: argparse.Namespace) -> RankPlace:

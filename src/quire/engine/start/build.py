@@ -18,7 +18,6 @@ from quire.base.requests.validation import RequestLimits
 from quire.base.settings.cache_config import SERVE, CacheConfig
 from quire.base.settings.config import EngineConfig, public_settings
 from quire.base.settings.lora import LoraConfig
-from quire.base.settings.secrets import SecretUrl
 from quire.base.settings.speculation import (
     DRAFT_MODEL,
     FORCED,
@@ -42,12 +41,12 @@ from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.attachments.weight_updates import WeightUpdates
 from quire.engine.client.client import InProcessClient
 from quire.engine.client.request_maker import RequestMaker
-from quire.engine.connectors.connections import Connections, Worker
+from quire.engine.connectors.connections import Connections, OpenStores, Worker
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
-from quire.engine.connectors.make import make_store, split_via
+from quire.engine.connectors.identity import fingerprint_of
+from quire.engine.connectors.make import make_worker, split_via
 from quire.engine.connectors.served import ServedBlocks
-from quire.engine.connectors.worker import StoreWorker
 from quire.engine.drafting.device_drafting import DeviceDrafting
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.drafting.model_drafting import DrafterTraits, ModelDrafting
@@ -60,7 +59,6 @@ from quire.engine.loop.attachment import Attachment
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.adapter_use import AdapterUse
 from quire.engine.observability.rank_times import RankTimes
-from quire.engine.start.identity import fingerprint_of
 from quire.engine.start.model_memory import ModelMemory
 from quire.engine.start.numerics import numerics_of
 from quire.engine.start.plugin_parts import check_plugins
@@ -100,10 +98,11 @@ def connect_stores(
     memory: "HostBlocks | None",
     backend_name: str,
     clock: Clock,
+    connect_ranks: "ConnectRanks | None" = None,
 ) -> None:
     """Open the configured stores and attach them to the core. memory: host memory of the blocks.
-    Raises ConfigError if a store cannot be opened, prefix caching is off, or the attention backend
-    does not share its blocks."""
+    connect_ranks: connects to the stores that ranks have opened. Raises ConfigError if a store
+    cannot be opened, prefix caching is off, or the attention backend does not share its blocks."""
     settings = cache.stores
     if not settings:
         return
@@ -112,6 +111,10 @@ def connect_stores(
             f"{settings[0]} has no effect without prefix caching; remove it, or set"
             " enable_prefix_caching."
         )
+    if connect_ranks is not None:
+        opened = connect_ranks(core.bell.ring)
+        core.attach(StoresAttachment(opened, clock, settings))
+        return
     if memory is None:
         raise ConfigError(
             f"the attention backend {backend_name} does not share its blocks, which {settings[0]}"
@@ -128,9 +131,8 @@ def connect_stores(
             direct = None if transfer is None else DirectSource(transfer, memory)
             workers.append(ServedBlocks(address, index, answers.put, core.bell.ring, direct))
         else:
-            store, scrub = make_store(setting, limit_bytes), SecretUrl(setting).scrub
             workers.append(
-                StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring, scrub=scrub)
+                make_worker(setting, limit_bytes, fingerprint, memory, answers.put, core.bell.ring)
             )
     core.attach(StoresAttachment(Connections(workers, answers), clock, settings))
 
@@ -140,6 +142,7 @@ logger = logging.getLogger("quire")
 MAX_MASK_THREADS = 8  # maximum number of mask threads alongside a GPU
 Draft = Callable[[DraftOrder], DraftAnswer]
 Progress = Callable[[int, int], None]
+ConnectRanks = Callable[[Callable[[], None]], OpenStores]  # takes the call that wakes the core
 # Settings of an engine without stores.
 STORE_SETTINGS = {
     "kv_disk_dir": None,
@@ -165,7 +168,8 @@ class Engine:
 class DeviceSide:
     """Loaded model with its executor. draft: runs a drafter's order. host_blocks: host memory of
     the blocks, if it is in this process. progress: receiver of reports of progress in a step.
-    load_adapter: loads an adapter into a slot; None if the model takes none."""
+    load_adapter: loads an adapter into a slot; None if the model takes none. connect_stores: see
+    `connect_stores`; None if no ranks have opened stores."""
 
     model: LoadedModel
     executor: Executor
@@ -174,6 +178,7 @@ class DeviceSide:
     rank_times: Sequence[RankTimes] = ()
     progress: StepProgress = field(default_factory=StepProgress)
     load_adapter: LoadAdapter | None = None
+    connect_stores: ConnectRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +283,9 @@ def _build_core(
     )
     if (limit := config.scheduler.max_num_queued_reqs) is not None:
         core.attach(QueueLimit(core.scheduler, limit))
-    connect_stores(core, config.cache, side.host_blocks, built.backend_name, clock)
+    connect_stores(
+        core, config.cache, side.host_blocks, built.backend_name, clock, side.connect_stores
+    )
     adapters = None
     if config.lora.enable_lora:
         adapters = AdapterUse(config.lora.max_loras, core.scheduler.requests)
@@ -445,6 +452,7 @@ def _load(
             rank_times=executor.times,
             progress=executor.progress,
             load_adapter=executor.load_adapter,
+            connect_stores=executor.connect_stores,
         )
     if (warm := start_warm(config, source)) is not None:
         return DeviceSide(warm, InProcessExecutor(warm), warm.run_draft, progress=warm.progress)
@@ -469,13 +477,10 @@ def start_ranks(config: EngineConfig) -> "Ranks | None":
     """Start the ranks of a model; return None if this process computes it."""
     if not config.parallel.has_rank_processes:
         return None
-    if config.cache.stores:
-        raise ConfigError(
-            f"{config.cache.stores[0]} is for a model in the engine's own process; remove it, or"
-            " remove distributed_executor_backend and use one device."
-        )
     from quire.engine.ranks.launch import Ranks  # most engines have no ranks
+    from quire.engine.ranks.rank_stores import check_stores
 
+    check_stores(config.cache)
     return Ranks(config)
 
 

@@ -29,7 +29,6 @@ from quire.base.kv_orders import (
     Fetch,
     Fetched,
     Item,
-    Keep,
     Kept,
     LookedUp,
     LookUp,
@@ -45,12 +44,11 @@ from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import PROMPT_TAIL, Memory
 from quire.scheduler.core.planning import Planner
 from quire.scheduler.core.sequence import NEVER, Sequence
+from quire.scheduler.reuse.keeping import Keeping, Tickets
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.views import StoresView
 
-MAX_KEEP_BLOCKS = 256  # blocks in flight to one store; further blocks are not kept
-MAX_OFFERED_BYTES = 128 << 20  # bytes in flight of offered blocks; at least one block
 WAIT_S = 1.5  # for a block that another engine is about to keep
 OLD_RATE_WEIGHT = 0.5  # weight of the old average when a new rate is measured
 
@@ -112,10 +110,10 @@ class Stores(HitSource, Extension, StepExtension):
         self._is_ending = False  # whether all cached blocks are to be kept before the engine ends
         self._fetching: dict[int, tuple[Item, ...]] = {}
         self._coming: dict[BlockName, int] = {}  # ticket of the fetch, of the blocks still needed
-        self._keeping: dict[int, tuple[Item, ...]] = {}
-        self._num_keeping = [0] * num_stores
         self._bytes_per_s = [0.0] * num_stores  # rate of fetching; 0.0 if unknown
-        self._next_ticket = 0
+        self._tickets = Tickets()
+        sizes = memory.kv.block_bytes
+        self._keeping = Keeping(self._tier, orders, num_stores, sizes, self._tickets)
         if self.keeps:
             self.offers = Offers(memory.kv, self._tier, kept == COMPUTED, self)
 
@@ -197,7 +195,7 @@ class Stores(HitSource, Extension, StepExtension):
         if self.offers is None or not self.has_work:
             return None
         plan = self._planner.offload(now)
-        if plan is None and self.num_keeping == 0:
+        if plan is None and self._keeping.backlog == 0:
             self.offers.drop_waiting()
         return plan
 
@@ -220,17 +218,10 @@ class Stores(HitSource, Extension, StepExtension):
         return self.kept != NOTHING
 
     @property
-    def num_keeping(self) -> int:
-        """Number of blocks in flight to the store that has the longest backlog."""
-        return max(self._num_keeping)
-
-    @property
     def room(self) -> int:
-        """Number of further blocks that may be copied out for stores now. A worker with too large a
-        backlog refuses orders."""
-        max_blocks_in_bytes = MAX_OFFERED_BYTES // max([1, *self._memory.kv.block_bytes])
-        max_blocks = min(MAX_KEEP_BLOCKS, max(1, max_blocks_in_bytes))
-        return max_blocks - self.num_keeping - self._tier.num_unsettled
+        """Number of further blocks that may be copied out for stores now."""
+        keeping = self._keeping
+        return keeping.max_blocks - keeping.backlog - self._tier.num_unsettled
 
     def view(self) -> StoresView:
         return StoresView(
@@ -249,8 +240,9 @@ class Stores(HitSource, Extension, StepExtension):
 
     def held_blocks(self, cache_group: int) -> list[int]:
         """Return the host blocks that orders in flight name."""
-        all_items = [*self._fetching.values(), *self._keeping.values()]
-        return [block for items in all_items for g, _, block in items if g == cache_group]
+        fetching = self._fetching.values()
+        blocks = [block for items in fetching for g, _, block in items if g == cache_group]
+        return blocks + self._keeping.held_blocks(cache_group)
 
     # ---- looking up and fetching -------------------------------------------------------------
 
@@ -304,7 +296,7 @@ class Stores(HitSource, Extension, StepExtension):
     def _look_up(self, wait: PendingLookup, store: int) -> None:
         """Order a look-up in a store of the names that are not found yet."""
         names = tuple(name for name in wait.names if name not in wait.found)
-        ticket, wait_s = self._ticket(), WAIT_S if wait.is_handed_over else 0.0
+        ticket, wait_s = self._tickets.next(), WAIT_S if wait.is_handed_over else 0.0
         wait.requested[ticket] = names
         request_id = wait.sequence.request.request_id
         self.orders.append(LookUp(store, request_id, names, ticket, wait_s))
@@ -407,7 +399,7 @@ class Stores(HitSource, Extension, StepExtension):
                 break
             items.append((*name, block))
         if items:
-            ticket = self._ticket()
+            ticket = self._tickets.next()
             self._fetching[ticket] = tuple(items)
             self._coming.update({(g, digest): ticket for g, digest, _ in items})
             wait.tickets.add(ticket)
@@ -472,37 +464,24 @@ class Stores(HitSource, Extension, StepExtension):
             for wait in self.waiting.values():
                 wait.found.pop(name, None)
         for store in range(self.num_stores if names else 0):
-            self.orders.append(Remove(store, self._ticket(), names))
+            self.orders.append(Remove(store, self._tickets.next(), names))
 
     # ---- keeping -----------------------------------------------------------------------------
 
     def keep(self, names: list[Name], max_blocks: int | None = None) -> None:
-        """Order the stores to keep blocks of the host tier. max_blocks: limit of blocks in flight;
-        None: MAX_KEEP_BLOCKS."""
-        for store in range(self.num_stores if names and self.keeps else 0):
-            room = max(0, (max_blocks or MAX_KEEP_BLOCKS) - self._num_keeping[store])
-            items = []
-            for g, digest in names[:room]:
-                block = self._tier.borrow(g, digest)
-                if block is not None:
-                    items.append((g, digest, block))
-            if items:
-                ticket = self._ticket()
-                self._keeping[ticket] = tuple(items)
-                self._num_keeping[store] += len(items)
-                self.orders.append(Keep(store, ticket, tuple(items)))
+        """Let the stores keep blocks of the host tier. max_blocks: maximum number in flight; None:
+        the usual one."""
+        if names and self.keeps:
+            self._keeping.keep(names, max_blocks)
 
     def _take_kept(self, answer: Kept) -> None:
-        items = self._keeping.pop(answer.ticket, ())
-        self._num_keeping[answer.store] -= len(items)
+        items = self._keeping.take(answer.store, answer.ticket)
         self.num_kept += sum(answer.ok[: len(items)])
         self.num_kept_bytes += answer.num_bytes
         if self.offers is not None:
             pairs = zip(items, answer.ok, strict=False)
             kept = [(g, digest) for (g, digest, _), ok in pairs if ok]
             self.offers.take_kept(kept, answer.is_lasting)
-        for g, _, block in items:
-            self._tier.release(g, block)
 
     # ---- rates -------------------------------------------------------------------------------
 
@@ -520,7 +499,3 @@ class Stores(HitSource, Extension, StepExtension):
     def _measure(self, store: int, bytes_per_s: float) -> None:
         known = self._bytes_per_s[store] or bytes_per_s
         self._bytes_per_s[store] = OLD_RATE_WEIGHT * known + (1 - OLD_RATE_WEIGHT) * bytes_per_s
-
-    def _ticket(self) -> int:
-        self._next_ticket += 1
-        return self._next_ticket

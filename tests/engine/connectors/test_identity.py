@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.base.settings.config import config_from_flat
-from quire.engine.start import identity
+from quire.engine.connectors import identity
 from quire.engine.start.build import make_scheduler
 from quire.models.checkpoint.source import resolve_model
 from quire.ops.weights.formats import variants

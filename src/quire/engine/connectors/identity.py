@@ -6,6 +6,7 @@ engine may load another model's keys and values. If it covers too much, there is
 """
 
 from quire.base.settings.config import EngineConfig
+from quire.base.settings.parallel import ParallelConfig
 from quire.engine.executors.loaded import LoadedModel
 from quire.kv.digest import cache_fingerprint
 from quire.models.checkpoint.files import checkpoint_files
@@ -36,7 +37,28 @@ def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
         _kernels(built),
         *_of_drafter(built),
         *_of_hash(cache.prefix_caching_hash_algo),
+        *_of_ranks(config.parallel),
     )
+
+
+def fingerprint_of_part(built: LoadedModel, source: ModelSource, rank: int) -> bytes:
+    """Return the fingerprint of one rank's parts of blocks. A single rank has whole blocks."""
+    whole = fingerprint_of(built, source)
+    if built.config.parallel.num_ranks == 1:
+        return whole
+    return cache_fingerprint(whole.hex(), f"part of rank {rank}")
+
+
+def _of_ranks(parallel: ParallelConfig) -> tuple[str, ...]:
+    """Describe the division of blocks among ranks. A single rank has none."""
+    if parallel.num_ranks == 1:
+        return ()
+    sizes = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.decode_context_parallel_size,
+    )
+    return (f"divided among {sizes}",)
 
 
 def _of_hash(name: str) -> tuple[str, ...]:

@@ -1,0 +1,267 @@
+"""Stores with ranks: each rank moves its parts, and a block is there only if all parts are."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.clock import FakeClock
+from quire.base.errors import ConfigError, RankLost
+from quire.base.kv_orders import Answer, Fetched, Kept, LookedUp, Order, Removed
+from quire.base.settings.cache_config import CacheConfig
+from quire.engine.ranks.messages import (
+    CloseStores,
+    FromRank,
+    StoreAnswers,
+    StoreOrders,
+    StoresClosed,
+    ToRank,
+    core_codec,
+    rank_codec,
+)
+from quire.engine.ranks.rank_stores import (
+    PartedStores,
+    RankStores,
+    check_stores,
+    combine,
+    open_part,
+)
+from tests.support.engine.scenarios import COMMON
+from tests.support.engine.stores import (
+    PATIENCE_S,
+    Memory,
+    contents,
+    fetch,
+    keep,
+    look_up,
+    remove,
+)
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
+
+PROMPTS = [{"prompt_token_ids": tokens} for tokens in random_tokens(*[40] * 3, seed=3)]
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+# ---- answers ---------------------------------------------------------------------------------
+
+
+def test_a_block_is_found_only_if_all_ranks_have_their_part() -> None:
+    parts = [LookedUp(0, "r", [True, True], 7), LookedUp(0, "r", [True, False], 7)]
+    assert combine(parts, 1) == LookedUp(0, "r", [True, False], 7)
+    removed = [Removed(1, 3, [False]), Removed(1, 3, [True])]
+    assert combine(removed, 1) == Removed(1, 3, [False])
+
+
+@pytest.mark.parametrize(("num_stages", "duration_s"), [(1, 4.0), (2, 2.0)])
+def test_the_rate_is_that_of_one_ranks_parts(num_stages: int, duration_s: float) -> None:
+    """Two ranks of one stage move 100 bytes each, and so do two stages of one rank."""
+    parts = [Fetched(0, 5, [True], 100, 1.0), Fetched(0, 5, [True], 100, 3.0)]
+    assert combine(parts, num_stages) == Fetched(0, 5, [True], 200, duration_s)
+    kept = [Kept(0, 6, [False, True], 0, 0.5), Kept(0, 6, [True, True], 10, 0.5)]
+    assert combine(kept, 1) == Kept(0, 6, [False, True], 10, 1.0)
+
+
+# ---- two ranks in this process ---------------------------------------------------------------
+
+
+class EarlyMemory(Memory):
+    def allocate_early(self) -> None:
+        pass
+
+
+class Ranks:
+    """Two ranks with a directory, whose messages pass the codecs. loss: set when they are lost."""
+
+    def __init__(self, directory: Path) -> None:
+        self.memories = [EarlyMemory(), EarlyMemory()]
+        self.loss: RankLost | None = None
+        self.rung: SimpleQueue[None] = SimpleQueue()
+        self.stores = PartedStores(self, 2, 1, lambda: self.rung.put(None))
+        cache = CacheConfig(kv_disk_dir=str(directory))
+        self.ranks = [
+            open_part(cache, bytes([rank]) * 32, memory, "torch", self._send)
+            for rank, memory in enumerate(self.memories)
+        ]
+
+    def send_to_stores(self, message: StoreOrders | CloseStores) -> None:
+        self.check()
+        codec = rank_codec()
+        for rank in self.ranks:
+            received: ToRank = codec.decode(codec.encode(message)[4:])
+            assert isinstance(received, StoreOrders | CloseStores)
+            rank.put(received)
+
+    def check(self) -> None:
+        if self.loss is not None:
+            raise self.loss
+
+    def _send(self, message: FromRank) -> None:
+        codec = core_codec()
+        received = codec.decode(codec.encode(message)[4:])
+        assert isinstance(received, StoreAnswers | StoresClosed)
+        self.stores.hear(received)
+
+    def answer(self, order: Order) -> Answer:
+        self.stores.submit([order])
+        assert self.stores.num_open == 1
+        self.rung.get(timeout=PATIENCE_S)
+        assert self.stores.has_answers
+        [found] = self.stores.take(0.0)
+        assert self.stores.num_open == 0
+        return found
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.stores.close(5.0, FakeClock())
+
+
+def fill(ranks: Ranks, *numbers: int) -> None:
+    """Rank r has other bytes than rank 0 in the same block."""
+    for rank, memory in enumerate(ranks.memories):
+        memory.blocks |= {(0, i): contents(10 * rank + i) for i in numbers}
+
+
+def folders(directory: Path) -> list[Path]:
+    """The directories of the two fingerprints."""
+    return sorted(path for path in (directory / "quire-kv-1").iterdir() if path.name != "tmp")
+
+
+def test_each_rank_keeps_and_fetches_its_own_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    fill(ranks, 1, 2)
+    kept = ranks.answer(keep(1, 2))
+    assert isinstance(kept, Kept) and kept.ok == [True, True] and kept.num_bytes == 4000
+    assert len(folders(tmp_path)) == 2
+    for memory in ranks.memories:
+        memory.blocks.clear()
+    found = ranks.answer(look_up(1, 2, 3))
+    assert isinstance(found, LookedUp) and found.found == [True, True, False]
+    fetched = ranks.answer(fetch(1, 2))
+    assert isinstance(fetched, Fetched) and fetched.ok == [True, True]
+    assert ranks.memories[0].blocks == {(0, i): contents(i) for i in (1, 2)}
+    assert ranks.memories[1].blocks == {(0, i): contents(10 + i) for i in (1, 2)}
+
+
+def test_a_block_without_one_part_is_a_miss(ranks: Ranks, tmp_path: Path) -> None:
+    fill(ranks, 1, 2)
+    ranks.answer(keep(1, 2))
+    shutil.rmtree(folders(tmp_path)[1])
+    found = ranks.answer(look_up(1, 2))
+    assert isinstance(found, LookedUp) and found.found == [False, False]
+    fetched = ranks.answer(fetch(1, 2))
+    assert isinstance(fetched, Fetched) and fetched.ok == [False, False]
+    kept = ranks.answer(keep(1))
+    assert isinstance(kept, Kept) and kept.ok == [True], "only the missing part is written"
+    assert kept.num_bytes == 1000
+
+
+def test_parts_are_removed_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    fill(ranks, 1)
+    ranks.answer(keep(1))
+    assert len(list(tmp_path.rglob("*.kv"))) == 2
+    removed = ranks.answer(remove(1))
+    assert isinstance(removed, Removed) and removed.ok == [True]
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_orders_are_carried_out_before_the_end(ranks: Ranks, tmp_path: Path) -> None:
+    fill(ranks, *range(8))
+    ranks.stores.submit([keep(*range(8))])
+    ranks.stores.close(PATIENCE_S, FakeClock())
+    assert len(list(tmp_path.rglob("*.kv"))) == 16
+    assert ranks.stores.has_answers
+
+
+def test_nobody_waits_for_lost_ranks(ranks: Ranks) -> None:
+    ranks.loss = RankLost("rank 1 has ended")
+    ranks.stores.close(1e6, FakeClock())
+    with pytest.raises(RankLost):
+        ranks.stores.submit([look_up(1)])
+
+
+def test_a_rank_that_is_alone_stops_when_nobody_listens(tmp_path: Path) -> None:
+    """Its thread ends without a trace, and later orders are not carried out."""
+    sent: SimpleQueue[FromRank] = SimpleQueue()
+
+    def send(message: FromRank) -> None:
+        sent.put(message)
+        raise OSError("the core has disconnected")
+
+    memory = EarlyMemory()
+    rank: RankStores = open_part(
+        CacheConfig(kv_disk_dir=str(tmp_path)), bytes(32), memory, "", send
+    )
+    rank.put(StoreOrders([look_up(1)]))
+    assert isinstance(sent.get(timeout=PATIENCE_S), StoreAnswers)
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["serve://0.0.0.0:7400", "peer://10.0.0.2:7400"])
+def test_stores_of_one_process_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"host memory of one process.*use dir:PATH"):
+        check_stores(CacheConfig(kv_store=(setting,)))
+    check_stores(CacheConfig(kv_store=("dir:/tmp/x", "shm:x", "redis://here:6379")))
+
+
+def test_a_backend_without_shared_blocks_is_refused() -> None:
+    ignore: Callable[[FromRank], None] = lambda message: None  # noqa: E731
+    with pytest.raises(ConfigError, match="the attention backend 'other' does not share"):
+        open_part(CacheConfig(kv_disk_dir="/tmp/x"), bytes(32), None, "'other'", ignore)
+
+
+# ---- engines ---------------------------------------------------------------------------------
+
+
+def run(directory: Path | None, **settings: Any) -> tuple[list[list[int]], list[int]]:
+    """Answers of an engine of its own to prompts one after the other, and their cached tokens."""
+    model = text_checkpoint("llama")
+    few = {
+        "kv_cache_memory_bytes": pool_bytes(model, 20, 4, 4),
+        "max_model_len": 64,
+        "dtype": "float32",
+    }
+    settings = COMMON | few | settings
+    if directory is not None:
+        settings |= {"kv_disk_dir": str(directory)}
+    outputs = []
+    with LLM(str(model), **settings) as llm:
+        for prompt in PROMPTS:
+            outputs += llm.generate([prompt], GREEDY, use_tqdm=False)
+        llm.engine.client.core.scheduler.check_invariants()
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return answers, [output.num_cached_tokens or 0 for output in outputs]
+
+
+TWO = {"tensor_parallel_size": 2}
+STAGES = {"pipeline_parallel_size": 2}
+NOTHING, ALL = [0] * 3, [36] * 3
+
+
+def test_engines_of_the_same_ranks_find_blocks_in_a_directory(tmp_path: Path) -> None:
+    """Engines with another division of the model find none, and leave none for these."""
+    wanted = run(None)[0]
+    assert run(tmp_path, **TWO) == (wanted, NOTHING)
+    assert run(tmp_path, **TWO) == (wanted, ALL)
+    assert run(tmp_path) == (wanted, NOTHING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [STAGES, STAGES | TWO, TWO | {"decode_context_parallel_size": 2}, {"kv_eager": True} | TWO],
+)
+def test_all_divisions_of_a_model_find_their_blocks(layout: dict[str, Any], tmp_path: Path) -> None:
+    wanted = run(None)[0]
+    run(tmp_path, **TWO, kv_store=("dir:" + str(tmp_path),))
+    others = [] if "kv_eager" in layout else [NOTHING]
+    for cached in [*others, ALL]:
+        assert run(tmp_path, **layout) == (wanted, cached)
