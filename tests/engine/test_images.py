@@ -13,7 +13,6 @@ import pytest
 from quire import SamplingParams, StructuredOutputsParams
 from quire.base.errors import RequestError
 from tests.models.image_matrix import (
-    IN_RANKS,
     ODD_CHUNKS,
     WAYS,
     YES,
@@ -38,6 +37,7 @@ WHOLE = "gemma3"  # computes each image in one step
 FAMILIES = [
     pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in MODELS
 ]
+QUICK_WAYS = [(QUICK, way) for way in ("odd chunks", "recomputed", "drafts")]
 FORM = "[d-h]{3}[0-9]{2}"
 MAX_STARTS = (
     16  # lengths of a prompt that are tried; the work grows with the square of their number
@@ -60,9 +60,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Images]
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        pytest.param(
-            family, way, marks=() if family == QUICK and way not in IN_RANKS else pytest.mark.slow
-        )
+        pytest.param(family, way, marks=() if (family, way) in QUICK_WAYS else pytest.mark.slow)
         for family in MODELS
         for way in WAYS
     ],

@@ -16,6 +16,7 @@ from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_reques
 from quire.tools.simulate.run import simulate
 from quire.tools.step_times import Roofline
 from quire.tools.workloads import Lengths, Workload
+from tests.support.cases import slow_but
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.fake_device import make_request
 
@@ -59,7 +60,7 @@ def running(scheduler: Scheduler) -> list[str]:
     return [sequence.request.request_id for sequence in scheduler.rows.sequences()]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", slow_but(("recompute", "swap"), "recompute"))
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_nobody_is_preempted_more_than_three_times(
     monkeypatch: pytest.MonkeyPatch, mode: str, seed: int

@@ -9,6 +9,7 @@ from quire.base.messages import GrammarReady, ResetPrefixCache, Unpin
 from quire.base.plan import Move, Plan
 from quire.scheduler.core.plans import PlanBuilder
 from quire.spec.cache_group import CacheGroup
+from tests.support.cases import in_turn
 from tests.support.scheduler.fake_device import (
     Curse,
     make_request,
@@ -177,8 +178,7 @@ def test_a_prefix_that_is_in_the_index_is_not_computed_again() -> None:
 # ---- what others cannot do to it ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize(("pinned", "mode"), in_turn([True, False], ["recompute", "swap"]))
 def test_others_that_fill_the_pool_many_times_do_not_evict_it(pinned: bool, mode: str) -> None:
     """Without the pin, the same prefix is long gone."""
     bench = Bench(num_blocks=28, preemption_mode=mode)

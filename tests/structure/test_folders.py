@@ -90,7 +90,7 @@ BUDGETS = {
     "scheduler/media": 390,
     "scheduler/policy": 350,
     "scheduler/reuse": 2220,
-    "serve": 2900,
+    "serve": 2910,
     "serve/anthropic": 950,
     "serve/batches": 2320,
     "serve/bodies": 1800,

@@ -1,7 +1,10 @@
 """The FastAPI app of an API process: its routes, their access control, and its middleware."""
 
-from fastapi import Depends, FastAPI
+import functools
+
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 
 from quire.base.version import QUIRE_VERSION
 from quire.serve.anthropic import routes as messages
@@ -56,37 +59,47 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         openapi_url=None,  # a route of our own serves it, to key holders
     )
     app.state.context, app.state.batches = context, batches
+    config = context.config
+    app.router.routes += _routes(config.page, not config.disable_fastapi_docs)
+    install_error_handlers(app)
+    _add_middleware(app, context)
+    return app
+
+
+@functools.cache
+def _routes(has_page: bool, has_docs: bool) -> tuple[BaseRoute, ...]:
+    """Return the routes of apps. The apps of a process share them, because FastAPI takes longer to
+    prepare all routes than to answer a request."""
+    router = APIRouter()
     protected = Depends(authorised)
-    app.include_router(utility.public)
-    app.include_router(trl.public)
-    app.include_router(utility.router, dependencies=[protected])
-    if context.config.page:
-        app.include_router(page.router)
-    if not context.config.disable_fastapi_docs:
-        app.include_router(utility.page)
-        app.include_router(utility.description, dependencies=[protected])
-    for router in (
+    router.include_router(utility.public)
+    router.include_router(trl.public)
+    router.include_router(utility.router, dependencies=[protected])
+    if has_page:
+        router.include_router(page.router)
+    if has_docs:
+        router.include_router(utility.page)
+        router.include_router(utility.description, dependencies=[protected])
+    for each in (
         prefixes.router, sessions.router, admin.router, adapters.router, live.router,
         files_routes.router,
         batches_routes.router, responses.router, responses.stored_router, ollama_models.router,
         llamacpp_server.router, refused.router, sglang_server.router,
         lmstudio.router, trainer.router, trainer.chunks, trl.router,
     ):  # fmt: skip
-        app.include_router(router, dependencies=[protected])
-    for router in (
+        router.include_router(each, dependencies=[protected])
+    for each in (
         completions.router, chat_completions.router, embeddings.router, scores.router,
         ollama.router, llamacpp.router, sglang.router, tokens.router, trl.generating_router,
     ):  # fmt: skip
-        app.include_router(router, dependencies=[protected, Depends(generating)])
-    for router in (sglang_server.generating_router, lmstudio.generating_router):
-        app.include_router(router, dependencies=[protected])
-    app.include_router(messages.counting_router, dependencies=[protected])
-    app.include_router(messages.generating_router, dependencies=[protected, Depends(generating)])
-    app.include_router(stream.router)
-    app.include_router(refused.sockets)
-    install_error_handlers(app)
-    _add_middleware(app, context)
-    return app
+        router.include_router(each, dependencies=[protected, Depends(generating)])
+    for each in (sglang_server.generating_router, lmstudio.generating_router):
+        router.include_router(each, dependencies=[protected])
+    router.include_router(messages.counting_router, dependencies=[protected])
+    router.include_router(messages.generating_router, dependencies=[protected, Depends(generating)])
+    router.include_router(stream.router)
+    router.include_router(refused.sockets)
+    return tuple(router.routes)
 
 
 def _add_middleware(app: FastAPI, context: ApiContext) -> None:

@@ -222,7 +222,7 @@ class WatchedWindows(WatchedMachine):
     groups = (WINDOW, FULL)
 
 
-@pytest.mark.parametrize("max_examples", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [5, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("machine", [WatchedMachine, WatchedWindows, WatchedStates])
 def test_a_router_knows_what_is_there_after_every_call(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)

@@ -58,7 +58,7 @@ def record(folder: Path, name: str, segments: bool = False, **settings: Any) -> 
     ("keeps_tokens", "depth", "eager"),
     [
         (False, 2, True),
-        (True, 1, False),
+        pytest.param(True, 1, False, marks=pytest.mark.slow),
         pytest.param(False, 1, False, marks=pytest.mark.slow),
         pytest.param(True, 2, True, marks=pytest.mark.slow),
     ],
@@ -94,7 +94,7 @@ class RecordedAtOnce(Recorded):
             self.record(keeps_tokens=len(list(self.folder.iterdir())) % 2 == 0)
 
 
-@pytest.mark.parametrize("max_examples", [12, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [5, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [StoresMachine, MixedStoresMachine])
 def test_random_programs_with_stores(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (RecordedAtOnce, kind), {"folder": tmp_path})

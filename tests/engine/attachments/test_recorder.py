@@ -30,7 +30,7 @@ from quire.tools.replay import Outcome, replay_all, restored
 from tests.scheduler.media.test_media_machine import PIXELS, MediaMachine
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
-from tests.support.cases import pairwise
+from tests.support.cases import in_turn, slow_but
 from tests.support.engine.failing_core import POISON, prompt, with_poison
 from tests.support.engine.recorded_runs import SALT, STOP, Run, begin_segment
 from tests.support.scheduler.state_machines import run_machine
@@ -45,7 +45,7 @@ def replayed(directory: Path) -> Outcome:
 
 @pytest.mark.parametrize(
     ("keeps_tokens", "mode", "depth"),
-    pairwise([False, True], ["recompute", "swap"], [1, 2, 3]),
+    in_turn([False, True], ["recompute", "swap"], [1, 2, 3]),
 )
 def test_a_run_with_everything(tmp_path: Path, depth: int, mode: str, keeps_tokens: bool) -> None:
     run = Run(tmp_path, keeps_tokens, pipeline_depth=depth, preemption_mode=mode)
@@ -71,7 +71,7 @@ def test_plans_around_one_that_has_no_rows() -> None:
     assert [reader.complete(writer.shorten(each)) for each in fields] == fields
 
 
-@pytest.mark.parametrize("policy", ["fifo", "srtf", "two-level"])
+@pytest.mark.parametrize("policy", slow_but(("fifo", "srtf", "two-level"), "two-level"))
 def test_every_policy(tmp_path: Path, policy: str) -> None:
     run = Run(tmp_path, scheduling_policy=policy, pipeline_depth=2)
     run.everything()
@@ -214,9 +214,13 @@ class Recorded:
             replayed(self.directory)
 
 
-@pytest.mark.parametrize("max_examples", [8, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [4, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind", [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine, MediaMachine]
+    "kind",
+    slow_but(
+        [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine, MediaMachine],
+        *(HybridMachine, HeldMachine, MediaMachine),
+    ),
 )
 def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})
@@ -227,18 +231,18 @@ def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
 
 def test_segments_rotate_within_a_bound(tmp_path: Path) -> None:
     """Each of them can be replayed by itself, and the newest are kept."""
-    run = Run(tmp_path, max_bytes=60_000)
-    for round_ in range(30):
+    run = Run(tmp_path, max_bytes=30_000)
+    for round_ in range(15):
         run.ask(f"r{round_}", prompt(round_, 20), 10)
         run.step(3)
         begin_segment(run.recorder)
     run.finish()
     paths = segment_paths(tmp_path)
-    assert 1 < len(paths) < 30
-    assert sum(path.stat().st_size for path in paths) <= 60_000 + max(
+    assert 1 < len(paths) < 15
+    assert sum(path.stat().st_size for path in paths) <= 30_000 + max(
         path.stat().st_size for path in paths
     )
-    assert paths[-1].name >= "segment-000031.rec"
+    assert paths[-1].name >= "segment-000016.rec"
     outcome = replayed(tmp_path)
     assert outcome.num_segments == len(paths)
     for path in paths:

@@ -27,6 +27,7 @@ from quire.models.checkpoint.source import resolve_model
 from quire.ops.host.native import core
 from quire.tools.replay import replay_all
 from tests.serve.test_same_bits import Found, found
+from tests.support.cases import slow_but
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import (
     changed,
@@ -63,7 +64,7 @@ def answers(llm: LLM, params: SamplingParams = PARAMS) -> tuple[Found, list[Any]
 
 
 @needs_core
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", slow_but(SETTINGS, *SETTINGS.keys() - {"int8", "torch"}))
 def test_answers_after_an_update_are_a_fresh_engines(name: str) -> None:
     settings = SETTINGS[name]
     with open_llm(changed("qwen3", 1), **settings) as fresh:
@@ -80,7 +81,10 @@ def test_answers_after_an_update_are_a_fresh_engines(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3_moe", "qwen3_5", "gpt2", "deepseek_v3", "llama4_text"]
+    "architecture",
+    slow_but(
+        ("qwen3_moe", "qwen3_5", "gpt2", "deepseek_v3", "llama4_text"), "qwen3_5", "deepseek_v3"
+    ),
 )
 def test_families(architecture: str) -> None:
     """Experts, states, tied heads, latent and chunked attention; all tensors in memory."""

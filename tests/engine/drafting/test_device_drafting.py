@@ -18,6 +18,7 @@ from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
+from tests.support.cases import slow_but
 from tests.support.engine.attachments import drafter_of
 
 NGRAM = {
@@ -103,8 +104,8 @@ def plain_answers(kind: str) -> list[Any]:
     ("kind", "depth"),
     [
         ("float32", 2),
-        ("float32", 3),
         ("int8", 2),
+        pytest.param("float32", 3, marks=pytest.mark.slow),
         ("few blocks", 3),
         pytest.param("int8", 3, marks=pytest.mark.slow),
         pytest.param("few blocks", 2, marks=pytest.mark.slow),
@@ -163,7 +164,7 @@ def test_a_grammar_is_still_the_hosts_matter() -> None:
     assert plans.num_guessing > 5 and not all(kinds) and kinds[-1]
 
 
-@pytest.mark.parametrize("keeps_tokens", [False, True])
+@pytest.mark.parametrize("keeps_tokens", slow_but((False, True), True))
 def test_a_replay_needs_nobody_who_guesses(tmp_path: Path, keeps_tokens: bool) -> None:
     """The recording says where the device guessed, and what came of it; a model guesses anew."""
     settings = {"record": str(tmp_path), "record_tokens": keeps_tokens, "max_num_seqs": 5}

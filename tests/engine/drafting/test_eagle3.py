@@ -132,7 +132,7 @@ def _last_state(model: Any, tokens: list[int]) -> torch.Tensor:
     "how",
     [
         {"dtype": "bfloat16"},
-        {"quantization": "int8"},
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.slow),
         pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),
     ],
     ids=lambda how: next(iter(how.values())),

@@ -308,7 +308,7 @@ def test_forced_tokens_can_be_left_out_or_asked_for() -> None:
         made.client.close()
 
 
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_masks_and_guesses_with_more_plans_in_flight(plain: Engine, depth: int) -> None:
     """A step with masks waits for the host anyway, so forced tokens are tried then, too."""
     forms = ["named", "required", "json"] if "json" in FORMS else ["named", "required"]

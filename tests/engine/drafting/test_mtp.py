@@ -56,7 +56,11 @@ def run(llm: LLM, **params: Any) -> list[RequestOutput]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 3}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"max_num_batched_tokens": 8},
+        {"max_num_seqs": 3},
+    ],
     ids=["whole", "chunks", "short"],
 )
 @pytest.mark.parametrize("variant", slow_but(VARIANTS, "deepseek_v3"))
@@ -88,7 +92,11 @@ def test_drafts_are_those_of_the_definition(
 @pytest.mark.parametrize("variant", slow_but(VARIANTS, "qwen3_next"))
 @pytest.mark.parametrize(
     "how",
-    [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}],
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),
+    ],
     ids=lambda how: next(iter(how.values())),
 )
 def test_answers_stay_what_they_are(variant: str, how: dict[str, Any], tmp_path: Path) -> None:

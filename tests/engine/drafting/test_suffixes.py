@@ -75,7 +75,7 @@ def of_itself(text: list[int], num: int, limits: Suffixes) -> tuple[float, list[
     return most_frequent(found, num, limits)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(prompt=TEXTS, pieces=st.lists(TEXTS, max_size=6), num=st.integers(1, 8))
 @example(prompt=[0, 0, 1, 0, 1, 0, 0, 1, 0, 1], pieces=[[0]], num=2)  # its beginning comes again
 @example(prompt=[0, 0, 0, 2, 2, 2, 2, 0, 2, 2], pieces=[[2]], num=2)  # a part of that
@@ -91,7 +91,7 @@ def test_a_sequence_alone_as_a_search_would_find(
         assert made.propose(num) == of_itself(text, num, ALONE)[1], text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     others=st.lists(st.tuples(TEXTS, TEXTS), max_size=5), prompt=TEXTS, num=st.integers(1, 8),
     is_running=st.booleans(),
@@ -119,7 +119,7 @@ OWNERS = st.sampled_from([("", ""), ("ann", ""), ("bob", ""), ("ann", "s"), ("",
 SMALL = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(turns=st.lists(st.tuples(OWNERS, st.booleans(), SMALL), max_size=60), data=st.data())
 def test_nothing_is_seen_by_another_tenant_or_under_another_salt(
     turns: list[tuple[tuple[str, str], bool, list[int]]], data: st.DataObject

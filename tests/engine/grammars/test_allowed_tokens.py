@@ -27,7 +27,7 @@ from quire.render.tokens.tokenizer import Tokenizer
 
 NUM_STEPS = 14
 NUM_WALKS = 4
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)

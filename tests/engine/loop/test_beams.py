@@ -15,7 +15,7 @@ from quire.base.step_outputs import BeamOutput
 from quire.scheduler.core import planning
 from quire.scheduler.core.plans import PlanBuilder
 from quire.spec.model_spec import load_spec
-from tests.support.cases import pairwise
+from tests.support.cases import in_turn, pairwise
 from tests.support.engine.failing_core import Bench
 from tests.support.engine.updates import error_of, read
 from tests.support.models.reference_checkpoints import (
@@ -79,7 +79,7 @@ class Searches(Bench):
 
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "width"),
-    pairwise([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
+    in_turn([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
 )
 def test_beams_are_transformers(
     width: int, length_penalty: float, early_stopping: bool | str
@@ -156,8 +156,7 @@ def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None
     searches.assert_exact("a", "b")
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(("mode", "depth"), in_turn(["recompute", "swap"], [1, 2]))
 def test_beams_that_lose_their_rows_between_two_of_their_plans(
     mode: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from quire.base.events import Event, Preempted
 from quire.base.messages import Request, Unpin
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate
+from tests.support.cases import in_turn
 from tests.support.engine.failing_core import Bench, prompt, with_poison
 from tests.support.engine.updates import read
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes, reference_logits
@@ -110,8 +111,9 @@ def program(bench: Scores, seed: int, poisons: bool = False) -> set[str]:
     return scored
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "pins", "host tier", "faults"])
+@pytest.mark.parametrize(
+    ("mode", "depth"), in_turn(["recompute", "swap", "pins", "host tier", "faults"], [1, 3, 2])
+)
 def test_whatever_takes_their_rows(folder: Path, depth: int, mode: str) -> None:
     """Each scored prompt has all its positions, and some of them were computed in two goes."""
     settings: dict[str, Any] = {"preemption_mode": "swap" if mode == "swap" else "recompute"}

@@ -34,6 +34,7 @@ from quire.engine.start.build import make_scheduler
 from quire.models.checkpoint.source import resolve_model
 from quire.runner.build import build_runner
 from quire.runner.setup.built import BuiltRunner
+from tests.support.cases import slow_but
 from tests.support.engine.failing_core import prompt
 from tests.support.engine.updates import read, run_to_end
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
@@ -337,18 +338,21 @@ def wanted(seed: int, architecture: str = "llama") -> Engine:
 
 
 @pytest.mark.parametrize(
-    "depth", [2, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 3))]
+    ("depth", "num_programs"),
+    [(2, 3), *(pytest.param(depth, 12, marks=pytest.mark.slow) for depth in (1, 2, 3))],
 )
-def test_a_fault_by_chance_costs_nobody(depth: int) -> None:
-    """Programs until there was a fault in every kind of step at every place."""
+def test_a_fault_by_chance_costs_nobody(depth: int, num_programs: int) -> None:
+    """Three programs; or as many as it takes to fail in every kind of step at every place."""
     table: Counter[Cell] = Counter()
-    for seed in range(12):
+    for seed in range(num_programs):
         engine = Engine(depth).start(table)
         run_program(engine, seed, has_guilty=False)
         assert_same(engine, wanted(seed), set())
         if not empty_cells(table):
             break
-    assert not empty_cells(table), "never tried"
+    if num_programs > 3:
+        assert not empty_cells(table), "never tried"
+    assert sum(table.values()) > 20
 
 
 def empty_cells(table: Counter[Cell]) -> list[Cell]:
@@ -366,7 +370,13 @@ def test_more_faults_by_chance(depth: int) -> None:
         assert_same(engine, wanted(seed), set())
 
 
-@pytest.mark.parametrize(("place", "depth"), list(zip(PLACES, cycle((3, 2, 1)), strict=False)))
+@pytest.mark.parametrize(
+    ("place", "depth"),
+    [
+        pytest.param(place, depth, marks=[] if i % 2 else pytest.mark.slow)
+        for i, (place, depth) in enumerate(zip(PLACES, cycle((3, 2, 1)), strict=False))
+    ],
+)
 def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) -> None:
     run_guilty(place, depth, depth)
 
@@ -388,7 +398,7 @@ def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: 
 )
 def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(depth: int) -> None:
     table: Counter[Cell] = Counter()
-    for seed in range(3):
+    for seed in range(2):
         engine = Engine(depth, architecture="qwen3_5").start(table)
         run_program(engine, seed, has_guilty=False)
         assert_same(engine, wanted(seed, "qwen3_5"), set())
@@ -410,7 +420,7 @@ def run_guilty(place: str, depth: int, seed: int, architecture: str = "llama") -
     assert engine.faults is not None and engine.faults.num_raised > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("depth", slow_but((1, 2, 3), 2))
 def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
     """Whoever was to be swapped out computes again; the rows of that step are not to blame."""
     engine = Engine(depth).start(Counter(), "swap_out")

@@ -126,9 +126,7 @@ def _let_go(engine: Engine) -> None:
     assert view.num_free_blocks == view.num_blocks, "blocks leak"
 
 
-@pytest.fixture(
-    scope="module", params=slow_but(SETTINGS, "plain", "guesses", "host tier", "swapping")
-)
+@pytest.fixture(scope="module", params=slow_but(SETTINGS, "guesses", "host tier", "swapping"))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = Engine(**SETTINGS[request.param])
     yield made

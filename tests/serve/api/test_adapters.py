@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from quire.base.errors import ConfigError
@@ -56,10 +57,16 @@ def context_of(engine: Engine, **server: Any) -> ApiContext:
     return ApiContext(client, engine.renderer, engine.requests, ("demo",), config, 1_700_000_000)
 
 
+@pytest.fixture(scope="module")
+def app(adapted: Engine) -> FastAPI:
+    return create_app(context_of(adapted))
+
+
 @pytest.fixture
-def api(adapted: Engine, adapters: Path) -> Iterator[TestClient]:
-    """A server without keys, which may load the adapters."""
-    with TestClient(create_app(context_of(adapted, lora_roots=(str(adapters),)))) as client:
+def api(app: FastAPI, adapted: Engine, adapters: Path) -> Iterator[TestClient]:
+    """A server without keys, which may load the adapters; its context is as new for each test."""
+    app.state.context.__dict__ = vars(context_of(adapted, lora_roots=(str(adapters),)))
+    with TestClient(app) as client:
         yield client
 
 

@@ -32,7 +32,7 @@ from quire.serve.fields import (
     rows,
 )
 from tests.serve.api.conftest import small_engine
-from tests.serve.fields_page import main, native_page, page
+from tests.serve.fields_page import main
 from tests.structure.test_house import ROOT
 from tests.support.serve.fake_client import FakeClient
 
@@ -418,11 +418,11 @@ def test_the_table_has_every_body_of_the_app(served: tuple[TestClient, ApiContex
 
 def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0
-    for name, text, is_native in (
-        ("fields.md", page(), False),
-        ("fields-native.md", native_page(), True),
+    for name, is_native in (
+        ("fields.md", False),
+        ("fields-native.md", True),
     ):
-        assert (tmp_path / name).read_text("utf-8") == text
+        text = (tmp_path / name).read_text("utf-8")
         assert (ROOT / "docs" / "use" / name).read_text("utf-8") == text, "run `make fields`"
         lines = text.splitlines()
         assert len(lines) <= MAX_LINES

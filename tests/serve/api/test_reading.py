@@ -115,7 +115,7 @@ def test_every_list_and_object_of_every_body_has_a_bound(api: TestClient) -> Non
                     assert "maxProperties" in kind, (name, field)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(VALUES, st.booleans(), st.integers(1, 9))
 def test_counts_are_those_of_the_value(value: Any, is_ascii: bool, piece_bytes: int) -> None:
     """Wherever the pieces are cut, and whatever is in the texts."""

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, Phase, settings
 # How many random programs: some in `make test`, many in `make test-long`. FEW is for machines that
 # add a feature to another machine.
 FEW_OR_MANY = pytest.mark.parametrize(
-    "max_examples", [30, pytest.param(300, marks=pytest.mark.slow)]
+    "max_examples", [10, pytest.param(300, marks=pytest.mark.slow)]
 )
-FEW = pytest.mark.parametrize("max_examples", [12, pytest.param(300, marks=pytest.mark.slow)])
+FEW = pytest.mark.parametrize("max_examples", [5, pytest.param(300, marks=pytest.mark.slow)])
 
 
 def run_machine(machine: type, max_examples: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.testclient import TestClient
 
 import quire.serve
 from quire.serve.anthropic.routes import create_message
-from quire.serve.app import create_app
 from quire.serve.llamacpp.routes import complete
 from quire.serve.lmstudio.routes import chat as studio_chat
 from quire.serve.ollama.routes import chat, generate
@@ -19,7 +19,6 @@ from quire.serve.openai.chat_completions import create_chat_completion
 from quire.serve.openai.completions import create_completion
 from quire.serve.responses.routes import create_response
 from quire.serve.sglang.routes import generate as sglang_generate
-from tests.serve.api.conftest import MakeContext
 
 ROOM = str(Path(quire.serve.__file__).parent)
 SHARED = "responses/store.py"  # an object of the process, as the context is
@@ -68,9 +67,10 @@ class Walk:
     ],
 )
 def test_no_file_is_entered_twice(
-    make_context: MakeContext, route: FunctionType, path: str, body: dict[str, Any], length: int
+    api: TestClient, route: FunctionType, path: str, body: dict[str, Any], length: int
 ) -> None:
-    app, walk = create_app(make_context()), Walk(route.__code__)
+    api.get("/health")  # the first request of an app makes its routes
+    app, walk = api.app, Walk(route.__code__)
     length_name = "max_output_tokens" if route is create_response else "max_tokens"
 
     async def post() -> httpx2.Response:
