@@ -144,8 +144,10 @@ def own_fields(names: Mapping[str, str]) -> Iterator[None]:
         param = "prompt" if shown.param in OF_PROMPTS[1:] else shown.param
         if param is None or param not in names:
             raise
-        begin = re.compile(rf"^{shown.param}(?=[:=]| must\b| has\b)")
-        shown.message = begin.sub(names[param], shown.message)
+        # `prompt` is a field where a message begins with it, and a word elsewhere.
+        is_word = param == "prompt"
+        place = rf"^{shown.param}(?=[:=]| must\b| has\b)" if is_word else rf"\b{param}\b"
+        shown.message = re.sub(place, names[param], shown.message)
         shown.param = names[param]
         raise shown from None
 
