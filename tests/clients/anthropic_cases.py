@@ -228,6 +228,13 @@ def test_errors(client: Client) -> None:
         client.create(messages=[{"role": "user", "content": "fox " * 20_000}])
 
 
+def test_batches_are_refused_with_what_to_use(client: Client) -> None:
+    batches = client.anthropic.messages.batches
+    for call in (batches.list, lambda: batches.create(requests=[])):
+        with pytest.raises(anthropic.InternalServerError, match="use /v1/files and /v1/batches"):
+            call()
+
+
 def test_images(seeing: Served) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": given.IMAGE}
     image = {"type": "image", "source": source}

@@ -33,7 +33,8 @@ class Row:
 
 def _line(client: str, *cells: str) -> str:
     link = f"[{client}](../../tests/clients/{client}_cases.py)"
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (link, *cells)) + " |"
+    shown = (" ".join(cell.split()).replace("|", "\\|") for cell in (link, *cells))
+    return "| " + " | ".join(shown) + " |"
 
 
 def _without_run(client: str) -> str:

@@ -32,7 +32,8 @@ NO_LORA = "use /v1/load_lora_adapter, and the adapter's name as model"
 NO_PROFILER = "use `--record` and `quire trace`"
 NO_MODELS = "models are files; use `quire list` and `quire rm`"
 LOADED = "loaded at the first request; see several models"
-# For each API lines `METHOD path`, with ` | ` and the alternative for a route that quire lacks.
+# For each API lines `METHOD path`, with ` | ` and the alternative for a route that quire lacks, or
+# with ` ! ` and the reason where quire has the path for another API, whose body differs.
 ROUTES = {
     "OpenAI": f"""
         POST /v1/chat/completions
@@ -79,7 +80,8 @@ ROUTES = {
     "Anthropic": """
         POST /v1/messages
         POST /v1/messages/count_tokens
-        POST /v1/messages/batches | use /v1/batches, whose lines may be messages
+        POST /v1/messages/batches
+        GET /v1/messages/batches/ID
         GET /v1/models
         GET /v1/models/NAME
         POST /v1/complete | use /v1/messages
@@ -201,15 +203,31 @@ ROUTES = {
         POST /update_weights_from_disk | use /update_weights
         POST /start_profile | {NO_PROFILER}
     """,
-    "LM Studio": f"""
+    "LM Studio": """
         GET /api/v0/models
         GET /api/v0/models/NAME
         POST /api/v0/chat/completions
         POST /api/v0/completions
         POST /api/v0/embeddings
-        POST /api/v1/chat | use /v1/responses
-        GET /api/v1/models | use /api/v0/models
-        POST /api/v1/models/load | {LOADED}
+        POST /api/v1/chat
+        GET /api/v1/models
+        POST /api/v1/models/load
+        POST /api/v1/models/unload
+        POST /api/v1/models/download
+    """,
+    "text-generation-inference": """
+        POST / | use /v1/completions
+        POST /generate ! it is SGLang's, where `inputs` gets 400; use /v1/completions
+        POST /generate_stream
+        POST /chat_tokenize
+        POST /tokenize ! it is vLLM's, where `inputs` gets 400; send `prompt`
+        GET /info
+        GET /health
+        GET /metrics
+        GET /v1/models
+        POST /v1/chat/completions
+        POST /v1/completions
+        POST /invocations | use the path of the API itself
     """,
 }
 FATES = (TAKEN, IGNORED, REFUSED)
@@ -221,26 +239,29 @@ HEAD = """\
 This page shows which endpoints of other servers quire has. [Endpoints](endpoints.md) explains those
 that exist. The numbers count the fields of a body that are taken, ignored and refused;
 [fields](fields.md) and [fields of other engines' endpoints](fields-native.md) list them. A refused
-endpoint answers 501 with the reason. An absent one answers 404, or 405 if its path exists with
-another method.
+endpoint answers 501 with the reason, or 400 where another API has its path. An absent one answers
+404, or 405 if its path exists with another method.
 """
 
 
 @dataclass(frozen=True)
 class Documented:
-    """A route of an API. instead: what to use if quire has no such route; empty if it has."""
+    """A route of an API. instead: what to use if quire has no such route; empty if it has. other:
+    why a body of this API is refused; empty if it is not."""
 
     method: str
     path: str
     instead: str
+    other: str = ""
 
 
 def documented(api: str) -> Iterator[Documented]:
     """Yield the routes of an API."""
     for line in ROUTES[api].strip().splitlines():
-        route, _, instead = line.strip().partition(" | ")
+        rest, _, other = line.strip().partition(" ! ")
+        route, _, instead = rest.partition(" | ")
         method, _, path = route.partition(" ")
-        yield Documented(method, path, instead)
+        yield Documented(method, path, instead, other)
 
 
 @functools.cache
@@ -299,6 +320,8 @@ def cells_of(app: FastAPI, each: Documented) -> tuple[str, str]:
     """Return what the server does with a route, and the numbers of its fields."""
     if reason := refusal(app, each):
         return f"refused: {reason.rstrip('.')}", ""
+    if each.other:
+        return f"refused: {each.other}", ""
     route = route_of(app, each)
     if route is None:
         return f"absent: {each.instead}", ""

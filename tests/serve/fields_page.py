@@ -21,8 +21,6 @@ HEAD = """\
 
 <!-- written by `make fields` from the declarations of the bodies; do not edit -->
 
-Each field of a body is taken, ignored or refused.
-
 - A field that is taken sets a parameter of the engine, such as `Request.priority`, or the prompt,
   the grammar or the response. `=` is the field of [`SamplingParams`](sampling.md) with this name.
 - An ignored field cannot change the response. A refused one gives status 400, unless it is neutral.

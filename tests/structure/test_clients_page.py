@@ -23,8 +23,8 @@ def test_every_client_has_a_row_and_passes() -> None:
 def test_a_run_replaces_the_rows_of_its_clients_alone() -> None:
     before = PAGE.read_text("utf-8")
     first, second = CLIENTS[:2]
-    after = page(before, [Row(first, "9.9", 3, 2, ("a|b fails", "not tried: c"))])
+    after = page(before, [Row(first, "9.9", 3, 2, ("a|b fails", "not tried: c\n\n  d"))])
     rows = rows_of(after)
-    assert rows[first].endswith("| 9.9 | 3 | 2 | a\\|b fails; not tried: c |")
+    assert rows[first].endswith("| 9.9 | 3 | 2 | a\\|b fails; not tried: c d |")
     assert rows[second] == rows_of(before)[second]
     assert page(after, []) == after

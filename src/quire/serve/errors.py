@@ -7,8 +7,10 @@ goes to the log, with its traceback.
 import errno
 import json
 import logging
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import fastapi
@@ -130,6 +132,24 @@ def error_in(field: str, error: RequestError) -> ApiError:
     if shown.status == 400 and shown.param in OF_PROMPTS:
         shown.param = field
     return shown
+
+
+@contextmanager
+def own_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields of a request's API in errors. names: fields of a completion -> its fields."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        shown = as_api_error(error)
+        param = "prompt" if shown.param in OF_PROMPTS[1:] else shown.param
+        if param is None or param not in names:
+            raise
+        # `prompt` is a field where a message begins with it, and a word elsewhere.
+        is_word = param == "prompt"
+        place = rf"^{shown.param}(?=[:=]| must\b| has\b)" if is_word else rf"\b{param}\b"
+        shown.message = re.sub(place, names[param], shown.message)
+        shown.param = names[param]
+        raise shown from None
 
 
 def _step_failed(error: StepFailed, request_id: str) -> ApiError:

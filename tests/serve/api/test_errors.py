@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from quire.base.errors import ConfigError, EngineDead, EngineError, RequestError
+from quire.base.errors import ConfigError, EngineBusy, EngineDead, EngineError, RequestError
 from quire.serve.bodies.validation_errors import invalid_request, shown
-from quire.serve.errors import ApiError, ErrorResponse, as_api_error, error_body
+from quire.serve.errors import ApiError, ErrorResponse, as_api_error, error_body, own_fields
 
 JSON = {"Content-Type": "application/json"}
 DEEP = "[" * 900 + "]" * 900
@@ -215,6 +215,30 @@ def test_values_are_shortened() -> None:
 def test_status_and_field_of_errors(error: Exception, status: int, param: str | None) -> None:
     found, body = error_body(error)
     assert (found, body["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "param"),
+    [
+        (ApiError(400, "prompt: too long.", param="prompt"), "text: too long.", "text"),
+        (RequestError("prompt_token_ids must be ids.", "prompt_token_ids"), "text must be ids.",
+         "text"),
+        (RequestError("prompt token id 9 is unknown.", "prompt"), "prompt token id 9 is unknown.",
+         "text"),
+        (RequestError("max_tokens=9: lower max_tokens.", "max_tokens"), "limit=9: lower limit.",
+         "limit"),
+        (RequestError("n=9 is too much.", "n"), "n=9 is too much.", "n"),
+        (EngineBusy("full"), "full", None),
+    ],
+)  # fmt: skip
+def test_errors_name_an_apis_own_fields(error: Exception, message: str, param: str | None) -> None:
+    status = error_body(error)[0]
+    kind = type(error) if param in (None, "n") else ApiError
+    with pytest.raises(kind) as raised, own_fields({"prompt": "text", "max_tokens": "limit"}):
+        raise error
+    found = error_body(raised.value)
+    assert found[0] == status
+    assert (found[1]["error"]["message"], found[1]["error"]["param"]) == (message, param)
 
 
 def test_an_unexpected_error_goes_to_the_log_and_not_to_the_client(

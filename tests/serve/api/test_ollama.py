@@ -265,7 +265,11 @@ def test_a_prompt_and_its_answer_fit_into_num_ctx(api: TestClient, api_context: 
         assert "tokens, and num_ctx is 9, which must hold the answer as well" in error
         assert error.endswith("Shorten the prompt, or raise num_ctx.")
         answer = post(api, path, **fields, options={"num_predict": 1, "num_ctx": 1 << 20})
-        assert answer.status_code == 200  # the limit of the model holds
+        assert answer.status_code == 200
+        assert answer.headers["x-quire-ignored-fields"] == "options.num_ctx"
+    most = {"num_predict": 1, "num_ctx": api_context.client.ready.max_model_len}
+    answer = post(api, "/api/chat", messages=HELLO, options=most)
+    assert "x-quire-ignored-fields" not in answer.headers
     raw = {"prompt": "Hello " * 30, "raw": True, "options": {"num_ctx": 9}}
     assert "and num_ctx is 9" in refused(post(api, "/api/generate", **raw))
     assert "num_ctx" in refused(post(api, "/api/chat", messages=HELLO, options={"num_ctx": 0}))
@@ -411,7 +415,9 @@ def test_the_limit_of_the_requested_model_counts(
     assert context.client.ready.max_model_len > 70 > own.client.ready.max_model_len
     body = {"model": "small:latest", "input": "fox " * 200, "options": {"num_ctx": 70}}
     with TestClient(create_app(context), raise_server_exceptions=False) as app:
-        assert app.post("/api/embed", json=body).json()["prompt_eval_count"] == 64
+        answer = app.post("/api/embed", json=body)
+        assert answer.json()["prompt_eval_count"] == 64
+        assert answer.headers["x-quire-ignored-fields"] == "options.num_ctx"
         body = body | {"prompt": body["input"]}
         assert app.post("/api/embeddings", json=body).status_code == 200
 

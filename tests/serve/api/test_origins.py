@@ -48,7 +48,7 @@ READS = {
     "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate",
     "/api/v0/models", "/api/v0/models/{name:path}", "/is_paused", "/is_sleeping", "/lora-adapters",
     "/health/", "/get_world_size", "/get_world_size/",
-    *(f"/v1/{path}{below}" for path in REFUSED for below in ("", "/{rest:path}")),
+    *(f"{path}{below}" for path in REFUSED for below in ("", "/{rest:path}")),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints that are refused say why, and what to use instead.
+"""Endpoints of other servers that are refused say why, and what to use instead.
 
 Covers `serve/native/refused.py`.
 """
@@ -16,16 +16,19 @@ from tests.serve.api.conftest import MakeContext
 @pytest.mark.parametrize("path", REFUSED)
 def test_each_path_and_all_below_it_give_the_reason(api: TestClient, path: str) -> None:
     for method, below in (("GET", ""), ("POST", ""), ("POST", "/a/b"), ("DELETE", "/a")):
-        response = api.request(method, f"/v1/{path}{below}", content=b"\xff no JSON")
+        response = api.request(method, f"{path}{below}", content=b"\xff no JSON")
         assert response.status_code == 501
         assert response.headers["x-should-retry"] == "false"
         error = response.json()["error"]
-        assert error["code"] == "unsupported_endpoint"
-        assert error["message"] == f"/v1/{path} is not supported: {REFUSED[path]}."
+        assert error["message"] == f"{path} is not supported: {REFUSED[path]}."
+        if path.startswith("/v1/messages"):
+            assert error["type"] == "api_error"
+        else:
+            assert error["code"] == "unsupported_endpoint"
 
 
 def test_other_paths_stay_unknown(api: TestClient) -> None:
-    for path in ("/v1/audios", "/v1/nothing", "/audio/speech"):
+    for path in ("/v1/audios", "/v1/nothing", "/audio/speech", "/api/v10", "/infos"):
         assert api.post(path).status_code == 404
 
 
@@ -54,3 +57,14 @@ def test_openais_client_gets_the_reason_and_does_not_retry(
 def test_the_realtime_socket_is_refused(api: TestClient) -> None:
     with pytest.raises(WebSocketDisconnect), api.websocket_connect("/v1/realtime?model=demo"):
         pass
+
+
+@pytest.mark.parametrize("path", ["/generate", "/tokenize"])
+def test_a_path_of_two_servers_names_the_field_of_the_other_body(
+    api: TestClient, path: str
+) -> None:
+    """text-generation-inference has these paths, too."""
+    response = api.post(path, json={"inputs": "fox", "parameters": {"max_new_tokens": 3}})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "inputs" and "prompt" in error["message"]

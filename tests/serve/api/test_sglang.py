@@ -197,7 +197,7 @@ def test_the_default_length_is_what_fits_of_128(api: TestClient, api_context: An
     ids = [5] * 500
     assert api.post("/generate", json={"input_ids": ids}).status_code == 200
     assert api_context.client.requests[-1].params.max_tokens == 12
-    assert error_of(post(api, {"max_new_tokens": 128}, input_ids=ids))["param"] == "max_tokens"
+    assert error_of(post(api, {"max_new_tokens": 128}, input_ids=ids))["param"] == "max_new_tokens"
 
 
 def test_the_salt_is_made_of_both_fields(api: TestClient, api_context: Any) -> None:
@@ -218,7 +218,9 @@ def test_the_salt_is_made_of_both_fields(api: TestClient, api_context: Any) -> N
         ({"text": [STORY] * 300}, "text"),
         ({"input_ids": [[5], []]}, "input_ids"),
         ({"input_ids": [5, True]}, "input_ids"),
-        ({"input_ids": [1 << 40]}, "prompt"),
+        ({"input_ids": [1 << 40]}, "input_ids"),
+        ({"input_ids": [5] * 600}, "input_ids"),
+        ({"text": STORY * 600}, "text"),
         ({"text": STORY, "sampling_params": [GREEDY]}, "sampling_params"),
         ({"text": STORY, "sampling_params": {"temperature": -1}}, "temperature"),
         ({"text": STORY, "sampling_params": {"stop_regex": "a"}}, "stop_regex"),
@@ -228,7 +230,7 @@ def test_the_salt_is_made_of_both_fields(api: TestClient, api_context: Any) -> N
         ({"text": STORY, "sampling_params": {"mirostat": 2}}, "mirostat"),
         ({"text": STORY, "sampling_params": {"n": 0}}, "sampling_params.n"),
         ({"text": STORY, "top_logprobs_num": 2}, "top_logprobs_num"),
-        ({"text": STORY, "return_logprob": True, "top_logprobs_num": 999}, "logprobs"),
+        ({"text": STORY, "return_logprob": True, "top_logprobs_num": 999}, "top_logprobs_num"),
         ({"text": STORY, "image_data": "a.png"}, "image_data"),
         ({"text": STORY, "lora_path": "a"}, "lora_path"),
         ({"text": STORY, "return_hidden_states": True}, "return_hidden_states"),

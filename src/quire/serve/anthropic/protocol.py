@@ -22,7 +22,6 @@ from quire.serve.bodies.protocol import (
     MAX_MESSAGES,
     MAX_SCHEMA_FIELDS,
     MAX_TOOLS,
-    NOT_HERE,
     ModelField,
     Natural,
     Objects,
@@ -176,4 +175,4 @@ class MessagesRequest(Conversing, SchedulingFields, SamplingFields):
     service_tier: Ignored
     inference_geo: Ignored
     diagnostics: Ignored
-    container: Any = unsupported(NOT_HERE)
+    container: Any = unsupported("quire runs no code; run the tools yourself")

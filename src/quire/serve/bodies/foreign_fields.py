@@ -15,6 +15,7 @@ from quire.serve.errors import bad_request, short
 NO_SUCH_SAMPLER = (
     "quire does not support this way of sampling; remove it, or use temperature, top_p or min_p"
 )
+NO_WATERMARKS = "quire does not add watermarks; remove it"
 NO_ADAPTERS = "name the adapter in model; remove it"
 CONSTRAINT = (
     "this endpoint does not support this constraint; use its own field for structured output"
@@ -83,7 +84,7 @@ FOREIGN: Mapping[str, Refused] = {
     **_all("sampling_seed", "use seed"),
     **_all("input_ids input_embeds inputs", "use prompt, or messages"),
     **_all("do_sample", "use temperature=0 for greedy decoding", True),
-    **_all("watermark watermarking", "quire does not add watermarks; remove it", False),
+    **_all("watermark watermarking", NO_WATERMARKS, False),
     **_all("format", "use response_format"),
     **_all("think", "use reasoning_effort, or chat_template_kwargs", True),
     **_all("raw", "use /v1/completions", False),

@@ -4,7 +4,7 @@ import fastapi
 from pydantic import BaseModel
 
 from quire.serve.bodies.foreign_fields import check_foreign
-from quire.serve.bodies.open_body import check_neutral, ignored_fields
+from quire.serve.bodies.open_body import check_neutral, name_ignored
 from quire.serve.bodies.validation_errors import shown
 from quire.serve.errors import bad_request
 
@@ -20,6 +20,4 @@ def check_inner(inner: BaseModel | None, field: str, noun: str, request: fastapi
     if extra and request.app.state.context.config.strict_fields:
         name = next(iter(extra))
         raise bad_request(f"there is no {noun} {shown(name)}; remove it.", field)
-    names = tuple(f"{field}.{name}" for name in extra)
-    state = request.scope.setdefault("state", {})
-    state["ignored_fields"] = ignored_fields(request.scope) + names
+    name_ignored(request.scope, *(f"{field}.{name}" for name in extra))

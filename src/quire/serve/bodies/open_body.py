@@ -150,6 +150,11 @@ def ignored_fields(scope: Scope) -> tuple[str, ...]:
     return names
 
 
+def name_ignored(scope: Scope, *names: str) -> None:
+    """Add names to those that a header of the response lists, besides the removed fields."""
+    scope.setdefault("state", {})["ignored_fields"] = ignored_fields(scope) + names
+
+
 def add_suggestion(error: ApiError, ignored: Sequence[str]) -> None:
     """Extend the error's message if a removed field looks like a misspelling of its field."""
     names = [name for name in ignored if len(name) <= MAX_SUGGESTED_CHARS]

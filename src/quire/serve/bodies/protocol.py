@@ -16,6 +16,7 @@ from quire.base.requests.repetition import MAX_PATTERN_SIZE, RepetitionDetection
 from quire.base.requests.retention import MAX_KEEP_S
 from quire.base.requests.sampling_params import MAX_NAMED_TOKENS
 from quire.serve.bodies import schemas
+from quire.serve.bodies.foreign_fields import NO_WATERMARKS
 from quire.serve.bodies.open_body import (
     GRAMMAR,
     MODEL,
@@ -55,7 +56,8 @@ MAX_FORMAT_FIELDS = 16
 MAX_TRANSFER_FIELDS = 64
 MAX_SCHEMA_FIELDS = 256  # top-level fields of a JSON schema
 INT32 = 2**31
-NOT_HERE = "is not supported; remove it"
+NO_OFFSETS = "quire returns no offsets of tokens; use return_token_ids and /detokenize"
+OF_PLUGINS = "only connectors and plug-ins of vLLM read it; remove it"
 NO_MEDIA_OPTIONS = "the model's own settings decide how images are read; remove it"
 
 
@@ -341,11 +343,11 @@ class GenerationRequest(SampledBody, ServedBody):
 
     lora: Loras | None = becomes("Request.adapter_id")  # llama.cpp's field
 
-    return_token_offsets: Any = unsupported(NOT_HERE, False)
-    watermarking: Any = unsupported(NOT_HERE, False)
+    return_token_offsets: Any = unsupported(NO_OFFSETS, False)
+    watermarking: Any = unsupported(NO_WATERMARKS, False)
     kv_transfer_params: TransferParams | None = becomes("Request.kv_transfer")
-    ec_transfer_params: Any = unsupported(NOT_HERE, {})
-    vllm_xargs: Any = unsupported(NOT_HERE, {})
+    ec_transfer_params: Any = unsupported(OF_PLUGINS, {})
+    vllm_xargs: Any = unsupported(OF_PLUGINS, {})
 
 
 class CompletionRequest(GenerationRequest):

@@ -8,7 +8,7 @@ from typing import TypeVar
 import fastapi
 
 from quire.serve.bodies.inner_fields import check_inner
-from quire.serve.bodies.open_body import check_neutral
+from quire.serve.bodies.open_body import check_neutral, name_ignored
 from quire.serve.context import ApiContext, model_known
 from quire.serve.ollama.protocol import OllamaBody
 from quire.serve.pipeline.plan import check_model
@@ -16,6 +16,7 @@ from quire.serve.pipeline.plan import check_model
 Body = TypeVar("Body", bound=OllamaBody)
 
 LATEST = ":latest"
+NUM_CTX = "options.num_ctx"
 
 
 def own_name(api: ApiContext, name: str | None) -> str | None:
@@ -26,14 +27,18 @@ def own_name(api: ApiContext, name: str | None) -> str | None:
 
 async def checked(api: ApiContext, body: Body, request: fastapi.Request) -> tuple[ApiContext, Body]:
     """Return the context of the model that a body names, and the body with the model's name here.
-    Raise ApiError for fields and options that would change the text."""
+    Name a num_ctx above the model's limit in the response's header. Raise ApiError for fields and
+    options that would change the text."""
     _check_fields(body, request)
-    name = own_name(api, body.model)
-    if name == body.model:
-        return api, body
-    found = api.of_model(name)
-    await model_known(found, name)
-    return found, body.model_copy(update={"model": name})
+    name, found = own_name(api, body.model), api
+    if name != body.model:
+        found, body = api.of_model(name), body.model_copy(update={"model": name})
+        await model_known(found, name)
+    if body.limit is not None:
+        check_model(found, name)
+        if body.limit.num_tokens > found.client.ready.max_model_len:  # which holds
+            name_ignored(request.scope, NUM_CTX)
+    return found, body
 
 
 async def served(api: ApiContext, requested: str | None) -> tuple[ApiContext, str]:

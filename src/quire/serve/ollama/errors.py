@@ -8,7 +8,7 @@ from starlette.types import Scope
 from quire.serve.errors import ApiError, ErrorResponse, as_api_error
 
 PATH = "/api/"
-LM_STUDIO = "/api/v0/"  # a path of LM Studio's API, whose errors have OpenAI's format
+LM_STUDIO = ("/api/v0/", "/api/v1/")  # LM Studio's API, whose errors have OpenAI's format
 # Fields of a chat or a completion that have another name in Ollama's bodies.
 FIELDS = {
     "response_format": "format", "chat_template_kwargs": "think",
@@ -19,7 +19,7 @@ FIELDS = {
 def is_ollama(scope: Scope) -> bool:
     """Return whether a request is for Ollama's API."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.startswith(PATH) and not path.startswith(LM_STUDIO)
+    return path.startswith(PATH) and not f"{path}/".startswith(LM_STUDIO)
 
 
 def text_of(error: ApiError) -> str:

@@ -17,7 +17,6 @@ from quire.serve.bodies.open_body import (
 from quire.serve.bodies.protocol import (
     MAX_FORMAT_FIELDS,
     MAX_MESSAGES,
-    NOT_HERE,
     CacheRetention,
     ChatFields,
     Effort,
@@ -134,11 +133,11 @@ class ResponsesRequest(SampledBody, ScheduledBody, ChatFields):
     conversation: Any = unsupported("use previous_response_id, or send the items before")
     prompt: Any = unsupported("there are no stored prompts here; send instructions and input")
     context_management: Any = unsupported("use truncation='auto', or shorten the input", [])
-    moderation: Any = unsupported(NOT_HERE)
+    moderation: Any = unsupported("quire has no moderation model; use hooks of the server")
     max_tokens: Any = unsupported("use max_output_tokens")
     max_completion_tokens: Any = unsupported("use max_output_tokens")
     reasoning_effort: Any = unsupported("use reasoning.effort")
     truncate_prompt_tokens: Any = unsupported("use truncation='auto', which keeps what fits")
     previous_input_messages: Any = unsupported("send them as items of input", [])
-    enable_response_messages: Any = unsupported(NOT_HERE, False)
-    kv_transfer_params: Any = unsupported(NOT_HERE, {})
+    enable_response_messages: Any = unsupported("read the items of output", False)
+    kv_transfer_params: Any = unsupported("use it in /v1/chat/completions", {})

@@ -37,6 +37,7 @@ from quire.serve.bodies.protocol import (
 )
 
 MAX_SAMPLING_FIELDS = 64
+NO_EXTRA_ARGS = "quire reads no extra arguments; kv_transfer_params is a field of the body"
 NO_FEATURES = "send images in messages of /v1/chat/completions"
 
 Prompts = Annotated[
@@ -69,7 +70,7 @@ class VllmSampling(SampledBody):
     flat_logprobs: Ignored
     output_kind: Ignored
     skip_reading_prefix_cache: Ignored
-    extra_args: Any = unsupported("it is not supported; remove it", {})
+    extra_args: Any = unsupported(NO_EXTRA_ARGS, {})
 
 
 SamplingObject = Annotated[VllmSampling, at_most(MAX_SAMPLING_FIELDS)]

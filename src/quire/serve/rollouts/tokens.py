@@ -24,6 +24,7 @@ from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.protocol import CompletionRequest
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
+from quire.serve.errors import own_fields
 from quire.serve.http.middleware import new_id
 from quire.serve.http.sse import DONE, encode, event, start_stream, unless_disconnected
 from quire.serve.pipeline.answer import Answer, UsageCounter, weights_fields, without_tokens
@@ -45,7 +46,8 @@ async def generate(body: TokensBody, request: fastapi.Request, api: Api) -> Resp
     completion = tokens_completion(body)
     usage = usage_chunks(completion, api.config)
     plan = plan_completion(api, completion, request.scope, new_id("gen"), usage)
-    texts = await start_text(api, plan, body.token_ids)
+    with own_fields({"prompt": "token_ids"}):
+        texts = await start_text(api, plan, body.token_ids)
     counter = texts.choices[0][0].usage
     names = TokenNames(None, as_ids=True)
     choices = [TokensChoice(index, plan.body, counter, names) for index in range(completion.n or 1)]

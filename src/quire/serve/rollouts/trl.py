@@ -20,7 +20,7 @@ from quire.serve.bodies.inner_fields import check_inner
 from quire.serve.bodies.open_body import check_neutral
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
-from quire.serve.errors import ApiError
+from quire.serve.errors import ApiError, own_fields
 from quire.serve.http.sse import encode, unless_disconnected
 from quire.serve.native import admin, trainer
 from quire.serve.openai.chat_completions import chat_answer
@@ -55,7 +55,8 @@ generating_router = fastapi.APIRouter(route_class=BoundedRoute)
 async def generate(body: RolloutBody, request: fastapi.Request, api: Api) -> Response:
     """Continue each prompt n times. The answer has token ids and log-probabilities, no text."""
     _check(body, request)
-    answer, _ = await completion_answer(rollout_completion(body), request, api)
+    with own_fields({"prompt": "prompts"}):
+        answer, _ = await completion_answer(rollout_completion(body), request, api)
     [found] = await unless_disconnected(request.receive, _wholes([answer]))
     prompt_ids = [list(job.request.prompt_token_ids) for job in answer.jobs]
     return _json(rollouts_json(prompt_ids, found["choices"]))
@@ -79,7 +80,8 @@ async def score(body: SequencesBody, request: fastapi.Request, api: Api) -> Resp
     """Return the log-probabilities of the tokens of each sequence, after its prompt."""
     check_neutral(body)
     completion = sequences_completion(body, api.client.ready)
-    answer, _ = await completion_answer(completion, request, api)
+    with own_fields({"prompt": "sequences"}):
+        answer, _ = await completion_answer(completion, request, api)
     [found] = await unless_disconnected(request.receive, _wholes([answer]))
     choices, lengths = found["choices"], body.prompt_lengths
     if body.response_format == "binary":

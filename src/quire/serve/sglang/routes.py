@@ -9,15 +9,22 @@ from starlette.responses import Response
 from quire.serve.bodies.constraints import with_warnings
 from quire.serve.bodies.reading import BoundedRoute
 from quire.serve.context import Api
+from quire.serve.errors import own_fields
 from quire.serve.http.middleware import new_id
 from quire.serve.http.sse import encode, start_stream, unless_disconnected
 from quire.serve.pipeline.answer import Answer
 from quire.serve.pipeline.plan import plan_completion
 from quire.serve.pipeline.text import start_texts
-from quire.serve.sglang.as_completion import completion_of, prompts_of
+from quire.serve.sglang.as_completion import RENAMED, completion_of, prompts_of
 from quire.serve.sglang.checks import check_sampling
 from quire.serve.sglang.protocol import TextsBody
 from quire.serve.sglang.writer import Continuation, Options, Writer
+
+# Fields of a completion -> SGLang's, in errors.
+OWN = {
+    "max_tokens": "max_new_tokens", "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num", **{ours: own for own, ours in RENAMED.items()},
+}  # fmt: skip
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -30,10 +37,11 @@ async def generate(body: TextsBody, request: fastapi.Request, api: Api) -> Respo
     completion, (prompts, is_list) = completion_of(body), prompts_of(body)
     # The default length is reduced to what fits; a requested one is not.
     is_default = body.sampling_params is None or body.sampling_params.max_new_tokens is None
-    plan = plan_completion(api, completion, request.scope, new_id("gen"), is_lenient=is_default)
-    if body.data_parallel_rank is not None:
-        plan = replace(plan, core_id=body.data_parallel_rank)
-    texts = await start_texts(api, plan, prompts)
+    with own_fields(OWN | {"prompt": "input_ids" if body.text is None else "text"}):
+        plan = plan_completion(api, completion, request.scope, new_id("gen"), is_lenient=is_default)
+        if body.data_parallel_rank is not None:
+            plan = replace(plan, core_id=body.data_parallel_rank)
+        texts = await start_texts(api, plan, prompts)
     answer = Answer(api.client, texts.plan, {}, texts.jobs, texts.choices, texts.hooks)
     start_len = -1 if body.logprob_start_len is None else body.logprob_start_len
     options = Options(completion.logprobs, start_len, bool(body.return_text_in_logprobs))
