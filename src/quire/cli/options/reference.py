@@ -26,7 +26,7 @@ SETTINGS_HEAD = f"""\
 Settings are flags of `quire serve` and keys of the YAML file of `--config`. All but the
 groups Server and Security and rows marked "Not in `LLM(...)`" are arguments of `LLM(...)`, too.
 
-- `--max-model-len 4k` overrides `max-model-len: 4k` in a file, and is `max_model_len=4096` in Python.
+- `--max-model-len 4k` overrides `max-model-len: 4k` in a file. In Python: `max_model_len=4096`.
 - Numbers may end in `k`, `m`, `g` (powers of 1,000) or `K`, `M`, `G` (powers of 1,024).
 - The `--no-` form turns a switch off: `--no-enable-prefix-caching`. In a file: `true` or `false`.
 - A flag takes several values one after the other: `--api-key a b`. In a file they are a list.
