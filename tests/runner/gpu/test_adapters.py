@@ -322,6 +322,16 @@ def test_a_change_that_failed_comes_again(bench: Bench) -> None:
     assert bench.plan([1]) is bench.adapters.at_rest
 
 
+def test_rows_that_the_device_never_got_come_again(bench: Bench) -> None:
+    """A step that fails before its rows are sent is repeated in halves, which are shorter."""
+    bench.load(0, "x")
+    bench.plan([0, 1, 2, 3], dict.fromkeys(range(4), "x"))
+    assert bench.calls(bench.plan([0, 1]))[-1] == [0, 0]
+    bench.plan([2, 3])
+    assert bench.calls(bench.plan([0, 1, 2, 3]))[-1] == [0, 0, 0, 0]
+    assert bench.plan([3, 2, 1, 0]) is bench.adapters.at_rest
+
+
 def test_a_late_device_gets_changes_in_their_order(bench: Bench) -> None:
     """Three steps are planned before the first one runs."""
     bench.load(0, "x")
