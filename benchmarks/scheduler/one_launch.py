@@ -25,7 +25,8 @@ def launches() -> dict[str, Callable[[], object]]:
     """Return launches of kernels by name; their memory is allocated."""
     from quire.ops.kernels import norm
 
-    x_TD, weight_D = torch.zeros(4, 1024, dtype=torch.bfloat16), torch.ones(1024)
+    x_TD = torch.zeros(4, 1024, dtype=torch.bfloat16)
+    weight_D = torch.nn.Parameter(torch.ones(1024), requires_grad=False)
     kernel, out_TD, total_TD = norm._rms_norm_kernel, x_TD.clone(), x_TD.clone()
     given = x_TD, x_TD, weight_D, out_TD, total_TD, 1024, 0, 1, 1e-6
     options = {"WIDTH": 1024, "AHEAD": False, "num_warps": 2}

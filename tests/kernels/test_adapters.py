@@ -112,8 +112,9 @@ ROWS = [BASE, 2, 1, BASE, 4, 3, 2, 1, BASE]
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ranks_of_one_step_with_rows_of_the_base(
-    is_fixed: bool, dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, is_fixed: bool, device: torch.device
 ) -> None:
     """Prompts and single tokens, an empty row and padding."""
     found = [{1: merged_layer(rank, seed)} for seed, rank in enumerate(RANKS)]

@@ -31,7 +31,10 @@ def argument_sets() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     found = []
     for _ in range(KINDS):
         pointers = [memory[numbers.choice(list(memory))][numbers.choice((0, 1)) :] for _ in "xo"]
-        integers = [numbers.choice((1, 2, 16, 32, 1 << 40)), numbers.choice((1, 16, 9))]
+        if numbers.random() < 0.5:  # as a layer's weights
+            pointers[0] = torch.nn.Parameter(pointers[0], requires_grad=False)
+        strides = (1, 2, 16, 32, 1 << 31, 1 << 40, -(1 << 31))
+        integers = [numbers.choice(strides), numbers.choice((1, 16, 9))]
         scalars = numbers.choice((0.5, 2.0)), numbers.choice((True, False))
         named = {"WIDTH": numbers.choice((16, 32)), "ADD": numbers.choice((1, 1.0, 2))}
         named["num_warps"] = numbers.choice((1, 2))

@@ -3,10 +3,10 @@
 Shape legend: T tokens, K inputs, O outputs of a layer, N outputs of a part, R rank of a part.
 
 A device has a few slots for adapters. Each step says which of its rows use which slot. The rows of
-one adapter are computed together, with the adapter's own rank. Other rows cost nothing. The rows of
-an expert in a mixture are grouped by adapter, too. On a CPU the C++ core (csrc/adapters.h) does
-this within the recorded program, and a row has the same bits alone and in any batch. On a GPU
-kernels do it (kernels/products/adapters.py), and experts have no adapters.
+one adapter are computed together, with the adapter's own rank. On a CPU the C++ core
+(csrc/adapters.h) does this within the recorded program. Other rows cost nothing there, and a row
+has the same bits alone and in any batch. The rows of an expert in a mixture are grouped by adapter,
+too. On a GPU kernels do it (kernels/products/adapters.py), and experts have no adapters.
 """
 
 from collections.abc import Mapping, Sequence

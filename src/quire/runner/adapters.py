@@ -49,6 +49,7 @@ class RowAdapters:
         self._loading = threading.Lock()
         self._arrived: deque[tuple[int, str, Any]] = deque()  # in no slot yet
         self._slots: list[str] = [""] * config.max_loras  # ids
+        self._numbers: dict[str, int] = {}  # slots by id
         self._rows: dict[int, str] = {}  # ids of rows that use an adapter
         self.at_rest: ForwardPart = StepAdapters(adapted.slots)
 
@@ -107,6 +108,7 @@ class RowAdapters:
                 return
             self._arrived.popleft()
             self._slots[slot] = adapter_id
+            self._numbers = {each: number for number, each in enumerate(self._slots)}
             self._put(slot, parts)
 
     def _groups(self, plan: Plan) -> list[Group]:
@@ -120,6 +122,6 @@ class RowAdapters:
         return [(self._slot_of(adapter_id), tokens) for adapter_id, tokens in found.items()]
 
     def _slot_of(self, adapter_id: str) -> int:
-        if adapter_id not in self._slots:
+        if adapter_id not in self._numbers:
             raise EngineError(f"the adapter {adapter_id} is in no slot")
-        return self._slots.index(adapter_id)
+        return self._numbers[adapter_id]

@@ -25,6 +25,7 @@ from quire.engine.recording.files import read_recording
 from quire.engine.start.build import build_core
 from quire.models.checkpoint.source import resolve_model
 from quire.ops.host.native import core
+from quire.runner.warm.model import WarmModel
 from quire.tools.replay import replay_all
 from tests.serve.test_same_bits import Found, found
 from tests.support.cases import slow_but
@@ -230,6 +231,8 @@ def test_the_old_model_is_freed(has_plain_plans: bool, tmp_path: Path) -> None:
     # Without a saved start, the start needs torch and its model.
     cache = str(tmp_path) if has_plain_plans else "off"
     with open_llm(checkpoint("qwen3"), dtype="float32", weight_cache=cache) as llm:
+        built = llm.engine.client.core.executor._built  # type: ignore[attr-defined]
+        assert isinstance(built, WarmModel) == has_plain_plans
         found = (each for each in gc.get_objects() if _is_model(each))
         models = [weakref.ref(each) for each in found if not any(each is o for o in others)]
         assert models

@@ -24,7 +24,9 @@ from quire.base.settings.lora import LoraConfig
 from quire.models.checkpoint.adapter_files import adapter_digest
 from quire.models.load.adapters import AdaptedModel
 from quire.models.load.loading import load_model
+from quire.models.parts import layers
 from quire.ops import gpu
+from quire.ops.elementwise import silu_mul
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.gpu import adapters as gpu_adapters
 from quire.runner.gpu import graphs
@@ -184,11 +186,12 @@ def test_launches_of_a_step_with_and_without_adapters(
     num_steps = found["off"]["_gather_kernel"]
     wanted = {"_slots_kernel": num_steps, "_sort_kernel": num_steps}
     num_layers = load_spec(Path(files.base)).num_layers
-    for name, layers in {"all": 4 * num_layers, "some": 2 * num_layers}.items():
-        more = wanted | dict.fromkeys(("_shrink_kernel", "_expand_kernel"), num_steps * layers)
+    for name, num in {"all": 4 * num_layers, "some": 2 * num_layers}.items():
+        more = wanted | dict.fromkeys(("_shrink_kernel", "_expand_kernel"), num_steps * num)
         assert found[name] - found["off"] == Counter(more)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices")
 def test_an_adapter_of_experts_is_an_error_of_its_request(files: Files, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.1.gate_proj"
@@ -319,6 +322,16 @@ def test_a_change_that_failed_comes_again(bench: Bench) -> None:
     assert bench.plan([1]) is bench.adapters.at_rest
 
 
+def test_rows_that_the_device_never_got_come_again(bench: Bench) -> None:
+    """A step that fails before its rows are sent is repeated in halves, which are shorter."""
+    bench.load(0, "x")
+    bench.plan([0, 1, 2, 3], dict.fromkeys(range(4), "x"))
+    assert bench.calls(bench.plan([0, 1]))[-1] == [0, 0]
+    bench.plan([2, 3])
+    assert bench.calls(bench.plan([0, 1, 2, 3]))[-1] == [0, 0, 0, 0]
+    assert bench.plan([3, 2, 1, 0]) is bench.adapters.at_rest
+
+
 def test_a_late_device_gets_changes_in_their_order(bench: Bench) -> None:
     """Three steps are planned before the first one runs."""
     bench.load(0, "x")
@@ -335,6 +348,22 @@ def test_a_late_device_gets_changes_in_their_order(bench: Bench) -> None:
 def test_a_row_without_its_adapter_is_an_error(bench: Bench) -> None:
     with pytest.raises(EngineError, match="in no slot"):
         bench.plan([1], {1: "x"})
+
+
+def test_a_layer_with_adapters_is_not_fused_with_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fused launches would leave the adapters out."""
+    monkeypatch.setattr(layers, "fuses", lambda *_, **__: True)
+    monkeypatch.setattr(layers, "gates", lambda *_: True)
+    x = torch.ones(1, 4)
+    layer = layers.Linear(["a"], 4, [8], layers.ParamFactory(torch.float32, CPU))
+    layer.weight.zero_()
+    assert layer.fuses(x) and layer.fuses(x, has_norm=True)
+    slots: Any = SimpleNamespace(add=lambda out, x, number: out.fill_(number))
+    layer.adapted = slots, 3
+    assert not layer.fuses(x) and not layer.fuses(x, has_norm=True)
+    assert torch.equal(layer.forward_gated(x, silu_mul), silu_mul(torch.full((1, 8), 3.0)))
 
 
 def test_a_layer_of_experts_is_not_adapted(tmp_path: Path, monkeypatch: Any) -> None:

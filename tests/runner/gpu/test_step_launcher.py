@@ -4,9 +4,11 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from quire.base.errors import EngineError
 from quire.base.messages import Request
 from quire.base.requests.sampling_params import SamplingParams
+from quire.models.checkpoint.adapter_files import adapter_digest
 from quire.ops.host.native import core
 from quire.ops.kernels import row_deltas
 from quire.ops.kernels.launch import INTERPRETED
@@ -24,9 +27,12 @@ from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.slots import MAX_DELTAS, Chunk, SlotRing
 from quire.runner.gpu.step_launcher import StepLauncher, arguments_of, make_launcher
 from quire.runner.setup.assemble import empty_rows
+from quire.runner.setup.built import BuiltRunner
 from quire.runner.step_ops import Sampling, SamplingFlags, SamplingRequests, StepLists, merged
 from tests.runner.gpu.test_kernel_ops import KINDS, run, run_on_the_host
 from tests.runner.gpu.test_model_runner import build, drive, requests
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.adapters import adaptable_shapes, write_adapter
 from tests.support.runner.fake_cuda import FakeCuda
 from tests.support.runner.fake_driver import (
     NEEDED,
@@ -68,6 +74,35 @@ class TestEngine:
         found = drive(build("triton", native_launch=True, compilation="full"), devices[-1])
         with on_the_host():
             assert found == drive(build("torch"))
+
+    def test_steps_with_adapters_are_launched_too(
+        self, devices: list[LaunchedDevice], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """While neither slots nor rows change, the graph needs nothing from the host."""
+        path = write_adapter(tmp_path / "adapter", adaptable_shapes(checkpoint("llama")), 3)
+        adapter_id, num_launched = adapter_digest(path), [0]
+        launch = StepLauncher.launch
+
+        def counted(*its: Any) -> Any:
+            num_launched[0] += 1
+            return launch(*its)
+
+        def make() -> list[Request]:
+            first, second = requests(8)[:2]
+            return [first, msgspec.structs.replace(second, adapter_id=adapter_id)]
+
+        def build_with(backend: str, **settings: Any) -> BuiltRunner:
+            built = build(backend, enable_lora=True, pipeline_depth=1, **settings)
+            built.load_adapter(1, adapter_id, str(path))
+            return built
+
+        monkeypatch.setattr(StepLauncher, "launch", counted)
+        built = build_with("triton", native_launch=True, compilation="full")
+        found = drive(built, devices[-1], make=make)
+        assert num_launched[0] > 4
+        with on_the_host():
+            assert found == drive(build_with("torch"), make=make)
+            assert found != drive(build("torch"), make=lambda: requests(8)[:2])
 
     def test_a_step_takes_three_calls(
         self, devices: list[LaunchedDevice], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch

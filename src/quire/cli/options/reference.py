@@ -23,15 +23,15 @@ SETTINGS_HEAD = f"""\
 
 {MARK}
 
-Settings are flags of `quire serve` and keys of the YAML file of `--config`. All but the
+Settings are flags of `quire serve` (see `--help`) and keys of the YAML file of `--config`. All but
 groups Server and Security and rows marked "Not in `LLM(...)`" are arguments of `LLM(...)`, too.
 
-- `--max-model-len 4k` overrides `max-model-len: 4k` in a file. In Python: `max_model_len=4096`.
+- `--max-model-len 4k` is `max-model-len: 4k` in a file, and `max_model_len=4096` in Python.
+- A flag overrides the file, and the file overrides the default.
 - Numbers may end in `k`, `m`, `g` (powers of 1,000) or `K`, `M`, `G` (powers of 1,024).
 - The `--no-` form turns a switch off: `--no-enable-prefix-caching`. In a file: `true` or `false`.
 - A flag takes several values one after the other: `--api-key a b`. In a file they are a list.
 - A part of a JSON setting may be a flag: `--speculative-config.method ngram`.
-- `quire serve --help GROUP` shows a group of this page in the terminal, `--help all` every group.
 """
 OTHERS_HEAD = f"""\
 # Flags of other engines

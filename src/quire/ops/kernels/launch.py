@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.nn import Parameter
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
@@ -25,6 +26,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+LIMIT = 1 << 31  # of integers that Triton passes with 32 bits
 MASK = 15  # Triton specialises for addresses and integers that are multiples of 16
 Key = tuple[Any, ...]
 
@@ -108,11 +110,12 @@ class PreparedLaunches:
     each launch. The key here holds what the specialisation depends on, and no more:
 
         tensor                      dtype, and its address modulo 16
-        integer                     whether it is 1, its remainder modulo 16, and its words
+        integer                     whether it is 1, its remainder modulo 16, and its width
         floating-point number       its type
         truth, constant or option   its type and value
 
-    An argument of any other kind leaves the launch to Triton, and so does a hook of a profiler.
+    Constants are hashable. An argument of any other kind leaves the launch to Triton, and so does a
+    hook of a profiler.
     """
 
     def __init__(self, params: Sequence[Any]) -> None:
@@ -152,10 +155,10 @@ class PreparedLaunches:
         parts: list[Any] = [driver.active.get_current_device(), len(args)]
         for value, is_constant in zip(args, self._is_constant, strict=False):
             kind = type(value)
-            if kind is torch.Tensor and not is_constant:
+            if (kind is torch.Tensor or kind is Parameter) and not is_constant:
                 parts += value.dtype, value.data_ptr() & MASK
             elif kind is int and not is_constant:
-                parts += value == 1, value & MASK, value.bit_length() // 32
+                parts += value == 1, value & MASK, -LIMIT <= value < LIMIT, value >> 63
             elif kind is float and not is_constant:
                 parts.append(float)
             elif is_constant or value is None or kind is bool:
@@ -163,7 +166,7 @@ class PreparedLaunches:
             else:
                 return None
         kinds = tuple(map(type, named.values()))
-        if torch.Tensor in kinds:
+        if torch.Tensor in kinds or Parameter in kinds:
             return None
         return (*parts, *named, *kinds, *named.values())
 

@@ -155,6 +155,7 @@ class DeviceSlots:
         return -(-number // size) * size
 
 
+UNKNOWN = -2  # no slot has this number
 Arrived = tuple[int, PackedAdapter]  # a slot, and the adapter for it
 
 
@@ -215,6 +216,8 @@ class DeviceRowAdapters(RowAdapters):
         is_known = self._done == self._planned and np.array_equal(rows, self._known[: len(rows)])
         if is_known and not self._waiting:
             return self.at_rest
+        if self._done != self._planned:
+            self._known.fill(UNKNOWN)  # an earlier change may never reach the device
         self._known[: len(rows)] = rows
         self._planned += 1
         arrived, number = tuple(self._waiting), self._planned

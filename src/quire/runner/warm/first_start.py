@@ -11,6 +11,7 @@ import torch
 from quire.base.settings.config import EngineConfig
 from quire.models.checkpoint.source import ModelSource
 from quire.models.model import Model
+from quire.models.registry import OWN
 from quire.ops.trace.program import Untraceable, here
 from quire.runner.native_model import NativeModel
 from quire.runner.warm.blocks import WarmBlocks
@@ -31,8 +32,8 @@ def without_torch(
     if not isinstance(native, NativeModel) or not isinstance(native.model, Model):
         return None
     is_saved = path_for(config, source) is not None and can_save_start(built.spec)
-    if not is_saved or built.host_limits is not None:
-        return None
+    if not is_saved or built.host_limits is not None or built.spec.model_type not in OWN:
+        return None  # the head of a plug-in's model may do more than the core's operations
     try:
         programs = _traced_programs(native)
     except Untraceable:

@@ -54,7 +54,7 @@ class Tile:
 
 
 FEW, MANY = Tile(16, 128, 128), Tile(64, 64, 128)
-FEW_FLOAT32, MANY_FLOAT32 = Tile(16, 64, 64), Tile(64, 32, 64)
+FEW_FLOAT32, MANY_FLOAT32 = Tile(16, 64, 64), Tile(64, 32, 32)
 
 
 @dataclass(frozen=True)
