@@ -93,8 +93,8 @@ if TYPE_CHECKING:
 
 
 def connect_stores(core: EngineCore, cache: CacheConfig, side: "DeviceSide", clock: Clock) -> None:
-    """Open the configured stores, or connect to those that ranks have opened, and attach them to
-    the core. Raises ConfigError if a store cannot be opened, prefix caching is off, or the
+    """Open the configured stores, or connect to the stores of the ranks, and attach them to the
+    core. Raises ConfigError if a store cannot be opened, prefix caching is off, or the
     attention backend does not share its blocks."""
     settings = cache.stores
     if not settings:

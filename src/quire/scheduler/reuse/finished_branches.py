@@ -5,14 +5,14 @@
                       +- turn 3
 
 An agent forks its context for subagents, and continues it when they have ended. A client that edits
-or repeats a turn also leaves a branch behind. Nobody continues such a branch. But its blocks were
-used last, so they would stay cached longer than those of waiting conversations.
+or repeats a turn also leaves a branch behind. Such a branch is not continued. But its blocks were
+used last, so they would stay cached longer than the blocks of waiting conversations.
 
 A prompt continues a turn if it begins with all full blocks of the turn's prompt and answer. Then
 the other branches from the end of this turn are finished, unless one of their requests is open.
-Their blocks become the next to evict, on the device and in host memory. This is a guess: if a
-branch is continued after all, the blocks that it uses count as used again. So a wrong guess can
-cost time, and changes no answer.
+Their blocks become the next to evict, on the device and in host memory. If a branch is continued
+after all, the blocks that it uses count as used again. So a mistake can cost time, and changes no
+answer.
 """
 
 from collections import OrderedDict
@@ -34,8 +34,8 @@ MAX_BLOCKS = 1 << 18  # names of all remembered turns together: about 20 MB
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One request of a conversation. digests: names of its own full blocks, without those of the
-    turn that it continues. branches: requests that continue it."""
+    """One request of a conversation. digests: names of its own full blocks, which follow the
+    blocks of the turn that it continues. branches: requests that continue it."""
 
     is_open: bool = True
     digests: list[bytes] = field(default_factory=list)

@@ -58,7 +58,7 @@ class Keeping:
 
     @property
     def backlog(self) -> int:
-        """Number of blocks in flight or waiting for the store that has the most of them."""
+        """Number of blocks in flight or waiting for the store with the longest backlog."""
         pairs = zip(self._num_in_flight, self._waiting, strict=True)
         return max(num + len(waiting) for num, waiting in pairs)
 
