@@ -245,7 +245,7 @@ class SchedulerConfig:
         plugins=POLICIES,
     )
     scheduler_extensions: tuple[str, ...] = setting(
-        (), "rules of the scheduler: `sessions`, or those of packages or `FILE.py:CLASS`"
+        (), "rules of the scheduler: `sessions`, rules of packages, or `FILE.py:CLASS`"
     )
     preemption_mode: str = setting(
         "auto",
