@@ -9,8 +9,7 @@ texts come from the documentation. Both servers generate the same number of toke
 
 llama.cpp's server is `python -m llama_cpp.server`, of `llama-cpp-python[server]`. It has one
 context, and gets a cache in memory for the states of all sessions. Both get all cores and memory
-for all sessions. Computed tokens are those that the servers report: quire in `usage`, llama.cpp in
-its log.
+for all sessions. quire reports computed tokens in `usage`, llama.cpp in its log.
 """
 
 import argparse
@@ -80,7 +79,7 @@ class Turn:
 
 @dataclass
 class Served:
-    """What one server did with a cell's sessions."""
+    """Times and counts of one server with a cell's sessions."""
 
     turns: list[Turn] = field(default_factory=list)
     seconds: float = 0.0
@@ -194,7 +193,7 @@ def llama_command(python: str, path: Path, cell: Cell, port: int) -> list[str]:
         "--port", str(port), "--n_ctx", str(cell.length), "--n_batch", "512",
         "--n_threads", threads, "--n_threads_batch", threads, "--logits_all", "false",
         "--cache", "true", "--cache_type", "ram", "--cache_size", str(CACHE_BYTES),
-        "--verbose", "true",
+        "--interrupt_requests", "false", "--verbose", "true",
     ]  # fmt: skip
 
 

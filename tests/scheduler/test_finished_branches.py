@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quire.base.plan import StepResult
-from quire.base.settings.config import OWN_EXTENSIONS, SchedulerConfig
+from quire.base.plugins import OWN_EXTENSIONS
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.policy.extensions import BUILT_IN

@@ -5,7 +5,7 @@ import pytest
 from quire.base.kv_orders import Item, Keep, Order
 from quire.kv.manager import KVManager
 from quire.scheduler.reuse import keeping as module
-from quire.scheduler.reuse.keeping import Keeping, Tickets
+from quire.scheduler.reuse.keeping import HostHolds, Keeping, Tickets
 from quire.spec.cache_group import CacheGroup
 
 GROUP = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
@@ -139,3 +139,45 @@ def test_few_large_blocks_are_in_flight_at_once(
     lab = Lab(monkeypatch)
     monkeypatch.setattr(module, "MAX_KEEP_BYTES", 120)
     assert Keeping(lab.tier, lab.orders, 1, sizes, Tickets()).max_blocks == num
+
+
+# ---- waiting requests ------------------------------------------------------------------------
+
+
+def lab() -> tuple[KVManager, HostHolds, list[tuple[int, bytes]]]:
+    """Host memory full of 8 blocks, of which requests may hold 2."""
+    kv = KVManager((GROUP,), (4,), 4, host_limits=(8,))
+    assert kv.tier is not None
+    names = [(0, b"%d" % i) for i in range(8)]
+    for g, digest in names:
+        block = kv.tier.allocate(g)
+        assert block is not None
+        kv.tier.keep_fetched(g, block, digest)
+    return kv, HostHolds(kv.tier), names
+
+
+def test_held_blocks_are_not_evicted() -> None:
+    kv, holds, names = lab()
+    assert kv.tier is not None
+    holds.hold("r", names[:2])
+    for i in range(6):
+        block = kv.tier.allocate(0)
+        assert block is not None
+        kv.tier.keep_fetched(0, block, b"new %d" % i)
+    assert [kv.tier.lookup(*name) is not None for name in names] == [True] * 2 + [False] * 6
+    kv.host_pools[0].check_invariants(holds.held_blocks(0))
+
+
+def test_all_requests_together_hold_a_share_and_let_go() -> None:
+    kv, holds, names = lab()
+    holds.hold("one", [names[0], (0, b"nowhere")])
+    holds.hold("two", names[1:])
+    assert len(holds.held_blocks(0)) == 2
+    holds.hold("one", names[5:6])
+    assert len(holds.held_blocks(0)) == 2, "instead of what it held"
+    holds.release("two")
+    holds.release("two")
+    assert len(holds.held_blocks(0)) == 1
+    holds.release_all()
+    assert not holds.held_blocks(0)
+    kv.host_pools[0].check_invariants([])

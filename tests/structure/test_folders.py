@@ -38,9 +38,9 @@ BUDGETS = {
     "engine/ranks": 3600,
     "engine/ranks/ray": 480,
     "engine/recording": 870,
-    "engine/start": 1240,
+    "engine/start": 1170,
     "engine/wire": 1080,
-    "kv": 1890,
+    "kv": 1900,
     "models": 1290,
     "models/checkpoint": 1170,
     "models/encoders": 260,
@@ -89,7 +89,7 @@ BUDGETS = {
     "scheduler/core": 3840,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-    "scheduler/reuse": 2420,
+    "scheduler/reuse": 2480,
     "serve": 2930,
     "serve/anthropic": 950,
     "serve/batches": 2320,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 902, 130_410
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 903, 130_330
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
@@ -132,7 +132,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6_890
+MAX_CORE_LINES = 6_900
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 

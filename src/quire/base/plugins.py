@@ -80,6 +80,7 @@ EXTENSIONS = PluginKind(
     ("find", "named", "limit", "accept", "enter", "leave", "expire", "updated"),
     any_of=True,
 )
+OWN_EXTENSIONS = ("sessions",)  # names of quire's own scheduler extensions
 KINDS = (
     POLICIES, EXTENSIONS, EVICTION_POLICIES, BLOCK_HASHES, ATTENTION_BACKENDS, MODELS, CONNECTORS,
     TRANSFERS, DRAFTERS, TOOL_FORMATS, REASONING_FORMATS, HOOKS, LOGITS_PROCESSORS,

@@ -418,6 +418,15 @@ class KVManager:
             for digest in digests:
                 pool.forget(digest)
 
+    def evict_soon(self, digests: Iterable[bytes]) -> None:
+        """Make the cached blocks of these names the next to evict, the last one first. States have
+        an order of their own."""
+        kept = [g for g, group in enumerate(self.groups) if group.kind != STATE]
+        for digest in digests:
+            for g in kept:
+                self.pools[g].evict_soon(digest)
+                self.host_pools[g].evict_soon(digest)
+
     def _is_on_device(self, g: int, digest: bytes) -> bool:
         block_id = self.pools[g].lookup(digest)
         return block_id is not None and block_id not in self.states.unwritten[g]

@@ -221,9 +221,11 @@ def test_a_backend_without_shared_blocks_is_refused() -> None:
 # ---- engines ---------------------------------------------------------------------------------
 
 
-def run(directory: Path | None, **settings: Any) -> tuple[list[list[int]], list[int]]:
+def run(
+    directory: Path | None, architecture: str = "llama", **settings: Any
+) -> tuple[list[list[int]], list[int]]:
     """Answers of an engine of its own to prompts one after the other, and their cached tokens."""
-    model = text_checkpoint("llama")
+    model = text_checkpoint(architecture)
     few = {
         "kv_cache_memory_bytes": pool_bytes(model, 20, 4, 4),
         "max_model_len": 64,
@@ -255,13 +257,18 @@ def test_engines_of_the_same_ranks_find_blocks_in_a_directory(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [STAGES, STAGES | TWO, TWO | {"decode_context_parallel_size": 2}, {"kv_eager": True} | TWO],
-)
+@pytest.mark.parametrize("layout", [STAGES, STAGES | TWO, {"kv_eager": True} | TWO])
 def test_all_divisions_of_a_model_find_their_blocks(layout: dict[str, Any], tmp_path: Path) -> None:
     wanted = run(None)[0]
-    run(tmp_path, **TWO, kv_store=("dir:" + str(tmp_path),))
+    run(tmp_path, **TWO)
     others = [] if "kv_eager" in layout else [NOTHING]
     for cached in [*others, ALL]:
         assert run(tmp_path, **layout) == (wanted, cached)
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_the_tokens_of_a_block_find_their_parts(tmp_path: Path) -> None:
+    layout = TWO | {"decode_context_parallel_size": 2}
+    wanted = run(None, "multi_query")[0]
+    for cached in (NOTHING, ALL):
+        assert run(tmp_path, "multi_query", **layout) == (wanted, cached)

@@ -21,6 +21,7 @@ from quire.base.plugins import (
     GPU_ATTENTION,
     HOOKS,
     LOGITS_PROCESSORS,
+    OWN_EXTENSIONS,
     POLICIES,
 )
 from quire.base.settings.cache_config import CacheConfig
@@ -62,7 +63,6 @@ JSON_SETTINGS = (
     *JSON_OF_MODEL,
 )  # fmt: skip
 AUTO_LENGTH = -1  # max_model_len that fits the memory
-OWN_EXTENSIONS = ("sessions",)  # names of quire's own scheduler extensions
 AT_LEAST_ONE = (  # settings of the scheduler
     "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "pipeline_depth",
     "encoder_cache_tokens",
@@ -245,9 +245,7 @@ class SchedulerConfig:
         plugins=POLICIES,
     )
     scheduler_extensions: tuple[str, ...] = setting(
-        (),
-        "sources of prefix hits and rules of the scheduler: `sessions` evicts finished branches of"
-        " conversations first; others are of packages or `FILE.py:CLASS`",
+        (), "rules of the scheduler: `sessions`, rules of packages, or `FILE.py:CLASS`"
     )
     preemption_mode: str = setting(
         "auto",

@@ -59,9 +59,8 @@ def check_stores(cache: CacheConfig) -> None:
     for setting in cache.stores:
         if setting.partition(":")[0] in ONE_PROCESS:
             raise ConfigError(
-                f"{SecretUrl(setting)!r} shares the host memory of one process, and the blocks of"
-                " this model are divided among ranks; use dir:PATH, shm:NAME or a store server, or"
-                " one device without distributed_executor_backend."
+                f"{SecretUrl(setting)!r} shares the host memory of one process, but ranks divide"
+                " the blocks of this model; use dir:PATH, shm:NAME or a store server."
             )
 
 
@@ -233,8 +232,8 @@ class PartedStores:
 def combine(parts: Sequence[Answer], num_stages: int) -> Answer:
     """Return one answer of an order's answers by rank. A block is there if all its parts are.
 
-    The duration is chosen so that the rate is that of one rank's parts: `block_bytes` of the
-    scheduler covers the layers of all stages, and the heads of one rank."""
+    The duration gives the rate of one rank's parts. `block_bytes` of the scheduler covers the
+    layers of all stages, and the heads of one rank."""
     first, replace = parts[0], msgspec.structs.replace
     ok = [all(each) for each in zip(*map(_found, parts), strict=True)]
     if isinstance(first, LookedUp):

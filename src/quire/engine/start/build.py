@@ -92,17 +92,10 @@ if TYPE_CHECKING:
     from quire.ops.blocks.host_blocks import HostBlocks
 
 
-def connect_stores(
-    core: EngineCore,
-    cache: CacheConfig,
-    memory: "HostBlocks | None",
-    backend_name: str,
-    clock: Clock,
-    connect_ranks: "ConnectRanks | None" = None,
-) -> None:
-    """Open the configured stores and attach them to the core. memory: host memory of the blocks.
-    connect_ranks: connects to the stores that ranks have opened. Raises ConfigError if a store
-    cannot be opened, prefix caching is off, or the attention backend does not share its blocks."""
+def connect_stores(core: EngineCore, cache: CacheConfig, side: "DeviceSide", clock: Clock) -> None:
+    """Open the configured stores, or connect to the stores of the ranks, and attach them to the
+    core. Raises ConfigError if a store cannot be opened, prefix caching is off, or the
+    attention backend does not share its blocks."""
     settings = cache.stores
     if not settings:
         return
@@ -111,14 +104,15 @@ def connect_stores(
             f"{settings[0]} has no effect without prefix caching; remove it, or set"
             " enable_prefix_caching."
         )
-    if connect_ranks is not None:
-        opened = connect_ranks(core.bell.ring)
+    if side.connect_stores is not None:
+        opened = side.connect_stores(core.bell.ring)
         core.attach(StoresAttachment(opened, clock, settings))
         return
+    memory = side.host_blocks
     if memory is None:
         raise ConfigError(
-            f"the attention backend {backend_name} does not share its blocks, which {settings[0]}"
-            " needs; remove it, or use another attention_backend."
+            f"the attention backend {side.model.backend_name} does not share its blocks, which"
+            f" {settings[0]} needs; remove it, or use another attention_backend."
         )
     memory.allocate_early()
     answers: SimpleQueue[Answer] = SimpleQueue()
@@ -283,9 +277,7 @@ def _build_core(
     )
     if (limit := config.scheduler.max_num_queued_reqs) is not None:
         core.attach(QueueLimit(core.scheduler, limit))
-    connect_stores(
-        core, config.cache, side.host_blocks, built.backend_name, clock, side.connect_stores
-    )
+    connect_stores(core, config.cache, side, clock)
     adapters = None
     if config.lora.enable_lora:
         adapters = AdapterUse(config.lora.max_loras, core.scheduler.requests)

@@ -5,14 +5,14 @@
                       +- turn 3
 
 An agent forks its context for subagents, and continues it when they have ended. A client that edits
-or repeats a turn also leaves a branch behind. Nobody continues such a branch. But its blocks were
-used last, so they would stay cached longer than those of waiting conversations.
+or repeats a turn also leaves a branch behind. Such a branch is not continued. But its blocks were
+used last, so they would stay cached longer than the blocks of waiting conversations.
 
 A prompt continues a turn if it begins with all full blocks of the turn's prompt and answer. Then
 the other branches from the end of this turn are finished, unless one of their requests is open.
-Their blocks become the next to evict, on the device and in host memory. This is a guess: if a
-branch is continued after all, the blocks that it uses count as used again. So a wrong guess can
-cost time, and changes no answer.
+Their blocks become the next to evict, on the device and in host memory. If a branch is continued
+after all, the blocks that it uses count as used again. So a mistake can cost time, and changes no
+answer.
 """
 
 from collections import OrderedDict
@@ -28,15 +28,14 @@ from quire.scheduler.core.extension import (
     StepExtension,
 )
 from quire.scheduler.core.sequence import Sequence
-from quire.spec.cache_group import STATE
 
 MAX_BLOCKS = 1 << 18  # names of all remembered turns together: about 20 MB
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One request of a conversation. digests: names of its own full blocks, without those of the
-    turn that it continues. branches: requests that continue it."""
+    """One request of a conversation. digests: names of its own full blocks, which follow the
+    blocks of the turn that it continues. branches: requests that continue it."""
 
     is_open: bool = True
     digests: list[bytes] = field(default_factory=list)
@@ -59,7 +58,6 @@ class FinishedBranches(HitSource, CacheListener, Extension, StepExtension):
 
     def __init__(self, kv: KVManager, max_blocks: int = MAX_BLOCKS) -> None:
         self._kv, self._max_blocks = kv, max_blocks
-        self._groups = [g for g, group in enumerate(kv.groups) if group.kind != STATE]
         self.reset(0.0)
 
     def reset(self, now: float) -> None:
@@ -104,9 +102,8 @@ class FinishedBranches(HitSource, CacheListener, Extension, StepExtension):
     def end_step(self, end: StepEnd, now: float) -> None:
         """See StepExtension: blocks of finished branches that the device has evicted leave host
         memory first, too."""
-        for g, digest in end.settled if self._finished else ():
-            if digest in self._finished:
-                self._kv.host_pools[g].evict_soon(digest)
+        if self._finished:
+            self._kv.evict_soon(d for _, d in end.settled if d in self._finished)
 
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """See Extension: the names of failed sequences may be gone."""
@@ -121,9 +118,7 @@ class FinishedBranches(HitSource, CacheListener, Extension, StepExtension):
         for turn in branch.all():
             for digest in turn.digests:
                 self._finished[digest] = None
-                for g in self._groups:
-                    self._kv.pools[g].evict_soon(digest)
-                    self._kv.host_pools[g].evict_soon(digest)
+            self._kv.evict_soon(turn.digests)
         while len(self._finished) > self._max_blocks:
             self._finished.popitem(last=False)
 

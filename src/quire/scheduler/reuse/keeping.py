@@ -7,16 +7,21 @@ Each store has at most MAX_KEEP_BLOCKS in flight, because its worker refuses ord
 limit. Further blocks wait. To lose a block that no store has costs its computation; to lose a block
 that a store has costs only a fetch. So blocks that wait are held, and host memory evicts others
 first. At most a share of host memory is held in this way; beyond it, blocks are not kept.
+
+The way back is similar. A request waits in the queue with blocks of its prefix in host memory, and
+others evict these. While it looks the lost ones up, it would lose more. So a request that has lost
+blocks once holds the others, and what it fetches, until it gets a row (`HostHolds`).
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from quire.base.kv_orders import Item, Keep, Order
-from quire.kv.host_tier import HostTier, Name
+from quire.kv.host_tier import HostBlock, HostTier, Name
 
 MAX_KEEP_BLOCKS = 256  # blocks in flight to one store
 MAX_KEEP_BYTES = 128 << 20  # bytes in flight to one store; at least one block
+WAITING_SHARE = 4  # waiting requests hold at most 1/WAITING_SHARE of it
 HELD_SHARE = 2  # waiting blocks hold at most 1/HELD_SHARE of a cache group's host memory
 
 
@@ -53,7 +58,7 @@ class Keeping:
 
     @property
     def backlog(self) -> int:
-        """Number of blocks in flight or waiting for the store that has the most of them."""
+        """Number of blocks in flight or waiting for the store with the longest backlog."""
         pairs = zip(self._num_in_flight, self._waiting, strict=True)
         return max(num + len(waiting) for num, waiting in pairs)
 
@@ -105,3 +110,40 @@ class Keeping:
             self._in_flight[ticket] = tuple(items)
             self._num_in_flight[store] += len(items)
             self._orders.append(Keep(store, ticket, tuple(items)))
+
+
+class HostHolds:
+    """Host blocks held for requests, by request id."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier = tier
+        self._left = [limit // WAITING_SHARE for limit in tier.limits]  # blocks that may be held
+        self._held: dict[str, list[HostBlock]] = {}
+
+    def hold(self, request_id: str, names: Iterable[Name]) -> None:
+        """Hold the blocks of these names that are in host memory, instead of the ones held so
+        far."""
+        self.release(request_id)
+        found: list[HostBlock] = []
+        for g, digest in names:
+            block = self._tier.borrow(g, digest) if self._left[g] else None
+            if block is not None:
+                self._left[g] -= 1
+                found.append((g, block))
+        if found:
+            self._held[request_id] = found
+
+    def release(self, request_id: str) -> None:
+        """Let the blocks of a request go."""
+        for g, block in self._held.pop(request_id, ()):
+            self._left[g] += 1
+            self._tier.release(g, block)
+
+    def release_all(self) -> None:
+        """Let the blocks of all requests go."""
+        for request_id in list(self._held):
+            self.release(request_id)
+
+    def held_blocks(self, group: int) -> list[int]:
+        """Return the held blocks of a cache group, once per hold."""
+        return [block for held in self._held.values() for g, block in held if g == group]

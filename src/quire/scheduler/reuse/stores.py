@@ -39,12 +39,13 @@ from quire.base.messages import KeepCached, ResetPrefixCache
 from quire.base.plan import Plan
 from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver
 from quire.kv.host_tier import HostTier, Name
+from quire.kv.manager import KVBlocks
 from quire.scheduler.core.extension import Extension, Handler, HitSource, StepEnd, StepExtension
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import PROMPT_TAIL, Memory
 from quire.scheduler.core.planning import Planner
 from quire.scheduler.core.sequence import NEVER, Sequence
-from quire.scheduler.reuse.keeping import Keeping, Tickets
+from quire.scheduler.reuse.keeping import HostHolds, Keeping, Tickets
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.views import StoresView
@@ -68,12 +69,14 @@ class StoreHit(StrEnum):
 @dataclass(slots=True)
 class PendingLookup:
     """Request in a look-up or fetch. names: its blocks that are not cached here. is_handed_over:
-    another engine may be sending them to the stores. asked: names of unanswered look-ups, by
-    ticket. found: a store that has the block. tickets: unanswered fetches."""
+    another engine may be sending them to the stores. is_again: it had lost blocks while it was
+    queued. requested: names of unanswered look-ups, by ticket. found: a store that has the block.
+    tickets: unanswered fetches."""
 
     sequence: Sequence
     names: tuple[BlockName, ...]
     is_handed_over: bool = False
+    is_again: bool = False
     requested: dict[int, tuple[BlockName, ...]] = field(default_factory=dict)
     found: dict[BlockName, int] = field(default_factory=dict)
     tickets: set[int] = field(default_factory=set)
@@ -86,6 +89,7 @@ class Stores(HitSource, Extension, StepExtension):
     names of last blocks that are not full; None if they have no names."""
 
     follows_steps = True
+    entries = (True,)  # never empty, so that `begin` is called for each admission
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class Stores(HitSource, Extension, StepExtension):
         self._tickets = Tickets()
         sizes = memory.kv.block_bytes
         self._keeping = Keeping(self._tier, orders, num_stores, sizes, self._tickets)
+        self._holds = HostHolds(self._tier)
         if self.keeps:
             self.offers = Offers(memory.kv, self._tier, kept == COMPUTED, self)
 
@@ -140,15 +145,27 @@ class Stores(HitSource, Extension, StepExtension):
         _, num_expected = sequence.found_elsewhere.get(StoreHit.EXPECTED, (0, 0))
         if not num_expected or self._num_here(sequence) >= num_expected:
             return True
-        if self._begin_wait(sequence):
+        self._hold(sequence)
+        if self._begin_wait(sequence, is_again=True):
             self._lifecycle.park(sequence)
             return False
         self._expect(sequence)
         return True
 
-    def _begin_wait(self, sequence: Sequence) -> bool:
+    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
+        """See HitSource: the plan holds the blocks that it loads."""
+        self._holds.release(sequence.request.request_id)
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Hold the prefix of a request in host memory until it is admitted."""
+        digests, _ = self._memory.names.readable(sequence)
+        groups = range(len(self._memory.kv.groups))
+        names = ((g, digest) for digest in digests for g in groups)
+        self._holds.hold(sequence.request.request_id, names)
+
+    def _begin_wait(self, sequence: Sequence, is_again: bool = False) -> bool:
         """Look up a request. Return whether it waits for that."""
-        if not self.look_up(sequence):
+        if not self.look_up(sequence, is_again):
             return False
         sequence.watch(self)
         sequence.blockers |= {StoreBlocker.REQUESTED}
@@ -242,13 +259,14 @@ class Stores(HitSource, Extension, StepExtension):
         """Return the host blocks that orders in flight name."""
         fetching = self._fetching.values()
         blocks = [block for items in fetching for g, _, block in items if g == cache_group]
-        return blocks + self._keeping.held_blocks(cache_group)
+        held = self._keeping.held_blocks(cache_group) + self._holds.held_blocks(cache_group)
+        return blocks + held
 
     # ---- looking up and fetching -------------------------------------------------------------
 
-    def look_up(self, sequence: Sequence) -> bool:
+    def look_up(self, sequence: Sequence, is_again: bool = False) -> bool:
         """Look up a new request, if stores may have more of its prompt. Return whether it must
-        wait."""
+        wait. is_again: it has lost blocks since its last look-up."""
         kv = self._memory.kv
         digests, num_tokens = self._memory.names.readable(sequence)
         max_blocks = min(len(digests), (num_tokens - 1) // kv.block_size)
@@ -278,7 +296,7 @@ class Stores(HitSource, Extension, StepExtension):
         if self._partial is not None:
             num_before = self._partial.num_blocks_before(sequence)
             names += tuple(chain(*self._partial.to_fetch(sequence, num_before)))
-        wait = PendingLookup(sequence, names, is_handed_over)
+        wait = PendingLookup(sequence, names, is_handed_over, is_again)
         self.waiting[sequence.request.request_id] = wait
         for store in stores:
             self._look_up(wait, store)
@@ -314,6 +332,7 @@ class Stores(HitSource, Extension, StepExtension):
     def forget(self, sequence: Sequence) -> None:
         """Forget a request that has ended. Fetches in flight for it continue."""
         self.waiting.pop(sequence.request.request_id, None)
+        self._holds.release(sequence.request.request_id)
 
     def _take_looked_up(self, answer: LookedUp) -> None:
         wait = self.waiting.get(answer.request_id)
@@ -432,6 +451,8 @@ class Stores(HitSource, Extension, StepExtension):
             return
         sequence = wait.sequence
         del self.waiting[sequence.request.request_id]
+        if wait.is_again:
+            self._hold(sequence)
         self._expect(sequence)
         sequence.blockers -= {StoreBlocker.REQUESTED}
         self._lifecycle.unpark(sequence)
@@ -442,6 +463,7 @@ class Stores(HitSource, Extension, StepExtension):
         """Start over after all names have changed. Waiting requests continue without stores, and
         fetches in flight are dropped. From now on, stores only extend the memory of this engine."""
         self.is_private = True
+        self._holds.release_all()
         self._coming = {}
         for wait in list(self.waiting.values()):
             wait.requested, wait.tickets = {}, set()
