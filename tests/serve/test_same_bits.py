@@ -57,8 +57,8 @@ def open_llm(architecture: str, **settings: Any) -> LLM:
 
 
 QUICK = {  # each architecture and each format, and not each with each
-    "qwen3": tuple(FORMATS),
-    "qwen3_moe": ("float16", "int8", "int4"),
+    "qwen3": ("bfloat16", "int8 keys and values", "int4"),
+    "qwen3_moe": ("float16", "int8"),
     "gpt2": ("float32", "int8 per output"),
 }
 
