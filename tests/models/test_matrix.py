@@ -17,12 +17,17 @@ from tests.models.matrix import (
     write_tiny,
 )
 
+TRIED_ELSEWHERE = ("triton", "swap", "recompute", "kv", "int4")  # tests of their own have them
 NEEDS_CORE = ("cpu", "int8", "int4", "fp8", "kv")
 
 
 def cases() -> list[Any]:
     return [
-        pytest.param(t, name, marks=[] if t == feature.quick else [pytest.mark.slow])
+        pytest.param(
+            t,
+            name,
+            marks=[] if t == feature.quick and name not in TRIED_ELSEWHERE else [pytest.mark.slow],
+        )
         for t in sorted(MODELS)
         for name, feature in FEATURES.items()
     ]
