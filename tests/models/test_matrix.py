@@ -17,7 +17,9 @@ from tests.models.matrix import (
     write_tiny,
 )
 
-TRIED_ELSEWHERE = ("triton", "swap", "recompute", "kv", "int4")  # tests of their own have them
+TRIED_ELSEWHERE = (  # by tests of these alone
+    "chunks", "swap", "recompute", "batch", "triton", "int8", "int4", "fp8", "kv",
+)  # fmt: skip
 NEEDS_CORE = ("cpu", "int8", "int4", "fp8", "kv")
 
 

@@ -217,7 +217,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
         [kind for kind in KINDS if kind != "extras"],
         "penalties and edits",
         "n",
-        "all logprobs",
         "prompt logprobs",
     ),
 )
