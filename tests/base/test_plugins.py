@@ -339,7 +339,7 @@ def test_a_core_in_another_process_finds_them(site: Site, expected: list[list[in
     ("example", "chosen"),
     [
         ("quire_lifo", {"scheduling_policy": "lifo"}),
-        ("quire_slru", {"eviction_policy": "slru"}),
+        pytest.param("quire_slru", {"eviction_policy": "slru"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_policy_of_another_package_cannot_be_recorded(

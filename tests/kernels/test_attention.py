@@ -254,7 +254,7 @@ CLOSE = [torch.float32] if INTERPRETED else DTYPES
 SLOW = {
     "multi_head", "group_20", "block_32", "block_64", "window_1", "window_300", "window_larger",
     "chunk_1", "chunk_64", "chunk_300", "chunk_larger", "head_96", "head_128", "head_256",
-    "soft_cap", "sinks", "spans_uncut",
+    "soft_cap", "sinks", "spans_uncut", "group_7", "window_64", "spans", "chunk_5",
 }  # fmt: skip
 
 

@@ -141,7 +141,7 @@ CASES = {
 }
 
 
-QUICK_CASES = ("plain", "sinks_window", "int8")
+QUICK_CASES = ("sinks_window", "int8")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_attention_of_every_dtype(dtype: torch.dtype, device: torch.device) -> N
         assert torch.equal(got, wanted), name
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 20])
 def test_spans_do_not_change_the_bits_of_others(window: int | None, device: torch.device) -> None:
     """Nor does a span that began in an earlier step, or who else is in the step."""
     case = Case(((0, 75), (20, 40)), 4, cut=SMALL, window=window, spans=((0, 10, 60),))

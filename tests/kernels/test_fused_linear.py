@@ -218,11 +218,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_siz
 
 @pytest.mark.parametrize(
     ("rows", "launches"),
-    [
-        pytest.param(1, 6, marks=pytest.mark.slow),
-        (2, 6),
-        pytest.param(3, 9, marks=pytest.mark.slow),
-    ],
+    [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 6), (2, 6), (3, 9))],
 )
 def test_launches_of_a_layer(
     rows: int,

@@ -15,6 +15,7 @@ from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from tests.kernels.test_attention import COARSE, DTYPES, FINE, TOLERANCE
 from tests.kernels.test_deterministic import SMALL, exact_dot
+from tests.support.cases import slow_but
 from tests.support.kernels.latent_cases import (
     Contents,
     Latents,
@@ -65,7 +66,7 @@ def check(
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *CASES.keys() - {"heads_20", "uncut"}))
 def test_it_is_softmax(name: str, device: torch.device) -> None:
     case, cut = CASES[name]
     steps = [(0, 39, 0, 0, 30), (7, 1, 2, 1, 3)] if name == "parts_of_heads" else STEPS
@@ -83,13 +84,13 @@ def test_deepseeks_shape(num_heads: int, device: torch.device) -> None:
     check(case, FINE, torch.float32, device, [(20, 0), (1, 2)])
 
 
-@pytest.mark.parametrize("num_heads", [4, 40])
+@pytest.mark.parametrize("num_heads", slow_but((4, 40), 4))
 def test_int8_is_softmax_of_what_is_stored(num_heads: int, device: torch.device) -> None:
     case = replace(CASES["mixed"][0], kv_format="int8", num_heads=num_heads)
     check(case, COARSE if num_heads > 32 else FINE, torch.float32, device)
 
 
-@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("is_fixed", slow_but((False, True), True))
 def test_fp8_in_products_of_float16(is_fixed: bool, device: torch.device) -> None:
     """Large queries keep the range of their products. Numbers are those that fp8 has, since the
     interpreter rounds others wrongly."""
@@ -105,7 +106,7 @@ def test_fp8_in_products_of_float16(is_fixed: bool, device: torch.device) -> Non
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-3)
 
 
-@pytest.mark.parametrize("kv_format", ["auto", "int8"])
+@pytest.mark.parametrize("kv_format", slow_but(("auto", "int8"), "auto"))
 def test_a_fixed_cut_gives_the_same_bits(
     kv_format: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

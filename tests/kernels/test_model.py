@@ -13,6 +13,7 @@ from quire import LLM, SamplingParams
 from quire.ops import gpu
 from quire.ops.host import native
 from quire.ops.kernels.launch import INTERPRETED
+from tests.support.cases import slow_but
 from tests.support.models.reference_checkpoints import checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(3 + 9 * i)]} for i in range(3)]
@@ -56,7 +57,13 @@ def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], to
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "olmo2"]
+    "architecture",
+    slow_but(
+        ["llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "olmo2"],
+        "qwen3",
+        "qwen3_moe",
+        "gemma2",
+    ),
 )
 def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None:
     device = "cpu" if INTERPRETED else "cuda"

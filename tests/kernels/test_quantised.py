@@ -47,7 +47,7 @@ from quire.ops.weights.stored_rows import (
     StoredRows,
 )
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
-from tests.support.cases import pairwise
+from tests.support.cases import in_turn
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.paged_forward import run_paged
 
@@ -245,7 +245,7 @@ def test_what_stands_beside_rows_is_not_read(device: torch.device) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
 @pytest.mark.parametrize(
-    ("format", "variant"), pairwise(["int4", "int8", "fp8"], ["llama", "qwen3_tied"])
+    ("format", "variant"), in_turn(["int4", "int8", "fp8"], ["llama", "qwen3_tied"])
 )
 def test_a_model_with_quantised_weights(
     variant: str, format: str, tmp_path: Path, device: torch.device, monkeypatch: Any

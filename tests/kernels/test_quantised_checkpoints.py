@@ -16,6 +16,7 @@ from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.weights.gpu_weights import GPUWeight
 from quire.spec.model_spec import load_spec
 from tests.models.test_quantised_checkpoints import FORMATS
+from tests.support.cases import slow_but
 from tests.support.models import quantised_writers as writers
 from tests.support.models.checkpoints import (
     OSS,
@@ -35,7 +36,7 @@ CHOSEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", slow_but(CHOSEN, *CHOSEN[2::3], "packed rows", "mxfp4"))
 def test_logits_are_those_of_the_numbers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from quire.ops.weights.stored_rows import Float4Rows, StoredRows
 from quire.spec.model_spec import load_spec
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids
-from tests.support.cases import pairwise
+from tests.support.cases import in_turn
 from tests.support.models.checkpoints import exact_logits, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import run_paged
 from tests.support.models.quantised_writers import write_gpt_oss
@@ -99,7 +99,7 @@ FORMATS = ["int4", "int8", "fp8", "mxfp4"]
 @pytest.mark.parametrize(
     ("num_tokens", "format", "dtype"),
     [
-        *pairwise([0, 1, 23], FORMATS, [torch.float32, torch.float16]),
+        *in_turn([0, 1, 23], FORMATS, [torch.float32, torch.float16]),
         *(
             pytest.param(num, format, torch.bfloat16, marks=pytest.mark.slow)
             for num in (0, 1, 23)

@@ -25,6 +25,7 @@ from tests.kernels.test_attention import (
     write_before,
 )
 from tests.kernels.test_attention_merge import order  # noqa: F401 (a fixture)
+from tests.support.cases import in_turn
 from tests.support.models.paged_forward import RowPart, make_step
 
 EPS = 1e-6
@@ -136,8 +137,11 @@ def test_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
     torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("order", [0, 1], indirect=True)  # noqa: F811
-@pytest.mark.parametrize("merges_last", [False, True])
+@pytest.mark.parametrize(
+    ("order", "merges_last"),
+    in_turn([0, 1], [False, True]),
+    indirect=["order"],
+)
 def test_programs_in_any_order(
     merges_last: bool,
     order: Any,  # noqa: F811

@@ -12,7 +12,7 @@ from quire.ops.kernels.launch import next_power_of_2
 from quire.ops.kernels.sampling.sampling_filtered import cutoff_of_row
 from quire.ops.sampling.choice import Filters, keep_candidates
 from quire.ops.sampling.top_k import top_k_reference
-from tests.support.cases import pairwise
+from tests.support.cases import in_turn
 from tests.support.kernels.sampling_oracle import FILTERS, random_logits
 
 GROUP = 128
@@ -102,7 +102,7 @@ SPREADS = [
 
 
 @pytest.mark.parametrize(
-    ("logits_of", "seed", "max_groups"), pairwise(SPREADS, [0, 1], [8, 2]), ids=str
+    ("logits_of", "seed", "max_groups"), in_turn(SPREADS, [0, 1], [8, 2]), ids=str
 )
 def test_kept_tokens(
     logits_of: tuple[float, torch.dtype, int], seed: int, max_groups: int, device: torch.device

@@ -86,7 +86,7 @@ def check_sequences(
         torch.testing.assert_close(out.double(), each.remembered()[0], rtol=0, atol=atol / 4)
 
 
-@pytest.mark.parametrize("most", [2 * P, LONG])
+@pytest.mark.parametrize("most", [2 * P, pytest.param(LONG, marks=pytest.mark.slow)])
 def test_sequences_in_steps_of_any_length(
     dtype: torch.dtype, device: torch.device, most: int
 ) -> None:
@@ -94,7 +94,10 @@ def test_sequences_in_steps_of_any_length(
     check_sequences(dtype, device, seed=1, most=most, chunks=SMALL)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2 * P), (torch.float16, LONG)])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float32, 2 * P), pytest.param(torch.float16, LONG, marks=pytest.mark.slow)],
+)
 def test_wrong_guesses_leave_no_states(dtype: torch.dtype, most: int, device: torch.device) -> None:
     inputs = [Inputs(20 + i, 30 + 7 * i, HEADS, dtype) for i in range(3)]
     alone = [at_once(ReferenceBackend(layout_of(dtype)), each, is_layer=True) for each in inputs]
@@ -141,7 +144,9 @@ def test_who_reads_a_block_writes_it(from_behind: None, device: torch.device) ->
     torch.testing.assert_close(torch.cat(found).double(), wanted, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_deterministic_bits_in_any_chunks_and_batch(
     dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -353,7 +353,7 @@ Look up what is tested for each model type that quire has a class for. [Models](
 which other models load.
 
 Each type is tested as a tiny checkpoint with random weights. `tests/support/models/checkpoints.py`
-has more variants of each. `make test` tests each feature with one type, `make test-long` all of
+has more variants of each. `make test` tests some features with one type, `make test-long` all of
 them; `python -m tests.models.matrix` writes this page from the results.
 """
 LOSSES_HEAD = f"""

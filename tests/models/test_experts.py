@@ -78,7 +78,7 @@ MIXTURES = sorted(n for n, (kind, _) in VARIANTS.items() if kind in EXPERTS_OF a
             name,
             together,
             stacks,
-            marks=[] if (together == stacks) == (number % 2 == 0) else pytest.mark.slow,
+            marks=[] if number % 4 == 2 * together + stacks else pytest.mark.slow,
         )
         for number, name in enumerate(MIXTURES)
         for together in (False, True)

@@ -17,6 +17,7 @@ from quire.models.load.loading import load_model
 from quire.models.parts import experts
 from quire.models.registry import make_model
 from quire.spec.model_spec import ModelSpec, load_spec
+from tests.support.cases import slow_but
 from tests.support.models.checkpoints import (
     DEEPSEEK_YARN,
     VARIANTS,
@@ -26,6 +27,7 @@ from tests.support.models.checkpoints import (
 )
 from tests.support.models.gguf_writer import F32, convert, model_metadata, stored, write_gguf
 from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quick import first_of_each_type
 
 CONVERTIBLE = [
     "llama",
@@ -119,7 +121,9 @@ def convertible(folder: Path, variant: str) -> Checkpoint:
     return replace(checkpoint, spec=load_spec(folder))
 
 
-@pytest.fixture(scope="module", params=CONVERTIBLE)
+@pytest.fixture(
+    scope="module", params=slow_but(CONVERTIBLE, *first_of_each_type(), "llama_tied", "phi3_long")
+)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:

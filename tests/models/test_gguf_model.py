@@ -33,6 +33,7 @@ from quire.spec.gguf.container import KINDS, TEXT, ArrayEntry, GGUFFile, TensorK
 from quire.spec.model_spec import ModelSpec, load_spec
 from tests.ops.test_linear import quantised_activations
 from tests.ops.test_linear import random as random_numbers
+from tests.support.cases import slow_but
 from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
 from tests.support.models.gguf_writer import (
     BF16,
@@ -353,7 +354,11 @@ def rows(weight: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ("kind", "format"), [(Q8_0, "int8_f16"), (Q4_0, "int4_f16"), (MXFP4, "mxfp4")]
 )
 @pytest.mark.parametrize(
-    "variant", ["llama", "qwen3_tied", "gpt2", "gpt_neox", "phi3", "glm4", "qwen3_moe", "gpt_oss"]
+    "variant",
+    slow_but(
+        ["llama", "qwen3_tied", "gpt2", "gpt_neox", "phi3", "glm4", "qwen3_moe", "gpt_oss"],
+        *("qwen3_tied", "phi3", "gpt_oss"),
+    ),
 )
 def test_blocks_are_multiplied_as_they_are(
     variant: str, kind: int, format: str, dtype: torch.dtype, tmp_path: Path

@@ -17,12 +17,19 @@ from tests.models.matrix import (
     write_tiny,
 )
 
+TRIED_ELSEWHERE = (  # by tests of these alone
+    "chunks", "swap", "recompute", "batch", "triton", "int8", "int4", "fp8", "kv",
+)  # fmt: skip
 NEEDS_CORE = ("cpu", "int8", "int4", "fp8", "kv")
 
 
 def cases() -> list[Any]:
     return [
-        pytest.param(t, name, marks=[] if t == feature.quick else [pytest.mark.slow])
+        pytest.param(
+            t,
+            name,
+            marks=[] if t == feature.quick and name not in TRIED_ELSEWHERE else [pytest.mark.slow],
+        )
         for t in sorted(MODELS)
         for name, feature in FEATURES.items()
     ]

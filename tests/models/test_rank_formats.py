@@ -64,10 +64,7 @@ def compare(path: Path, size: int = 2) -> None:
 
 
 # Slow: those that are cut as another one is.
-QUICK = (
-    "gptq ordered", "awq", "packed asymmetric", "packed rows", "integers tensor", "float blocks",
-    "float tensor", "fbgemm", "float groups", "mxfp4",
-)  # fmt: skip
+QUICK = ("gptq ordered", "awq", "packed rows", "float blocks", "fbgemm", "mxfp4")
 
 
 @needs_core

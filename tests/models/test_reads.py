@@ -14,13 +14,13 @@ from quire.runner.native_model import NativeModel
 from quire.tools.verify.precision import WholePrecision
 from tests.support.models.checkpoints import EAGER, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
-from tests.support.models.quick import one_of_each_type
+from tests.support.models.quick import one_of_each_kind
 
 TOKENS = random_tokens(13)[0]
 TOLERANCE = {"reference": 1e-10, "torch": 1e-4, "cpu": 1e-4}
 
 
-@pytest.mark.parametrize("variant", one_of_each_type())
+@pytest.mark.parametrize("variant", one_of_each_kind())
 def test_states_are_those_that_enter_layers(variant: str, tmp_path: Path) -> None:
     """In float64, in float32, and by the core's program; the last one after all layers."""
     spec = write_checkpoint(tmp_path, variant).spec

@@ -21,7 +21,7 @@ from quire.spec.model_spec import ModelSpec, load_spec
 from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
 from tests.support.models.gguf_writer import convert
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
-from tests.support.models.quick import first_of_each_type
+from tests.support.models.quick import KINDS
 
 FLOAT = torch.float32
 BLOCK, CUTS = 4, (0, 13, 14, 23)  # tokens of a block, and where the steps of a sequence begin
@@ -65,7 +65,7 @@ def logits_by(
 def variants_and_backends() -> list[Any]:
     """One variant of each type, by torch in 2 stages and by the core in as many as it has layers,
     or the other way round; all of the rest is slow."""
-    stand = first_of_each_type()
+    stand = KINDS
     return [
         pytest.param(
             name,

@@ -49,9 +49,12 @@ def load(reference: Checkpoint, dtype: torch.dtype, options: LoadOptions | None 
 
 # The programs of translated models are compared with transformers, too.
 COMPARED = {*TRANSLATED, "llama", "qwen2_windows"} - {"gemma2"}
+LARGER = {"mixtral", "qwen2_moe", "opt_350m", "gpt2_scaled"}  # others have their layers
 
 
-@pytest.mark.parametrize("name", slow_but([*OURS, *FAMILIES], *{*OURS, *FAMILIES} - COMPARED))
+@pytest.mark.parametrize(
+    "name", slow_but([*OURS, *FAMILIES], *{*OURS, *FAMILIES} - COMPARED - LARGER)
+)
 def test_logits_are_exactly_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *(VARIANTS | FAMILIES)[name])
     model, spec = load(reference, torch.float64), reference.spec

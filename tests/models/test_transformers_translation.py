@@ -48,7 +48,7 @@ LEFT = {
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize(
-    "name", slow_but(TRANSLATED, *{*TRANSLATED} - {"yarn_rope", "gemma3", "phi3", "olmo2"})
+    "name", slow_but(TRANSLATED, "glm4", "starcoder2", "gpt_neox", "gemma2", "cohere2")
 )
 def test_it_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *CASES[name])

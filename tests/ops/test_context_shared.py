@@ -23,6 +23,7 @@ from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.host.native import core
 from quire.spec.cache_group import STATE, CacheGroup
+from tests.support.cases import slow_but
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,
@@ -142,8 +143,8 @@ def check(got: Sequence[torch.Tensor], wanted: torch.Tensor, kv_heads: int, atol
     torch.testing.assert_close(together, wanted, rtol=0, atol=atol)
 
 
-# The reference goes token by token; other cases of it have these numbers of ranks, too.
-SLOW = [("reference", case) for case in ("long", "mixed_1", "mixed_16_of_4")]
+# The reference goes token by token, so few of its cases are quick.
+OF_REFERENCE = ("decode_of_4", "of_3", "sinks_of_4", "window", "spans")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ SLOW = [("reference", case) for case in ("long", "mixed_1", "mixed_16_of_4")]
     [
         pytest.param(
             name, *CASES[case], id=f"{name}-{case}",
-            marks=pytest.mark.slow if (name, case) in SLOW else (),
+            marks=() if name != "reference" or case in OF_REFERENCE else pytest.mark.slow,
         )
         for name in NAMES for case in CASES
     ],
@@ -169,7 +170,7 @@ def test_16_bits_are_merged_in_float32(name: str) -> None:
     check_shared(name, num, case, steps_of(case), torch.bfloat16)
 
 
-@pytest.mark.parametrize("block_size", [2, 4, 8, 32])
+@pytest.mark.parametrize("block_size", slow_but((2, 4, 8, 32), 2, 32))
 def test_any_chunks_and_lengths(name: str, block_size: int) -> None:
     """Sequences that are computed step by step, each in chunks of its own."""
     random = np.random.default_rng(block_size)

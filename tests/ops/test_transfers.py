@@ -99,8 +99,15 @@ class Machine:
                 self.check_host(place, block)
 
 
-@pytest.mark.parametrize("has_kernels", [False, True], ids=["torch", "on_gpu"])
-@pytest.mark.parametrize("is_late", [True, False], ids=["late", "any_time"])
+@pytest.mark.parametrize(
+    ("is_late", "has_kernels"),
+    [
+        pytest.param(True, False, id="late-torch"),
+        pytest.param(False, False, id="any_time-torch", marks=pytest.mark.slow),
+        pytest.param(True, True, id="late-on_gpu", marks=pytest.mark.slow),
+        pytest.param(False, True, id="any_time-on_gpu"),
+    ],
+)
 def test_blocks_hold_what_a_dictionary_does(
     is_late: bool, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

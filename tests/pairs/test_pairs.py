@@ -5,7 +5,7 @@ engines. One has room and takes one step at a time. The other is always short of
 prompts into chunks and is a step ahead.
 
 The same holds for prompts with images, on a tiny checkpoint. `make test` has every pair in two
-requests, and a third of the pairs in one.
+requests, and a sixth of the pairs in one.
 """
 
 from collections.abc import Iterator
@@ -203,6 +203,16 @@ GUESSES: dict[str, dict[str, Any]] = {
     "draft_model": {"num_speculative_tokens": 3},
 }
 NEED_THE_DEMO = "eagle3", "draft_model"
+GUESSES_AND_THREES = [  # in `make test` each feature with every second method
+    pytest.param(
+        method,
+        names,
+        marks=[] if (i + j) % 2 == 0 else pytest.mark.slow,
+        id=f"{method}-{', '.join(names)}",
+    )
+    for i, method in enumerate(GUESSES)
+    for j, names in enumerate(THREES)
+]
 
 
 @pytest.fixture(scope="module", params=GUESSES)
@@ -286,7 +296,7 @@ def test_side_by_side(roomy: Bench, alone: dict[str, Any], names: tuple[str, ...
     assert dict(zip(names, found, strict=True)) == {name: alone[name] for name in names}
 
 
-@pytest.mark.parametrize("names", THREES, ids=", ".join)
+@pytest.mark.parametrize(("guessing", "names"), GUESSES_AND_THREES, indirect=["guessing"])
 def test_guesses_change_nothing(
     subject: Subject, guessing: Bench, alone: dict[str, Any], names: tuple[str, ...]
 ) -> None:
@@ -297,7 +307,7 @@ def test_guesses_change_nothing(
 
 @pytest.mark.parametrize("form", ["json", pytest.param("regex", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("guessing", slow_but(GUESSES, "ngram", "draft_model"), indirect=True)
-@pytest.mark.parametrize("names", THREES, ids=", ".join)
+@pytest.mark.parametrize("names", slow_but(THREES, *THREES[::2]), ids=", ".join)
 def test_guesses_at_an_answer_with_a_form_change_nothing(
     subject: Subject, expected: Expected, guessing: Bench, names: tuple[str, ...], form: str
 ) -> None:
@@ -308,7 +318,7 @@ def test_guesses_at_an_answer_with_a_form_change_nothing(
     assert dict(zip(wanted, found[:-1], strict=True)) == wanted
 
 
-@pytest.mark.parametrize("one", FEATURES)
+@pytest.mark.parametrize("one", slow_but(FEATURES, *tuple(FEATURES)[::2]))
 def test_a_fork_changes_nothing(
     roomy: Bench, short: Bench, alone: dict[str, Any], one: str
 ) -> None:
@@ -325,7 +335,7 @@ def test_a_fork_changes_nothing(
         bench.llm.engine.client.keep(made.request_id, 0.0)
 
 
-@pytest.mark.parametrize("names", THREES, ids=", ".join)
+@pytest.mark.parametrize("names", slow_but(THREES, *THREES[1::2]), ids=", ".join)
 def test_pauses_and_priorities_change_nothing(
     roomy: Bench, short: Bench, alone: dict[str, Any], names: tuple[str, ...]
 ) -> None:
@@ -361,7 +371,7 @@ def test_there_are_guesses(subject: Subject, guessing: Bench) -> None:
 @pytest.mark.parametrize(
     "pairs",
     [
-        *slow_but(THREE_PAIRS, *THREE_PAIRS[::3]),
+        *slow_but(THREE_PAIRS, *THREE_PAIRS[::6]),
         *(pytest.param((pair, pair), marks=pytest.mark.slow) for pair in PAIRS),
     ],
     ids=lambda pairs: ", ".join(map(" and ".join, pairs)),

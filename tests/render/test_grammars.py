@@ -20,6 +20,7 @@ from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.grammars.grammars import CHECKS, Grammars
 from quire.render.grammars.structured import grammar_of
 from quire.render.jobs.job_pool import JobPool
+from tests.support.cases import slow_but
 from tests.support.render.grammar_matching import takes
 
 
@@ -114,7 +115,7 @@ def test_what_is_large_and_harmless_passes(grammars: Grammars, name: str) -> Non
     assert grammars.check(grammar(**HARMLESS[name])).text
 
 
-@pytest.mark.parametrize("name", list(EXPLODING))
+@pytest.mark.parametrize("name", slow_but(EXPLODING, "multiples", "chain"))
 def test_what_explodes_is_ended_and_others_go_on(name: str) -> None:
     grammars = Grammars(replace(CHECKS, cpu_s=0.4))
     grammars.check(grammar(regex="warm"))

@@ -21,6 +21,7 @@ from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.template_job import TemplateJob
 from quire.render.templates.template_pool import TEMPLATES, TemplatePool
 from quire.render.templates.template_worker import InThisProcess, unpack
+from tests.support.cases import slow_but
 from tests.support.processes.servers import children_of
 
 USER = {"role": "user", "content": "Hello <s> \ud800 🙂"}
@@ -93,7 +94,7 @@ def test_what_is_no_conversation_is_refused_as_before(pool: TemplatePool) -> Non
             assert raised.value.field == field
 
 
-@pytest.mark.parametrize("source", TOO_MUCH_MEMORY)
+@pytest.mark.parametrize("source", slow_but(TOO_MUCH_MEMORY, *TOO_MUCH_MEMORY[::2]))
 def test_memory_is_bounded(pool: TemplatePool, source: str) -> None:
     with pytest.raises(RequestError, match=r"memory|ended its process"):
         pool.render(job(source))

@@ -20,6 +20,7 @@ from quire.runner.memory_plan import spare_blocks, workspace_of
 from quire.runner.setup.preview import preview_runner
 from quire.tools.devices import Device
 from quire.tools.sizing.fit import fit
+from tests.support.cases import in_turn, slow_but
 from tests.support.engine.attachments import drafter_of
 from tests.support.models.reference_checkpoints import (
     ARCHITECTURES,
@@ -110,14 +111,18 @@ FORMATS: list[dict[str, Any]] = [
 
 
 @needs_core
-@pytest.mark.parametrize("settings", FORMATS, ids=str)
+@pytest.mark.parametrize("settings", slow_but(FORMATS, FORMATS[0], FORMATS[3]), ids=str)
 def test_the_model_itself_is_always_right(settings: dict[str, Any]) -> None:
     counts = compared("demo", "demo", **settings)
     assert counts.tried == counts.right > 80
 
 
 @pytest.mark.parametrize(
-    "architecture", [a for a in ARCHITECTURES if a not in ("qwen3_5", "qwen3_5_text")]
+    "architecture",
+    slow_but(
+        [a for a in ARCHITECTURES if a not in ("qwen3_5", "qwen3_5_text")],
+        *("gpt2", "mistral", "deepseek_v3"),
+    ),
 )
 def test_all_architectures(architecture: str) -> None:
     model = checkpoint(architecture)
@@ -149,18 +154,18 @@ def test_other_backends(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"num": 20, "block_size": 8},
-        {"max_num_batched_tokens": 8},
-        {"pipeline_depth": 1, "max_num_seqs": 2},
-        {"pipeline_depth": 3},
-        {"enable_prefix_caching": False},
-    ],
+    ("architecture", "settings"),
+    in_turn(
+        ["llama", "mistral", "llama4_text"],
+        [
+            {"num": 20, "block_size": 8},
+            {"max_num_batched_tokens": 8},
+            {"pipeline_depth": 1, "max_num_seqs": 2},
+            {"pipeline_depth": 3},
+            {"enable_prefix_caching": False},
+        ],
+    ),
     ids=str,
-)
-@pytest.mark.parametrize(
-    "architecture", ["llama", "mistral", pytest.param("llama4_text", marks=pytest.mark.slow)]
 )
 def test_guesses_over_several_blocks_and_prompts_in_pieces(
     architecture: str, settings: dict[str, Any]
@@ -170,11 +175,13 @@ def test_guesses_over_several_blocks_and_prompts_in_pieces(
     assert counts.right == counts.tried > 0
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize(("architecture", "num_blocks"), [("llama", 11), ("gemma2", 16)])
-def test_short_of_memory(architecture: str, num_blocks: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("pool", "mode"), in_turn([("llama", 11), ("gemma2", 16)], ["recompute", "swap"])
+)
+def test_short_of_memory(pool: tuple[str, int], mode: str) -> None:
     """Guesses get no block for which anybody would have to give way; who gave way has them again
     when it comes back."""
+    architecture, num_blocks = pool
     model = checkpoint(architecture)
     num_bytes = 2 * pool_bytes(model, num_blocks, 8, 4)
     short = {

@@ -16,6 +16,7 @@ from quire.ops.sampling.device_drafts import NO_TOKEN, DraftPositions, accept_dr
 from quire.runner.drafting.draft_steps import sampling_positions
 from quire.runner.setup.assemble import empty_rows
 from quire.scheduler.core.sequence import Sequence
+from tests.support.cases import slow_but
 from tests.support.engine.attachments import StandIn, draft_with
 
 PROMPTS = ["Once upon a time", "The little fox said: 1, 2, 3, 1, 2, 3,", "a", "def add(x, y):"]
@@ -78,7 +79,9 @@ FORMATS: list[dict[str, Any]] = [
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("settings", FORMATS, ids=lambda s: "-".join(s.values()))
+@pytest.mark.parametrize(
+    "settings", slow_but(FORMATS, FORMATS[0], FORMATS[3]), ids=lambda s: "-".join(s.values())
+)
 def test_no_guess_changes_an_answer(settings: dict[str, Any]) -> None:
     with engine(**settings) as llm:
         plain = answers(llm)

@@ -26,8 +26,8 @@ from quire.ops.weights.formats import Quantization
 from quire.runner.native_model import NativeModel, OperationModel, native_or_same
 from quire.runner.native_program import trace
 from quire.spec.cache_group import STATE, CacheGroup
-from tests.support.cases import pairwise
-from tests.support.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
+from tests.support.cases import in_turn
+from tests.support.models.checkpoints import VOCAB, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import (
     CPU,
     RowPart,
@@ -36,6 +36,7 @@ from tests.support.models.paged_forward import (
     run_paged,
     run_step,
 )
+from tests.support.models.quick import one_of_each_type
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -59,7 +60,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", one_of_each_type())
 def test_a_program_computes_what_the_operations_compute(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
@@ -271,7 +272,7 @@ def test_it_rounds_less_than_the_operations(
 
 @pytest.mark.parametrize(
     ("formats", "variant", "dtype"),
-    pairwise(
+    in_turn(
         list(FORMATS),
         ["qwen3_tied", "mistral_window", "gpt2", "gemma2", "qwen3_next"],
         [torch.float32, torch.bfloat16, torch.float16],

@@ -224,7 +224,7 @@ def test_distribution_over_positions():
     bench = Bench()
     bench.start(0, **settings)
     logits = random_logits(1)
-    tokens = [bench.sample(logits, 0, moved=moved).token_ids_N for moved in range(3000)]
+    tokens = [bench.sample(logits, 0, moved=moved).token_ids_N for moved in range(1500)]
     counts = np.bincount(torch.cat(tokens).numpy(), minlength=VOCAB)
     expected = oracle.filtered_distribution(logits[0].double().numpy(), **settings)
     assert abs(oracle.chi_square_z(counts, expected)) < 4.5

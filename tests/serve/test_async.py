@@ -131,7 +131,7 @@ def assert_idle(llm: LLM) -> None:
     assert all(pool.num_used == 0 for pool in core.scheduler.memory.kv.pools), "blocks leak"
 
 
-AT_DEPTH_1 = (("chunks", 1), ("recompute", 1))
+QUICK = (("chunks", 3), ("swap", 3))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ AT_DEPTH_1 = (("chunks", 1), ("recompute", 1))
         pytest.param(
             settings,
             depth,
-            marks=[] if depth == 3 or (settings, depth) in AT_DEPTH_1 else pytest.mark.slow,
+            marks=[] if (settings, depth) in QUICK else pytest.mark.slow,
         )
         for settings in SETTINGS
         for depth in (1, 2, 3)
@@ -167,7 +167,7 @@ def test_every_way_of_decoding(settings: str, depth: int) -> None:
     [
         ("defaults", 3),
         ("swap", 2),
-        ("recompute", 3),
+        pytest.param("recompute", 3, marks=pytest.mark.slow),
         pytest.param("defaults", 2, marks=pytest.mark.slow),
         pytest.param("swap", 3, marks=pytest.mark.slow),
         pytest.param("recompute", 2, marks=pytest.mark.slow),

@@ -448,7 +448,7 @@ PROGRAM = """
     ("end", "status"),
     [
         pytest.param("pass", 0, marks=pytest.mark.slow),
-        ("sys.exit(7)", 7),
+        pytest.param("sys.exit(7)", 7, marks=pytest.mark.slow),
         pytest.param("os._exit(7)", 7, marks=pytest.mark.slow),
         ("os.kill(os.getpid(), 9)", -9),
     ],

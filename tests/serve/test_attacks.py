@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import slow_but
 from tests.support.processes.servers import (
     WAIT_S,
     Server,
@@ -171,7 +172,9 @@ def test_open_files_are_raised_to_what_is_allowed(server: Server) -> None:
     assert hard == "unlimited" or int(soft) >= min(int(hard), 1 << 16)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", slow_but((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP), signal.SIGKILL)
+)
 def test_the_end_of_a_server_that_still_loads(number: int, tmp_path: Path) -> None:
     """Its children's imports take seconds; they die all the same. What a kill -9 leaves in the
     temporary directory goes when the next server starts."""

@@ -60,7 +60,7 @@ def test_beams_have_text_and_reasons() -> None:
             assert beam.text == tokenizer.decode(beam.token_ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 9])
+@pytest.mark.parametrize("num_tokens", [1, 2, pytest.param(9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [8, 11])
 def test_as_wide_as_the_vocabulary(width: int, num_tokens: int) -> None:
     """And as wide as the engine has rows, for several prompts at once."""

@@ -18,6 +18,7 @@ from quire.models.registry import make_model
 from quire.ops.host.native import core
 from quire.spec.model_spec import ModelSpec, parse_spec
 from tests.serve.test_host_tier import PARAMS, PROMPTS
+from tests.support.cases import slow_but
 from tests.support.models.checkpoints import VARIANTS
 from tests.support.models.reference_checkpoints import checkpoint
 
@@ -167,7 +168,7 @@ def run(model: Path, directory: Path, **settings: Any) -> tuple[int, list[int]]:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("architecture", CHANGES)
+@pytest.mark.parametrize("architecture", slow_but(CHANGES, "qwen3_moe"))
 def test_another_config_finds_nothing(architecture: str, tmp_path: Path) -> None:
     """Neither of what the first config has left nor of what another one has."""
     first, same = (copied(tmp_path, architecture, place, {}) for place in "ab")

@@ -26,6 +26,7 @@ from quire.spec.model_spec import load_spec
 from quire.tools.devices import CPU, Device
 from quire.tools.replay import replay_all
 from quire.tools.sizing.fit import fit
+from tests.support.cases import slow_but
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.encoder_checkpoints import (
     FAMILIES,
@@ -77,7 +78,7 @@ def changed(folder: Path, **fields: Any) -> Path:
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "xlm-roberta", "modernbert"))
 def test_hidden_states_are_those_of_transformers(family: str) -> None:
     """Of prompts that share steps with others, whichever tokens are pooled; a prompt that was cut
     would have other numbers."""
@@ -90,7 +91,7 @@ def test_hidden_states_are_those_of_transformers(family: str) -> None:
             assert {group.kind for group in llm.engine.spec.cache_groups} == {STEP}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "bert", "modernbert"))
 def test_classes_and_pairs_are_those_of_transformers(family: str) -> None:
     """Texts and pairs with the special tokens, and BERT's second texts as such."""
     folder = encoder_checkpoint(family, 3)
@@ -121,7 +122,12 @@ def test_which_text_a_token_belongs_to_counts() -> None:
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 @pytest.mark.parametrize(
-    "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
+    "settings",
+    [
+        {"dtype": "float32"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        {"quantization": "int8"},
+    ],
 )
 def test_a_batch_changes_no_bit(
     family: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture

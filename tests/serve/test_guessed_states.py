@@ -16,7 +16,7 @@ from quire.runner.memory_plan import retained_inputs_bytes
 from tests.runner.test_guesses import Oracle
 from tests.serve.test_exactness import assert_idle
 from tests.serve.test_hybrid import FEW_BLOCKS, P, ask, folder, open_llm
-from tests.support.cases import in_turn
+from tests.support.cases import in_turn, slow_but
 from tests.support.engine.attachments import draft_with
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
@@ -48,7 +48,7 @@ def guess(llm: LLM, outputs: list[RequestOutput], num: int, right: float) -> Ora
     return oracle
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(("float32", "bfloat16"), "bfloat16"))
 def test_no_guess_changes_an_answer(dtype: str) -> None:
     """Of single answers, and of several that fork behind a prompt."""
     asked = random_tokens(3, 8, 21, 30, seed=3)

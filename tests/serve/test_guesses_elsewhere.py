@@ -113,7 +113,11 @@ def tiny() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["likely", "unlikely", pytest.param("random", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "likely",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("unlikely", "random")),
+    ],
 )
 def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None:
     """With guesses that are often right and with guesses that are hardly ever right."""

@@ -66,7 +66,7 @@ def before(llm: LLM, kind: type, happens: Callable[[], None]) -> None:
     ("server", "kind"),
     [
         ("redis_server", LookUp),
-        ("redis_server", Fetch),
+        pytest.param("redis_server", Fetch, marks=pytest.mark.slow),
         ("s3_server", Fetch),
         pytest.param("s3_server", LookUp, marks=pytest.mark.slow),
     ],
@@ -123,6 +123,7 @@ def harmed(value: bytes, other: bytes, harm: str, fingerprint: bytes) -> bytes:
 
 
 HARMS = ("flipped", "cut", "another block's", "another model's")
+QUICK = (("redis_server", "another block's"), ("redis_server", "flipped"), ("s3_server", "cut"))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ HARMS = ("flipped", "cut", "another block's", "another model's")
         pytest.param(
             server,
             harm,
-            marks=[] if server == "redis_server" or harm == "cut" else pytest.mark.slow,
+            marks=[] if (server, harm) in QUICK else pytest.mark.slow,
         )
         for server in SERVERS
         for harm in HARMS

@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reference": {"dtype": "float32", "attention_backend": "reference"},
 }
 QUICK = {  # mistral has a window
-    "qwen3": ("float32", "bfloat16", "int8 keys and values", "torch"),
+    "qwen3": ("bfloat16", "torch"),
     "mistral": ("float32", "int8 keys and values"),
     "llama4_text": (),
 }

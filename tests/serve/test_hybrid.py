@@ -52,7 +52,10 @@ def ask(llm: LLM, asked: list[list[int]], params: SamplingParams) -> list[Reques
     return llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
 
 
-LONG = ("one row", "more requests than rows", "block size 5", "depth 3, chunks")
+LONG = (
+    "one row", "more requests than rows", "block size 5", "depth 3, chunks", "defaults",
+    "two tokens per step", "no prefix caching", "preemption", "block size 4, depth 2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

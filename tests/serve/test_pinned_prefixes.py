@@ -78,7 +78,7 @@ def generate(llm: LLM, options: dict[str, Any], salt: str = "") -> list[RequestO
 
 # With and without prefix caching where layers look back in another way.
 QUICK: dict[str, tuple[bool, ...]] = {
-    "llama": (True,),
+    "llama": (),
     "mistral": (False,),
     "qwen2": (),
     "qwen3": (),

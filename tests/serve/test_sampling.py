@@ -96,10 +96,13 @@ def alone(ids_llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"max_num_seqs": 3, "enable_prefix_caching": False},
-        {"pipeline_depth": 2, "max_num_batched_tokens": 11},
-        {"kv_cache_memory_bytes": pool_bytes(checkpoint("llama"), 25, 4)},
+        pytest.param({"pipeline_depth": 2, "max_num_batched_tokens": 11}, marks=pytest.mark.slow),
+        pytest.param(
+            {"kv_cache_memory_bytes": pool_bytes(checkpoint("llama"), 25, 4)},
+            marks=pytest.mark.slow,
+        ),
         {"kv_cache_memory_bytes": pool_bytes(checkpoint("llama"), 25, 4), "pipeline_depth": 2},
         {"seed": 99},
     ],

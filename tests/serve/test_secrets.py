@@ -67,7 +67,7 @@ def flags_of(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("way", ["config", "flags", "ranks"])
+@pytest.mark.parametrize("way", ["config", "ranks", pytest.param("flags", marks=pytest.mark.slow)])
 def test_no_output_of_a_server_has_a_secret(tmp_path: Path, way: str) -> None:
     config = tmp_path / "config.yaml"
     settings = SETTINGS | {"record": str(tmp_path / "recording")}

@@ -73,7 +73,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
     return st.recursive(scalars(), grown, max_leaves=4)
 
 
-few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @few

@@ -43,7 +43,7 @@ def checkpoint(model_type: str) -> Path:
     ("model_type", "mode"),
     [
         ("stablelm", "swap"),
-        ("starcoder2", "recompute"),
+        pytest.param("starcoder2", "recompute", marks=pytest.mark.slow),
         pytest.param("stablelm", "recompute", marks=pytest.mark.slow),
         pytest.param("starcoder2", "swap", marks=pytest.mark.slow),
     ],

@@ -9,6 +9,7 @@ from quire.base.messages import Abort
 from quire.engine.observability.timeline import Timeline, as_data, in_words
 from quire.engine.recording.files import read_recording
 from quire.tools.explain import timelines_of
+from tests.support.cases import in_turn
 from tests.support.engine.failing_core import prompt
 from tests.support.engine.recorded_runs import Run
 from tests.support.engine.updates import reason_of
@@ -21,8 +22,13 @@ def line_of(directory: Path, request_id: str) -> Timeline:
     return line
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 1, "beam_width": 3}, {"early_stopping": True}])
-@pytest.mark.parametrize("stops", [(), tuple(range(3, 9)), tuple(range(0, 60, 2))])
+@pytest.mark.parametrize(
+    ("stops", "more"),
+    in_turn(
+        [(), tuple(range(3, 9)), tuple(range(0, 60, 2))],
+        [{}, {"n": 1, "beam_width": 3}, {"early_stopping": True}],
+    ),
+)
 def test_of_a_beam_search(tmp_path: Path, stops: tuple[int, ...], more: dict[str, object]) -> None:
     run = Run(tmp_path, pipeline_depth=2)
     how = {"use_beam_search": True, "n": 3, "temperature": 0} | more

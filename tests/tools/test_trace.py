@@ -22,7 +22,7 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_trace(tmp_path: Path, cut: bool) -> None:
     """Also over several segments, of which the second begins in the middle of things."""
     run = Run(tmp_path / "run", preemption_mode="swap", pipeline_depth=2)

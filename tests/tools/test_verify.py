@@ -61,7 +61,7 @@ def young_objects() -> None:
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token of a prompt is a step of its own in one of the ways."""
-    monkeypatch.setattr(verify_module, "RANDOM_TOKENS", 24)
+    monkeypatch.setattr(verify_module, "RANDOM_TOKENS", 12)
 
 
 def verify(model: Path, *, spec: ModelSpec | None = None, against: Path | None = None,
@@ -280,7 +280,7 @@ def test_tensors_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "variant",
-    slow_but(["llama", "llama3_rope", "qwen3", "gpt2", "phi3", "gpt_oss"], "phi3", "gpt_oss"),
+    slow_but(["llama", "llama3_rope", "qwen3", "gpt2", "phi3", "gpt_oss"], "phi3"),
 )
 def test_gguf(variant: str, tmp_path: Path) -> None:
     """Beside its own dequantised weights."""

@@ -232,15 +232,16 @@ def test_the_likeliest_first_tokens_stop(
     assert any(len(beam.token_ids) == 1 for beam in searches.beams["r"])
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize(
-    ("width", "num_tokens", "num_stops"),
-    [(8, 1, 0), (8, 2, 0), (11, 1, 0), (11, 2, 0), (11, 9, 0), (8, 1, 3), (8, 9, 3), (2, 9, 9)],
+    ("sizes", "early_stopping"),
+    in_turn(
+        [(8, 1, 0), (8, 2, 0), (11, 1, 0), (11, 2, 0), (11, 9, 0), (8, 1, 3), (8, 9, 3), (2, 9, 9)],
+        [True, False, "never"],
+    ),
 )
-def test_as_wide_as_the_vocabulary(
-    width: int, num_tokens: int, num_stops: int, early_stopping: bool | str
-) -> None:
+def test_as_wide_as_the_vocabulary(sizes: tuple[int, int, int], early_stopping: bool | str) -> None:
     """All tokens that do not stop are beams, and the beams are all rows."""
+    width, num_tokens, num_stops = sizes
     folder, prompt = checkpoint("llama", 11), (1, 5, 9, 2, 7)
     stops = tuple(range(num_stops))
     searches = Searches(folder, max_num_seqs=width)
@@ -319,7 +320,7 @@ def test_equal_candidates(width: int, num_tokens: int, budget: int) -> None:
 
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "width"),
-    pairwise([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
+    in_turn([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
 )
 def test_one_of_two_equal_candidates_stops(
     width: int, length_penalty: float, early_stopping: bool | str

@@ -77,7 +77,7 @@ def by_one(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("gptq", TWO),
+        pytest.param("gptq", TWO, marks=pytest.mark.slow),
         ("hybrid", TWO),
         pytest.param("gptq", STAGES, marks=pytest.mark.slow),
         pytest.param("hybrid", STAGES, marks=pytest.mark.slow),

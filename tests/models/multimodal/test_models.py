@@ -15,6 +15,7 @@ from quire.models.load.loading import load_model
 from quire.models.registry import model_spec
 from quire.spec.model_spec import ModelSpec
 from quire.tools.verify.paged import CPU
+from tests.support.cases import slow_but
 from tests.support.models.multimodal import (
     Prompt,
     cut,
@@ -43,7 +44,7 @@ def prompts_of(family: str) -> list[Prompt]:
     return [prompt_of(family, numbers) for numbers in NUMBERS]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2_5_vl", "qwen3_vl_moe", "llava_next"))
 def test_logits_are_those_of_transformers(family: str) -> None:
     """Of whole prompts, and of prompts in chunks that cut images."""
     reference, spec, model = loaded(family, torch.float64)
@@ -56,7 +57,7 @@ def test_logits_are_those_of_transformers(family: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2_vl", "qwen3_vl", "llava"))
 def test_the_core_computes_the_same_bits_alone_and_in_a_batch(family: str) -> None:
     _, spec, model = loaded(family, torch.float32)
     prompts = prompts_of(family)

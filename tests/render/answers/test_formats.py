@@ -28,6 +28,19 @@ def parsed(asked: RequestedAnswer, pieces: list[str]) -> list[Part]:
 
 
 goldens = pytest.mark.parametrize("golden", GOLDENS, ids=[golden.name for golden in GOLDENS])
+goldens_in_turn = pytest.mark.parametrize(
+    ("golden", "has_tokens"),
+    [
+        pytest.param(
+            golden,
+            has_tokens,
+            id=f"{has_tokens}-{golden.name}",
+            marks=[] if has_tokens == (number % 2 == 0) else pytest.mark.slow,
+        )
+        for number, golden in enumerate(GOLDENS)
+        for has_tokens in (True, False)
+    ],
+)
 
 
 def test_every_row_has_a_golden_answer() -> None:
@@ -63,8 +76,7 @@ def test_null_arguments_are_an_empty_object(calls: CallFormat, text: str) -> Non
         ]  # fmt: skip
 
 
-@goldens
-@pytest.mark.parametrize("has_tokens", [True, False])
+@goldens_in_turn
 def test_the_grammar_takes_the_golden_answer(golden: Golden, has_tokens: bool) -> None:
     """By the longest tokens and by any others; with and without tokens for the marks."""
     if not golden.is_written:
@@ -116,8 +128,7 @@ def check_calls(parts: list[Part]) -> None:
         assert arguments.keys() <= schema["properties"].keys()
 
 
-@goldens
-@pytest.mark.parametrize("has_tokens", [True, False])
+@goldens_in_turn
 def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool) -> None:
     """Whatever a model makes of it."""
     if not golden.is_written:

@@ -173,7 +173,7 @@ def test_deep_arguments_do_not_raise() -> None:
     assert parsed([text]) == [Content(text)]
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "unit",
     ["<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a":"', '"<tool_call>{"a\\"',

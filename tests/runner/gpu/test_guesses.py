@@ -9,8 +9,8 @@ from quire import LLM, SamplingParams
 from quire.base.events import Planned, Stepped
 from quire.base.requests.sampling_params import StructuredOutputsParams
 from quire.engine.drafting.draft_pace import StepTimes
-from tests.runner.gpu.test_kernel_ops import devices, told  # noqa: F401 (a fixture)
-from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.runner.gpu.test_kernel_ops import devices, one_layer, told  # noqa: F401 (a fixture)
+from tests.support.runner.late_device import on_the_host
 
 
 def answers(**settings: Any) -> tuple[list[Any], int]:
@@ -20,7 +20,7 @@ def answers(**settings: Any) -> tuple[list[Any], int]:
     penalised = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
     penalised.allowed_token_ids, penalised.frequency_penalty = [40, 41], 0.01
     with LLM(
-        str(text_checkpoint()), max_num_seqs=1, dtype="float32", max_model_len=64, block_size=8,
+        **one_layer(), max_num_seqs=1, dtype="float32", max_model_len=64, block_size=8,
         disable_log_stats=True, kv_cache_memory_bytes=1 << 20, **settings,
     ) as llm:  # fmt: skip
         steps: list[Stepped] = []
@@ -35,9 +35,10 @@ def answers(**settings: Any) -> tuple[list[Any], int]:
 
 @functools.cache
 def answers_without_guesses() -> list[Any]:
-    return answers(
-        speculative_config={"method": "none"}, attention_backend="triton", pipeline_depth=2
-    )[0]
+    with on_the_host():
+        return answers(
+            speculative_config={"method": "none"}, attention_backend="torch", pipeline_depth=2
+        )[0]
 
 
 @pytest.mark.usefixtures("devices")
@@ -82,8 +83,8 @@ class Flown:
 
 def kernels_say(**settings: Any) -> tuple[list[Any], Flown]:
     with LLM(
-        str(text_checkpoint()), dtype="float32", max_model_len=64, block_size=4, max_num_seqs=6,
-        disable_log_stats=True, attention_backend="triton", **settings,
+        **one_layer(), dtype="float32", max_model_len=64, block_size=4, max_num_seqs=6,
+        disable_log_stats=True, **{"attention_backend": "triton"} | settings,
     ) as llm:  # fmt: skip
         flown = Flown(llm)
         prompts = ["one two one two", "a", "the fox the fox", "one one one"]
@@ -112,4 +113,6 @@ def test_the_device_guesses_and_nothing_is_waited_for(
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     found, flown = kernels_say(speculative_config=ngram, **settings)
     assert flown.num_behind >= 3 and flown.num_right > 10
-    assert found == kernels_say(speculative_config={"method": "none"}, **settings)[0]
+    with on_the_host():
+        plain = {"speculative_config": {"method": "none"}, "attention_backend": "torch"}
+        assert found == kernels_say(**settings | plain)[0]

@@ -110,7 +110,7 @@ def drive(
     return tokens
 
 
-@pytest.mark.parametrize("room", ["large", "small"])
+@pytest.mark.parametrize("room", slow_but(("large", "small"), "small"))
 def test_everything_is_told_long_before_it_is_done(
     room: str,
     devices: list[LateDevice],  # noqa: F811

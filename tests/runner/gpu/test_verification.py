@@ -16,9 +16,9 @@ from quire.runner import memory_plan
 from quire.runner.drafting.draft_steps import VerifyStep
 from quire.runner.gpu import graphs, sizes
 from quire.runner.steps import PlainStep
-from tests.runner.gpu.test_kernel_ops import devices, told  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_kernel_ops import devices, one_layer, told  # noqa: F401 (a fixture)
 from tests.support.cases import slow_but
-from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.runner.late_device import on_the_host
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's"),
@@ -67,9 +67,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def answers(params: list[SamplingParams], **settings: Any) -> list[Any]:
     prompts = ["one two one two", "the fox the fox", "a"][: len(params)]
     with LLM(
-        str(text_checkpoint()), dtype="float32", max_model_len=64, block_size=4, max_num_seqs=4,
-        disable_log_stats=True, attention_backend="triton", kv_cache_memory_bytes=1 << 20,
-        **settings,
+        **one_layer(), dtype="float32", max_model_len=64, block_size=4, max_num_seqs=4,
+        disable_log_stats=True, kv_cache_memory_bytes=1 << 20,
+        **{"attention_backend": "triton"} | settings,
     ) as llm:  # fmt: skip
         return [told(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -94,7 +94,8 @@ def test_nothing_is_launched_kernel_by_kernel(
     assert launched["alone"] == 0
     assert launched["drafted"] > 0 and launched["mixed"] > 0
     assert "recorded" not in caplog.text
-    assert found == answers(params, enforce_eager=True, **settings)
+    with on_the_host():
+        assert found == answers(params, attention_backend="torch", **settings)
     assert launched["alone"] > 0
 
 
@@ -142,7 +143,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     settings: dict[str, Any] = {"speculative_config": NGRAM if has_drafts else {"method": "none"}}
     settings |= {"pipeline_depth": 2, "graph_warmup": True, "max_num_seqs": 4 if has_drafts else 2}
     with LLM(
-        str(text_checkpoint()), dtype="float32", max_model_len=64, block_size=4,
+        **one_layer(), dtype="float32", max_model_len=64, block_size=4,
         disable_log_stats=True, attention_backend="triton", kv_cache_memory_bytes=1 << 20,
         **settings,
     ) as llm:  # fmt: skip

@@ -49,7 +49,13 @@ def items_of(prompt: Prompt) -> list[MediaItem]:
 
 @pytest.mark.parametrize(
     ("family", "num_stages"),
-    [("qwen2_5_vl", 1), ("qwen3_vl", 1), ("qwen3_vl", 4), ("llava", 1), ("llava", 2)],
+    [
+        ("qwen2_5_vl", 1),
+        pytest.param("qwen3_vl", 1, marks=pytest.mark.slow),
+        ("qwen3_vl", 4),
+        pytest.param("llava", 1, marks=pytest.mark.slow),
+        ("llava", 2),
+    ],
 )
 def test_answers_are_those_of_transformers(family: str, num_stages: int) -> None:
     folder, reference = folder_of(family)

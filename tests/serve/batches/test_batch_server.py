@@ -69,10 +69,10 @@ def test_a_batch_survives_the_process_that_runs_it(tmp_path: Path) -> None:
     server = start(tmp_path)
     try:
         client = client_of(server)
-        batch = begin(client, tmp_path, 80)
+        batch = begin(client, tmp_path, 30)
         wait_until(lambda: num_written(tmp_path) >= 5)
         told = [client.batches.retrieve(batch.id) for _ in range(4)]  # whichever process answers
-        assert {each.request_counts.total for each in told} == {80}
+        assert {each.request_counts.total for each in told} == {30}
         pid = runner_of(tmp_path)
         assert pid in server.api
         kill(pid)
@@ -82,10 +82,10 @@ def test_a_batch_survives_the_process_that_runs_it(tmp_path: Path) -> None:
         wait_until(lambda: live.batches.retrieve(batch.id).status == "completed")
         assert runner_of(tmp_path) != pid
         batch = live.batches.retrieve(batch.id)
-        check(live, batch, 80)
+        check(live, batch, 30)
         assert [each.id for each in live.batches.list(limit=1)] == [batch.id]
         assert len(list(live.files.list())) == 2
-        second = begin(live, tmp_path, 600)
+        second = begin(live, tmp_path, 200)
         assert live.batches.cancel(second.id).status == "cancelling"
         wait_until(lambda: live.batches.retrieve(second.id).status == "cancelled")
         assert live.files.delete(batch.output_file_id).deleted

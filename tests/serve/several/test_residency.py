@@ -18,6 +18,7 @@ from quire.serve.several.residency import (
     Start,
     Stop,
 )
+from tests.support.cases import slow_but
 
 P, Q = 1, 2  # API processes
 
@@ -191,7 +192,7 @@ def test_one_that_dies_under_a_lease_and_comes_again_serves_on() -> None:
     assert residency.models["a"].leases == {(P, 2)}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_but(range(20), *range(8)))
 @pytest.mark.parametrize("most", [1, 2])
 def test_any_order_of_things_keeps_the_rules_and_serves_everybody(seed: int, most: int) -> None:
     """Clients ask and give back at random, models load and end after a while, some loads fail."""

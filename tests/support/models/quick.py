@@ -7,6 +7,18 @@ import pytest
 
 from tests.support.models.checkpoints import VARIANTS
 
+# One model of each way in which layers differ: experts, states, windows, chunks, sinks, latent
+# vectors, and how tensors are stored. The other types differ in sizes, biases, norms and names.
+KINDS = (
+    "llama", "gpt2", "gemma3", "llama4", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next",
+)  # fmt: skip
+
+
+def one_of_each_kind(*more: str) -> list[Any]:
+    """Return the variants; all are slow but one of each kind of layer. more: further quick ones."""
+    quick = {*KINDS, *more}
+    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in VARIANTS]
+
 
 def slow_if_large(shapes: Iterable[str]) -> list[Any]:
     """The names of shapes; tens of thousands of tensors take seconds, if only to be counted."""
@@ -26,11 +38,10 @@ def one_of_each_type() -> list[Any]:
 
 
 def variants_with(formats: Sequence[Any]) -> list[Any]:
-    """Pairs of variant and format: the first variant of each type with one format in turn, the very
-    first with all; the other pairs are slow."""
-    stand = [name for name in VARIANTS if name in first_of_each_type()]
-    quick = {(name, v % len(formats)) for v, name in enumerate(stand)}
-    quick |= {(stand[0], i) for i in range(len(formats))}
+    """Pairs of variant and format: a variant of each kind with one format in turn, the first with
+    all; the other pairs are slow."""
+    quick = {(name, v % len(formats)) for v, name in enumerate(KINDS)}
+    quick |= {(KINDS[0], i) for i in range(len(formats))}
     return [
         pytest.param(name, each, marks=[] if (name, i) in quick else pytest.mark.slow)
         for name in VARIANTS
