@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.catalogue import MODULES
-from benchmarks.paper.document import write_document
 from benchmarks.paper.figure import FULL, REDUCED, Effort, Figure
 from benchmarks.paper.section import figures_of, rows_of
 from benchmarks.result_files import VIRTUAL, read, write
@@ -83,6 +82,8 @@ def main() -> int:
             f"{name}: {runs.num_done} simulations, {cpu_s:.0f} s of CPU time in {took_s:.0f} s",
             flush=True,
         )
+    from benchmarks.paper.document import write_document  # needs matplotlib, which tests lack
+
     made = {name: made[name] for name in MODULES if name in made}
     figures = [figure for several in made.values() for figure in several]
     write_document(made, options.output / "docs" / "results")

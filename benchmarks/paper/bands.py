@@ -6,14 +6,19 @@ The bands are set from the texts, not from our results. Their widths:
            another share. Step times come from data sheets, and the papers omit the spread of
            lengths; neither is known to better than a quarter.
 `within`   a published range, with a tenth more at both ends, since its ends are rounded.
-`order`    a limit that follows from a sentence of the text that gives no number.
+`order`    a limit that follows from a sentence of the text that gives no number. Most have one
+           end; the other is ANY. Without a sentence the limit guards our own result, and does not
+           count as reproduced.
 `missed`   the published number cannot follow from the texts; the band is what can follow.
 
 A finding outside its band ends `python -m benchmarks.paper` with 1 and fails the tests.
 """
 
-from benchmarks.paper.figure import MISSED, ORDER, VALUE, Finding
+import math
 
+from benchmarks.paper.figure import MISSED, ORDER, OWN, VALUE, Finding
+
+ANY = math.inf  # the upper end of a band with a lower limit only
 SHARE = 0.25  # of a published number, to either side
 EDGE = 0.1  # of the ends of a published range
 QUARTER = "a quarter to either side: step times and the spread of lengths are not known better"
@@ -43,8 +48,9 @@ def within(what: str, ours: float, low: float, high: float, unit: str = "") -> F
 def order(
     what: str, ours: float, low: float, high: float, published: str, why: str, unit: str = ""
 ) -> Finding:
-    """Return a finding that follows from a sentence without a number."""
-    return Finding(what, ours, low, high, published, unit, ORDER, why)
+    """Return a finding that follows from a sentence without a number; without any sentence, it only
+    guards our own result."""
+    return Finding(what, ours, low, high, published, unit, ORDER if published else OWN, why)
 
 
 def missed(

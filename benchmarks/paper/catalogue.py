@@ -10,6 +10,7 @@ MODULES = (
     "fig_14_15",
     "fig_16",
     "fig_17",
+    "fig_18a",
     "fig_18b",
     "fig_19",
     "assumptions",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 LINES, BARS = "lines", "bars"
@@ -35,17 +35,31 @@ class Curve:
     y: list[float]
     is_published: bool = False
 
-    def up_to(self, highest: float) -> "Curve":
-        """Return the points that are not to the right of one."""
-        indices = [index for index, x in enumerate(self.x) if x <= highest]
-        return replace(self, x=[self.x[i] for i in indices], y=[self.y[i] for i in indices])
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one system, in requests per second.
+
+    crossing: where the latency reaches the limit; None if it stays below the limit.
+    throughput: what the system serves of the most loaded trace.
+    """
+
+    system: str
+    crossing: float | None
+    throughput: float
+
+    @property
+    def sustained(self) -> float:
+        """The lower one: below it the latency stays below the limit and no queue grows."""
+        return self.throughput if self.crossing is None else min(self.crossing, self.throughput)
 
 
 # The standing of a finding towards a published sentence.
 VALUE = "reproduced"  # the band lies around a published number
 ORDER = "ordering"  # the text gives an order, a limit or a trend, and the band states it
 MISSED = "not reproduced"  # the published number cannot follow; the band states what can
-OWN = ""  # no published sentence; the band guards our own result
+OWN = "own claim"  # no published sentence; the band guards our own result
+BEYOND = ""  # the figure is beyond the papers
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Finding:
     """One number, and the band in which it must lie.
 
     published: the paper's number, or its range, if it gives one.
-    standing: VALUE, ORDER, MISSED or OWN.
+    standing: VALUE, ORDER, MISSED, OWN or BEYOND.
     why: the reason for the band's width.
     """
 
@@ -63,7 +77,7 @@ class Finding:
     high: float
     published: str = ""
     unit: str = ""
-    standing: str = OWN
+    standing: str = BEYOND
     why: str = ""
 
     @property
@@ -75,7 +89,7 @@ class Finding:
 class Figure:
     """One plot and what is said about it. source: where in the papers. text: Markdown, what agrees,
     what does not, and why. names: of the positions on the axis of bars. seconds: of arrivals in
-    its traces; None without traces of a set length."""
+    its traces; None without traces of a set length. rates: of each system of a sweep."""
 
     name: str
     title: str
@@ -91,6 +105,7 @@ class Figure:
     is_log_x: bool = False
     is_log_y: bool = False
     seconds: float | None = None
+    rates: list[Rates] = field(default_factory=list)
 
 
 class Runs(Protocol):

@@ -1,10 +1,11 @@
 """The papers' mechanisms on this machine's CPU, with no simulation: one engine, several ways.
 
-    python -m benchmarks.paper.measured [--rounds 2] [--only samples blocks]
+    python -m benchmarks.paper.measured [--rounds 2] [--only samples blocks] [--model demo]
         [--output-json benchmarks/results/MACHINE/paper_measured.json]
 
-The model has the shape of Qwen3-0.6B and random weights. Requests are there from the start, and
-have ShareGPT's lengths divided by 8. Cases of a group alternate, and medians count.
+The model has the shape of Qwen3-0.6B and random weights; `demo` is small, for a short try.
+Requests are there from the start, and have ShareGPT's lengths divided by 8. Cases of a group
+alternate, and medians count.
 
 `reservation`  paging, and admission by the paper's reservations (`reserving.py`; P 6.2)
 `samples`      n samples of a prompt: tokens/s, and the share of blocks that they save (P 6.3)
@@ -40,8 +41,7 @@ from quire.tools.limits import measure_limits
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import Lengths, Workload
 
-MODEL = "shape:qwen3-0.6b"
-LOAD: dict[str, Any] = {"load_format": "dummy"}
+MODEL, DEMO = "shape:qwen3-0.6b", "demo"
 MAX_LEN, NUM_SLOTS = 512, 3920  # as many chunks as P table 1: 7.7 of the full length
 SMALL_POOL = 0.2  # of these slots, so that requests preempt each other
 EIGHTH = Workload("ShareGPT-like / 8", Lengths(20.2, 1.2, 4, 128), Lengths(42.2, 0.9, 4, 128))
@@ -142,17 +142,18 @@ def requests(case: Case, vocab_size: int) -> tuple[list[list[int]], list[Samplin
     return prompts, params
 
 
-def measure(case: Case) -> Found:
+def measure(case: Case, model: str = MODEL) -> Found:
     """Answer all requests of a case."""
     Reserving.num_slots, Reserving.max_model_len = NUM_SLOTS, MAX_LEN
     settings = {"block_size": BLOCK_SIZE, "enable_prefix_caching": False} | case.settings
+    if model.startswith("shape:"):
+        settings["load_format"] = "dummy"
     with LLM(
-        model=MODEL,
+        model=model,
         max_model_len=MAX_LEN,
         max_num_seqs=128,
-        kv_cache_memory_bytes=int(case.pool_share * pool_bytes(MODEL)),
+        kv_cache_memory_bytes=int(case.pool_share * pool_bytes(model)),
         disable_log_stats=True,
-        **LOAD,
         **settings,
     ) as llm:
         prompts, params = requests(case, llm.engine.spec.vocab_size)
@@ -183,14 +184,14 @@ def limits_of_machine() -> dict[str, float]:
     return {"limit_gb_per_s": read, "limit_gflop_per_s": products}
 
 
-def rows_of(chosen: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
+def rows_of(chosen: list[Case], rounds: int, model: str) -> Iterator[dict[str, Any]]:
     """Measure the cases in alternating rounds, group by group; yield the lines of the report."""
     for group in dict.fromkeys(case.group for case in chosen):
         mine = [case for case in chosen if case.group == group]
         found: list[list[Found]] = [[] for _ in mine]
         for _ in range(rounds):
             for case, runs in zip(mine, found, strict=True):
-                runs.append(measure(case))
+                runs.append(measure(case, model))
         for case, runs in zip(mine, found, strict=True):
             rates = [each.tokens_per_s for each in runs]
             first, rate = runs[0], statistics.median(rates)
@@ -210,14 +211,15 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--model", choices=(MODEL, DEMO), default=MODEL)
     options = parser.parse_args()
-    print_head(f"the papers' mechanisms, {MODEL} in bf16, a pool of {NUM_SLOTS:,} tokens")
+    print_head(f"the papers' mechanisms, {options.model} in bf16, a pool of {NUM_SLOTS:,} tokens")
     limits = limits_of_machine()
     print("group        case            tokens/s  batched    saved   cached  preempted")
     with tempfile.TemporaryDirectory() as folder:
         install(Path(folder))
         sys.path.append(folder)
-        results = list(rows_of(cases(options.only), options.rounds))
+        results = list(rows_of(cases(options.only), options.rounds, options.model))
     write(options.output_json, "paper.measured", results, options_of(options) | limits)
 
 

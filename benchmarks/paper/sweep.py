@@ -1,10 +1,10 @@
 """Normalized latency against request rate, and the highest rate that a system sustains.
 
-A rate is sustained if the normalized latency stays below a limit, however long the trace is. In a
-short trace it also stays below the limit at rates where the queue grows, since the queue has not
-grown long yet. So a sustained rate is at most the throughput of the most loaded trace: the requests
-per second that a full system serves, by tokens. `figures/trace_lengths.py` shows how both depend on
-the length of a trace.
+The sustained rate is the smaller one of two rates. One is the crossing, the rate at which the
+normalized latency reaches a limit. The other is the throughput of the most loaded trace: the
+requests per second that a full system serves, by tokens. In a short trace the latency stays below
+the limit at rates where the queue grows, since the queue has not grown long yet.
+`figures/trace_lengths.py` shows how both depend on the length of a trace.
 
 Rates are doubled until a system cannot serve them, and the interval is halved from there; all
 points that were tried make the curve.
@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.paper.figure import Curve, Effort
+from benchmarks.paper.figure import Curve, Effort, Rates
 from benchmarks.paper.settings import Load, Setting
 from benchmarks.paper.systems import PLAIN, Options, Served, serve
 
 LIMIT_S = 0.5  # per output token, where the paper's curves have turned upwards
-OTHER_LIMITS_S = (0.25, 1.0)
+PLOTTED_S = 1.0  # per output token, where the plots end
 MAX_DOUBLINGS = 12
 MIN_REQUESTS = 40
 
@@ -33,25 +33,27 @@ class Sweep:
 
     @property
     def curve(self) -> Curve:
+        """The points up to the first one above the plot, so that the curve leaves it there."""
+        shown = [each for each in self.points if each.latency_s < PLOTTED_S]
+        shown += [each for each in self.points if each.latency_s >= PLOTTED_S][:1]
+        shown.sort(key=lambda each: each.rate_per_s)
         return Curve(
-            self.system,
-            [each.rate_per_s for each in self.points],
-            [each.latency_s for each in self.points],
+            self.system, [each.rate_per_s for each in shown], [each.latency_s for each in shown]
         )
 
     @property
-    def throughput(self) -> float:
-        """Requests per second that the system serves at the highest rate, by tokens."""
-        return self.points[-1].throughput
+    def rates(self) -> Rates:
+        """The two rates that are compared."""
+        return Rates(self.system, self.crossing(), self.points[-1].throughput)
 
-    def sustained(self, limit_s: float = LIMIT_S) -> float:
-        """Return the highest rate below which the latency stays below a limit and no queue
-        grows."""
-        return min(self.crossing(limit_s), self.throughput)
+    @property
+    def sustained(self) -> float:
+        """The highest rate below which the latency stays below the limit and no queue grows."""
+        return self.rates.sustained
 
-    def crossing(self, limit_s: float = LIMIT_S) -> float:
+    def crossing(self, limit_s: float = LIMIT_S) -> float | None:
         """Return the rate at which the latency reaches a limit, between two points on logarithms of
-        both."""
+        both; None if it stays below."""
         last = self.points[0]
         if last.latency_s >= limit_s:
             return last.rate_per_s
@@ -61,11 +63,7 @@ class Sweep:
                 share = math.log(limit_s / last.latency_s) / span if span > 0 else 1.0
                 return last.rate_per_s * (point.rate_per_s / last.rate_per_s) ** share
             last = point
-        return last.rate_per_s
-
-    def at(self, rate_per_s: float) -> Served:
-        """Return the point nearest to a rate."""
-        return min(self.points, key=lambda each: abs(math.log(each.rate_per_s / rate_per_s)))
+        return None
 
 
 def sweep(

@@ -1,4 +1,8 @@
-"""The five systems of the paper's comparison (P 6.1), on one clock, workload and step times."""
+"""The five systems of the paper's comparison (P 6.1), on one clock, workload and step times.
+
+Beams are simulated for quire alone. `capacity.py` has a formula of Orca's beams, whose replaced
+ones are copied, and FasterTransformer's are in no figure.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +22,9 @@ from benchmarks.paper.settings import (
 )
 from benchmarks.virtual.branching import BranchingExecutor
 from quire.base.clock import FakeClock
-from quire.base.events import Event, Planned, Stepped
+from quire.base.events import Event, Planned, Preempted, Stepped
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan
 from quire.base.settings.config import SchedulerConfig
 from quire.engine.executors.executor import Executor
 from quire.kv.manager import KVManager
@@ -36,8 +42,9 @@ SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX, FASTER_TRANSFORMER)
 RESERVES: dict[str, Reserve] = {ORCA_ORACLE: oracle, ORCA_POW2: pow2, ORCA_MAX: longest}
 VOCAB_SIZE = 1 << 16
 SATURATED = 0.75  # of the offered tokens: halves of a trace with few requests differ by less
-# Share of the rows that quire's beam searches fork in a step, by width: `BranchingExecutor`.
-REPLACED = {2: 0.055, 4: 0.085, 6: 0.10}
+# Share of the beams that a search of quire replaces in a step, by width, on Alpaca-like lengths.
+# `CountedBeams` counts it in the runs of fig. 15, which check these numbers.
+REPLACED = {2: 0.041, 4: 0.064, 6: 0.071}
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Served:
     batched: requests in a step, the mean over time.
     memory: shares of its uses while a request waited.
     saved: share of the blocks without sharing; 0 without several sequences.
+    replaced: share of the beams that a search drops and forks in a step.
+    num_swapped: sequences that preemption copied to host memory.
+    num_computed: tokens of all steps.
     hits: share of the prompts' tokens.
     throughput: requests per second, by tokens, from the middle of the arrivals to the last
         admission. A saturated system is full all this time.
@@ -65,6 +75,9 @@ class Served:
     hits: float = 0.0
     throughput: float = 0.0
     offered: float = 0.0
+    replaced: float = 0.0
+    num_swapped: int = 0
+    num_computed: int = 0
 
     @property
     def is_saturated(self) -> bool:
@@ -98,6 +111,8 @@ class PagedMeter:
     def __init__(self, scheduler: Scheduler, block_size: int, is_shared: bool) -> None:
         self.batches = Batches()
         self.num_used = self.num_unshared = 0
+        self.num_swapped = self.num_computed = 0
+        self._num_forked = self._num_row_steps = 0  # a row step: a row that got a token in a step
         self._scheduler, self._block_size, self._is_shared = scheduler, block_size, is_shared
         self._pool = scheduler.memory.kv.pools[0]
         self._since_s = 0.0
@@ -109,11 +124,23 @@ class PagedMeter:
             self._open(event.at_s)
         elif isinstance(event, Stepped):
             self._close(event.at_s)
+            self.num_computed += event.num_tokens
+            self._num_row_steps += len(event.rows)
+        elif isinstance(event, Preempted):
+            self.num_swapped += event.swapped
 
     @property
     def saved(self) -> float:
         """Share of the blocks that sequences share."""
         return 1 - self.num_used / self.num_unshared if self.num_unshared else 0.0
+
+    def count_forks(self, num: int) -> None:
+        self._num_forked += num
+
+    def replaced(self, num_first: int) -> float:
+        """Return the share of the beams that are replaced in a step. num_first: forks of prompts,
+        which replace no beam."""
+        return max(0, self._num_forked - num_first) / max(1, self._num_row_steps)
 
     def _open(self, now: float) -> None:
         rows, num_used = self._scheduler.rows, self._pool.num_used
@@ -138,6 +165,18 @@ class PagedMeter:
             live = min(self._live, self._used)
             slots = self._pool.num_blocks * self._block_size
             self.batches.memory.add(live, live, self._used, slots, lasts_s)
+
+
+class CountedBeams(BranchingExecutor):
+    """Candidates of beams, and a count of the forks for a meter."""
+
+    def __init__(self, executor: Executor, assumed: Assumptions, meter: PagedMeter) -> None:
+        super().__init__(executor, assumed.sureness, assumed.same_share)
+        self._meter = meter
+
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
+        self._meter.count_forks(len(plan.forked))
+        super().submit(plan, masks)
 
 
 def throughput(run: Run, load: Load) -> float:
@@ -168,7 +207,7 @@ def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -
         each.latency_s / outputs[name] for name, each in run.by_id.items() if not each.error
     ]
     prompts = sum(each.num_prompt for each in done)
-    return Served(
+    served = Served(
         system,
         load.rate_per_s,
         sum(latencies) / max(1, len(latencies)),
@@ -176,10 +215,18 @@ def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -
         sum(outputs.values()) * load.method.num / run.duration_s,
         batches.memory.shares,
         run.num_preemptions,
-        0.0 if meter is None else meter.saved,
-        sum(max(0, each.num_cached_tokens) for each in done) / max(1, prompts),
-        throughput(run, load),
-        sum(outputs.values()) / load.seconds / load.workload.outputs.mean,
+        hits=sum(max(0, each.num_cached_tokens) for each in done) / max(1, prompts),
+        throughput=throughput(run, load),
+        offered=sum(outputs.values()) / load.seconds / load.workload.outputs.mean,
+    )
+    if meter is None:
+        return served
+    return replace(
+        served,
+        saved=meter.saved,
+        replaced=meter.replaced((load.method.num - 1) * len(done)),
+        num_swapped=meter.num_swapped,
+        num_computed=meter.num_computed,
     )
 
 
@@ -228,13 +275,11 @@ def _quire(
     if options.copy_s is not None:
         times = replace(times, copy_s=options.copy_s)
 
+    meter = PagedMeter(scheduler, size, method.num > 1)
+
     def wrap(executor: Executor) -> Executor:
-        assumed = options.assumed
-        if not method.is_beams:
-            return executor
-        return BranchingExecutor(executor, assumed.sureness, assumed.same_share)
+        return CountedBeams(executor, options.assumed, meter) if method.is_beams else executor
 
     core = Replica(scheduler, times, clock, 0, run.by_id, VOCAB_SIZE, wrap=wrap)
-    meter = PagedMeter(scheduler, size, method.num > 1)
     core.core.subscribe(meter)
     return core, meter

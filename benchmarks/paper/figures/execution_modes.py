@@ -5,7 +5,7 @@ each operation from PyTorch; piecewise graphs call attention alone, and each pie
 graph is one call. The thesis gives the order of the modes and no times in its text.
 """
 
-from benchmarks.paper.bands import order
+from benchmarks.paper.bands import ANY, order
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Runs
 from benchmarks.result_files import newest
 
@@ -34,9 +34,9 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     findings = [
         order("piecewise graphs over a full graph", piecewise / full, 1.0, 1.1, "comparable",
               "a tenth more at most"),
-        order("eager over piecewise graphs", eager / piecewise, 1.5, 5.0, "significantly faster",
+        order("eager over piecewise graphs", eager / piecewise, 1.5, ANY, "significantly faster",
               "half more at least: the host takes most of an eager step"),
-        order("host's calls in eager mode over the device's work", host[0] / busy_ms, 1.0, 5.0,
+        order("host's calls in eager mode over the device's work", host[0] / busy_ms, 1.0, ANY,
               "a majority of the latency", "more than the device's work"),
     ]  # fmt: skip
     text = (

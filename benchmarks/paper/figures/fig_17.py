@@ -8,7 +8,7 @@ from benchmarks.paper.bands import missed, order
 from benchmarks.paper.capacity import Capacity, gain
 from benchmarks.paper.figure import Effort, Figure, Finding, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, Load
-from benchmarks.paper.sweep import sweep
+from benchmarks.paper.sweep import PLOTTED_S, sweep
 from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, ORCA_POW2, QUIRE
 from quire.tools.workloads import SHAREGPT, Int64, Workload
 
@@ -62,13 +62,14 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     load, longer = Load(CHAT, FIRST_RATE, 0.0), replace(effort, seconds=LONGER * effort.seconds)
     found = run_each(runs, sweep, [(system, OPT_13B, load, longer) for system in SYSTEMS])
     sweeps = {each.system: each for each in found}
-    rates = {name: each.sustained() for name, each in sweeps.items()}
+    sustained = {name: each.sustained for name, each in sweeps.items()}
     lengths = np.array(
         [num for _, num, _ in replace(load, rate_per_s=10.0, seconds=100.0).lengths()]
     )
     at_cut = 100 * float((lengths == MAX_TOKENS).mean())
-    findings = [_over(other, rates[QUIRE] / rates[other]) for other in SYSTEMS[1:]]
-    spread = max(rates[each] for each in SYSTEMS[1:]) / min(rates[each] for each in SYSTEMS[1:])
+    findings = [_over(other, sustained[QUIRE] / sustained[other]) for other in SYSTEMS[1:]]
+    of_others = [sustained[each] for each in SYSTEMS[1:]]
+    spread = max(of_others) / min(of_others)
     findings.append(
         order("fastest Orca over the slowest", spread, 1.0, 1.15, "behave similarly",
               "15 %: a third of the prompts is shorter than the cut")
@@ -82,7 +83,6 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         " are as long for all systems. As in the paper, nothing is cached between turns."
         " [Chat turns](kv-cache.md#chat-turns) shows what caching gains."
     )
-    highest = 1.15 * max(each.sustained(1.0) for each in found)
     return [
         Figure(
             "fig_17",
@@ -90,10 +90,11 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             "P fig. 17, 6.5",
             "requests per second",
             "normalized latency (s per token)",
-            [each.curve.up_to(highest) for each in found],
+            [each.curve for each in found],
             findings,
             text,
-            y_limit=1.0,
+            y_limit=PLOTTED_S,
             seconds=longer.seconds,
+            rates=[each.rates for each in found],
         )
     ]

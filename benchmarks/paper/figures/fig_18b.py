@@ -1,6 +1,6 @@
 """P fig. 18 b: end-to-end latency by block size."""
 
-from benchmarks.paper.bands import order
+from benchmarks.paper.bands import ANY, order
 from benchmarks.paper.capacity import Capacity
 from benchmarks.paper.figure import Curve, Effort, Figure, Runs, run_each
 from benchmarks.paper.settings import OPT_13B, Load
@@ -44,7 +44,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     alpaca, share = by_name[ALPACA.name], by_name[SHAREGPT.name]
     findings = [
         order("latency, blocks of 256 over 16, Alpaca-like",
-              alpaca[256].latency_s / alpaca[16].latency_s, 1.5, 500, "significantly degrade",
+              alpaca[256].latency_s / alpaca[16].latency_s, 1.5, ANY, "significantly degrade",
               "half more at least"),
         order("latency, blocks of 32 over 16, Alpaca-like",
               alpaca[32].latency_s / alpaca[16].latency_s, 0.8, 1.25, "work well",

@@ -1,6 +1,6 @@
 """T 4.6: how long a device waits for its host, with one plan in flight and with more: measured."""
 
-from benchmarks.paper.bands import order
+from benchmarks.paper.bands import ANY, order
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Runs
 from benchmarks.result_files import newest
 
@@ -27,8 +27,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     bar_positions = [float(index) for index in range(len(cases))]
     served = cases.index(("server", min(each["step_ms"] for each in rows)))
     findings = [
-        order("device idle, one plan in flight, quire serve", by_depth[1][served], 2, 60, "",
-              "the host's work shows when nothing hides it", " %"),
+        order("device idle, one plan in flight, quire serve", by_depth[1][served], 2, ANY, "",
+              "more than with two: the host's work shows when nothing hides it", " %"),
         order("device idle, two plans in flight, quire serve", by_depth[2][served], 0, 2,
               "minimised", "2 %: what a timer of the operating system may be late", " %"),
     ]  # fmt: skip

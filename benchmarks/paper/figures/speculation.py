@@ -1,6 +1,7 @@
 """T 4.4.4: what draft tokens gain, by rows and by acceptance: by formula, at measured rates."""
 
-from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs
+from benchmarks.paper.bands import order
+from benchmarks.paper.figure import Curve, Effort, Figure, Runs
 from benchmarks.result_files import newest
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.tools.step_times import StepLoad
@@ -21,10 +22,12 @@ def chance(workload: str, way: str) -> float:
 def gain(right: float, num_rows: int) -> float:
     """Return tokens per second with drafts, over those without. right: acceptance of each draft."""
     num = NUM_DRAFT_TOKENS + 1
-    expected = sum(
-        right**index for index in range(num)
-    )  # tokens of a step: those up to a wrong one
-    return expected * step_s(num_rows, 1) / step_s(num_rows, num)
+    return expected(right) * step_s(num_rows, 1) / step_s(num_rows, num)
+
+
+def expected(right: float) -> float:
+    """Return the mean number of tokens of a row in a step: those up to a wrong one."""
+    return sum(right**index for index in range(NUM_DRAFT_TOKENS + 1))
 
 
 def step_s(num_rows: int, num_tokens: int) -> float:
@@ -46,16 +49,20 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         for name, right in chances.items()
     ]
     best = max(chances.values())
+    one, longest = gain(best, 1), expected(best)
     findings = [
-        Finding("gain with 1 row, the best of these", gain(best, 1), 3, 5),
-        Finding("gain with 512 rows, the best of these", gain(best, 512), 0.5, 2),
-    ]
+        order("gain with 1 row, the best of these", one, 0.9 * longest, 1.001 * longest, "",
+              "a tenth below the tokens of a step: one row waits for the weights"),
+        order("gain with 512 rows, the best of these", gain(best, 512),
+              longest / (1 + NUM_DRAFT_TOKENS), one / 2, "",
+              "below half of the gain with 1 row: arithmetic is the limit"),
+    ]  # fmt: skip
     text = (
         f"{NUM_DRAFT_TOKENS} draft tokens in each step, for Llama-3.1-8B on an H200 with contexts"
         " of"
         f" {CONTEXT:,} tokens, without the cost of drafting. The acceptance rates come from the"
-        " demo model (`benchmarks/cpu/drafts.py`). With many rows arithmetic is the limit and"
-        " drafts do not pay off. The engine measures this and drafts less"
+        " demo model (`benchmarks/cpu/drafts.py`). With many rows arithmetic is the limit, and"
+        " drafts gain little or nothing. The engine measures this and drafts less"
         " (`engine/drafting/draft_pace.py`)."
         " [Draft tokens](models.md#draft-tokens-for-repeated-text) has gains measured on CPUs."
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.paper.bands import falling, missed, near, order, within
-from benchmarks.paper.figure import MISSED, ORDER, VALUE
+from benchmarks.paper.figure import MISSED, ORDER, OWN, VALUE
 
 
 def test_near_is_a_quarter_to_either_side() -> None:
@@ -20,6 +20,7 @@ def test_within_rounds_both_ends() -> None:
 
 def test_standings_and_reasons() -> None:
     assert order("a", 1.0, 0.0, 2.0, "as good", "why").standing == ORDER
+    assert order("a", 1.0, 0.0, 2.0, "", "why").standing == OWN
     found = missed("a", 1.5, 1.0, 1.9, "2", "the batches")
     assert found.standing == MISSED and found.why == "the batches" and found.holds
 

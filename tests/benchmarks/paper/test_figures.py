@@ -12,10 +12,20 @@ import pytest
 
 from benchmarks.paper.capacity import Capacity, gain
 from benchmarks.paper.catalogue import MODULES
-from benchmarks.paper.figure import FULL, OWN, REDUCED, VALUE, Curve, Figure, Finding, HereRuns
+from benchmarks.paper.figure import (
+    BEYOND,
+    FULL,
+    REDUCED,
+    VALUE,
+    Curve,
+    Figure,
+    Finding,
+    HereRuns,
+    Rates,
+)
 from benchmarks.paper.figures import fig_2_13, table_4_1
-from benchmarks.paper.pages import PAGES, pages_of
-from benchmarks.paper.section import figures_of, rows_of
+from benchmarks.paper.pages import PAGES, STANDINGS, pages_of
+from benchmarks.paper.section import figures_of, rows_of, section
 from benchmarks.paper.settings import OPT_13B, OPT_66B, Load
 from benchmarks.paper.sweep import Sweep
 from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, QUIRE, SYSTEMS, Served, serve
@@ -33,6 +43,7 @@ QUICK = (
     "host_time",
     "speculation",
     "real",
+    "fig_18a",
     "fidelity",
 )
 SIMULATED = {"fig_12a": OPT_13B, "fig_12b": OPT_66B}  # the band of fig. 12 c checks its own
@@ -48,7 +59,8 @@ def check(name: str) -> None:
             assert all(map(math.isfinite, curve.y)), (name, curve.label)
         for finding in figure.findings:
             assert finding.holds, (name, finding)
-            assert finding.why or finding.standing == OWN, (name, finding)
+            assert finding.why or finding.standing == BEYOND, (name, finding)
+            assert bool(finding.published) == (finding.standing in STANDINGS), (name, finding)
 
 
 def test_numbers_are_in_their_bands() -> None:
@@ -70,8 +82,36 @@ def test_the_pages_have_the_numbers_of_the_last_run() -> None:
 def test_rows_of_figures_are_figures_again() -> None:
     findings = [Finding("most", 1.5, -math.inf, math.inf, "2", " %"), Finding("least", 1, 0, 2)]
     curves = [Curve("ours", [1.0, 2.0], [3.0, 4.0]), Curve("theirs", [1.0], [2.0], True)]
-    made = {"fig_1": [Figure("fig_1a", "One", "P", "x", "y", curves, findings, "text")]}
+    rates = [Rates("ours", 1.5, 2.5), Rates("theirs", None, 0.5)]
+    figure = Figure("fig_1a", "One", "P", "x", "y", curves, findings, "text", rates=rates)
+    made = {"fig_1": [figure]}
     assert figures_of(rows_of(made)) == made
+    assert "| ours | 1.5 | 2.5 | 1.5 |" in (text := section(figure))
+    assert "| theirs | not reached | 0.5 | 0.5 |" in text
+
+
+def test_ratios_of_rates_follow_from_the_rates_in_the_file() -> None:
+    num = 0
+    for each in figures_of(newest("paper").rows).values():
+        for figure in each:
+            by_name = {each.system: each.sustained for each in figure.rates}
+            for finding in figure.findings:
+                other = finding.what.removeprefix("sustained rate, quire over ")
+                if other in by_name:
+                    assert finding.ours == pytest.approx(by_name[QUIRE] / by_name[other])
+                    num += 1
+    assert num == 11  # three panels of fig. 12 with two each, fig. 16 with two, fig. 17 with three
+
+
+def test_no_published_number_is_counted_twice() -> None:
+    found = [
+        (figure.source.split(",")[0], finding.what.removesuffix(", by formula"))
+        for figures in figures_of(newest("paper").rows).values()
+        for figure in figures
+        for finding in figure.findings
+        if finding.standing in STANDINGS
+    ]
+    assert len(found) == len(set(found))
 
 
 class BlankRuns:
@@ -92,7 +132,8 @@ def blank(kind: Any, first: Any) -> Any:
     """Return a result of this type. first: the first argument of its case, such as the system."""
     if kind is Served:
         uses = dict.fromkeys(fig_2_13.KINDS, 0.25)
-        return Served(first, 1.0, 1.0, 1.0, 1.0, uses, saved=0.5, throughput=1.0, offered=1.0)
+        given = {"saved": 0.5, "throughput": 1.0, "offered": 1.0, "num_computed": 1}
+        return Served(first, 1.0, 1.0, 1.0, 1.0, uses, **given)
     if kind is Sweep:
         return Sweep(first, [blank(Served, first)])
     if get_origin(kind) is tuple:

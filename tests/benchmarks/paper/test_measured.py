@@ -1,9 +1,6 @@
 """The measured cases: their requests, and one run on a small model."""
 
-import pytest
-
-from benchmarks.paper import measured
-from benchmarks.paper.measured import GROUPS, MAX_LEN, PREFIX, Case, cases, requests
+from benchmarks.paper.measured import DEMO, GROUPS, MAX_LEN, PREFIX, Case, cases, measure, requests
 
 
 def test_each_group_has_ways_to_compare() -> None:
@@ -25,10 +22,14 @@ def test_requests_fit_and_share_their_prefix() -> None:
     assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
-def test_samples_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_share_blocks() -> None:
     """The demo model, in a second or two."""
-    monkeypatch.setattr(measured, "MODEL", "demo")
-    monkeypatch.setattr(measured, "LOAD", {})
-    alone = measured.measure(Case("samples", "1", num=2))
-    four = measured.measure(Case("samples", "4", num=2, n=4))
+    alone = measure(Case("samples", "1", num=2), DEMO)
+    four = measure(Case("samples", "4", num=2, n=4), DEMO)
     assert alone.saved == 0.0 < four.saved and four.batched > alone.batched
+
+
+def test_the_small_pool_preempts() -> None:
+    """Both ways, with as many requests and as small a pool as in the report."""
+    for case in cases(["preemption"]):
+        assert measure(case, DEMO).num_preemptions > 0, case

@@ -1,8 +1,8 @@
 """Faults in the allocator, the scheduler and the baselines: each breaks the band of some figure."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
+from inspect import isfunction, signature
 
 import pytest
 
@@ -25,6 +25,7 @@ from quire.kv.table import BlockTable
 from quire.scheduler.core.memory import Headroom
 from quire.scheduler.core.planning import Planner
 from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.sequence import Int64, Sequence
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
@@ -73,8 +74,21 @@ def waits(policy: int) -> Findings:
     return findings
 
 
+sound_longest = cache(policies.longest_wait)
+
+
+def stream() -> list[Finding]:
+    """Return the findings of the streams, where only two-level scheduling is simulated again."""
+    longest = []
+    for seconds in policies.STREAMS_S:
+        longest += [sound_longest(each, seconds) for each in policies.POLICIES[:TWO_LEVEL]]
+        longest.append(policies.longest_wait(policies.POLICIES[TWO_LEVEL], seconds))
+    return list(policies._stream(longest).findings)
+
+
 def swaps() -> list[Finding]:
-    return list(fig_19._overhead().findings)
+    """Return the findings of recomputing and swapping, end to end."""
+    return list(fig_19._end_to_end(REDUCED, HereRuns()).findings)
 
 
 def traffic() -> list[Finding]:
@@ -148,10 +162,16 @@ def staging_by_arrival(patch: Patch) -> None:
     patch.setattr(TwoLevel, "pass_over", lambda self, sequence: None)
 
 
-def input_free_transfers(patch: Patch) -> None:
-    """An input of the formula is wrong: submitting a transfer takes no time."""
-    free = replace(fig_19.A100, transfer_s=0.0)
-    patch.setattr(fig_19, "A100", free)
+def swapping_is_ignored(patch: Patch) -> None:
+    """Preemption recomputes all sequences, also where it should swap them."""
+    patch.setattr(Preemption, "swapping_is_cheaper", lambda self, members: False)
+
+
+def two_level_is_srtf(patch: Patch) -> None:
+    """Two-level scheduling has neither batches nor patience: it is SRTF."""
+    methods = ("__init__", "__len__", "push", "peek", "pass_over", "remove", "rank", "waiting")
+    for name in (*methods, "_order"):
+        patch.setattr(TwoLevel, name, getattr(Srtf, name))
 
 
 # ---- the baselines -------------------------------------------------------------------------------
@@ -187,16 +207,15 @@ def requests_join_no_batch(patch: Patch) -> None:
 
 
 Mutant = Callable[[Patch], None]
-QUICK: tuple[tuple[Mutant, Findings], ...] = (
-    (input_free_transfers, swaps),
-    (whole_table_again, traffic),
-)
+QUICK: tuple[tuple[Mutant, Findings], ...] = ((whole_table_again, traffic),)
 SLOW: tuple[tuple[Mutant, Findings], ...] = (
     (forks_copy, savings),
     (prompts_take_twice, memory(QUIRE)),
     (half_of_the_pool, memory(QUIRE)),
     (longest_first, waits(SRTF)),
     (staging_by_arrival, waits(TWO_LEVEL)),
+    (two_level_is_srtf, stream),
+    (swapping_is_ignored, swaps),
     (powers_are_doubled, memory(ORCA_MAX)),
     (max_knows_the_output, memory(ORCA_MAX)),
     (pow2_doubles, memory(ORCA_POW2)),
@@ -222,3 +241,19 @@ def test_a_band_of_longer_runs_notices(
     mutant: Mutant, findings: Findings, monkeypatch: Patch
 ) -> None:
     check(mutant, findings, monkeypatch)
+
+
+def test_there_are_ten_faults_and_each_is_tried() -> None:
+    """The two tests above assert that each one is caught."""
+    tried = {mutant for mutant, _ in (*QUICK, *SLOW)}
+    faults = {each for each in globals().values() if is_fault(each)}
+    assert tried == faults and len(faults) >= 10
+
+
+def is_fault(value: object) -> bool:
+    """Return whether this is a function of this module that changes the code."""
+    return (
+        isfunction(value)
+        and value.__module__ == __name__
+        and list(signature(value).parameters) == ["patch"]
+    )

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.paper import sweep as module
-from benchmarks.paper.figure import Effort
+from benchmarks.paper.figure import Curve, Effort, Rates
 from benchmarks.paper.settings import OPT_13B, Load, Method, Setting
-from benchmarks.paper.sweep import LIMIT_S, sweep
+from benchmarks.paper.sweep import LIMIT_S, Sweep, sweep
 from benchmarks.paper.systems import Options, Served, throughput
 from quire.tools.simulate.run import Run
 from quire.tools.simulate.served import Ledger
@@ -30,6 +30,10 @@ def served(system: str, setting: Setting, load: Load, options: Options) -> Serve
     )
 
 
+def point(rate: float, latency_s: float, throughput: float = 1.0) -> Served:
+    return Served("any", rate, latency_s, 1.0, 1.0, {}, throughput=throughput)
+
+
 @pytest.mark.parametrize("first", [0.1, 1.5, 40.0])
 @pytest.mark.parametrize("seconds", [60.0, 3600.0])
 def test_a_short_trace_gives_the_rate_of_a_long_one(
@@ -37,7 +41,7 @@ def test_a_short_trace_gives_the_rate_of_a_long_one(
 ) -> None:
     monkeypatch.setattr(module, "serve", served)
     found = sweep("any", OPT_13B, Load(SHAREGPT, first, 0.0), Effort(seconds, 1, True))
-    assert found.sustained() == pytest.approx(CAPACITY, rel=0.03)
+    assert found.sustained == pytest.approx(CAPACITY, rel=0.03)
     rates = [each.rate_per_s for each in found.points]
     assert rates == sorted(rates) and rates[0] < CAPACITY < rates[-1] <= max(4 * CAPACITY, first)
 
@@ -48,8 +52,22 @@ def test_by_latency_alone_a_short_trace_gives_too_much(monkeypatch: pytest.Monke
     short, long = (
         sweep("any", OPT_13B, load, Effort(seconds, 4, False)) for seconds in (60.0, 3600.0)
     )
-    assert short.crossing() > 1.2 * CAPACITY
+    assert short.crossing() is None or short.crossing() > 1.2 * CAPACITY
     assert long.crossing() == pytest.approx(CAPACITY, rel=0.05)
+
+
+def test_both_rates_are_kept_and_the_lower_one_is_sustained() -> None:
+    points = [point(1.0, 0.1), point(2.0, 0.2, 1.9), point(4.0, 0.4, 1.8)]
+    found = Sweep("any", points)
+    assert found.rates == Rates("any", None, 1.8) and found.sustained == 1.8
+    found = Sweep("any", [*points, point(8.0, 0.8, 9.0)])
+    assert found.rates.crossing == pytest.approx(5.0) and found.sustained == found.crossing()
+
+
+def test_a_plot_has_the_point_at_which_the_curve_leaves_it() -> None:
+    points = [point(1.0, 0.1), point(2.0, 1.5), point(3.0, 4.0), point(4.0, 9.0)]
+    assert Sweep("any", points).curve == Curve("any", [1.0, 2.0], [0.1, 1.5])
+    assert Sweep("any", points[:1]).curve.x == [1.0]
 
 
 def test_latency_limits_a_rate_below_the_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +77,8 @@ def test_latency_limits_a_rate_below_the_throughput(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "serve", slow)
     found = sweep("any", OPT_13B, Load(SHAREGPT, 0.4, 0.0), Effort(60.0, 1, False))
-    assert found.sustained() == pytest.approx(LIMIT_S)
-    assert found.sustained(0.45) == pytest.approx(0.45)
+    assert found.sustained == pytest.approx(LIMIT_S)
+    assert found.crossing(0.45) == pytest.approx(0.45)
 
 
 def test_a_system_that_serves_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
