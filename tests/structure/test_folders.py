@@ -79,7 +79,7 @@ BUDGETS = {
     "render/tokens": 2010,
     "runner": 3690,
     "runner/drafting": 1010,
-    "runner/gpu": 2090,
+    "runner/gpu": 2100,
     "runner/media": 420,
     "runner/sampling": 1120,
     "runner/setup": 790,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 903, 130_330
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_600
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
