@@ -43,7 +43,7 @@ from quire.tools.workloads import Lengths, Workload
 
 MODEL, DEMO = "shape:qwen3-0.6b", "demo"
 MAX_LEN, NUM_SLOTS = 512, 3920  # as many chunks as P table 1: 7.7 of the full length
-SMALL_POOL = 0.2  # of these slots, so that requests preempt each other
+SMALL_POOL = 0.14  # of these slots, so that requests preempt each other
 EIGHTH = Workload("ShareGPT-like / 8", Lengths(20.2, 1.2, 4, 128), Lengths(42.2, 0.9, 4, 128))
 PREFIX = 341  # tokens of five examples (P 6.4)
 GROUPS = ("reservation", "samples", "beams", "prefix", "preemption", "blocks")

@@ -32,4 +32,4 @@ def test_samples_share_blocks() -> None:
 def test_the_small_pool_preempts() -> None:
     """Both ways, with as many requests and as small a pool as in the report."""
     for case in cases(["preemption"]):
-        assert measure(case, DEMO).num_preemptions > 0, case
+        assert measure(case, DEMO).num_preemptions >= 5, case
