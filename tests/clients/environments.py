@@ -36,7 +36,7 @@ def python_of(client: str) -> Path:
         return python
     print(f"making {folder.relative_to(ROOT)}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
     files = ["-r", "/dev/stdin"]
     if "\ntorch" not in wanted:
         files += ["-c", HERE / "requirements" / "constraints.txt"]

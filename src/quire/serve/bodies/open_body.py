@@ -151,7 +151,7 @@ def ignored_fields(scope: Scope) -> tuple[str, ...]:
 
 
 def name_ignored(scope: Scope, *names: str) -> None:
-    """Add names to those that a header of the response lists, besides the removed fields."""
+    """Add fields that had no effect to the response's header of ignored fields."""
     scope.setdefault("state", {})["ignored_fields"] = ignored_fields(scope) + names
 
 
