@@ -67,6 +67,9 @@ MODELS = Page("models.md", "Models, formats and drafts", (
             for name in ("bf16", "demo")
         ),
     ),
+), "How exact each weight format is, and what draft tokens gain.")  # fmt: skip
+
+TRAINING = Page("training.md", "Adapters and training", (
     Section(
         "Adapters",
         "What adapters of rank 16 in all linear layers add to a decoding step of Qwen3-0.6B's"
@@ -130,4 +133,4 @@ MODELS = Page("models.md", "Models, formats and drafts", (
             "KL after": "{kl_after:.1e}", "tokens": "{num_tokens:,}", "CPU s": "{cpu_s:.0f}"},
             {"batch": BATCHES}),),
     ),
-), "How exact each weight format is, what draft tokens gain, and how a model learns.")  # fmt: skip
+), "What adapters and training cost, and how a model learns.")  # fmt: skip
