@@ -8,7 +8,17 @@ from benchmarks.numbers.page import ZEN4, ZEN5, Highlight, Page, Value
 from benchmarks.numbers.scheduler import SCHEDULER
 from benchmarks.numbers.server import SERVER
 
-PAGES: tuple[Page, ...] = (ENGINES, AVX2, KERNELS, MODELS, TRAINING, SCHEDULER, KV_CACHE, SERVER, GPU)
+PAGES: tuple[Page, ...] = (
+    ENGINES,
+    AVX2,
+    KERNELS,
+    MODELS,
+    TRAINING,
+    SCHEDULER,
+    KV_CACHE,
+    SERVER,
+    GPU,
+)
 OURS = ("quire bf16", "quire int8", "quire int4")
 OPENVINO = ("openvino fp16", "openvino int8", "openvino int4")
 LLAMA = ("llama.cpp bf16", "llama.cpp q8_0", "llama.cpp q4_0")
