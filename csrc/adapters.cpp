@@ -11,7 +11,9 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kRowsAtOnce = 4;   // rows that share one read of `down`
-constexpr int64_t kOutputsAtOnce = 256;
+constexpr int64_t kBlockOutputs = 256;    // the least outputs of one thread
+constexpr int64_t kOutputsAtOnce = 2048;  // whose sums stay in the first cache
+constexpr int64_t kLinesAtOnce = 4;       // lines of `up` that are read together
 constexpr int64_t kAloneProducts = 1 << 16;  // that one thread does before another wakes
 
 // One part of one group: where its low-rank products begin, [rows, rank].
@@ -26,7 +28,7 @@ struct Piece {
 };
 
 int64_t blocks_of(const AdapterPart& part) {
-    return (part.outputs + kOutputsAtOnce - 1) / kOutputsAtOnce;
+    return (part.outputs + kBlockOutputs - 1) / kBlockOutputs;
 }
 
 // low[i] = x[i] . down for each of the rows.
@@ -52,15 +54,29 @@ inline __attribute__((always_inline)) void dot(float* low, int64_t stride, const
     }
 }
 
+// sums[n] += low[r] up[r, n] for `ranks` rows of `up`, in their order, and `count` outputs. Several
+// rows at once are read as several streams, which hides the latency of memory.
+template <int64_t ranks, class T>
+inline __attribute__((always_inline)) void add_lines(float* __restrict sums, const float* low,
+                                                     const T* up, int64_t stride, int64_t count) {
+    for (int64_t n = 0; n < count; ++n) {
+        float sum = sums[n];
+        for (int64_t r = 0; r < ranks; ++r) sum += low[r] * widen(up[r * stride + n]);
+        sums[n] = sum;
+    }
+}
+
 // out[n] += sum over r of low[r] up[r, n], for `count` outputs; rows of `up` are `stride` apart.
 template <class T>
 inline __attribute__((always_inline)) void add(float* out, const float* low, const T* up,
                                                int64_t rank, int64_t stride, int64_t count) {
-    float sums[kOutputsAtOnce] = {};
-    for (int64_t r = 0; r < rank; ++r) {
-        const T* line = up + r * stride;
-        for (int64_t n = 0; n < count; ++n) sums[n] += low[r] * widen(line[n]);
+    float sums[kOutputsAtOnce];
+    std::fill(sums, sums + count, 0.0f);
+    int64_t r = 0;
+    for (; r + kLinesAtOnce <= rank; r += kLinesAtOnce) {
+        add_lines<kLinesAtOnce>(sums, low + r, up + r * stride, stride, count);
     }
+    for (; r < rank; ++r) add_lines<1>(sums, low + r, up + r * stride, stride, count);
     for (int64_t n = 0; n < count; ++n) out[n] += sums[n];
 }
 
@@ -107,8 +123,11 @@ template <class T>
 void go_up(const MutableMatrix& out, const Piece& piece, const float* low, int64_t begin,
            int64_t end) {
     const AdapterPart& part = *piece.part;
-    for (int64_t block = begin; block < end; ++block) {
-        const int64_t n = block * kOutputsAtOnce, count = std::min(kOutputsAtOnce, part.outputs - n);
+    // Few rows read long lines of `up` from memory. Many rows read a short block of it again and again.
+    const int64_t at_once = piece.rows() < kRowsAtOnce ? kOutputsAtOnce : kBlockOutputs;
+    const int64_t last = std::min(end * kBlockOutputs, part.outputs);
+    for (int64_t n = begin * kBlockOutputs; n < last; n += at_once) {
+        const int64_t count = std::min(at_once, last - n);
         for (int64_t i = 0; i < piece.rows(); ++i) {
             float* row = static_cast<float*>(out.data) + piece.use->to[i] * out.stride;
             add_row(row + part.first + n, low + piece.low + i * part.rank,

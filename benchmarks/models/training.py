@@ -147,11 +147,11 @@ async def pauses_ms(options: Any, tensors: dict[str, torch.Tensor]) -> Row:
         assert updating is not None
         await updating
     gaps = [(end, 1e3 * (end - begin)) for begin, end in zip(times, times[1:], strict=False)]
-    own = [gap for end, gap in gaps if any(first < end <= last for first, last in updates)]
+    own = [[gap for end, gap in gaps if first < end <= last] for first, last in updates]
     return {
         "gap_ms": statistics.median(gap for _, gap in gaps),
-        "longest_ms": max(own, default=None),
-        "gaps": len(own),
+        "longest_ms": [max(each, default=None) for each in own],  # the first update imports torch
+        "gaps": sum(map(len, own)),
         "update_s": [end - began for began, end in updates],
     }
 

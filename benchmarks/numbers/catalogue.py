@@ -3,12 +3,22 @@
 from benchmarks.numbers.cpu import AVX2, ENGINES, KERNELS
 from benchmarks.numbers.gpu import GPU
 from benchmarks.numbers.kv_cache import KV_CACHE
-from benchmarks.numbers.models import MODELS
+from benchmarks.numbers.models import MODELS, TRAINING
 from benchmarks.numbers.page import ZEN4, ZEN5, Highlight, Page, Value
 from benchmarks.numbers.scheduler import SCHEDULER
 from benchmarks.numbers.server import SERVER
 
-PAGES: tuple[Page, ...] = (ENGINES, AVX2, KERNELS, MODELS, SCHEDULER, KV_CACHE, SERVER, GPU)
+PAGES: tuple[Page, ...] = (
+    ENGINES,
+    AVX2,
+    KERNELS,
+    MODELS,
+    TRAINING,
+    SCHEDULER,
+    KV_CACHE,
+    SERVER,
+    GPU,
+)
 OURS = ("quire bf16", "quire int8", "quire int4")
 OPENVINO = ("openvino fp16", "openvino int8", "openvino int4")
 LLAMA = ("llama.cpp bf16", "llama.cpp q8_0", "llama.cpp q4_0")

@@ -67,6 +67,44 @@ MODELS = Page("models.md", "Models, formats and drafts", (
             for name in ("bf16", "demo")
         ),
     ),
+), "How exact each weight format is, and what draft tokens gain.")  # fmt: skip
+
+TRAINING = Page("training.md", "Adapters and training", (
+    Section(
+        "Adapters",
+        "What adapters of rank 16 in all linear layers add to a decoding step of Qwen3-0.6B's"
+        " shape, one row and 128 tokens of context for each adapter. The limit is the time to read"
+        " their matrices at the measured bandwidth; the aim is 1.5 times the limit. The second"
+        " table: the same rows without adapters, by an engine with `enable_lora` and by one"
+        " without; the aim is 1 % more.",
+        "python -m benchmarks.models.adapters",
+        tuple(
+            table
+            for name in ("bf16", "int8")
+            for table in (
+                Table(f"{ZEN3}adapters_{name}.json", {
+                    f"{name}: adapters": "{adapters}", "step, ms": "{step_s*1e3:.1f}",
+                    "adapters' part, ms": "{adapters_s*1e3:.1f}", "limit, ms": "{limit_s*1e3:.1f}",
+                    "times the limit": "{ratio:.2f}"},
+                    {"adapters": (1, 4, 16, 64)}),
+                Table(f"{ZEN3}adapters_{name}.json", {
+                    f"{name}: without adapters": "{step}", "plain, ms": "{plain_s*1e3:.1f}",
+                    "enable_lora, ms": "{adapted_s*1e3:.1f}", "ratio": "{ratio:.3f}"},
+                    {"aim": 1.01}),
+            )
+        ),
+    ),
+    Section(
+        "Loading an adapter while others stream",
+        "Milliseconds between two outputs of four streams of Qwen3-0.6B's shape in bf16, when a"
+        " request arrives whose adapter of 50 MB is loaded first, and when one without an adapter"
+        " arrives. The aim: at most 20 ms more.",
+        "python -m benchmarks.models.adapter_load",
+        (Table(ZEN3 + "adapter_load.json", {
+            "round": "{round}", "arrival": "{arrival}", "usual, ms": "{median_ms:.0f}",
+            "longest, ms": "{longest_ms:.0f}", "first token, ms": "{first_token_ms:,.0f}"},
+            {"arrival": ("plain", "adapter")}),),
+    ),
     Section(
         "Cost of training",
         "The trainer's forward pass alongside the engine's and transformers' (float32), and a whole"
@@ -95,4 +133,4 @@ MODELS = Page("models.md", "Models, formats and drafts", (
             "KL after": "{kl_after:.1e}", "tokens": "{num_tokens:,}", "CPU s": "{cpu_s:.0f}"},
             {"batch": BATCHES}),),
     ),
-), "How exact each weight format is, what draft tokens gain, and how a model learns.")  # fmt: skip
+), "What adapters and training cost, and how a model learns.")  # fmt: skip

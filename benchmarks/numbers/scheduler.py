@@ -1,6 +1,6 @@
 """Tables of the scheduler, and of the code."""
 
-from benchmarks.numbers.page import ZEN4, ZEN5, Page, Section, Table
+from benchmarks.numbers.page import ZEN3, ZEN4, ZEN5, Page, Section, Table
 
 SCHEDULER = Page("scheduler.md", "Scheduler", (
     Section(
@@ -59,6 +59,14 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
             "rows": "{rows}", "plan": "{us.schedule:.0f}", "pack and launch": "{us.launch:.0f}",
             "take the result": "{us.result:.0f}", "p99 of the sum": "{us.p99:.0f}",
             "shortest step": "{floor_us:,.0f}"}),),
+    ),
+    Section(
+        "Host time of one launch on a GPU",
+        "Microseconds of Python for a launch outside of a graph, before the call into CUDA: by"
+        " Triton, and with `QUIRE_PREPARED_LAUNCHES=1`. The aim: 8.",
+        "python -m benchmarks.scheduler.one_launch",
+        (Table(ZEN3 + "one_launch.json", {
+            "kernel": "{kernel}", "Triton": "{us.triton:.1f}", "prepared": "{us.prepared:.1f}"}),),
     ),
     Section(
         "Recording",

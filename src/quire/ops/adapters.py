@@ -10,13 +10,14 @@ too. On a GPU kernels do it (kernels/products/adapters.py), and experts have no 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from quire.ops.host.native import address, core
 from quire.ops.host.native_types import CoreAdapter, CoreAdapters
+from quire.ops.host.pages import aligned, zeros
 from quire.ops.registry import op
 from quire.ops.weights.packed import ELEMENTS
 
@@ -87,7 +88,7 @@ class AdapterSlots:
         elements = {ELEMENTS.get(own[0].down_RK.dtype) for own in parts.values()}
         if native is None or None in elements:
             return LoadedAdapter(parts)
-        made = native.Adapter(self._num_layers)
+        made, parts = native.Adapter(self._num_layers), _in_one_piece(parts)
         for layer, own in parts.items():
             [*numbers] = map(_numbers, own)
             down_RK = own[0].down_RK
@@ -136,6 +137,31 @@ def _add_parts(
         added_GN = (x_GK @ part.down_RK.T * part.scale) @ part.up_RN
         end = part.first + added_GN.shape[1]
         out_TO[rows_G, part.first : end] += added_GN
+
+
+def _in_one_piece(parts: AdapterParts) -> AdapterParts:
+    """Copy an adapter's matrices, in the order of a step, into one piece of memory. It has large
+    pages, so that reading it takes less time."""
+    matrices = [each for own in parts.values() for part in own for each in _matrices(part)]
+    memory = torch.from_numpy(zeros(sum(aligned(each.nbytes) for each in matrices)))
+    at = 0
+
+    def copied(matrix: torch.Tensor) -> torch.Tensor:
+        nonlocal at
+        begin, at = at, at + aligned(matrix.nbytes)
+        place = memory[begin : begin + matrix.nbytes].view(matrix.dtype).view(matrix.shape)
+        return place.copy_(matrix)
+
+    return {
+        layer: [
+            replace(part, down_RK=copied(part.down_RK), up_RN=copied(part.up_RN)) for part in own
+        ]
+        for layer, own in sorted(parts.items())
+    }
+
+
+def _matrices(part: AdapterPart) -> tuple[torch.Tensor, torch.Tensor]:
+    return part.down_RK, part.up_RN
 
 
 def _numbers(part: AdapterPart) -> tuple[int, int, int, int, int, float]:

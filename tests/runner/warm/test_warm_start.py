@@ -541,17 +541,6 @@ def test_random_weights_are_not_kept(model: tuple[Path, Path], tmp_path: Path) -
     assert path_for(config_of(model[0], Path("off")), resolve_model(str(model[0]))) is None
 
 
-def test_a_models_class_of_a_plug_in_runs_by_itself(
-    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its head may compute with torch what a traced program does not hold."""
-    assert Run(model[0], tmp_path / "own").plain is not None
-    from quire.runner.warm import first_start
-
-    monkeypatch.setattr(first_start, "OWN", {})
-    assert Run(model[0], tmp_path / "other").plain is None
-
-
 def test_memory_is_taken_over(model: tuple[Path, Path]) -> None:
     """The whole runner's blocks and rows are where they were."""
     run = Run(*model)
