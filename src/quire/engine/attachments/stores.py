@@ -41,8 +41,7 @@ class StoresAttachment(Attachment):
 
     @property
     def pending(self) -> Pending:
-        stores = self.stores
-        return Pending(stores.has_answers, stores.num_open, stores.next_s)
+        return Pending(self.stores.has_answers, self.stores.num_open, self.stores.next_s)
 
     def accept(self, request: Request) -> Request:
         return self._peers.choose(request)

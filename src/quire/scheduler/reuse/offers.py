@@ -79,7 +79,7 @@ class Offers(CacheListener):
     def copy_out(self, copies: list[Copies]) -> None:
         """See CacheListener: add the queued blocks to the plan's copies, as far as the budget
         allows."""
-        if not self._tier.num_unsettled:
+        if not (self._tier.num_unsettled or self._tier.has_held):
             self._copying.clear()  # the rest belongs to steps that failed
         if not self._waiting or (num_allowed := self._budget.room) <= 0:
             return
