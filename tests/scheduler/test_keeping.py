@@ -132,6 +132,38 @@ def test_at_the_end_all_blocks_are_ordered_at_once(monkeypatch: pytest.MonkeyPat
     assert [len(order.items) for order in lab.ordered()] == [3, 8]
 
 
+def test_offered_blocks_are_ordered_before_evicted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three are in flight and six wait, as many as may. The newest of these makes room."""
+    lab = Lab(monkeypatch)
+    evicted = lab.add(9)
+    lab.keeping.keep(evicted)
+    [first] = lab.ordered()
+    offered = lab.add(2)
+    lab.keeping.keep(offered, offered=offered)
+    assert lab.keeping.num_offered == 2 and lab.keeping.backlog == 9
+    lab.check()
+    lab.keeping.take(0, first.ticket)
+    [second] = lab.ordered()
+    assert names_of(second.items) == [*offered, evicted[3]]
+    lab.keeping.take(0, second.ticket)
+    assert lab.keeping.num_offered == 0
+    [third] = lab.ordered()
+    assert names_of(third.items) == evicted[4:7], "the other two are given up"
+    lab.check()
+
+
+def test_offered_blocks_that_lose_their_name_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(monkeypatch)
+    lab.keeping.keep(lab.add(3))
+    [first] = lab.ordered()
+    offered = lab.add(2)
+    lab.keeping.keep(offered, offered=offered)
+    lab.tier.forget(offered)
+    lab.keeping.take(0, first.ticket)
+    assert lab.keeping.num_offered == lab.keeping.backlog == 0 and not lab.ordered()
+    lab.check()
+
+
 @pytest.mark.parametrize(("sizes", "num"), [((), 3), ((60,), 2), ((10, 200), 1)])
 def test_few_large_blocks_are_in_flight_at_once(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], num: int

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.base.kv_orders import Keep, LookedUp, LookUp
+from quire.base.kv_orders import Keep, Kept, LookedUp, LookUp
 from quire.base.messages import ResetPrefixCache
 from quire.base.plan import MoveKind, Plan
 from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.kv.manager import KVManager
+from quire.scheduler.reuse import keeping
 from quire.scheduler.reuse import offers as offers_file
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.reuse.stores import WAIT_S
@@ -114,6 +115,33 @@ def test_a_copy_that_fails_is_not_kept_and_costs_nobody(monkeypatch: pytest.Monk
     lab.answer()
     assert stores_of(lab).num_kept == 0 and not lab.stores.kept[0]
     assert lab.generate(PROMPT) == wanted(PROMPT), "and what is computed next is right"
+
+
+def test_evicted_blocks_do_not_delay_offered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks are in flight to a store and three wait, when another engine needs a prompt."""
+    monkeypatch.setattr(keeping, "MAX_KEEP_BLOCKS", 2)
+    lab = Lab()
+    stores, tier = stores_of(lab), lab.kv.tier
+    assert tier is not None
+    evicted = [(0, bytes([i]) * 32) for i in range(5)]
+    for g, digest in evicted:
+        block = tier.allocate(g)
+        assert block is not None
+        tier.keep_fetched(g, block, digest)
+    stores._keep(evicted)
+    assert stores.room == 2
+    lab.add(PROMPT, num=1, transfer=KEEPS)
+    first, look_up = lab.orders()
+    assert isinstance(first, Keep) and isinstance(look_up, LookUp)
+    lab.core.control(found(look_up, 0))
+    while lab.core.plan() is not None:
+        lab.core.take()
+        lab.scheduler.check_invariants()
+    assert stores.room == 0 and not lab.orders()
+    lab.core.control(Kept(0, first.ticket, [True, True], 0, 0.0))
+    [second] = lab.orders()
+    assert isinstance(second, Keep) and len(second.items) == 2
+    assert all_names([second]).isdisjoint(digest for _, digest in evicted)
 
 
 def test_an_answer_says_what_goes_to_the_stores() -> None:

@@ -39,6 +39,7 @@ from quire.scheduler.core.queue import Fifo
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
+from quire.scheduler.reuse import keeping
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.cache_group import STATE, CacheGroup
 from tests.support.engine.updates import read
@@ -528,7 +529,8 @@ class HybridMachine(SchedulerMachine):
 
 
 class StoresMachine(SchedulerMachine):
-    """Always with stores, a small pool and hits."""
+    """Always with stores, a small pool and hits. in_flight: maximum number of blocks in flight to a
+    store; further ones wait."""
 
     @initialize(
         depth=st.integers(1, 3),
@@ -540,9 +542,12 @@ class StoresMachine(SchedulerMachine):
         tier=st.sampled_from([2, 7, 60]),
         stores=st.integers(1, 2),
         kept=st.sampled_from([NOTHING, EVICTED, COMPUTED, COMPUTED]),
+        in_flight=st.sampled_from([1, 2, 256]),
     )
-    def start(self, **drawn) -> None:  # type: ignore[override]
-        super().start(caching=True, policy=Fifo, threshold=0, **drawn)
+    def start(self, in_flight=256, **drawn) -> None:  # type: ignore[override]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keeping, "MAX_KEEP_BLOCKS", in_flight)
+            super().start(caching=True, policy=Fifo, threshold=0, **drawn)
 
 
 class MixedStoresMachine(StoresMachine):

@@ -29,7 +29,7 @@ BUDGETS = {
     "engine": 10,
     "engine/attachments": 2130,
     "engine/client": 2400,
-    "engine/connectors": 2120,
+    "engine/connectors": 2150,
     "engine/drafting": 1480,
     "engine/executors": 640,
     "engine/grammars": 730,
@@ -40,7 +40,7 @@ BUDGETS = {
     "engine/recording": 870,
     "engine/start": 1170,
     "engine/wire": 1080,
-    "kv": 1900,
+    "kv": 1910,
     "models": 1290,
     "models/checkpoint": 1170,
     "models/encoders": 260,
@@ -89,7 +89,7 @@ BUDGETS = {
     "scheduler/core": 3840,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-    "scheduler/reuse": 2480,
+    "scheduler/reuse": 2620,
     "serve": 2930,
     "serve/anthropic": 950,
     "serve/batches": 2320,
@@ -132,7 +132,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6_900
+MAX_CORE_LINES = 6_910
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 

@@ -418,14 +418,18 @@ class KVManager:
             for digest in digests:
                 pool.forget(digest)
 
-    def evict_soon(self, digests: Iterable[bytes]) -> None:
+    def evict_soon(self, digests: Iterable[bytes]) -> list[bytes]:
         """Make the cached blocks of these names the next to evict, the last one first. States have
-        an order of their own."""
+        an order of their own. Return the names whose host blocks are in use."""
         kept = [g for g, group in enumerate(self.groups) if group.kind != STATE]
+        in_use = []
         for digest in digests:
             for g in kept:
                 self.pools[g].evict_soon(digest)
-                self.host_pools[g].evict_soon(digest)
+            are_in_use = [self.host_pools[g].evict_soon(digest) for g in kept]
+            if any(are_in_use):
+                in_use.append(digest)
+        return in_use
 
     def _is_on_device(self, g: int, digest: bytes) -> bool:
         block_id = self.pools[g].lookup(digest)

@@ -158,11 +158,14 @@ class BlockPool:
             del unused[block_id]
         self.num_index_changes += len(blocks)
 
-    def evict_soon(self, digest: bytes) -> None:
-        """Make the block of this name the next to evict, if it is cached."""
+    def evict_soon(self, digest: bytes) -> bool:
+        """Make the block of this name the next to evict, if it is cached. Return whether it is in
+        use instead."""
         block_id = self._index.get(digest)
-        if block_id is not None and self._num_refs[block_id] == 0:
+        is_in_use = block_id is not None and self._num_refs[block_id] > 0
+        if block_id is not None and not is_in_use:
             self._unused.move_to_end(block_id, last=False)
+        return is_in_use
 
     def note_hits(self, blocks: Iterable[int]) -> None:
         """Count a hit for each of these blocks; negative entries are ignored."""

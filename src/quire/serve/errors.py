@@ -136,19 +136,21 @@ def error_in(field: str, error: RequestError) -> ApiError:
 
 @contextmanager
 def own_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields of a request's API in errors. names: fields of a completion -> its fields."""
+    """Name the fields of a request's API in errors of the request. names: fields of a completion ->
+    its fields. A message may name several fields."""
     try:
         yield
     except (ApiError, RequestError) as error:
         shown = as_api_error(error)
         param = "prompt" if shown.param in OF_PROMPTS[1:] else shown.param
-        if param is None or param not in names:
-            raise
         # `prompt` is a field where a message begins with it, and a word elsewhere.
-        is_word = param == "prompt"
-        place = rf"^{shown.param}(?=[:=]| must\b| has\b)" if is_word else rf"\b{param}\b"
-        shown.message = re.sub(place, names[param], shown.message)
-        shown.param = names[param]
+        places = [r"^prompt(?:_token_ids)?(?=[:=]| must\b| has\b)"]
+        places += [rf"\b{name}\b" for name in names if name != "prompt"]
+        place, of_prompt = "|".join(places), names.get("prompt")
+        own = re.sub(place, lambda at: names.get(at[0], of_prompt or at[0]), shown.message)
+        if shown.status != 400 or (own == shown.message and param not in names):
+            raise
+        shown.message, shown.param = own, names.get(param or "", shown.param)
         raise shown from None
 
 

@@ -1,6 +1,7 @@
 """Stores with ranks: each rank moves its parts, and a block is there only if all parts are."""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -10,11 +11,15 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.clock import FakeClock
-from quire.base.errors import ConfigError, RankLost
+from quire.base.errors import ConfigError, EngineError, RankLost
 from quire.base.kv_orders import Answer, Fetched, Kept, LookedUp, Order, Removed
 from quire.base.settings.cache_config import CacheConfig
+from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.loop.front import Attachments
 from quire.engine.ranks.messages import (
     CloseStores,
+    CoreDisconnected,
+    Failed,
     FromRank,
     StoreAnswers,
     StoreOrders,
@@ -30,6 +35,7 @@ from quire.engine.ranks.rank_stores import (
     combine,
     open_part,
 )
+from tests.scheduler.test_stores import Lab as StoresLab
 from tests.support.engine.scenarios import COMMON
 from tests.support.engine.stores import (
     PATIENCE_S,
@@ -42,6 +48,7 @@ from tests.support.engine.stores import (
 )
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
+from tests.support.scheduler.fake_device import make_request
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in random_tokens(*[40] * 3, seed=3)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -184,22 +191,96 @@ def test_nobody_waits_for_lost_ranks(ranks: Ranks) -> None:
     ranks.stores.close(1e6, FakeClock())
     with pytest.raises(RankLost):
         ranks.stores.submit([look_up(1)])
+    with pytest.raises(RankLost):
+        ranks.stores.take(0.0)
+
+
+class LostLink:
+    """Link to a rank that ends when it gets an order."""
+
+    def __init__(self) -> None:
+        self.loss: RankLost | None = None
+
+    def send_to_stores(self, message: StoreOrders | CloseStores) -> None:
+        self.loss = RankLost("rank 1 has ended")
+
+    def check(self) -> None:
+        if self.loss is not None:
+            raise self.loss
+
+
+def test_an_engine_whose_rank_is_lost_in_a_look_up_ends() -> None:
+    """The only request waits for the look-up, so no plan reports the loss."""
+    core = StoresLab().core
+    stores = PartedStores(LostLink(), 2, 1, core.bell.ring)
+    core.attachments = Attachments()
+    core.attach(StoresAttachment(stores, FakeClock()))
+    core.add(make_request("r", list(range(1, 21)), max_tokens=2))
+    errors: SimpleQueue[BaseException] = SimpleQueue()
+
+    def step() -> None:
+        try:
+            core.step()
+        except EngineError as error:
+            errors.put(error)
+
+    threading.Thread(target=step, daemon=True).start()
+    assert isinstance(errors.get(timeout=PATIENCE_S), RankLost)
+
+
+def test_a_rank_lost_while_the_engine_ends_delays_it_no_longer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lab = StoresLab()
+    lab.generate(list(range(1, 21)))
+    clock, core = FakeClock(), lab.core
+    core.attachments = Attachments()
+    core.attach(StoresAttachment(PartedStores(LostLink(), 2, 1, core.bell.ring), clock))
+    core.bell.wait = lambda timeout_s: clock.advance(timeout_s)  # type: ignore[method-assign]
+    core.attachments.close(core)
+    assert clock.now() < 1.0
+    assert "cached blocks are not saved: rank 1 has ended" in caplog.text
+    assert "did not close" not in caplog.text
+
+
+def store_thread(sent: "SimpleQueue[FromRank]", error: Exception, directory: Path) -> RankStores:
+    """Stores of a rank whose first answer raises an error."""
+
+    def send(message: FromRank) -> None:
+        sent.put(message)
+        if isinstance(message, StoreAnswers):
+            raise error
+
+    settings = CacheConfig(kv_disk_dir=str(directory))
+    rank: RankStores = open_part(settings, bytes(32), EarlyMemory(), "", send)
+    return rank
+
+
+def wait_for_end(rank: RankStores) -> None:
+    rank._thread.join(PATIENCE_S)
+    assert not rank._thread.is_alive()
 
 
 def test_a_rank_that_is_alone_stops_when_nobody_listens(tmp_path: Path) -> None:
     """Its thread ends without a trace, and later orders are not carried out."""
     sent: SimpleQueue[FromRank] = SimpleQueue()
-
-    def send(message: FromRank) -> None:
-        sent.put(message)
-        raise OSError("the core has disconnected")
-
-    memory = EarlyMemory()
-    rank: RankStores = open_part(
-        CacheConfig(kv_disk_dir=str(tmp_path)), bytes(32), memory, "", send
-    )
+    rank = store_thread(sent, CoreDisconnected(), tmp_path)
     rank.put(StoreOrders([look_up(1)]))
     assert isinstance(sent.get(timeout=PATIENCE_S), StoreAnswers)
+    rank.put(StoreOrders([look_up(2)]))
+    wait_for_end(rank)
+    assert sent.empty()
+
+
+def test_the_core_hears_of_stores_that_fail(tmp_path: Path) -> None:
+    """Requests would wait for their answers forever."""
+    sent: SimpleQueue[FromRank] = SimpleQueue()
+    rank = store_thread(sent, ValueError("no such block"), tmp_path)
+    rank.put(StoreOrders([look_up(1)]))
+    assert isinstance(sent.get(timeout=PATIENCE_S), StoreAnswers)
+    failed = sent.get(timeout=PATIENCE_S)
+    assert failed == Failed("EngineError", "stores: ValueError: no such block")
+    wait_for_end(rank)
 
 
 # ---- refusals --------------------------------------------------------------------------------
@@ -216,6 +297,8 @@ def test_a_backend_without_shared_blocks_is_refused() -> None:
     ignore: Callable[[FromRank], None] = lambda message: None  # noqa: E731
     with pytest.raises(ConfigError, match="the attention backend 'other' does not share"):
         open_part(CacheConfig(kv_disk_dir="/tmp/x"), bytes(32), None, "'other'", ignore)
+    with pytest.raises(ConfigError, match=r"which 'redis://:\*+@here:6379' needs"):
+        open_part(CacheConfig(kv_store=("redis://:word@here:6379",)), bytes(32), None, "x", ignore)
 
 
 # ---- engines ---------------------------------------------------------------------------------
@@ -256,8 +339,14 @@ def test_engines_of_the_same_ranks_find_blocks_in_a_directory(tmp_path: Path) ->
     assert run(tmp_path) == (wanted, NOTHING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [STAGES, STAGES | TWO, {"kv_eager": True} | TWO])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        STAGES,
+        pytest.param(STAGES | TWO, marks=pytest.mark.slow),
+        pytest.param({"kv_eager": True} | TWO, marks=pytest.mark.slow),
+    ],
+)
 def test_all_divisions_of_a_model_find_their_blocks(layout: dict[str, Any], tmp_path: Path) -> None:
     wanted = run(None)[0]
     run(tmp_path, **TWO)

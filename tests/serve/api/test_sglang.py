@@ -200,6 +200,15 @@ def test_the_default_length_is_what_fits_of_128(api: TestClient, api_context: An
     assert error_of(post(api, {"max_new_tokens": 128}, input_ids=ids))["param"] == "max_new_tokens"
 
 
+def test_errors_name_fields_that_the_body_has(api: TestClient) -> None:
+    error = error_of(post(api, {"min_new_tokens": 9, "max_new_tokens": 5}, input_ids=[5]))
+    assert error["param"] == "min_new_tokens"
+    assert "max_new_tokens=5" in error["message"] and " max_tokens" not in error["message"]
+    error = error_of(post(api, {"max_new_tokens": 5}, input_ids=[5] * 600))
+    assert "the prompt has 600 tokens" in error["message"]
+    assert "truncate_prompt_tokens" not in error["message"]
+
+
 def test_the_salt_is_made_of_both_fields(api: TestClient, api_context: Any) -> None:
     for fields, salt in (
         ({}, ""), ({"extra_key": "k"}, "k"), ({"cache_salt": "s", "extra_key": "k"}, "sk"),

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from quire.base.clock import Clock
+from quire.base.errors import RankLost
 from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.messages import Abort, Control, Hold, KeepCached, Request, Unpin
 from quire.engine.attachments.order import Order
@@ -40,8 +41,7 @@ class StoresAttachment(Attachment):
 
     @property
     def pending(self) -> Pending:
-        stores = self.stores
-        return Pending(stores.has_answers, stores.num_open, stores.next_s)
+        return Pending(self.stores.has_answers, self.stores.num_open, self.stores.next_s)
 
     def accept(self, request: Request) -> Request:
         return self._peers.choose(request)
@@ -55,8 +55,11 @@ class StoresAttachment(Attachment):
 
     def close(self, loop: Loop) -> None:
         until_s = self._clock.now() + KEEP_AT_END_S
-        if self._keeps_at_end and _end_requests(loop):
-            self._flush(loop, until_s)
+        try:
+            if self._keeps_at_end and _end_requests(loop):
+                self._flush(loop, until_s)
+        except RankLost as error:
+            logger.warning("cached blocks are not saved: %s", error)
         self.stores.close(until_s, self._clock)
 
     def _flush(self, loop: Loop, until_s: float) -> None:

@@ -1,22 +1,34 @@
-"""Create a store from its setting: `dir:/var/cache/kv`, `peer://10.0.0.2:7400`, or NAME:ADDRESS.
+"""Open stores from their settings: `dir:/var/cache/kv`, `peer://10.0.0.2:7400`, or NAME:ADDRESS.
 
 Other names are entry points of other packages, or of `quire.plugins` (Redis, S3).
 """
 
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from quire.base.errors import ConfigError, QuireError
 from quire.base.kv_orders import Answer
 from quire.base.plugins import CONNECTORS, TRANSFERS, all_names, load_plugin
+from quire.base.settings.cache_config import SERVE, CacheConfig
 from quire.base.settings.secrets import SecretUrl
+from quire.engine.connectors.connections import Connections, Worker
 from quire.engine.connectors.direct import DirectTransfer
 from quire.engine.connectors.disk import DiskStore, shared_memory_store
 from quire.engine.connectors.peer import PeerStore
 from quire.engine.connectors.store import BlockStore
 from quire.engine.connectors.worker import HostMemory, StoreWorker
 
+
+class SharedHostMemory(HostMemory, Protocol):
+    """Host memory that allocates pages ahead of their use on request."""
+
+    def allocate_early(self) -> None: ...
+
+
+SharedMemory = TypeVar("SharedMemory", bound=SharedHostMemory)
+TakeAnswer = Callable[[Answer], None]  # called from any thread
 Make = Callable[[str, int], Any]
 VIA = "?via="
 
@@ -44,7 +56,7 @@ def _peer(address: str, max_bytes: int) -> PeerStore:
 BUILT_IN: Mapping[str, Make] = MappingProxyType(
     {"dir": DiskStore, "shm": shared_memory_store, "peer": _peer}
 )
-NAMES = (*BUILT_IN, "serve")  # `serve` is not a store of its own (start/build.py)
+NAMES = (*BUILT_IN, "serve")  # `serve` is not a store of its own (`open_stores`)
 
 
 def make_store(setting: str, max_bytes: int) -> BlockStore:
@@ -73,17 +85,33 @@ def make_store(setting: str, max_bytes: int) -> BlockStore:
     return store
 
 
-def make_worker(
-    setting: str,
-    max_bytes: int,
+def open_stores(
+    cache: CacheConfig,
     fingerprint: bytes,
-    memory: HostMemory,
-    answer: Callable[[Answer], None],
+    memory: SharedMemory | None,
+    backend_name: str,
     ring: Callable[[], None],
-) -> StoreWorker:
-    """Create a store with the worker that carries out its orders. Raises like `make_store`."""
-    store, scrub = make_store(setting, max_bytes), SecretUrl(setting).scrub
-    return StoreWorker(store, fingerprint, memory, answer, ring, scrub=scrub)
+    serve: Callable[[str, SharedMemory, TakeAnswer], Worker] | None = None,
+) -> Connections:
+    """Open the configured stores. ring: called when an answer has arrived. serve: creates the
+    worker of `serve:ADDRESS`. Raises ConfigError if the attention backend does not share its
+    blocks, and like `make_store`."""
+    if memory is None:
+        raise ConfigError(
+            f"the attention backend {backend_name} does not share its blocks, which"
+            f" {SecretUrl(cache.stores[0])!r} needs; remove it, or use another attention_backend."
+        )
+    memory.allocate_early()
+    answers: SimpleQueue[Answer] = SimpleQueue()
+    max_bytes = int(cache.kv_disk_gb * 1e9)
+    workers: list[Worker] = []
+    for setting in cache.stores:
+        if serve is not None and setting.startswith(SERVE):
+            workers.append(serve(setting, memory, answers.put))
+        else:
+            store, scrub = make_store(setting, max_bytes), SecretUrl(setting).scrub
+            workers.append(StoreWorker(store, fingerprint, memory, answers.put, ring, scrub=scrub))
+    return Connections(workers, answers)
 
 
 def _reason(error: Exception, setting: SecretUrl) -> str:

@@ -36,6 +36,10 @@ MAX_AGENT_BYTES = 1 << 24
 T = TypeVar("T")
 
 
+class CoreDisconnected(Exception):
+    """The core has closed its end of a rank's socket."""
+
+
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """Core to rank: load the model. rank: number of the rank, counted stage by stage. num_local:
     ranks that share the machine's memory. free_bytes: free part of that memory."""

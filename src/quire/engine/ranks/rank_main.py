@@ -41,6 +41,7 @@ from quire.engine.ranks.messages import (
     Beat,
     Begin,
     CloseStores,
+    CoreDisconnected,
     Done,
     Drafted,
     Failed,
@@ -142,10 +143,6 @@ def _line(frame: FrameType) -> str:
 logger = logging.getLogger("quire")
 
 PROGRESS_S = 0.1  # minimum time between two Loading messages
-
-
-class CoreDisconnected(Exception):
-    """The core has closed its end of the socket."""
 
 
 class Link:

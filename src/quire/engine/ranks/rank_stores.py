@@ -13,6 +13,7 @@ The ranks end overdue orders themselves, so the core has no deadline of its own.
 engine ends.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,11 +28,12 @@ from quire.base.errors import ConfigError, RankLost
 from quire.base.kv_orders import Answer, LookedUp, Order, Removed
 from quire.base.settings.cache_config import CacheConfig
 from quire.base.settings.secrets import SecretUrl
-from quire.engine.connectors.connections import Connections, OpenStores
-from quire.engine.connectors.make import make_worker
-from quire.engine.connectors.worker import HostMemory
+from quire.engine.connectors.connections import OpenStores
+from quire.engine.connectors.make import SharedHostMemory, open_stores
 from quire.engine.ranks.messages import (
     CloseStores,
+    CoreDisconnected,
+    Failed,
     FromRank,
     StoreAnswers,
     StoreOrders,
@@ -46,12 +48,6 @@ CLOSING_S = 2.0  # for the last answers, after the time limit of closing
 LOOK_S = 0.1  # between two checks whether the ranks are lost
 
 Command = StoreOrders | CloseStores | None  # None: an answer has arrived
-
-
-class SharedHostMemory(HostMemory, Protocol):
-    """Host memory that allocates pages ahead of their use on request."""
-
-    def allocate_early(self) -> None: ...
 
 
 def check_stores(cache: CacheConfig) -> None:
@@ -73,31 +69,17 @@ def open_part(
 ) -> "RankStores":
     """Open the configured stores for one rank. Raises ConfigError if a store cannot be opened, or
     if the attention backend does not share its blocks."""
-    if memory is None:
-        raise ConfigError(
-            f"the attention backend {backend_name} does not share its blocks, which"
-            f" {SecretUrl(cache.stores[0])!r} needs; remove it, or use another attention_backend."
-        )
-    memory.allocate_early()
-    answers: SimpleQueue[Answer] = SimpleQueue()
     commands: SimpleQueue[Command] = SimpleQueue()
-    max_bytes = int(cache.kv_disk_gb * 1e9)
-
-    def ring() -> None:
-        commands.put(None)
-
-    workers = [
-        make_worker(setting, max_bytes, fingerprint, memory, answers.put, ring)
-        for setting in cache.stores
-    ]
-    return RankStores(Connections(workers, answers), commands, send, MonotonicClock())
+    stores = open_stores(cache, fingerprint, memory, backend_name, lambda: commands.put(None))
+    return RankStores(stores, commands, send, MonotonicClock())
 
 
 class RankStores:
     """Stores of one rank, which carry out the core's orders on a thread of their own.
 
-    commands: queue of the thread. send: sends a message to the core, from any thread; it raises
-    after the core has disconnected."""
+    commands: queue of the thread. send: sends a message to the core, from any thread; raises
+    CoreDisconnected. Any other error is reported to the core, which then ends the ranks: requests
+    would wait for the missing answers."""
 
     def __init__(
         self,
@@ -107,7 +89,8 @@ class RankStores:
         clock: Clock,
     ) -> None:
         self._stores, self._commands, self._send, self._clock = stores, commands, send, clock
-        threading.Thread(target=self._run, name="quire-stores", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="quire-stores", daemon=True)
+        self._thread.start()
 
     def put(self, command: StoreOrders | CloseStores) -> None:
         """Queue a message of the core."""
@@ -115,15 +98,23 @@ class RankStores:
 
     def _run(self) -> None:
         try:
-            while (command := self._next()) is None or isinstance(command, StoreOrders):
-                if command is not None:
-                    self._stores.submit(command.orders)
-                self._answer()
-            self._stores.close(self._clock.now() + command.timeout_s, self._clock)
+            self._carry_out()
+        except CoreDisconnected:
+            logger.debug("the stores of this rank have stopped: the core has disconnected")
+        except Exception as error:
+            logger.error("the stores of this rank have failed", exc_info=error)
+            with contextlib.suppress(CoreDisconnected):
+                self._send(Failed("EngineError", f"stores: {type(error).__name__}: {error}"))
+
+    def _carry_out(self) -> None:
+        """Carry out orders until the core closes the stores."""
+        while (command := self._next()) is None or isinstance(command, StoreOrders):
+            if command is not None:
+                self._stores.submit(command.orders)
             self._answer()
-            self._send(StoresClosed())
-        except Exception as error:  # the core has disconnected, or ends this rank for its silence
-            logger.debug("the stores of this rank have stopped", exc_info=error)
+        self._stores.close(self._clock.now() + command.timeout_s, self._clock)
+        self._answer()
+        self._send(StoresClosed())
 
     def _next(self) -> Command:
         """Wait for the next command, or until an order is overdue."""
@@ -202,7 +193,8 @@ class PartedStores:
             self._ring()
 
     def take(self, now: float) -> list[Answer]:
-        """See Connections."""
+        """See Connections. Raises RankLost: lost ranks answer no order."""
+        self._link.check()
         found: list[Answer] = []
         try:
             while True:

@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
-from quire.base.kv_orders import Answer
 from quire.base.plan import DraftAnswer, DraftOrder
 from quire.base.plugins import short_name
 from quire.base.requests.numerics import fingerprint
@@ -18,6 +16,7 @@ from quire.base.requests.validation import RequestLimits
 from quire.base.settings.cache_config import SERVE, CacheConfig
 from quire.base.settings.config import EngineConfig, public_settings
 from quire.base.settings.lora import LoraConfig
+from quire.base.settings.secrets import SecretUrl
 from quire.base.settings.speculation import (
     DRAFT_MODEL,
     FORCED,
@@ -41,11 +40,11 @@ from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.attachments.weight_updates import WeightUpdates
 from quire.engine.client.client import InProcessClient
 from quire.engine.client.request_maker import RequestMaker
-from quire.engine.connectors.connections import Connections, OpenStores, Worker
+from quire.engine.connectors.connections import OpenStores, Worker
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.identity import fingerprint_of
-from quire.engine.connectors.make import make_worker, split_via
+from quire.engine.connectors.make import TakeAnswer, open_stores, split_via
 from quire.engine.connectors.served import ServedBlocks
 from quire.engine.drafting.device_drafting import DeviceDrafting
 from quire.engine.drafting.drafting import Drafting
@@ -101,34 +100,24 @@ def connect_stores(core: EngineCore, cache: CacheConfig, side: "DeviceSide", clo
         return
     if core.scheduler.stores is None:
         raise ConfigError(
-            f"{settings[0]} has no effect without prefix caching; remove it, or set"
+            f"{SecretUrl(settings[0])!r} has no effect without prefix caching; remove it, or set"
             " enable_prefix_caching."
         )
     if side.connect_stores is not None:
         opened = side.connect_stores(core.bell.ring)
         core.attach(StoresAttachment(opened, clock, settings))
         return
-    memory = side.host_blocks
-    if memory is None:
-        raise ConfigError(
-            f"the attention backend {side.model.backend_name} does not share its blocks, which"
-            f" {settings[0]} needs; remove it, or use another attention_backend."
-        )
-    memory.allocate_early()
-    answers: SimpleQueue[Answer] = SimpleQueue()
-    limit_bytes, fingerprint = int(cache.kv_disk_gb * 1e9), core.scheduler.memory.names.fingerprint
-    workers: list[Worker] = []
-    for setting in settings:
-        if setting.startswith(SERVE):
-            index = HostIndex(fingerprint, memory, core.scheduler.memory.kv.host_pools)
-            address, transfer = split_via(setting.removeprefix(SERVE).removeprefix("//"))
-            direct = None if transfer is None else DirectSource(transfer, memory)
-            workers.append(ServedBlocks(address, index, answers.put, core.bell.ring, direct))
-        else:
-            workers.append(
-                make_worker(setting, limit_bytes, fingerprint, memory, answers.put, core.bell.ring)
-            )
-    core.attach(StoresAttachment(Connections(workers, answers), clock, settings))
+    core_memory, ring = core.scheduler.memory, core.bell.ring
+
+    def serve(setting: str, memory: "HostBlocks", answer: TakeAnswer) -> Worker:
+        index = HostIndex(core_memory.names.fingerprint, memory, core_memory.kv.host_pools)
+        address, transfer = split_via(setting.removeprefix(SERVE).removeprefix("//"))
+        direct = None if transfer is None else DirectSource(transfer, memory)
+        return ServedBlocks(address, index, answer, ring, direct)
+
+    fingerprint, name = core_memory.names.fingerprint, side.model.backend_name
+    stores = open_stores(cache, fingerprint, side.host_blocks, name, ring, serve)
+    core.attach(StoresAttachment(stores, clock, settings))
 
 
 logger = logging.getLogger("quire")

@@ -152,6 +152,8 @@ class Arrivals:
         """Queue a new sequence, or park it until it can be computed."""
         self._num_arrivals += sequence.request.params.num_samples
         for extension in self._concerns.of(sequence.request):
+            if extension.reads_digests:
+                self._memory.names.readable(sequence)
             extension.enter(sequence, now)
         is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
         self._lifecycle.enter(sequence, is_parked, now)

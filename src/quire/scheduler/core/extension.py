@@ -101,9 +101,11 @@ class Extension:
 
     fields: request fields of this extension; `accept` and `enter` are called only for requests that
     set one of them, or for all requests if (). names: ids of further requests for these calls.
+    reads_digests: whether `enter` needs the digests of the sequence's full blocks.
     """
 
     fields: Seq[str] = ()
+    reads_digests: bool = False
     names: Any = ()  # Collection[str]; always the same object
 
     def handlers(self) -> Mapping[type, Handler]:

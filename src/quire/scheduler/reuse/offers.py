@@ -38,12 +38,18 @@ class Offers(CacheListener):
         self._waiting: OrderedDict[Name, None] = OrderedDict()
         # Names in stores. False: at least one store has it only until host memory loses it.
         self._known: OrderedDict[Name, bool] = OrderedDict()
+        self._copying: set[Name] = set()  # offered blocks that plans in flight copy
         self._named: list[set[int]] = [set() for _ in kv.groups]  # by the plan being made
         self._budget = budget
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_copying(self) -> int:
+        """Number of offered blocks that plans in flight copy to host memory."""
+        return len(self._copying)
 
     def named(
         self, sequences: Seq[Sequence], firsts: Seq[int], counts: Seq[int], blocks: Seq[Any]
@@ -73,6 +79,8 @@ class Offers(CacheListener):
     def copy_out(self, copies: list[Copies]) -> None:
         """See CacheListener: add the queued blocks to the plan's copies, as far as the budget
         allows."""
+        if not (self._tier.num_unsettled or self._tier.has_held):
+            self._copying.clear()  # the rest belongs to steps that failed
         if not self._waiting or (num_allowed := self._budget.room) <= 0:
             return
         for g, digest in list(self._waiting):
@@ -83,6 +91,7 @@ class Offers(CacheListener):
             if block is not None or is_on_host:
                 if not self._tier.copy_out(g, block, digest, copies[g]):
                     return  # host memory is full
+                self._copying.add((g, digest))
                 num_allowed -= 1
             del self._waiting[g, digest]
             if num_allowed <= 0:
@@ -92,6 +101,12 @@ class Offers(CacheListener):
         """Note the end of planning: later plans can copy the blocks that this plan named."""
         for named in self._named:
             named.clear()
+
+    def take_copied(self, names: Iterable[Name]) -> set[Name]:
+        """Return the offered ones of these names, whose copies are settled."""
+        copied = self._copying.intersection(names)
+        self._copying -= copied
+        return copied
 
     def take_kept(self, names: Iterable[Name], is_lasting: bool) -> None:
         """Record the names that a store has now. is_lasting: the store keeps them even after host
@@ -107,6 +122,7 @@ class Offers(CacheListener):
         for name in names:
             self._known.pop(name, None)
             self._waiting.pop(name, None)
+            self._copying.discard(name)
 
     def drop_waiting(self) -> None:
         """Drop the queued names, if no room for their copies is expected."""
@@ -116,3 +132,4 @@ class Offers(CacheListener):
         """Forget all names."""
         self._waiting.clear()
         self._known.clear()
+        self._copying.clear()

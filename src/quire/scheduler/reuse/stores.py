@@ -191,7 +191,7 @@ class Stores(HitSource, Extension, StepExtension):
     def end_step(self, end: StepEnd, now: float) -> None:
         """See StepExtension: keep the blocks copied to host memory by this step, and report the
         blocks handed over for each ended prompt."""
-        self.keep(end.settled, int(NEVER) if end.is_flush else None)
+        self._keep(end.settled, int(NEVER) if end.is_flush else None)
         for sequence, update in end.outputs.ended:
             finish = update.finish
             if finish is not None and finish.reason in ("stop", "length"):
@@ -236,9 +236,10 @@ class Stores(HitSource, Extension, StepExtension):
 
     @property
     def room(self) -> int:
-        """Number of further blocks that may be copied out for stores now."""
-        keeping = self._keeping
-        return keeping.max_blocks - keeping.backlog - self._tier.num_unsettled
+        """Number of further offered blocks that may be copied out now. Evicted blocks do not
+        count, since offered ones are ordered first."""
+        num_copying = 0 if self.offers is None else self.offers.num_copying
+        return self._keeping.max_blocks - self._keeping.num_offered - num_copying
 
     def view(self) -> StoresView:
         return StoresView(
@@ -490,11 +491,11 @@ class Stores(HitSource, Extension, StepExtension):
 
     # ---- keeping -----------------------------------------------------------------------------
 
-    def keep(self, names: list[Name], max_blocks: int | None = None) -> None:
+    def _keep(self, names: list[Name], max_blocks: int | None = None) -> None:
         """Let the stores keep blocks of the host tier. max_blocks: maximum number in flight; None:
         the usual one."""
-        if names and self.keeps:
-            self._keeping.keep(names, max_blocks)
+        if names and self.offers is not None:
+            self._keeping.keep(names, max_blocks, self.offers.take_copied(names))
 
     def _take_kept(self, answer: Kept) -> None:
         items = self._keeping.take(answer.store, answer.ticket)

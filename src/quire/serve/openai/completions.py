@@ -62,10 +62,11 @@ async def create_completion(
 
 
 async def completion_answer(
-    body: CompletionRequest, request: fastapi.Request, api: ApiContext
+    body: CompletionRequest, request: fastapi.Request, api: ApiContext, *, can_cut: bool = True
 ) -> tuple[Answer, Checked]:
-    """Return the answer to a completion, and the constraint on it. Raises ApiError, RequestError,
-    HookFailed or EngineBusy for what cannot be served."""
+    """Return the answer to a completion, and the constraint on it. can_cut: whether the API of the
+    request has the field truncate_prompt_tokens. Raises ApiError, RequestError, HookFailed or
+    EngineBusy for what cannot be served."""
     check_neutral(body)
     usage = usage_chunks(body, api.config)
     plan = plan_completion(api, body, request.scope, new_id("cmpl"), usage)
@@ -74,7 +75,7 @@ async def completion_answer(
     check_retained_alone(body, len(prompts))
     grammar = await checked_grammar(api, body, len(prompts))
     body, prompts = await with_suffix(api, body, prompts)
-    plan = replace(plan, body=body)
+    plan = replace(plan, body=body, can_cut=can_cut)
     prompts, hooks = await admitted_prompts(api, plan, prompts)
     rendered = [await _rendered_in_turn(api, plan, prompt) for prompt in prompts]
     prepared = Prompts(rendered, hooks, grammar)

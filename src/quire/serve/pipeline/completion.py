@@ -36,7 +36,8 @@ def completion_job(
     """
     body, max_model_len = plan.body, api.client.ready.max_model_len
     prompt = truncated(prompt, body, max_model_len)
-    room = room_after(prompt, max_model_len, "prompt", not plan.is_lenient, plan.limit)
+    can_cut = plan.can_cut and not plan.is_lenient
+    room = room_after(prompt, max_model_len, "prompt", can_cut, plan.limit)
     if plan.is_lenient:
         length = room if body.max_tokens is None else min(body.max_tokens, room)
         body = body.model_copy(update={"max_tokens": length})

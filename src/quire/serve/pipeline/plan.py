@@ -91,6 +91,7 @@ class CompletionPlan(Plan[CompletionRequest]):
 
     is_lenient: bool = False  # max_tokens is reduced to what fits, which is also its default
     limit: LengthLimit | None = None
+    can_cut: bool = True  # whether its API has the field truncate_prompt_tokens
 
 
 @dataclass(frozen=True)

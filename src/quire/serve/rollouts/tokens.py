@@ -9,6 +9,7 @@ import io
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import fastapi
@@ -46,6 +47,7 @@ async def generate(body: TokensBody, request: fastapi.Request, api: Api) -> Resp
     completion = tokens_completion(body)
     usage = usage_chunks(completion, api.config)
     plan = plan_completion(api, completion, request.scope, new_id("gen"), usage)
+    plan = replace(plan, can_cut=False)
     with own_fields({"prompt": "token_ids"}):
         texts = await start_text(api, plan, body.token_ids)
     counter = texts.choices[0][0].usage

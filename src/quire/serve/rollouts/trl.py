@@ -56,7 +56,7 @@ async def generate(body: RolloutBody, request: fastapi.Request, api: Api) -> Res
     """Continue each prompt n times. The answer has token ids and log-probabilities, no text."""
     _check(body, request)
     with own_fields({"prompt": "prompts"}):
-        answer, _ = await completion_answer(rollout_completion(body), request, api)
+        answer, _ = await completion_answer(rollout_completion(body), request, api, can_cut=False)
     [found] = await unless_disconnected(request.receive, _wholes([answer]))
     prompt_ids = [list(job.request.prompt_token_ids) for job in answer.jobs]
     return _json(rollouts_json(prompt_ids, found["choices"]))
@@ -81,7 +81,7 @@ async def score(body: SequencesBody, request: fastapi.Request, api: Api) -> Resp
     check_neutral(body)
     completion = sequences_completion(body, api.client.ready)
     with own_fields({"prompt": "sequences"}):
-        answer, _ = await completion_answer(completion, request, api)
+        answer, _ = await completion_answer(completion, request, api, can_cut=False)
     [found] = await unless_disconnected(request.receive, _wholes([answer]))
     choices, lengths = found["choices"], body.prompt_lengths
     if body.response_format == "binary":

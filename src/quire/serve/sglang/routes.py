@@ -39,8 +39,8 @@ async def generate(body: TextsBody, request: fastapi.Request, api: Api) -> Respo
     is_default = body.sampling_params is None or body.sampling_params.max_new_tokens is None
     with own_fields(OWN | {"prompt": "input_ids" if body.text is None else "text"}):
         plan = plan_completion(api, completion, request.scope, new_id("gen"), is_lenient=is_default)
-        if body.data_parallel_rank is not None:
-            plan = replace(plan, core_id=body.data_parallel_rank)
+        core_id = plan.core_id if body.data_parallel_rank is None else body.data_parallel_rank
+        plan = replace(plan, core_id=core_id, can_cut=False)
         texts = await start_texts(api, plan, prompts)
     answer = Answer(api.client, texts.plan, {}, texts.jobs, texts.choices, texts.hooks)
     start_len = -1 if body.logprob_start_len is None else body.logprob_start_len
