@@ -126,7 +126,7 @@ def test_a_scheduler_that_asks_otherwise_is_found(tmp_path: Path, monkeypatch) -
     path = record(tmp_path, "first")
     path = record(tmp_path, "second")
     with monkeypatch.context() as patch:
-        patch.setattr(Stores, "look_up", lambda self, s: not self._memory.names.readable(s))
+        patch.setattr(Stores, "look_up", lambda self, s, *_: not self._memory.names.readable(s))
         found = one(path)
         assert found.subject == "an order to a store, LookUp," and found.replayed == "none"
         assert found.during.startswith("add request ")

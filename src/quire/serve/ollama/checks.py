@@ -34,9 +34,10 @@ async def checked(api: ApiContext, body: Body, request: fastapi.Request) -> tupl
     if name != body.model:
         found, body = api.of_model(name), body.model_copy(update={"model": name})
         await model_known(found, name)
-    if body.limit is not None:
+    num_ctx = None if body.options is None else body.options.num_ctx
+    if num_ctx is not None:
         check_model(found, name)
-        if body.limit.num_tokens > found.client.ready.max_model_len:  # which holds
+        if num_ctx > found.client.ready.max_model_len:  # which holds
             name_ignored(request.scope, NUM_CTX)
     return found, body
 
