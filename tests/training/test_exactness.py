@@ -77,11 +77,7 @@ def check_ways(ways: Counter[str]) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_requests"),
-    [
-        pytest.param("qwen3", "float32", 48, marks=pytest.mark.slow),
-        ("llama", "bfloat16", 48),
-        ("mistral", "float16", 6),
-    ],
+    [("qwen3", "float32", 48), ("llama", "bfloat16", 48), ("mistral", "float16", 6)],
 )
 def test_all_bits_are_equal(
     architecture: str, dtype: str, num_requests: int, monkeypatch: pytest.MonkeyPatch
