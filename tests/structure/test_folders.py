@@ -101,7 +101,7 @@ BUDGETS = {
     "serve/media": 900,
     "serve/native": 2500,
     "serve/observers": 750,
-    "serve/ollama": 920,
+    "serve/ollama": 930,
     "serve/openai": 810,
     "serve/pipeline": 2220,
     "serve/processes": 1340,
