@@ -109,8 +109,9 @@ TRAINING = Page("training.md", "Adapters and training", (
         "Cost of training",
         "The trainer's forward pass alongside the engine's and transformers' (float32), and a whole"
         " step of training: CPU seconds of one thread, since other programs used the machine. An"
-        " update gives the engine the trainer's tensors; a start opens an engine from the files.",
-        "python -m benchmarks.models.training --samples 8 --length 128",
+        " update gives the engine the trainer's tensors; a start opens an engine from the files."
+        " The last table: the first update of an engine that started without torch imports it.",
+        "python -m benchmarks.models.training --samples 8 --length 128 --pause",
         (
             Table(ZEN3 + "training.json", {
                 "work": "{work}", "CPU s": "{cpu_s:.2f}", "tokens per CPU s":
@@ -121,6 +122,12 @@ TRAINING = Page("training.md", "Adapters and training", (
                 "work": "{work}", "CPU s": "{cpu_s:.2f}"},
                 {"work": ("engine forward", "torch forward", "torch step", "engine update",
                 "engine start")}),
+            Table(ZEN3 + "training.json", {
+                "a stream during four updates": "{work}", "usual time between tokens, ms":
+                "{gap_ms:.1f}", "longest in an update, ms": "{longest_ms@min:.0f} to"
+                " {longest_ms@max:.0f}", "an update, s":
+                "{update_s@min:.2f} to {update_s@max:.2f}"},
+                {"work": "pause"}),
         ),
     ),
     Section(
