@@ -154,7 +154,7 @@ PAGES = (
 STANDINGS = {
     VALUE: "the band lies around the published number",
     ORDER: "the text gives an order, a limit or a trend",
-    MISSED: "the number cannot follow from the texts; the reason is beside it",
+    MISSED: "the number cannot follow from the texts; its row gives the reason",
 }
 
 

@@ -97,7 +97,7 @@ class FinishedBranches(HitSource, CacheListener, Extension, StepExtension):
         self._ends = OrderedDict[bytes, Turn]()  # by the name of the turn's last full block
         self._open: dict[str, OpenTurn] = {}  # by request id
         self._finished = OrderedDict[bytes, None]()  # names of blocks to evict first
-        self._in_use = dict[bytes, None]()  # names of these whose host block was in use
+        self._in_use = dict[bytes, None]()  # finished names whose host block was in use
         self._num_blocks = 0
 
     def enter(self, sequence: Sequence, now: float) -> None:

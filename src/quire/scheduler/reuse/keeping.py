@@ -4,7 +4,7 @@
                           |________________________|  host memory cannot evict it
 
 Each store has at most MAX_KEEP_BLOCKS in flight, because its worker refuses orders beyond its
-limit. Further blocks wait. To lose a block that no store has costs its computation; to lose a block
+limit. Further blocks wait. Losing a block that no store has costs its computation; losing a block
 that a store has costs only a fetch. So blocks that wait are held, and host memory evicts others
 first. At most a share of host memory is held in this way; beyond it, blocks are not kept.
 
@@ -25,8 +25,8 @@ from quire.kv.host_tier import HostBlock, HostTier, Name
 
 MAX_KEEP_BLOCKS = 256  # blocks in flight to one store
 MAX_KEEP_BYTES = 128 << 20  # bytes in flight to one store; at least one block
-WAITING_SHARE = 4  # waiting requests hold at most 1/WAITING_SHARE of it
 HELD_SHARE = 2  # waiting blocks hold at most 1/HELD_SHARE of a cache group's host memory
+WAITING_SHARE = 4  # waiting requests hold at most 1/WAITING_SHARE of a cache group's host memory
 
 
 class Tickets:
