@@ -1,24 +1,25 @@
-"""Compare quire with llama.cpp by one adapter, on the same GGUF files of base and adapter.
+"""Compare quire with llama.cpp and vLLM by one adapter.
 
     python -m benchmarks.cpu.adapters [--rounds 3] [--scratch DIR] [--small]
 
 The model has Qwen3-0.6B's shape and random weights in bfloat16 or Q4_0. The adapter changes all
-linear layers with rank 16, and is stored in F16. Both engines read the same files, which are
-written to the scratch directory first. One request of 128 tokens is continued by 63, and one prompt
-of 1,024 tokens is computed. Each round starts one process per engine and workload, in turn.
---small: with the small model, to test the benchmark itself.
+linear layers with rank 16. quire and llama.cpp read the same GGUF files of base and adapter, which
+are written to the scratch directory first. vLLM reads the checkpoint and the adapter in PEFT's
+form; it computes in float32, where it is several times as fast as in bfloat16 on AVX2.
+
+One request of 128 tokens is continued by 63, and one prompt of 1,024 tokens is computed. Each round
+starts one process per engine and workload, in turn. --small: with the small model, to test the benchmark itself.
 
 The limit is that of `benchmarks.cpu.limits`, for the base model alone.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.__main__ import Session
 from benchmarks.cpu.checkpoints import config_of, weight_shapes, write_checkpoint
-from benchmarks.cpu.engines import FLOAT16, Engine, llama, quire
+from benchmarks.cpu.engines import FLOAT16, FLOAT32, VLLM, Engine, llama, quire
 from benchmarks.cpu.limits import Format
 from benchmarks.cpu.session import arguments, scratch_of
 from benchmarks.cpu.workloads import Shape, Workload, chosen_workload
@@ -31,34 +32,45 @@ RANK = 16
 WORKLOADS = ["single", "prefill"]
 Q4 = Format(18 / 32, 18 / 32, "int8")
 LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": RANK}
+PEER = Engine(
+    "vllm fp32", "16-bit", "vllm_llm", FLOAT32, VLLM,
+    options={"dtype": "float32", "enforce_eager": True},
+)  # fmt: skip
 
 
 def engines() -> list[Engine]:
-    """Return the engines: each reads the GGUF file of its kind."""
+    """Return the engines. All but vLLM read the GGUF file of their kind."""
     found = []
     for kind, category, form in (("bf16", "16-bit", FLOAT16), ("q4_0", "4-bit", Q4)):
         ours = quire(kind, category, form)
         found.append(Engine(ours.name, category, ours.driver, form, source=f"gguf-{kind}"))
         found.append(llama(kind, category, form))
-    return found
+    return [*found, PEER]
 
 
-def write_gguf_adapter(shape: Shape, models: Path) -> Path:
-    """Write an adapter of all linear layers of a shape's model, unless it exists."""
-    path = models / f"{shape.name}-rank{RANK}.gguf"
-    if path.exists():
-        return path
+def write_peft_adapter(shape: Shape, models: Path) -> Path:
+    """Write an adapter of all linear layers of a shape's model in PEFT's form, unless it exists."""
+    folder = models / f"{shape.name}-peft"
+    if folder.exists():
+        return folder
     modules = {
         name.removesuffix(".weight"): (size[0], size[1])
         for name, size in weight_shapes(shape).items()
         if name.endswith("_proj.weight")
     }
-    folder, unfinished = models / f"{shape.name}-peft", path.with_suffix(".unfinished")
-    write_adapter(folder, modules, RANK, alpha=float(RANK))
-    to_gguf(folder, unfinished, config_of(shape), F16)
-    shutil.rmtree(folder)
-    unfinished.rename(path)
-    return path
+    unfinished = folder.with_suffix(".unfinished")
+    write_adapter(unfinished, modules, RANK, alpha=float(RANK))
+    return unfinished.rename(folder)
+
+
+def write_gguf_adapter(shape: Shape, models: Path) -> Path:
+    """Write the same adapter as a GGUF file, unless it exists."""
+    path = models / f"{shape.name}-rank{RANK}.gguf"
+    if path.exists():
+        return path
+    unfinished = path.with_suffix(".unfinished")
+    to_gguf(write_peft_adapter(shape, models), unfinished, config_of(shape), F16)
+    return unfinished.rename(path)
 
 
 @dataclass
@@ -69,19 +81,21 @@ class AdapterSession(Session):
         """See Comparison."""
         super().prepare(engine, workloads)
         for workload in workloads:
-            self.adapter_of(workload)
+            self.adapter_of(engine, workload)
 
-    def adapter_of(self, workload: Workload) -> Path:
-        """Return the adapter for a workload's model."""
+    def adapter_of(self, engine: Engine, workload: Workload) -> Path:
+        """Return the adapter for a workload's model, in the form that an engine reads."""
         models = self.scratch.directory / "models"
         write_checkpoint(workload.shape, models / workload.shape.name)
-        return write_gguf_adapter(workload.shape, models)
+        write = write_peft_adapter if engine.driver == PEER.driver else write_gguf_adapter
+        return write(workload.shape, models)
 
     def job(self, engine: Engine, workload: Workload, round_: int) -> dict[str, Any]:
         """See Session."""
         job = super().job(engine, workload, round_)
-        options = {"adapter": str(self.adapter_of(workload))}
-        return job | {"options": job["options"] | options | (LORA if engine.is_ours else {})}
+        options: dict[str, Any] = {"adapter": str(self.adapter_of(engine, workload))}
+        options |= {} if engine.driver == "llama" else LORA
+        return job | {"options": job["options"] | options}
 
 
 def main() -> None:

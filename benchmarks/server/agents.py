@@ -1,15 +1,17 @@
-"""Serve the same sessions of agents by quire and by llama.cpp's server, from the same GGUF file.
+"""Serve the same sessions of agents by quire, by llama.cpp's server and by vLLM's.
 
     python -m benchmarks.server.agents --llama-python VENV/bin/python --models FOLDER \
-        --output-json agents.json
+        --vllm-python OTHER/bin/python --output-json agents.json
 
 Each session sends its turns one after the other, and all sessions run at once. A turn resends the
 whole text so far: the system prompt, which all share, the turns, and the server's own answers. The
-texts come from the documentation. Both servers generate the same number of tokens, greedily.
+texts come from the documentation. The servers generate the same number of tokens, greedily.
 
 llama.cpp's server is `python -m llama_cpp.server`, of `llama-cpp-python[server]`. It has one
-context, and gets a cache in memory for the states of all sessions. Both get all cores and memory
-for all sessions. quire reports computed tokens in `usage`, llama.cpp in its log.
+context, and gets a cache in memory for the states of all sessions. vLLM's is the build for CPUs
+(see `benchmarks.cpu.engines`). quire and llama.cpp read the same GGUF file. vLLM reads the
+checkpoint, and computes in float32, where it is fastest on AVX2. All get all cores and memory for
+all sessions. quire and vLLM report computed tokens in `usage`, llama.cpp in its log.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.cpu.checkpoints import DOCUMENTS, write_checkpoint, write_gguf_file
+from benchmarks.cpu.drivers.vllm_llm import variables
 from benchmarks.cpu.workloads import QWEN
 from benchmarks.result_files import Row, options_of, write
 from benchmarks.server.servers import free_port, running
@@ -197,6 +200,20 @@ def llama_command(python: str, path: Path, cell: Cell, port: int) -> list[str]:
     ]  # fmt: skip
 
 
+def vllm_command(python: str, checkpoint: Path, cell: Cell, port: int) -> list[str]:
+    """Return the command of vLLM's server."""
+    environment = variables(num_threads(), Path(python)) | {
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, cell.kv_bytes >> 30))
+    }
+    return [
+        "env", *(f"{name}={value}" for name, value in environment.items()),
+        python, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint),
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", str(cell.length), "--max-num-seqs", str(cell.num_sessions),
+        "--enable-prompt-tokens-details",
+    ]  # fmt: skip
+
+
 def num_computed(log: bytes) -> int | None:
     """Return the prompt tokens that llama.cpp's log counts; None if it counts none."""
     found = [int(match) for match in COMPUTED.findall(log)]
@@ -220,8 +237,10 @@ def serve(
 ) -> Served:
     """Run a server and play a cell's sessions against it."""
     extra: dict[str, Any] = {"logit_bias": {str(token): BAN for token in eos}}
-    extra |= {"repeat_penalty": 1.0} if name != "quire" else {}
-    extra |= {"stream_options": {"include_usage": True}} if name == "quire" else {}
+    if name == "llama.cpp":
+        extra |= {"repeat_penalty": 1.0}
+    else:
+        extra |= {"stream_options": {"include_usage": True}}
     with tempfile.NamedTemporaryFile(suffix=".log") as log, asyncio.Runner() as runner:
         with served(command, log):
             client = HttpClient(f"http://127.0.0.1:{port}")
@@ -232,26 +251,27 @@ def serve(
             skipped = num_computed(Path(log.name).read_bytes()) or 0
             found = runner.run(Player(client, cell, extra).play(sessions))
             runner.run(client.close())
-        if name != "quire":
+        if name == "llama.cpp":
             counted = num_computed(Path(log.name).read_bytes())
             found.num_logged = None if counted is None else counted - skipped
     return found
 
 
-def model_of(cell: Cell, folder: Path) -> tuple[Path, list[int]]:
-    """Write a cell's model as a GGUF file, unless it exists. Return its path, and the ids of tokens
-    that end an answer."""
+def model_of(cell: Cell, folder: Path) -> tuple[Path, Path, list[int]]:
+    """Write a cell's model as a GGUF file, unless it exists. Return the checkpoint, the file, and
+    the ids of tokens that end an answer."""
     folder.mkdir(parents=True, exist_ok=True)
     directory = DEMO if cell.model == "demo" else write_checkpoint(QWEN, folder / cell.model)
     path = write_gguf_file(directory, cell.kind, folder / f"{cell.model}-{cell.kind}.gguf")
     config = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
     eos = config["eos_token_id"]
-    return path, eos if isinstance(eos, list) else [eos]
+    return directory, path, eos if isinstance(eos, list) else [eos]
 
 
 def arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--llama-python", required=True, help="Python that has llama_cpp.server")
+    parser.add_argument("--llama-python", help="Python that has llama_cpp.server")
+    parser.add_argument("--vllm-python", help="Python that has vLLM")
     default = Path(tempfile.gettempdir()) / "quire-bench-cpu" / "models"
     parser.add_argument("--models", type=Path, default=default, help="folder of the models")
     parser.add_argument("--rounds", type=int, default=2)
@@ -268,14 +288,16 @@ def main() -> None:
     for cell in CELLS:
         if cell.model not in options.cells:
             continue
-        path, eos = model_of(cell, options.models)
+        checkpoint, path, eos = model_of(cell, options.models)
         sessions = [texts[: options.turns] for texts in texts_of(cell, source)]
         for number in range(options.rounds):
-            for name in ("quire", "llama.cpp")[:: -1 if number % 2 else 1]:
-                port = free_port()
-                command = quire_command(path, cell, port)
-                if name != "quire":
-                    command = llama_command(options.llama_python, path, cell, port)
+            port = free_port()
+            commands = {"quire": quire_command(path, cell, port)}
+            if options.llama_python:
+                commands["llama.cpp"] = llama_command(options.llama_python, path, cell, port)
+            if options.vllm_python:
+                commands["vllm"] = vllm_command(options.vllm_python, checkpoint, cell, port)
+            for name, command in list(commands.items())[:: -1 if number % 2 else 1]:
                 found = serve(name, command, port, cell, eos, sessions)
                 row = {"model": cell.model, "sessions": cell.num_sessions, "engine": name}
                 rows.append(row | {"round": number} | found.row())

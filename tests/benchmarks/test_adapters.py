@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cpu.adapters import engines, write_gguf_adapter
+from benchmarks.cpu.adapters import PEER, engines, write_gguf_adapter, write_peft_adapter
 from benchmarks.cpu.limits import Ceilings
 from benchmarks.cpu.workloads import Shape
 from benchmarks.kernels.operations import Cost
@@ -85,9 +85,14 @@ def test_pauses_are_counted_from_the_arrival_to_the_first_token() -> None:
     assert summary(rows)["more_ms"] == 7.0
 
 
-def test_both_engines_read_the_same_files(tmp_path: Path) -> None:
-    for ours, peer in zip(engines()[::2], engines()[1::2], strict=True):
+def test_all_engines_read_the_same_adapter(tmp_path: Path) -> None:
+    *of_gguf, last = engines()
+    assert last is PEER
+    for ours, peer in zip(of_gguf[::2], of_gguf[1::2], strict=True):
         assert ours.is_ours and not peer.is_ours
         assert (ours.source, ours.format) == (peer.source, peer.format)
     files = read_adapter(write_gguf_adapter(SMALL, tmp_path))
     assert files.is_gguf and len(files.modules) == 7 * SMALL.num_layers and files.max_rank == 16
+    of_peft = read_adapter(write_peft_adapter(SMALL, tmp_path))
+    assert not of_peft.is_gguf and of_peft.max_rank == 16
+    assert {m.name for m in of_peft.modules} == {m.name for m in files.modules}

@@ -7,7 +7,15 @@ import asyncio
 from dataclasses import replace
 
 from benchmarks.server import agents
-from benchmarks.server.agents import CELLS, Served, Turn, llama_command, num_computed, texts_of
+from benchmarks.server.agents import (
+    CELLS,
+    Served,
+    Turn,
+    llama_command,
+    num_computed,
+    texts_of,
+    vllm_command,
+)
 from quire.tools.http_client import HttpClient
 
 LOG = b"""
@@ -47,6 +55,13 @@ def test_the_peer_has_one_context_and_a_cache() -> None:
     command = llama_command("python", agents.DEMO, CELLS[1], 1234)
     assert command[command.index("--n_ctx") + 1] == "2048"
     assert command[command.index("--cache") + 1] == "true"
+
+
+def test_vllm_gets_its_variables_and_the_same_limits() -> None:
+    command = vllm_command("/venv/bin/python", agents.DEMO, CELLS[0], 1234)
+    assert command[0] == "env" and "VLLM_CPU_KVCACHE_SPACE=1" in command
+    assert any("/venv/lib/libiomp5.so" in part for part in command)
+    assert command[command.index("--max-num-seqs") + 1] == "2"
 
 
 def test_a_turn_resends_the_answer_before_it() -> None:

@@ -1,4 +1,5 @@
-"""vLLM's CPU build, step by step in this process. options: passed to `LLM`.
+"""vLLM's CPU build, step by step in this process. options: passed to `LLM`; and `adapter`, the
+folder of an adapter in PEFT's form, if there is one.
 
 It needs Intel's OpenMP and TCMalloc loaded first, and its threads bound. It does so itself only for
 worker processes, and then keeps a core free for its scheduler: half of two cores. So this process
@@ -20,10 +21,10 @@ KV_GIB = 2
 PRELOAD = "LD_PRELOAD"
 
 
-def variables(threads: int) -> dict[str, str]:
-    """Return the environment variables of the process that runs the model."""
+def variables(threads: int, python: Path) -> dict[str, str]:
+    """Return the environment variables of the process that runs the model, by an interpreter."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    openmp = python.parents[1] / "lib" / "libiomp5.so"
     preloaded = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp)]
     return {
         PRELOAD: ":".join(name for name in preloaded if name),
@@ -41,15 +42,18 @@ def variables(threads: int) -> dict[str, str]:
 class VLLMModel:
     def __init__(self, job: Job) -> None:
         from vllm import LLM, SamplingParams
+        from vllm.lora.request import LoRARequest
 
-        self._params = SamplingParams
+        self._params, options = SamplingParams, dict(job.options)
+        adapter = options.pop("adapter", None)
+        self._adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
         self.kv_bytes = KV_GIB << 30
         model = LLM(
             str(job.model),
             max_model_len=max(128, job.workload.max_len + 1),
             max_num_seqs=job.workload.num_requests,
             enable_prefix_caching=True,
-            **job.options,
+            **options,
         )
         self._engine = model.llm_engine
         self._num_requests = 0
@@ -60,7 +64,8 @@ class VLLMModel:
         for prompt in prompts:
             self._num_requests += 1
             given = {"prompt_token_ids": prompt}
-            self._engine.add_request(str(self._num_requests), given, params)
+            name, adapter = str(self._num_requests), self._adapter
+            self._engine.add_request(name, given, params, lora_request=adapter)
         lengths: dict[str, int] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -87,5 +92,9 @@ def import_engine() -> object:
 if __name__ == "__main__":
     if PRELOAD not in os.environ:
         again = [sys.executable, "-m", "benchmarks.cpu.drivers.vllm_llm", *sys.argv[1:]]
-        os.execve(sys.executable, again, os.environ | variables(Job.of(sys.argv[1]).threads))
+        os.execve(
+            sys.executable,
+            again,
+            os.environ | variables(Job.of(sys.argv[1]).threads, Path(sys.executable)),
+        )
     drive(import_engine, VLLMModel)
