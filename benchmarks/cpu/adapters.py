@@ -8,7 +8,8 @@ are written to the scratch directory first. vLLM reads the checkpoint and the ad
 form; it computes in float32, where it is several times as fast as in bfloat16 on AVX2.
 
 One request of 128 tokens is continued by 63, and one prompt of 1,024 tokens is computed. Each round
-starts one process per engine and workload, in turn. --small: with the small model, to test the benchmark itself.
+starts one process per engine and workload, in turn. --small: with the small model, to test the
+benchmark itself.
 
 The limit is that of `benchmarks.cpu.limits`, for the base model alone.
 """
