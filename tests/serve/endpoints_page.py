@@ -93,7 +93,7 @@ ROUTES = {
         POST /v1/responses
         POST /v1/messages
         POST /v1/embeddings
-        POST /pooling | use /v1/embeddings or /classify
+        POST /pooling
         POST /classify
         POST /score
         POST /v1/score
@@ -129,7 +129,7 @@ ROUTES = {
         GET /get_world_size
         GET /server_info
         POST /inference/v1/generate
-        POST /invocations | use the path of the API itself
+        POST /invocations
         POST /v1/audio/transcriptions
     """,
     "TRL": """
@@ -227,7 +227,7 @@ ROUTES = {
         GET /v1/models
         POST /v1/chat/completions
         POST /v1/completions
-        POST /invocations | use the path of the API itself
+        POST /invocations
     """,
 }
 FATES = (TAKEN, IGNORED, REFUSED)

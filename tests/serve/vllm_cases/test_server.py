@@ -134,7 +134,7 @@ def test_reset_prefix_cache(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/pooling", "/v1/completions/render"])
-@differs("404 for `/invocations`, `/pooling` and rendering")
+@differs("501 with what to use instead, for `/invocations`, `/pooling` and rendering")
 def test_not_here(asked: Asked, path: str) -> None:
     """other endpoints of vLLM"""
-    assert asked.post(path, 404, model="demo")["message"]
+    assert "not supported: " in asked.post(path, 501, model="demo")["message"]

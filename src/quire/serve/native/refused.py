@@ -17,6 +17,7 @@ METHODS = ["GET", "POST", "DELETE"]
 NOT_STORED = "quire runs no stored assistants; use /v1/responses with previous_response_id"
 NO_SPEECH = "quire serves models that read and write text; transcribe or speak with another server"
 NO_PICTURES = "quire generates text only; use another server. Models may read images in messages"
+RENDERED = ("chat/completions", "completions", "responses", "messages")
 # Path, with everything below it -> reason, and what to use instead.
 REFUSED: Mapping[str, str] = {
     "/v1/audio": NO_SPEECH,
@@ -38,6 +39,10 @@ REFUSED: Mapping[str, str] = {
     " lines may be requests to /v1/messages",
     "/api/v1": "quire has version 0 of LM Studio's REST API; use /api/v0/models and"
     " /api/v0/chat/completions, or /v1/responses for conversations that the server stores",
+    # vLLM, whose other routes quire has
+    "/invocations": "send the body to the endpoint of its API, such as /v1/chat/completions",
+    "/pooling": "use /v1/embeddings, or /classify with a model that classifies",
+    **{f"/v1/{name}/render": "use /tokenize with messages" for name in RENDERED},
     # text-generation-inference, whose other routes quire has
     "/info": "use /v1/models, which has the model's name and length, or /version",
     "/generate_stream": "use /v1/completions or /v1/chat/completions with stream=true",
