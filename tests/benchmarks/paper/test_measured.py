@@ -8,6 +8,8 @@ def test_each_group_has_ways_to_compare() -> None:
     for group in GROUPS:
         names = [each.name for each in found if each.group == group]
         assert len(names) == len(set(names)) >= 2, group
+        drawn = [requests(each, 1000) for each in found if each.group == group]
+        assert all(prompts == drawn[0][0] for prompts, _ in drawn), "the same prompts in all cases"
     assert [each.group for each in cases(["prefix"])] == ["prefix", "prefix"]
 
 
