@@ -253,7 +253,11 @@ def measured_lines(folder: Path = FOLDER) -> list[str]:
         return []
     found = newest(MEASURED, folder)
     machine = f"{found.machine['cpu']}, {found.machine['cores']} cores"
-    lines = [wrapped(f"Results of {machine}, {found.date}, commit {found.commit}:"), ""]
+    text = f"Results of {machine}, {found.date[:10]}, commit {found.commit}."
+    if "limit_gb_per_s" in found.settings:
+        reading, products = (found.settings[f"limit_{name}_per_s"] for name in ("gb", "gflop"))
+        text += f" It reads {reading:.0f} GB/s and does {products:.0f} GFLOP/s."
+    lines = [wrapped(text), ""]
     lines.append("| group | case | tokens/s | rows in a step | saved | cached | preemptions |")
     lines.append("|---|---|---|---|---|---|---|")
     for row in found.rows:
