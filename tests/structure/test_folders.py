@@ -99,7 +99,7 @@ BUDGETS = {
     "serve/llamacpp": 740,
     "serve/lmstudio": 210,
     "serve/media": 900,
-    "serve/native": 2500,
+    "serve/native": 2510,
     "serve/observers": 750,
     "serve/ollama": 930,
     "serve/openai": 810,
