@@ -1,6 +1,6 @@
 """Tables of the server and its start."""
 
-from benchmarks.numbers.page import ZEN4, ZEN5, Page, Section, Table
+from benchmarks.numbers.page import ZEN3, ZEN4, ZEN5, Page, Section, Table
 
 SERVER = Page("server.md", "Server and start", (
     Section(
@@ -40,6 +40,23 @@ SERVER = Page("server.md", "Server and start", (
             "load": "{load}", "per request, p50": "{request_ms.p50:.1f} ms",
             "per request, p99": "{request_ms.p99:.1f} ms", "per token, p50":
             "{token_ms.p50:.2f} ms", "per token, p99": "{token_ms.p99:.2f} ms"}),),
+    ),
+    Section(
+        "Start of a turn",
+        "A conversation of 16,000 tokens is known, and the client sends it again with 500 new"
+        " tokens. `later` is the time to the first token minus the model's own time. The first aim"
+        " is 10 ms, plus 1.3 times the moved bytes over the bandwidth of the place. `deep` is four"
+        " layers of Qwen3-0.6B. The second table has the parts of the demo model's turn, each"
+        " alone and without the model.",
+        "python -m benchmarks.server.turns",
+        (Table(ZEN3 + "turns.json", {
+            "cell": "{cell}", "keys and values in": "{place}", "MB moved":
+            "{moved_bytes*1e-6:.0f}", "first token": "{first_token_ms:.0f} ms", "model":
+            "{model_ms:.0f} ms", "later": "{later_ms:.1f} ms", "aim": "{limit_ms:.1f} ms"},
+            {"place": ("device", "host", "directory")}),
+         Table(ZEN3 + "turns.json", {"part": "{part}", "CPU time": "{cpu_ms:.2f} ms"},
+            {"part": ("body", "template", "tokens", "request", "core", "add", "schedule")})),
+        is_new=True,
     ),
     Section(
         "Loading",

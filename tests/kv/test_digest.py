@@ -9,7 +9,10 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.kv.digest import (
+    RUN_BLOCKS,
     BlockHash,
+    HasDigest,
+    KnownRuns,
     Mark,
     cache_fingerprint,
     extend_by_one,
@@ -147,3 +150,63 @@ def test_one_more_block_has_the_digest_of_the_chain(name: str) -> None:
     for first in (0, 4):
         extend_by_one(digests, root, tokens[first : first + 4], block_hash)
     assert digests == chain(tokens.tolist(), root, block_hash=block_hash)
+
+
+class CountingHash:
+    """SHA-256 that counts its calls."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self, data: bytes) -> HasDigest:
+        self.num += 1
+        return hashlib.sha256(data)
+
+
+SIZE, RUN = 4, RUN_BLOCKS * 4  # tokens of a block, and of a run
+
+
+def from_runs(runs: KnownRuns, tokens: list[int], root: bytes, *steps: int) -> list[bytes]:
+    """Return the digests of a prompt that is named in these steps, then as a whole."""
+    digests: list[bytes] = []
+    for num in (*steps, len(tokens) // SIZE):
+        runs.extend(digests, root, np.asarray(tokens, np.int32), SIZE, num)
+    return digests
+
+
+def test_known_runs_are_not_hashed_again() -> None:
+    count, root = CountingHash(), root_digest(b"m")
+    runs, prompt = KnownRuns(count), list(range(3 * RUN + 2 * SIZE))
+    assert from_runs(runs, prompt, root) == chain(prompt, root)
+    assert count.num == 3 * RUN_BLOCKS + 2
+    longer = prompt + [7] * 5 * SIZE
+    assert from_runs(runs, longer, root) == chain(longer, root)
+    assert count.num == 3 * RUN_BLOCKS + 2 + 7, "only what follows the known runs is hashed"
+
+
+@pytest.mark.parametrize(
+    "steps", [(), (1,), (RUN_BLOCKS,), (RUN_BLOCKS - 1, RUN_BLOCKS + 1), (70, 140)]
+)
+def test_digests_of_runs_are_those_of_blocks(steps: tuple[int, ...]) -> None:
+    rng, runs, root = np.random.default_rng(3), KnownRuns(), root_digest(b"m", "salt")
+    prompt = rng.integers(0, 1000, 3 * RUN + 3).tolist()
+    for changed in (0, 5, RUN - 1, RUN, 2 * RUN + 1, 3 * RUN + 1):
+        for _ in range(2):
+            assert from_runs(runs, prompt, root, *steps) == chain(prompt, root)
+        prompt[changed] += 1
+    other = root_digest(b"m", "other salt")
+    assert from_runs(runs, prompt, other, *steps) == chain(prompt, other)
+
+
+def test_least_recently_used_runs_are_dropped() -> None:
+    count, root = CountingHash(), root_digest(b"m")
+    runs = KnownRuns(count, max_tokens=2 * RUN)
+    one, two, three = ([first, *range(RUN - 1)] for first in (1, 2, 3))
+    for prompt in (one, two, one, three):
+        from_runs(runs, prompt, root)
+    before = count.num
+    from_runs(runs, one, root)
+    assert count.num == before, "it was used after the second one"
+    from_runs(runs, two, root)
+    assert count.num == before + RUN_BLOCKS
+    assert len(runs) == 2

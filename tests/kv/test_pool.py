@@ -109,3 +109,14 @@ def test_many_blocks_are_those_that_one_call_each_would_take(make_eviction: Make
 def test_more_blocks_than_are_free_are_a_bug() -> None:
     with pytest.raises(AssertionError, match="more blocks are allocated than are free"):
         BlockPool(2).allocate_all(3)
+
+
+def test_a_prompt_is_looked_up_as_a_whole() -> None:
+    pool = BlockPool(6)
+    blocks, names = pool.allocate_all(4), [bytes([i]) * 32 for i in range(5)]
+    pool.index_all(blocks[:2] + blocks[3:], names[:2] + names[3:4])
+    assert pool.lookup_all(names) == [*blocks[:2], None, blocks[3], None]
+    assert [pool.num_leading(names, num) for num in (0, 1, 2, 5)] == [0, 1, 2, 2]
+    assert pool.num_leading(names[:2], 2) == 2
+    pool.release_all(blocks[1:3])
+    assert pool.num_idle([-1, -2, *blocks]) == 2

@@ -40,7 +40,7 @@ BUDGETS = {
     "engine/recording": 870,
     "engine/start": 1170,
     "engine/wire": 1080,
-    "kv": 1910,
+    "kv": 1990,
     "models": 1290,
     "models/checkpoint": 1170,
     "models/encoders": 260,
@@ -76,7 +76,7 @@ BUDGETS = {
     "render/jobs": 550,
     "render/media": 1640,
     "render/templates": 960,
-    "render/tokens": 2010,
+    "render/tokens": 2020,
     "runner": 3690,
     "runner/drafting": 1010,
     "runner/gpu": 2100,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_600
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_660
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
@@ -132,7 +132,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6_910
+MAX_CORE_LINES = 6_990
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 

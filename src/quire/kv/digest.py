@@ -7,6 +7,9 @@ A mark is a token index and 32 bytes. The bytes identify what token ids cannot, 
 that placeholder tokens stand for. A mark holds from its index on. A block includes the marks at its
 own tokens, in order. Each is encoded as its index in the block (int32), followed by the 32 bytes.
 
+The prompt of a long conversation has thousands of blocks, most of them known from its last turn.
+`KnownRuns` remembers their digests, so that only new blocks are hashed.
+
 H is a `BlockHash`, SHA-256 by default. The fingerprint covers H's name and everything besides the
 tokens that determines a block's bytes (engine/connectors/identity.py). So processes with the same
 fingerprint compute the same digests, also after a restart. Tenants with different salts never share
@@ -31,6 +34,8 @@ class HasDigest(Protocol):
 
 BlockHash = Callable[[bytes], HasDigest]
 LITTLE_INT32 = np.dtype("<i4")
+RUN_BLOCKS = 64
+MAX_RUN_TOKENS = 1 << 21  # tokens of all remembered runs; they take about 10 bytes each
 Mark = tuple[int, bytes]  # token index, and 32 bytes that identify the tokens from there on
 
 
@@ -87,6 +92,60 @@ def extend_by_one(
     """Append the digest of the next block, without marks. token_ids: its tokens, [block_size]."""
     tokens = token_ids.astype(LITTLE_INT32, copy=False).tobytes()
     digests.append(_next_digest(digests[-1] if digests else root, tokens, block_hash))
+
+
+class KnownRuns:
+    """Digests of runs of RUN_BLOCKS blocks without marks, least recently used first.
+
+    A run is named by the digest before it and its tokens, so equal names have equal digests.
+    block_hash: hash function of all runs. max_tokens: maximum number of tokens of all runs.
+    """
+
+    def __init__(
+        self, block_hash: BlockHash = hashlib.sha256, max_tokens: int = MAX_RUN_TOKENS
+    ) -> None:
+        self._block_hash, self._num_tokens_left = block_hash, max_tokens
+        self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of remembered runs."""
+        return len(self._runs)
+
+    def extend(
+        self,
+        digests: list[bytes],
+        root: bytes,
+        token_ids: npt.NDArray[np.int32],
+        block_size: int,
+        num_blocks: int,
+        marks: Seq[Mark] = (),
+    ) -> None:
+        """Append the digests that `extend_digests` appends, but hash only unknown runs."""
+        size, block_hash = block_size, self._block_hash
+        first = -(-len(digests) // RUN_BLOCKS) * RUN_BLOCKS
+        if not marks and first + RUN_BLOCKS <= num_blocks:
+            extend_digests(digests, root, token_ids, size, first, block_hash)
+            for end in range(first + RUN_BLOCKS, num_blocks + 1, RUN_BLOCKS):
+                tokens = token_ids[(end - RUN_BLOCKS) * size : end * size]
+                self._extend_by_run(digests, digests[-1] if digests else root, tokens, size)
+            while self._num_tokens_left < 0:
+                oldest = next(iter(self._runs))
+                del self._runs[oldest]
+                self._num_tokens_left += len(oldest[1]) // 4
+        extend_digests(digests, root, token_ids, size, num_blocks, block_hash, marks)
+
+    def _extend_by_run(
+        self, digests: list[bytes], parent: bytes, tokens: npt.NDArray[np.int32], block_size: int
+    ) -> None:
+        """Append the digests of a run after `parent`, and remember it as the last one used."""
+        name = parent, tokens.tobytes()
+        run = self._runs.pop(name, None)
+        if run is None:
+            run = list[bytes]()
+            extend_digests(run, parent, tokens, block_size, RUN_BLOCKS, self._block_hash)
+            self._num_tokens_left -= len(tokens)
+        digests += run
+        self._runs[name] = run
 
 
 def _next_digest(parent: bytes, data: bytes, block_hash: BlockHash) -> bytes:

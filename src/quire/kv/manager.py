@@ -172,7 +172,6 @@ class KVManager:
     ) -> int:
         """Return the number of blocks of the longest usable hit. has: whether a block is available;
         by default on the device or in host memory."""
-        has = has or self.is_cached
         length = min(len(digests), (num_tokens - 1) // self.block_size)
         settled = length <= 0
         while not settled:
@@ -250,8 +249,7 @@ class KVManager:
         copied = hit.num_tokens % self.block_size > 0 and pool.is_in_use(hit.blocks[g][-1])
         if hit.is_in_use or not hit.num_tokens:
             return int(copied)
-        woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
-        return woken + copied
+        return hit.blocks[g].count(LOAD) + pool.num_idle(hit.blocks[g]) + copied
 
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Blocks to load get device blocks and enter the index at
@@ -260,7 +258,7 @@ class KVManager:
             pool.note_hits(blocks)
         for pool, away in zip(self.host_pools, hit.host, strict=False):
             pool.note_hits(away.values())
-        if hit.is_in_use:  # no block must be loaded
+        if not hit.num_loads:
             for table, found in zip(sequence.tables, hit.blocks, strict=True):
                 table.adopt(found, hit.num_tokens)
         else:
@@ -445,17 +443,21 @@ class KVManager:
             return True
         return self.tier is not None and self.tier.lookup(g, digest) is not None
 
-    def _hit_length(self, g: int, digests: Sequence[bytes], max_blocks: int, has: Has) -> int:
+    def _hit_length(
+        self, g: int, digests: Sequence[bytes], max_blocks: int, has: Has | None
+    ) -> int:
         """Return the number of leading blocks, up to `max_blocks`, with which group g can
         continue."""
         if g not in self._dropping:
-            for i in range(max_blocks):
-                if not has(g, digests[i]):
+            first = self.pools[g].num_leading(digests, max_blocks) if has is None else 0
+            there = has or self.is_cached
+            for i in range(first, max_blocks):
+                if not there(g, digests[i]):
                     return i
             return max_blocks
         length = max_blocks
         while length > 0:
-            missing = self._last_missing(g, digests, length, has)
+            missing = self._last_missing(g, digests, length, has or self.is_cached)
             if missing is None:
                 return length
             length = missing
@@ -478,10 +480,9 @@ class KVManager:
         self, g: int, digests: Sequence[bytes], length: int
     ) -> tuple[list[int], dict[int, int]]:
         """Return the device blocks of a hit, and the host blocks to load by logical index."""
-        first = self.first_seen(g, length * self.block_size)
-        blocks, host = [NULL] * first, {}
-        for i in range(first, length):
-            found = self.pools[g].lookup(digests[i])
+        first, host = self.first_seen(g, length * self.block_size), dict[int, int]()
+        blocks = [NULL] * first
+        for i, found in enumerate(self.pools[g].lookup_all(digests[first:length]), first):
             if found is None:
                 away = None if self.tier is None else self.tier.lookup(g, digests[i])
                 assert away is not None, "a hit must be cached"

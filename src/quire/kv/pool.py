@@ -232,6 +232,11 @@ class BlockPool:
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
 
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """Return how many of these blocks have no references. Negative entries are ignored."""
+        refs = self._num_refs
+        return sum([block_id >= 0 and refs[block_id] == 0 for block_id in blocks])
+
     def is_in_use(self, block_id: int) -> bool:
         """Return whether tables hold this block; False for NULL and LOAD entries."""
         return block_id >= 0 and self._num_refs[block_id] > 0
@@ -259,6 +264,18 @@ class BlockPool:
     def lookup(self, digest: bytes) -> int | None:
         """Return the block of this name, or None, without taking a reference."""
         return self._index.get(digest)
+
+    def lookup_all(self, digests: Iterable[bytes]) -> list[int | None]:
+        """Look up each of these names."""
+        return list(map(self._index.get, digests))
+
+    def num_leading(self, digests: Sequence[bytes], max_num: int) -> int:
+        """Return how many leading names, up to max_num, the index has."""
+        index = self._index
+        for num, digest in enumerate(islice(digests, max_num)):
+            if digest not in index:
+                return num
+        return max_num
 
     def index(self, block_id: int, digest: bytes) -> None:
         """Name a block in use, unless the digest already names another block."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.base.messages import MeasuredRates, Request
-from quire.kv.digest import BlockHash, Mark, extend_by_one, extend_digests, root_digest
+from quire.kv.digest import BlockHash, KnownRuns, Mark, extend_by_one, root_digest
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.core.extension import HitSource
 from quire.scheduler.core.sequence import Int32, Sequence
@@ -51,6 +51,7 @@ class Digester:
 
     def __init__(self, block_hash: BlockHash = hashlib.sha256) -> None:
         self.block_hash = block_hash
+        self._runs = KnownRuns(block_hash)
 
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         """Extend the digests of named[i] to its first counts[i] blocks."""
@@ -61,7 +62,7 @@ class Digester:
                 tokens = s.tokens_between(first * block_size, n * block_size)
                 extend_by_one(digests, s.root, tokens, block_hash)
             elif n > first:
-                extend_digests(digests, s.root, s.known_tokens, block_size, n, block_hash, marks)
+                self._runs.extend(digests, s.root, s.known_tokens, block_size, n, marks)
 
 
 class BlockNaming:

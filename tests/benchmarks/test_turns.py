@@ -1,0 +1,70 @@
+"""The benchmark of a turn's start: its parts, its figures, and its reading of a server.
+
+Covers `benchmarks/server/turns.py` and `benchmarks/server/turn_parts.py`.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.server import turn_parts, turns
+from benchmarks.server.turn_parts import PARTS, body_of, turn_of
+from benchmarks.server.turns import StepTimes, Turn, cpu_ms_of, read_bandwidth, row_of
+from quire.tools.http_client import HttpClient, HttpError
+
+
+def turn(place: str, first_ms: float, steps_ms: float, num_moved: int = 0) -> Turn:
+    return Turn(place, first_ms, steps_ms, 1000, 990, num_moved, {"api": first_ms / 10})
+
+
+def test_every_part_of_a_known_conversation_is_measured() -> None:
+    times, sizes = turn_parts.measure("demo", 1200, 60, 2)
+    assert {part: len(each) for part, each in times.parts.items()} == dict.fromkeys(PARTS, 2)
+    assert times.medians().keys() == set(PARTS)
+    num_prompt, num_cached = sizes["prompt_tokens"], sizes["cached_tokens"]
+    assert 900 < num_cached < num_prompt < num_cached + 120, "only the new message is computed"
+
+
+def test_a_turn_resends_the_conversation() -> None:
+    known = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    body = json.loads(body_of(turn_of(known, "c"), "demo"))
+    assert [each["content"] for each in body["messages"]] == ["a", "b", "c"]
+    assert len(known) == 2
+
+
+def test_on_the_device_each_turn_is_compared_with_its_own_steps() -> None:
+    mine = [turn("device", 110.0, 100.0), turn("device", 209.0, 200.0)]
+    row = row_of("demo", mine, 150.0, float("inf"))
+    assert row["later_ms"] == [10.0, 9.0]
+    assert (row["limit_ms"], row["cpu_ms"]) == (turns.AIM_MS, {"api": 15.95})
+
+
+def test_moved_blocks_add_to_the_limit_and_not_to_the_model() -> None:
+    row = row_of("deep", [turn("host", 260.0, 255.0, 1_000_000)], 150.0, 10e6)
+    assert row["later_ms"] == [110.0]
+    assert row["limit_ms"] == pytest.approx(turns.AIM_MS + 130.0)
+
+
+def test_the_live_view_shows_each_step_once() -> None:
+    steps = StepTimes(HttpClient("http://127.0.0.1:1"))
+    steps.take({"steps": [{"step": 3, "duration_ms": 1.5}, {"step": 4, "duration_ms": 2.0}]})
+    steps.take({"steps": [{"step": 4, "duration_ms": 2.0}]})
+    steps.take({})
+    assert steps.num_steps == 2
+
+
+def test_a_turn_that_was_not_found_is_an_error() -> None:
+    found = {"device": [turn("device", 1.0, 1.0)], "host": [turn("host", 1.0, 1.0, 0)]}
+    with pytest.raises(HttpError, match="host: 990 of 1000 tokens were cached, and 0 bytes"):
+        turns._check(found, 10)
+    with pytest.raises(HttpError, match="device: 990 of 1000"):
+        turns._check(found, 4)
+
+
+def test_the_processes_and_files_of_a_server(tmp_path: Path) -> None:
+    assert cpu_ms_of({os.getpid(): "api"})["api"] > 1.0
+    assert os.getpid() not in turns.processes_of(os.getpid()), "it is no part of a server"
+    (tmp_path / "a.kv").write_bytes(bytes(1000))
+    assert read_bandwidth(tmp_path) > 0
