@@ -43,6 +43,8 @@ PARAMS = [
                    bad_words=["add"], logit_bias={40: 1.0}, logprobs=1),
 ]  # fmt: skip
 
+OBSERVE = StepTimes.observe
+
 
 @pytest.fixture(autouse=True)
 def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +184,7 @@ def test_a_replay_needs_nobody_who_guesses(tmp_path: Path, keeps_tokens: bool) -
 
 def test_what_the_device_guesses_in_vain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """With times that say that guesses cost much, and are wrong, steps are soon plain ones."""
-    monkeypatch.setattr(StepTimes, "seconds", lambda times, num: float(num))
+    monkeypatch.setattr(StepTimes, "observe", lambda times, num, _: OBSERVE(times, num, num))
     with engine(2) as llm:
         plans = Plans(llm)
         answers(llm)

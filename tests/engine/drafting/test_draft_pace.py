@@ -1,8 +1,21 @@
 """The number of draft tokens that pays off."""
 
+import random
+import time
+from itertools import product
+
+import numpy as np
 import pytest
 
-from quire.engine.drafting.draft_pace import FIRST_CHANCE, FORGOTTEN, Chance, StepTimes, lengths
+from quire.engine.drafting.draft_pace import (
+    FIRST_CHANCE,
+    FORGOTTEN,
+    FREE_TOKENS,
+    MIN_GAIN,
+    Chance,
+    StepTimes,
+    lengths,
+)
 
 
 def times_of(**seconds: float) -> StepTimes:
@@ -17,8 +30,26 @@ def test_steps_between_two_sizes_lie_between_their_times() -> None:
     times = times_of(t1=1.0, t4=4.0)
     assert times.seconds(3) == pytest.approx(3.0)
     assert times.seconds(4) == 4.0
-    assert times.seconds(64) == 4.0, "what was never tried is to be tried"
+    assert times.seconds(FREE_TOKENS) == 4.0, "what was never tried is to be tried"
     assert StepTimes().seconds(1) is None
+
+
+def test_sizes_that_are_much_larger_take_longer() -> None:
+    """Otherwise one trial could take as long as many steps."""
+    times = times_of(t1=1.0, t64=4.0)
+    assert times.seconds(128) == 4.0
+    assert times.seconds(512) == pytest.approx(16.0)
+    nums = np.array([1, 64, 100, 512])
+    assert times.seconds_of(nums) == pytest.approx([times.seconds(num) for num in nums])
+    assert sum(lengths([24] * 64, [0.5] * 64, 0, times)) <= 64
+
+
+def test_sizes_that_no_draft_has_reached_are_tried_as_far_as_plain_steps_allow() -> None:
+    """Drafts were verified with one row, and there are 64 now, on a device with cheap tokens."""
+    plain, verified = times_of(t1=1.0, t64=1.0), times_of(t6=1.1)
+    found = verified.verify_seconds(plain, np.array([2, 6, 64, 128, 256]))
+    assert found == pytest.approx([1.02, 1.1, 1.0, 1.0, 2.0])
+    assert sum(lengths([4] * 64, [0.7] * 64, 0, plain, verified=verified)) == 64
 
 
 def test_times_follow_what_is_seen() -> None:
@@ -94,7 +125,7 @@ def test_what_guessing_takes_counts() -> None:
 
 def test_the_first_guess_pays_for_the_step_that_tries_it() -> None:
     """A step that tries any takes half as much again."""
-    times, verified = times_of(t1=1.0, t64=1.0), times_of(t8=1.5)
+    times, verified = times_of(t1=1.0, t64=1.0), times_of(t2=1.5, t8=1.5)
     assert lengths([1], [0.4], 0, times, verified=verified) == [0]
     assert lengths([1], [0.6], 0, times, verified=verified) == [1]
     assert lengths([4], [0.4], 0, times, verified=verified) == [3]
@@ -106,3 +137,54 @@ def test_what_no_step_has_tried_for_long_is_tried_again() -> None:
         assert verified.seconds(8) == 100.0
         verified.pass_one()
     assert verified.seconds(8) is None
+
+
+def test_forced_tokens_are_certain_and_those_after_them_are_as_likely_as_without() -> None:
+    times = times_of(t1=1.0, t4=1.3, t8=2.0)
+    assert lengths([3], [[1.0, 1.0, 1.0]], 0, times) == [3]
+    assert lengths([7], [[1.0, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0]], 0, times) == [3]
+    assert lengths([7], [[1.0, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0]], 0, times) == [7]
+
+
+def test_a_gain_that_is_within_the_noise_is_none() -> None:
+    """Two tokens for slightly less than twice the time."""
+    assert lengths([1], [1.0], 0, times_of(t1=1.0, t2=2.0 / MIN_GAIN + 0.01)) == [0]
+    assert lengths([1], [1.0], 0, times_of(t1=1.0, t2=2.0 / MIN_GAIN - 0.01)) == [1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_lengths_are_faster(seed: int) -> None:
+    """All lengths of three rows are tried. Costs rise with the size, so the best path is best."""
+    choose = random.Random(seed)
+    times, verified = StepTimes(), StepTimes()
+    costs = sorted(choose.uniform(1.0, 2.0) for _ in range(3))
+    for size, seconds in zip((4, 6, 16), costs, strict=True):
+        times.observe(size, seconds)
+        verified.observe(size, 1.01 * seconds)
+    limits = [choose.randrange(5) for _ in range(3)]
+    chances = [[choose.uniform(0.5, 1.0) for _ in range(num)] for num in limits]
+
+    def rate(nums: tuple[int, ...]) -> float:
+        gained, taken = 4.0, verified if any(nums) else times
+        for row, num in zip(chances, nums, strict=True):
+            gain = 1.0
+            for chance in row[:num]:
+                gain *= chance
+                gained += gain
+        return gained / (taken.seconds(4 + sum(nums)) or 0.0)
+
+    best = max(product(*(range(num + 1) for num in limits)), key=rate)
+    found = tuple(lengths(limits, chances, 1, times, verified=verified))
+    least = rate(best) if rate(best) > MIN_GAIN * rate((0, 0, 0)) else rate((0, 0, 0))
+    assert rate(found) == pytest.approx(least)
+
+
+def test_a_choice_for_many_rows_takes_few_milliseconds() -> None:
+    """By the CPU time of the best of some: a step of so many rows takes tens of them."""
+    times = times_of(t256=0.02, t1024=0.08)
+    best = 1.0
+    for _ in range(5):
+        began = time.process_time()
+        lengths([4] * 256, [0.7] * 256, 0, times)
+        best = min(best, time.process_time() - began)
+    assert best < 0.005

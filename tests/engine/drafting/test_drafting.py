@@ -1,14 +1,18 @@
 """The engine's side of drafting: which sequences get draft tokens, their results, and the dropped
 state."""
 
+import itertools
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.events import Event, Planned, Stepped
 from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.speculation import Speculation
 from quire.engine.drafting import drafting
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.drafting.drafting import Drafting
@@ -174,3 +178,48 @@ def test_a_steps_time_is_its_own_also_behind_a_rest(monkeypatch: pytest.MonkeyPa
         llm.generate([TEXT.replace(" ", str(i)) for i in range(3)], params, use_tqdm=False)
     assert 5 < len(seen) < now_s[0]
     assert set(seen) == {1.0}
+
+
+def test_drafts_that_do_not_pay_off_are_made_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The more so, the longer they do not. Once they do, each step gets some."""
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, allowed_token_ids=[40])
+    choose = drafting.lengths
+    with engine() as llm:
+        drafter, proposed = drafter_of(llm.engine.client.core), list[int]()
+        proposals = drafter.proposals
+
+        def noted(sequences: list[Sequence], num_pending: int = 0) -> list[drafting.Proposal]:
+            proposed.append(drafter._num_steps)
+            found: list[drafting.Proposal] = proposals(sequences, num_pending)
+            return found
+
+        drafter.proposals = noted
+        monkeypatch.setattr(drafting, "lengths", lambda limits, *_, **__: [0] * len(limits))
+        llm.generate([TEXT], params, use_tqdm=False)
+        gaps = [b - a for a, b in itertools.pairwise(proposed[-4:])]
+        assert len(proposed) < 20 and gaps == sorted(gaps) and gaps[-1] >= 8
+        monkeypatch.setattr(drafting, "lengths", choose)
+        steps = steps_of(llm)
+        llm.generate([TEXT], params, use_tqdm=False)
+        assert len(steps) < 50
+
+
+def test_failed_look_ups_are_rare_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up takes 1 ms by this clock."""
+    now_s = [0.0]
+
+    def passed() -> float:
+        now_s[0] += 0.0005
+        return now_s[0]
+
+    monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=passed))
+    table = np.zeros(4, np.int64)
+    for step_s, steps in ((1.0, 1), (0.1, 2), (0.02, 11), (0.001, drafting.MAX_REST_STEPS)):
+        made = Drafting(Speculation("suffix", 4), Mock(num_followed=0), 4)
+        monkeypatch.setattr(made._times, "seconds", lambda _, step_s=step_s: step_s)
+        for _ in range(40):
+            made.draftable(Mock(), table)
+            made.propose([], 1)
+        assert abs(made._max_rest - steps) <= 1, step_s

@@ -183,3 +183,29 @@ def test_of_a_long_prompt_the_newest_tokens_count() -> None:
     prompt = old + filler[: OWN_TOKENS // 2] + new + filler[OWN_TOKENS // 2 :]
     assert drafter(prompt + new[:6], Answers(1)).propose(1) == [17]
     assert drafter(prompt + old[:6], Answers(1)).propose(1) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    others=st.lists(st.tuples(TEXTS, TEXTS), max_size=4), prompt=TEXTS,
+    ahead=st.lists(st.integers(0, 2), min_size=1, max_size=6), num=st.integers(1, 8),
+)  # fmt: skip
+def test_drafts_after_drafts_as_a_search_would_find(
+    others: list[tuple[list[int], list[int]]], prompt: list[int], ahead: list[int], num: int
+) -> None:
+    """The end of its own text cuts a draft off, since the tokens there are not known."""
+    answers, found = Answers(8), list[Way]()
+    for other, answer in others:
+        drafter(other, answers).extend(answer)
+        before = other[-LONG:]
+        found += ways(before + answer, len(before), prompt + ahead)
+    made = drafter(prompt, answers)
+    first = made.propose(num)
+    after = made.propose(num, ahead)
+    if len(prompt) < LONG:
+        assert after == []
+        return
+    own = most_frequent(ways(prompt, 0, prompt + ahead), num, ALL)
+    there = most_frequent(found, num, ALL)
+    assert after == (own if own[0] >= there[0] else there)[1]
+    assert made.propose(num) == first, "what it has found for its own end is as it was"

@@ -14,7 +14,7 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.grammars import compiler as grammar_compiler
 from quire.engine.grammars.compiler import Compiler
 from quire.engine.grammars.mask_making import MaskMaker
-from quire.engine.grammars.matchers import Guided, MaskRequest
+from quire.engine.grammars.matchers import DraftLimits, Guided, MaskRequest
 from quire.engine.recording.files import read_recording
 from quire.scheduler.core.sequence import Sequence
 from quire.tools.replay import replay_all
@@ -24,6 +24,7 @@ from tests.support.engine.guided_engine import END, GuidedBench, allowed_ids, la
 from tests.support.engine.updates import error_of, reason_of
 from tests.support.scheduler.fake_device import VOCAB, Curse, make_request, next_token
 
+LIMITS = DraftLimits(32, 32)
 ENDS = lark('"a" /[0-9]/ "bc"')
 
 
@@ -125,10 +126,16 @@ def test_a_grammar_that_meets_a_limit_behind_a_guess_ends_the_guesses(monkeypatc
     assert maker.made(guided, ids_of("d"), [])[0]
 
 
+def nothing(_: Any) -> list[int]:
+    return []
+
+
 def test_forced_tokens_are_the_only_ones() -> None:
     maker = Maker()
     guided = maker.guided(JSON)
-    forced = maker.masks.forced(MaskRequest(0, guided, 0, np.array(ids_of("{"), np.int32)))
+    opened = MaskRequest(0, guided, 0, np.array(ids_of("{"), np.int32))
+    forced = maker.masks.draft(opened, nothing, LIMITS).token_ids
+    assert maker.masks.draft(opened, nothing, DraftLimits(1, 1)).token_ids == forced[:1]
     known = ids_of("{")
     for token in forced:
         assert behind(JSON, known) == [token]
@@ -137,10 +144,43 @@ def test_forced_tokens_are_the_only_ones() -> None:
     draft_ids = ids_of("12") + ids_of("a")
     wanted = MaskRequest(0, maker.guided(NUMBERS), 0, np.empty(0, np.int32), tuple(draft_ids))
     assert maker.masks.cut(wanted) == len(ids_of("12"))
-    assert (
-        maker.masks.forced(MaskRequest(0, None)) == []
-        and maker.masks.cut(MaskRequest(0, None)) == 0
+    assert maker.masks.draft(MaskRequest(0, None), nothing, LIMITS).token_ids == []
+    assert maker.masks.cut(MaskRequest(0, None)) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_of_a_draft_equal_a_matchers(seed: int, monkeypatch: Any) -> None:
+    """The masks of its forced tokens are written without the library."""
+    maker, choose = Maker(), random.Random(seed)
+    grammar = lark('"{\\"ab\\": " /[0-9]{1,3}/ ", \\"true\\": " /[a-d]{2,4}/ "}"')
+    guided, known = maker.guided(grammar), list[int]()
+
+    def propose(ahead: Any) -> list[int]:
+        allowed = behind(grammar, [*known, *ahead])
+        return [choose.choice(allowed), choose.randrange(VOCAB)]
+
+    computed = list[int]()
+    compute = maker.masks._compute
+    monkeypatch.setattr(
+        maker.masks, "_compute", lambda jobs, masks: computed.append(1) or compute(jobs, masks)
     )
+    num_drafted = num_forced = 0
+    while END not in known and END not in behind(grammar, known):
+        requested = MaskRequest(3, guided, 0, np.array(known, np.int32))
+        draft = maker.masks.draft(requested, propose, DraftLimits(choose.randrange(1, 12), 8))
+        ids = tuple(draft.token_ids)
+        forced = guided.forced(0, requested.token_ids, ids)
+        assert forced == tuple(draft.is_forced)
+        wanted = MaskRequest(3, guided, 0, requested.token_ids, ids, forced)
+        computed.clear()
+        found = maker.masks.make(np.array([3], np.int32), [wanted]).words[0]
+        assert len(computed) == len(ids) + 1 - sum(forced) - (END in ids)
+        for i, words in enumerate(found[: len(found) - (END in ids)]):
+            assert allowed_ids(words) == behind(grammar, known + list(ids[:i]))
+        num_drafted, num_forced = num_drafted + len(ids), num_forced + sum(forced)
+        known += ids[: choose.randrange(len(ids) + 1)]
+        known.append(choose.choice(behind(grammar, known)))
+    assert num_drafted > num_forced > 5
 
 
 class Wild(StandIn):

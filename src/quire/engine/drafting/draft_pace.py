@@ -3,31 +3,37 @@
 A row with k draft tokens brings 1 + a + a^2 + .. + a^k tokens on average. Here a is the probability
 that a draft token is accepted if those before it were. `lengths` chooses the k of each row that
 gives the highest token rate. It adds the draft token with the highest probability, one by one, and
-returns the best rate on that path.
+takes the best rate on that path. If that is hardly above the plain rate, no row drafts.
 
 The time of a step of T tokens is the median of the recent steps of that size; sizes in between are
 interpolated linearly. Only steps that compute no prompt count. Times of a size that has not
-occurred for long are dropped. A size above all known sizes is assumed to cost as much as the
-largest of them, so that it is tried again. Steps with draft tokens have times of their own, since
-each takes a little more, however few its drafts.
+occurred for long are dropped. A size up to twice the largest known one is assumed to cost as much,
+so that it is tried. From there on the time grows with the size, so that no trial takes long. Steps
+with draft tokens have times of their own, since each takes a little more, however few its drafts.
 """
 
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.base.plan import Int32, Plan
 
-FORGOTTEN = 128  # steps until the times of an unused size are dropped
+FORGOTTEN = 512  # steps until the times of an unused size are dropped
 NUM_TIMES = 9  # recent times of a size
 OLD_WEIGHT, OLD_WEIGHT_OF_ALL = 0.9, 0.98  # weight of the old estimate, of a sequence and of all
 FIRST_CHANCE = 0.7  # initial acceptance probability
 MIN_CHANCE = 0.05  # minimum probability of another draft token
+MIN_GAIN = 1.02  # minimum ratio of the token rate with draft tokens to the one without
 HOPE = 0.01  # growth of the chance per step without draft tokens, so that drafting is tried again
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+FREE_TOKENS = 32  # tokens of a step that is tried at any time
+SIZES = (1, 2, 3, *(size * 2**power for power in range(12) for size in (4, 6)))  # to 12,288 tokens
+
+Int64 = npt.NDArray[np.int64]
 
 
 class StepTimes:
@@ -64,13 +70,38 @@ class StepTimes:
             return None
         at = bisect_left(sizes, num_tokens)
         if at == len(sizes):
-            return self._median(sizes[-1])
+            return self._median(sizes[-1]) * max(1.0, num_tokens / self._free_tokens)
         above = sizes[at]
         if at == 0 or above == num_tokens:
             return self._median(above)
         below, high = self._median(sizes[at - 1]), self._median(above)
         share = (num_tokens - sizes[at - 1]) / (above - sizes[at - 1])
         return below + share * (high - below)
+
+    def seconds_of(self, nums: Int64) -> npt.NDArray[np.float64]:
+        """Return `seconds` of many numbers of tokens [N]; there must be times."""
+        known = np.interp(nums, self._sizes, [self._median(size) for size in self._sizes])
+        return known * np.maximum(1.0, nums / self._free_tokens)
+
+    def verify_seconds(self, plain: "StepTimes", nums: Int64) -> npt.NDArray[np.float64]:
+        """Return the expected seconds [N] of steps with draft tokens, from their own times. Sizes
+        above those cost no more than by the times of `plain` steps, so that they are tried. Sizes
+        below those lie between them and a plain step. nums: rising from that step's size + 1."""
+        if not self._sizes:
+            return plain.seconds_of(nums)
+        own, first, num_plain = self.seconds_of(nums), self._sizes[0], int(nums[0]) - 1
+        if num_plain < first:
+            ends = plain.seconds(num_plain) or 0.0, self._median(first)
+            is_small = nums < first
+            own[is_small] = np.interp(nums[is_small], (num_plain, first), ends)
+        is_new = nums > self._sizes[-1]
+        own[is_new] = np.minimum(own[is_new], plain.seconds_of(nums[is_new]))
+        return own
+
+    @property
+    def _free_tokens(self) -> int:
+        """Tokens of a step that is assumed to take as long as the largest known one."""
+        return max(2 * self._sizes[-1], FREE_TOKENS)
 
     def _median(self, size: int) -> float:
         found = self._seconds.get(size)
@@ -129,45 +160,60 @@ class Chance:
 
 def lengths(
     max_drafts: Seq[int],
-    chances: Seq[float],
+    chances: Seq[float | Seq[float]],
     num_others: int,
     times: StepTimes,
-    drafting_s: Callable[[int], float] = lambda num: 0.0,
+    drafting_s: Callable[[int], float] | None = None,
     verified: StepTimes | None = None,
 ) -> list[int]:
     """Return the number of draft tokens for each row that gives the highest token rate.
 
-    Without any times, each row gets its maximum.
+    Without any times, each row gets its maximum. Without a gain of `MIN_GAIN`, none gets any.
 
     Args:
         max_drafts: maximum draft tokens of each row.
-        chances: acceptance probability of a draft token of each row.
+        chances: acceptance probability of a draft token if all before it are accepted. It is one
+            number for a row, or one for each of the row's draft tokens.
         num_others: tokens of the step in addition to one for each of these rows.
         times: times of steps.
         drafting_s: seconds to draft that many tokens for all rows.
         verified: times of steps with draft tokens, if they differ from `times`.
     """
-    found = [0] * len(max_drafts)
-    if times.seconds(1) is None:
-        return list(max_drafts)
     num_tokens = num_others + len(max_drafts)
-    gained = float(num_tokens)
-    rate = gained / max(1e-9, times.seconds(num_tokens) or 0.0)
-    if verified is None or verified.seconds(1) is None:
-        verified = times
-    heap = [(-chance, row) for row, chance in enumerate(chances) if max_drafts[row] > 0]
-    heapify(heap)
-    best, best_rate, longest = list(found), rate, 0
-    while heap:
-        gain, row = heappop(heap)
-        found[row] += 1
-        longest = max(longest, found[row])
-        num_tokens += 1
-        gained -= gain
-        seconds = (verified.seconds(num_tokens) or 0.0) + drafting_s(longest)
-        rate = gained / max(1e-9, seconds)
-        if rate > best_rate:
-            best, best_rate = list(found), rate
-        if found[row] < max_drafts[row] and -gain * chances[row] > MIN_CHANCE:
-            heappush(heap, (gain * chances[row], row))
-    return best
+    plain_s = times.seconds(num_tokens)
+    if plain_s is None:
+        return list(max_drafts)
+    rows, depths, gains = _draft_gains(max_drafts, chances)
+    if len(rows) == 0:
+        return [0] * len(max_drafts)
+    order = np.argsort(-gains, kind="stable")
+    gained = num_tokens + np.cumsum(gains[order])
+    seconds = (verified or times).verify_seconds(times, num_tokens + 1 + np.arange(len(order)))
+    if drafting_s is not None:
+        longest = np.maximum.accumulate(depths[order])
+        seconds += np.array([drafting_s(num) for num in range(1 + longest[-1])])[longest]
+    rates = gained / np.maximum(seconds, 1e-9)
+    best = int(rates.argmax())
+    if rates[best] < MIN_GAIN * num_tokens / max(plain_s, 1e-9):
+        return [0] * len(max_drafts)
+    found: list[int] = np.bincount(rows[order[: best + 1]], minlength=len(max_drafts)).tolist()
+    return found
+
+
+def _draft_gains(
+    max_drafts: Seq[int], chances: Seq[float | Seq[float]]
+) -> tuple[Int64, Int64, npt.NDArray[np.float64]]:
+    """Return the draft tokens that are worth a look, row by row. Of each: its row, its number
+    within the row from 1 on, and the probability that it is accepted."""
+    rows, depths, gains = list[int](), list[int](), list[float]()
+    for row, (max_tokens, chance) in enumerate(zip(max_drafts, chances, strict=True)):
+        each = [chance] * max_tokens if isinstance(chance, float | int) else chance
+        gain = 1.0
+        for i in range(max_tokens):
+            gain *= each[i]
+            if i > 0 and gain <= MIN_CHANCE:
+                break
+            rows.append(row)
+            depths.append(i + 1)
+            gains.append(gain)
+    return np.array(rows, np.int64), np.array(depths, np.int64), np.array(gains)

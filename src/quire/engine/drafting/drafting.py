@@ -1,17 +1,24 @@
 """Propose draft tokens for sequences: the engine's side of speculation.
 
 The scheduler's side is scheduler/branching/drafts.py. Drafters see known tokens only, and draft
-tokens reach the scheduler by `control`, so a replay of a recording needs none of this. Tokens that
-a grammar forces come first, since they are always accepted. Other drafts under a grammar end at the
-first token that it forbids.
+tokens reach the scheduler by `control`, so a replay of a recording needs none of this.
+
+Under a grammar, a draft consists of the tokens that the grammar forces, which are always accepted,
+and of looked-up tokens between them. It ends at the first token that the grammar forbids.
 
 N-grams ("prompt lookup"): the last n tokens of a sequence are looked up in its own earlier text. n
 runs from the maximum that is set down to the minimum. The tokens after the newest match are the
 draft. Where they reach the end of the sequence, the sequence repeats itself, and so does the draft.
 There is no index: one call searches all sequences of a step.
+
+Looking up costs time, too. Where nothing is found, look-ups become rarer, as far as their measured
+time requires. Where drafts are found but do not pay off, the whole drafter rests for longer. Then a
+few sequences are looked at, and all again once drafts pay off for these. The tokens of a sequence
+that ends meanwhile are not remembered for others.
 """
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -32,8 +39,12 @@ from quire.engine.drafting.draft_pace import (
 from quire.engine.drafting.plugin_drafter import History, PluginDrafters
 from quire.engine.drafting.suffixes import Answers, SuffixDrafter
 from quire.engine.grammars.grammars import Grammars
+from quire.engine.grammars.matchers import DraftLimits, GuidedDraft
 from quire.ops.sampling.find_runs import SEARCHED, find_runs
 from quire.scheduler.core.sequence import RowTable, Sequence, State
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 
 
 class NGrams:
@@ -48,6 +59,13 @@ class NGrams:
         bounds = self._min_tokens, self._max_tokens, SEARCHED
         return find_runs(table.tokens, rows, table.known[rows], *bounds)
 
+    def after(self, tokens: Int32, num: int) -> list[int]:
+        """Return up to `num` draft tokens after these tokens [T]."""
+        bounds = self._min_tokens, self._max_tokens, SEARCHED
+        row, length = np.zeros(1, np.int64), np.array([len(tokens)])
+        [place] = find_runs(tokens[None], row, length, *bounds).tolist()
+        return repeated(tokens, place, num) if place >= 0 else []
+
 
 def repeated(tokens: npt.NDArray[np.int32], place: int, num: int) -> list[int]:
     """Return `num` draft tokens: `tokens` [T] from `place` on, repeated if there are too few."""
@@ -58,13 +76,11 @@ def repeated(tokens: npt.NDArray[np.int32], place: int, num: int) -> list[int]:
 
 
 PATIENCE = 4  # failed look-ups in a row, before a rest gets longer than a step
-MAX_REST_STEPS = 4  # maximum steps of a rest
-MAX_FORCED_REST_STEPS = (
-    16  # maximum steps until forced tokens that did not pay off are looked up again
-)
-
-
-Int64 = npt.NDArray[np.int64]
+REST_STEPS, MAX_REST_STEPS = 4, 16  # maximum steps of a rest, if look-ups take little or much time
+MAX_REFUSED_STEPS = 32  # maximum steps of a rest after drafts that would not pay off
+NUM_SAMPLED = 8  # sequences that are looked at after such a rest
+LOOK_SHARE = 0.005  # share of the time of steps that failed look-ups may take
+MAX_LOOK_STEPS = 64  # a look-up that takes this share of more steps is refused like such drafts
 
 
 class Drafter(Protocol):
@@ -116,9 +132,9 @@ class Drafter(Protocol):
         ...
 
 
-def rest_after(num_misses: int) -> int:
+def rest_after(num_misses: int, max_steps: int) -> int:
     """Return in how many steps to look again, after `num_misses` failed look-ups in a row."""
-    return min(MAX_REST_STEPS, 1 << max(0, num_misses - PATIENCE))
+    return min(max_steps, 1 << min(10, max(0, num_misses - PATIENCE)))
 
 
 @dataclass(slots=True)
@@ -128,6 +144,7 @@ class DraftState:
     history: History | None  # for the suffix method and for plug-ins
     chance: Chance
     verified: PlannedDraft | None = None  # draft tokens that the last plan with some verified
+    is_forced: Seq[bool] = ()  # for each draft token of the last proposal under a grammar
     num_misses: int = 0  # steps in a row without draft tokens, or in which none paid off
 
     def catch_up(self, sequence: Sequence, of_all: Chance) -> None:
@@ -138,16 +155,19 @@ class DraftState:
                 len(self.verified.token_ids),
                 self.verified.num_right(sequence.known_tokens),
             )
+            if self.is_forced:  # forced tokens do not count
+                num -= sum(self.is_forced[:num])
+                num_right -= sum(self.is_forced[:num_right])
             self.chance.observe(num, num_right)
             of_all.observe(num, num_right)
             self.verified = None
         if self.history is not None:
             self.history.extend(sequence.known_tokens[self.history.num_taken :].tolist())
 
-    def rest(self) -> int:
+    def rest(self, max_steps: int) -> int:
         """Count a step without draft tokens, and return how many steps later to look again."""
         self.num_misses += 1
-        steps = rest_after(self.num_misses)
+        steps = rest_after(self.num_misses, max_steps)
         self.chance.hope(steps)
         return steps
 
@@ -158,7 +178,15 @@ class Proposal(NamedTuple):
     sequence: Sequence
     draft_ids: list[int]
     chance: float  # acceptance probability of each, if all before it are accepted
-    draft_state: DraftState | None  # None if a grammar forces the draft tokens
+    draft_state: DraftState | None  # None if the method proposes forced tokens only
+    is_forced: Seq[bool] = ()  # for each, if the sequence has a grammar
+
+    @property
+    def chances(self) -> float | list[float]:
+        """The acceptance probability of all draft tokens, or of each."""
+        if not self.is_forced:
+            return self.chance
+        return [1.0 if is_forced else self.chance for is_forced in self.is_forced]
 
 
 class Drafting:
@@ -166,7 +194,8 @@ class Drafting:
     of a plug-in's drafters, if the method is a plug-in.
 
     A sequence that has had no draft tokens for a while rests for some steps, to save look-ups. If
-    no sequence has had draft tokens, the whole drafter rests.
+    no sequence has had draft tokens, the whole drafter rests, except for grammars. If all drafts
+    were refused because they would not pay off, it rests altogether (`_decide_rest`).
 
     A draft follows the last token, which must be known, so no other plan may be in flight. Where
     several plans are in flight, as on a GPU, each result decides whether the next plan waits for
@@ -190,8 +219,11 @@ class Drafting:
         self._rests = 0  # step before which the drafter rests
         self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
-        self._num_forced_misses = 0  # steps in a row in which no forced token paid off
-        self._forced_from = 0  # step before which forced tokens are not looked up
+        self._num_refused = 0  # times in a row that no draft would have paid off
+        self._refused_until = 0  # step before which nothing is proposed at all
+        self._refused_at = -1  # the last step for which that was decided
+        self._looked_s = self._look_s = 0.0  # when the last look-up began; seconds of a failed one
+        self._max_rest = REST_STEPS  # maximum steps of a rest after failed look-ups
         self.holds_back = False
         self._is_alone = True  # no other plan was in flight with the last one
         self._began_s = self._taken_s = 0.0
@@ -214,11 +246,14 @@ class Drafting:
     @property
     def is_idle(self) -> bool:
         """Whether there is no sequence to draft for, or the drafter rests."""
+        if self._num_steps < self._refused_until:
+            return True
         if self._grammars.num_followed:
             return False
         return self._only_forced or self._num_steps < self._rests
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
+        self._looked_s = time.perf_counter()
         rows = rows[self._rests_until[rows] <= self._num_steps]
         if self._ngrams is None or len(rows) == 0:
             return rows
@@ -232,8 +267,17 @@ class Drafting:
         self._began_s, self._is_alone = time.perf_counter(), True
         if self._has_new:
             self._forget_ended()
-        drafts = self._propose(sequences, num_running)
+        is_sample = self._num_refused > 0 and len(sequences) > NUM_SAMPLED
+        if is_sample:
+            first = self._num_steps % (len(sequences) - NUM_SAMPLED + 1)
+            sequences = sequences[first : first + NUM_SAMPLED]
+        found, drafts = self._propose(sequences, num_running)
         self.holds_back = bool(drafts)
+        if drafts:
+            self._num_refused = 0
+        else:
+            self._began_s = time.perf_counter()  # a step without drafts is timed without look-ups
+            self._decide_rest(found, num_running, is_sample=is_sample)
         self._rest_all(has_drafts=self.holds_back)
         return drafts
 
@@ -241,7 +285,27 @@ class Drafting:
         """Let the drafter rest, for longer with each step in a row without success
         (`has_drafts`)."""
         self._num_misses = 0 if has_drafts else self._num_misses + 1
-        self._rests = self._num_steps + rest_after(self._num_misses)
+        self._rests = self._num_steps + rest_after(self._num_misses, self._max_rest)
+
+    def _decide_rest(self, found: list[Proposal], num_running: int, *, is_sample: bool) -> None:
+        """Choose how rare look-ups become after one without drafts, by its time. found: refused
+        proposals. A grammar's proposals do not count, since it may soon force tokens."""
+        if not self._has_new:  # else most of the time was that of its prompt
+            self._look_s += (self._began_s - self._looked_s - self._look_s) / 4
+        num, step_s = REST_STEPS, self._times.seconds(num_running)
+        if step_s is not None:
+            num = 1 + int(self._look_s / (LOOK_SHARE * step_s + 1e-9))
+        self._max_rest = min(MAX_REST_STEPS, num)
+        is_refused = bool(found) and all(not e.is_forced or e.is_forced[0] for e in found)
+        if not (is_refused or is_sample or num > MAX_LOOK_STEPS):
+            self._num_refused = 0
+            return
+        self._num_refused += 1
+        steps = min(MAX_REFUSED_STEPS, 1 << min(10, self._num_refused))
+        self._refused_at, self._refused_until = self._num_steps + 1, self._num_steps + steps
+        for each in found:
+            if each.draft_state is not None:
+                each.draft_state.chance.hope(steps)
 
     def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """See `Drafter`. Compare the token rate expected with drafts to the rate of overlapping
@@ -250,11 +314,12 @@ class Drafting:
         if any(sequence.request.grammar for sequence in sequences):
             self.holds_back = True  # masks make the device wait for the host anyway
             return
-        found = [e for e in self._find(sequences, num_pending) if len(e.draft_ids) > num_pending]
+        every = self.proposals(sequences, num_pending)
+        found = [each for each in every if len(each.draft_ids) > num_pending]
         if not found:
             return
         sizes = [len(each.draft_ids) - num_pending for each in found]
-        chances = [each.chance for each in found]
+        chances = [each.chance for each in found]  # of rows without grammars
         nums = lengths(
             sizes, chances, num_running - len(found), self._times, verified=self._verified
         )
@@ -270,74 +335,88 @@ class Drafting:
         else:
             self.holds_back = gained / max(seconds, 1e-9) > num_running / max(plainly, 1e-9)
 
-    def _propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        found = self._find(sequences)
+    def _propose(
+        self, sequences: list[Sequence], num_running: int
+    ) -> tuple[list[Proposal], list[Draft]]:
+        """Return the proposals, and the drafts that should pay off."""
+        found = self.proposals(sequences)
         self._in_row = {}
         if not found:
-            return []
-        sizes, chances = [len(each.draft_ids) for each in found], [each.chance for each in found]
+            return [], []
+        sizes, chances = [len(each.draft_ids) for each in found], [each.chances for each in found]
         drafts = []
         nums = lengths(
             sizes, chances, num_running - len(found), self._times, verified=self._verified
         )
-        self._weigh_forced([n for n, each in zip(nums, found, strict=True) if not each.draft_state])
-        for (sequence, draft_ids, _, draft_state), num in zip(found, nums, strict=True):
+        for each, num in zip(found, nums, strict=True):
+            sequence, draft_state = each.sequence, each.draft_state
             if num == 0:
                 if draft_state is not None:
                     self._rest(sequence, draft_state)
                 continue
             if draft_state is not None:
-                draft_state.num_misses = 0
+                draft_state.num_misses, draft_state.is_forced = 0, each.is_forced
                 self._in_row[sequence.row] = draft_state
             name, known = sequence.request.request_id, sequence.num_known_tokens
-            drafts.append(Draft(name, sequence.index, known, draft_ids[:num]))
-        return drafts
+            drafts.append(Draft(name, sequence.index, known, each.draft_ids[:num]))
+        return found, drafts
 
-    def _weigh_forced(self, nums: list[int]) -> None:
-        """Look up forced tokens less often while none of them pays off. nums: draft tokens to
-        verify, for each row with forced tokens."""
-        if any(nums):
-            self._num_forced_misses = 0
-        elif nums:
-            self._num_forced_misses += 1
-            self._forced_from = self._num_steps + min(
-                MAX_FORCED_REST_STEPS, 1 << self._num_forced_misses
-            )
-
-    def _find(self, sequences: list[Sequence], num_pending: int = 0) -> list[Proposal]:
+    def proposals(self, sequences: list[Sequence], num_pending: int = 0) -> list[Proposal]:
         """Propose draft tokens for each sequence that has some. num_pending: pending tokens, which
         the drafts must cover as well."""
         each_s = (self._propose_for(sequence, num_pending) for sequence in sequences)
         return [each for each in each_s if each is not None]
 
     def _propose_for(self, sequence: Sequence, num_pending: int) -> Proposal | None:
-        """Propose draft tokens for one sequence: forced by its grammar, or else looked up."""
-        draft_state, has_grammar = None, bool(sequence.request.grammar)
+        """Propose draft tokens for one sequence."""
+        draft_state = None
         if not self._only_forced:
             draft_state = self._draft_state(sequence)
             draft_state.catch_up(sequence, self._of_all)
-        max_tokens = sequence.limit - sequence.num_known_tokens - 1
-        if has_grammar and self._num_steps >= self._forced_from:
-            num = min(self._settings.num_forced, max_tokens)
-            if forced := self._grammars.forced(sequence)[:num]:
-                return Proposal(sequence, forced, 1.0, None)
-        if draft_state is None:
-            return None
-        num, draft_ids = min(self._settings.num_tokens + num_pending, max_tokens), list[int]()
-        if draft_state.history is not None:
-            draft_ids = draft_state.history.propose(num)
-        elif (place := int(self._places[sequence.row])) >= 0:
-            draft_ids = repeated(sequence.known_tokens, place, num)
-        if draft_ids and has_grammar:
-            draft_ids = self._grammars.cut(sequence, draft_ids)
+        room = sequence.limit - sequence.num_known_tokens - 1
+        if sequence.request.grammar:
+            draft_ids, is_forced = self._guided(sequence, draft_state, room)
+        else:
+            num = min(self._settings.num_tokens + num_pending, room)
+            draft_ids, is_forced = self._looked_up(sequence, draft_state, num), []
         if not draft_ids:
-            self._rest(sequence, draft_state)
+            if draft_state is not None:
+                self._rest(sequence, draft_state)
             return None
-        return Proposal(sequence, draft_ids, draft_state.chance.value, draft_state)
+        chance = 1.0 if draft_state is None else draft_state.chance.value
+        return Proposal(sequence, draft_ids, chance, draft_state, is_forced)
+
+    def _guided(self, sequence: Sequence, draft_state: DraftState | None, room: int) -> GuidedDraft:
+        """Return the draft of a sequence with a grammar, of `room` tokens at most."""
+        num_own = self._settings.num_tokens
+
+        def propose(ahead: Seq[int]) -> list[int]:
+            return self._looked_up(sequence, draft_state, min(num_own, room - len(ahead)), ahead)
+
+        limits = DraftLimits(min(self._settings.num_forced, room), num_own)
+        return self._grammars.draft(sequence, propose, limits)
+
+    def _looked_up(
+        self, sequence: Sequence, draft_state: DraftState | None, num: int, ahead: Seq[int] = ()
+    ) -> list[int]:
+        """Return up to `num` draft tokens by the method. ahead: draft tokens before them."""
+        if draft_state is None or num <= 0:
+            return []
+        history = draft_state.history
+        if isinstance(history, SuffixDrafter):
+            return history.propose(num, ahead)
+        if history is not None:
+            return [] if ahead else history.propose(num)
+        if ahead:
+            assert self._ngrams is not None, "the method is neither of these"
+            tokens = np.append(sequence.known_tokens[-SEARCHED:], np.array(ahead, np.int32))
+            return self._ngrams.after(tokens, num)
+        place = int(self._places[sequence.row])
+        return repeated(sequence.known_tokens, place, num) if place >= 0 else []
 
     def _rest(self, sequence: Sequence, draft_state: DraftState) -> None:
         """Let a sequence without draft tokens rest, unless a grammar may soon force some."""
-        num_steps = draft_state.rest()
+        num_steps = draft_state.rest(self._max_rest)
         if not sequence.request.grammar:
             self._rests_until[sequence.row] = self._num_steps + num_steps
 
@@ -352,7 +431,8 @@ class Drafting:
         since the previous result if that came later."""
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
         self._taken_s = now_s
-        if self.is_idle or began_s == 0.0:  # its start was not measured
+        is_measured = not self.is_idle or self._num_steps == self._refused_at
+        if not is_measured or began_s == 0.0:  # its start was not measured
             return
         num_draft_tokens = sum(len(draft.token_ids) for draft in plan.drafts)
         num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)
@@ -375,10 +455,13 @@ class Drafting:
         return found
 
     def _forget_ended(self) -> None:
-        """Remove ended sequences, after adding their last tokens for other sequences to find."""
+        """Remove ended sequences, after adding their last tokens for other sequences to find,
+        unless no drafts pay off."""
         self._has_new = False
         for sequence in [s for s in self._of if s.state is State.ENDED]:
-            self._of.pop(sequence).catch_up(sequence, self._of_all)
+            draft_state = self._of.pop(sequence)
+            if self._num_refused == 0:
+                draft_state.catch_up(sequence, self._of_all)
 
     def _of_tokens(self, sequence: Sequence) -> History | None:
         """Return a new drafter of a sequence's tokens; None if the method has none."""

@@ -166,7 +166,9 @@ class ModelDrafting:
         found = {}
         for sequence in sequences:
             max_drafts = min(MAX_DRAFT_TOKENS, sequence.limit - sequence.num_known_tokens - 1)
-            if sequence.request.grammar and (ids := self._grammars.forced(sequence)[:max_drafts]):
+            if not sequence.request.grammar or max_drafts <= 0:
+                continue
+            if ids := self._grammars.forced(sequence, max_drafts):
                 found[sequence] = ids
         return found
 

@@ -58,6 +58,12 @@ class Chains:
         self.before[place] = self.newest[bucket]
         self.newest[bucket] = place
 
+    def append(self, place: int, key: int) -> None:
+        """Append the last place, at the head of the chain of its hash."""
+        bucket = key >> self.shift
+        self.before.append(self.newest[bucket])
+        self.newest[bucket] = place
+
     def fill(self, keys: npt.NDArray[np.uint64], first: int) -> None:
         """Add places from `first` on to empty chains of at most 16 bits. keys: [N] hashes."""
         assert self.shift >= HASH_BITS - 16, "stable sorting is fast for short numbers only"
@@ -99,11 +105,12 @@ class RunIndex:
         """Append a token that follows runs with these hashes."""
         place = len(self.tokens)
         self.tokens.append(token_id)
-        self._long.before.append(NOTHING)
-        self._short.before.append(NOTHING)
-        if keys is not None:
-            self._long.add(place, keys.long)
-            self._short.add(place, keys.short)
+        if keys is None:
+            self._long.before.append(NOTHING)
+            self._short.before.append(NOTHING)
+        else:
+            self._long.append(place, keys.long)
+            self._short.append(place, keys.short)
 
     def fill(self, token_ids: npt.NDArray[np.integer]) -> None:
         """Write the first tokens `[N]` at once; N is at least LONG."""

@@ -12,6 +12,7 @@ never sees answers to another tenant or under another cache salt. Each piece has
 compared with the sequence's owner.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -129,15 +130,18 @@ class SuffixDrafter:
             self._answers.write(self._writer, token_id, keys, own.tokens)
         own.append(token_id, keys)
         length = min(self._here[0], LONG + 1)
-        if own.tokens[-length:] == own.tokens[max(0, LONG - length) : LONG]:
+        if length and own.tokens[-length:] == own.tokens[max(0, LONG - length) : LONG]:
             self._here = 0, []  # the first indexed place is a continuation as well
         self._keys = keys_of(own.tokens)
         self.num_taken += 1
 
-    def propose(self, num: int) -> list[int]:
-        """Return up to `num` draft tokens; an empty list if the last tokens have no match."""
+    def propose(self, num: int, ahead: Seq[int] = ()) -> list[int]:
+        """Return up to `num` draft tokens; an empty list if the last tokens have no match. ahead:
+        draft tokens that are already chosen, which these follow."""
         if self._keys is None:
             return []
+        if ahead:
+            return self._propose_after(ahead, num)
         own, settings = self._own, self._settings
         last = own.tokens[-settings.depth :]
         if not self._here[1]:
@@ -148,6 +152,24 @@ class SuffixDrafter:
         if expected == num or not settings.num_answers:
             return draft_ids
         expected_there, draft_there = self._draft_there(last, self._keys, num)
+        return draft_ids if expected >= expected_there else draft_there
+
+    def _propose_after(self, ahead: Seq[int], num: int) -> list[int]:
+        """Return up to `num` draft tokens after draft tokens. The matches stay as they are."""
+        own, settings, answers = self._own, self._settings, self._answers
+        last = own.tokens[-settings.depth :] + array("i", ahead)
+        keys = keys_of(own.tokens[-LONG:] + array("i", ahead))
+        assert keys is not None, "propose was called without keys"
+        length, places = own.find(last, keys)
+        runs = [own.tokens[place : place + num] for place in places]
+        expected, draft_ids = self._choose(length, [_padded(run, num) for run in runs], num)
+        if expected == num or not settings.num_answers:
+            return draft_ids
+        is_seen = partial(answers.is_seen_by, self._writer)
+        length, places = answers.places.find(last, keys, self._writer.mix, is_seen)
+        tokens = answers.places.tokens
+        runs = [tokens[place : place + num] for place in places]
+        expected_there, draft_there = self._choose(length, [_padded(r, num) for r in runs], num)
         return draft_ids if expected >= expected_there else draft_there
 
     def _draft_there(self, last: Ints, keys: Keys, num: int) -> tuple[float, list[int]]:
@@ -199,6 +221,11 @@ def _follow(places: RunIndex, match: Match, token_id: int) -> Match:
         return match
     tokens = places.tokens
     return length + 1, [place + 1 for place in found if tokens[place] == token_id]
+
+
+def _padded(run: Ints, num: int) -> Ints:
+    """Return `num` tokens: a run that the end of the text cuts off, and then nothing."""
+    return run + array("i", [NOTHING]) * (num - len(run))
 
 
 def _repeated(run: Ints, num: int) -> Ints:

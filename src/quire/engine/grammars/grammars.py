@@ -1,13 +1,13 @@
 """Grammars of running requests: compiled, advanced token by token, and turned into masks.
 
-    core's thread   begin(request)     take() -> GrammarReady    forced, cut    fill(promise, ...)
+    core's thread   begin(request)     take() -> GrammarReady    draft, cut    fill(promise, ...)
                         |                    ^                       ^                |
     compiling           +--- compile, warm --+                       |                |
     masks                                                  followers +-- ask, promise.put(...)
 
 The caller fills a promise once all results of earlier plans are in. Then all tokens before the
 first masked position are known. Tokens that a grammar forces may be used as draft tokens
-(`forced`). The masks of positions with draft tokens are made together with the others of the plan.
+(`draft`). The masks of positions with draft tokens are made together with the others of the plan.
 The first grammar imports llguidance and starts the threads.
 """
 
@@ -25,7 +25,14 @@ from quire.base.plan import Plan
 from quire.engine.executors.threaded import DeviceThread
 from quire.engine.grammars.compiler import Compiler, in_words
 from quire.engine.grammars.mask_making import MaskMaker
-from quire.engine.grammars.matchers import Guided, MaskRequest
+from quire.engine.grammars.matchers import (
+    NO_DRAFT,
+    DraftLimits,
+    Guided,
+    GuidedDraft,
+    MaskRequest,
+    Propose,
+)
 from quire.engine.grammars.vocabulary import MakeVocabulary, num_words
 from quire.scheduler.core.sequence import Sequence, State
 
@@ -113,17 +120,25 @@ class Grammars:
                 if isinstance(event, Finished):
                     self._guided.pop(event.request_id, None)
 
-    def forced(self, sequence: Sequence) -> list[int]:
+    def draft(self, sequence: Sequence, propose: Propose, limits: DraftLimits) -> GuidedDraft:
+        """Return draft tokens that a sequence's grammar allows. Forced tokens come wherever there
+        are some; `propose` is called for the tokens between them."""
+        return self._guarded(sequence, lambda of: self._masks.draft(of, propose, limits))
+
+    def forced(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """Return the tokens that must come next in a sequence, as far as its grammar leaves no
         choice."""
-        return self._drafts_of(sequence, self._masks.forced)
+        return self.draft(sequence, lambda _: [], DraftLimits(max_tokens, 0)).token_ids
 
     def cut(self, sequence: Sequence, draft_ids: list[int]) -> list[int]:
         """Return the draft tokens that a sequence's grammar allows, up to the first that it
         forbids."""
-        return self._drafts_of(
-            sequence, lambda requested: draft_ids[: self._masks.cut(requested)], draft_ids
-        )
+        given = tuple(draft_ids)
+
+        def allowed(requested: MaskRequest) -> GuidedDraft:
+            return GuidedDraft(draft_ids[: self._masks.cut(requested)], [])
+
+        return self._guarded(sequence, allowed, given).token_ids
 
     def fill(self, promise: MaskPromise, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
         """Start to make the masks of a plan's masked rows: after the known tokens, and after each
@@ -160,20 +175,21 @@ class Grammars:
         if guided.request.prompt_token_ids is not sequence.request.prompt_token_ids:
             return MaskRequest(row, None)
         token_ids = sequence.known_tokens[sequence.num_prompt_tokens :].copy()
-        return MaskRequest(row, guided, sequence.index, token_ids, draft_ids)
+        forced = guided.forced(sequence.index, token_ids, draft_ids) if draft_ids else ()
+        return MaskRequest(row, guided, sequence.index, token_ids, draft_ids, forced)
 
-    def _drafts_of(
+    def _guarded(
         self,
         sequence: Sequence,
-        compute: "Callable[[MaskRequest], list[int]]",
-        draft_ids: Iterable[int] = (),
-    ) -> list[int]:
+        compute: "Callable[[MaskRequest], GuidedDraft]",
+        draft_ids: tuple[int, ...] = (),
+    ) -> GuidedDraft:
         """Return the result of `compute`. An error only costs draft tokens here; the row's mask
         reports it."""
         try:
-            return compute(self._mask_request(sequence.row, sequence, tuple(draft_ids)))
+            return compute(self._mask_request(sequence.row, sequence, draft_ids))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # including a panic of the library
             logger.exception("draft tokens for %s", sequence.request.request_id)
-            return []
+            return NO_DRAFT

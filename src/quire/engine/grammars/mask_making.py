@@ -17,13 +17,23 @@ import numpy as np
 from quire.base.masks import TokenMasks
 from quire.base.plan import Int32
 from quire.engine.grammars.compiler import Compiler, check, in_words, is_final
-from quire.engine.grammars.matchers import Follower, MaskRequest
+from quire.engine.grammars.matchers import (
+    NO_DRAFT,
+    DraftLimits,
+    Follower,
+    GuidedDraft,
+    MaskRequest,
+    Propose,
+    guided_draft,
+)
 from quire.engine.grammars.vocabulary import Vocabulary, num_words
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 logger = logging.getLogger("quire")
+
+BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)  # each of a mask's words
 
 
 @dataclass(slots=True)
@@ -73,14 +83,19 @@ class MaskMaker:
                 words[i] = 0
         for position in range(1, num_positions):
             pending = [each for each in pending if self._takes_draft(each, position, masks)]
-            self._fill_later(pending, masks)
+            self._fill_later(pending, masks, position)
         return TokenMasks(rows, words, errors)
 
-    def forced(self, requested: MaskRequest) -> list[int]:
-        """Return the tokens that must come next, as far as the grammar leaves no choice."""
+    def draft(self, requested: MaskRequest, propose: Propose, limits: DraftLimits) -> GuidedDraft:
+        """Return draft tokens that the grammar allows; see `guided_draft`."""
         with self._lock:
             follower = _follow(requested)
-            return [] if follower is None else follower.matcher.compute_ff_tokens()
+            if follower is None or requested.guided is None:
+                return NO_DRAFT
+            ends = self._vocabulary.end_token_ids
+            found = guided_draft(follower, propose, limits, ends)
+            requested.guided.drafts[requested.index] = requested.token_ids, found
+            return found
 
     def cut(self, requested: MaskRequest) -> int:
         """Return how many of the draft tokens, from the first on, the grammar allows."""
@@ -108,13 +123,13 @@ class MaskMaker:
 
     def _fill_first(self, pending: list[MaskJob], masks: Int32, errors: dict[int, str]) -> None:
         """Fill the masks of position 0: the tokens allowed after the known tokens."""
-        self._fill(pending, masks)
+        self._fill(pending, masks, 0)
         for each in pending:
             if each.follower.matcher.is_error():
                 try:
                     if not is_final(each.follower.matcher):
                         each.follower = self._start_over(each.requested)
-                        self._fill([each], masks)
+                        self._fill([each], masks, 0)
                     check(each.follower.matcher)
                 except Exception as error:
                     errors[each.requested.row] = in_words(error)
@@ -131,11 +146,11 @@ class MaskMaker:
         is_end = draft_id in self._vocabulary.end_token_ids
         return may_stand and not is_end and pending.follower.take(draft_id)
 
-    def _fill_later(self, pending: list[MaskJob], masks: Int32) -> None:
+    def _fill_later(self, pending: list[MaskJob], masks: Int32, position: int) -> None:
         """Fill masks of a later position; they allow nothing where a matcher is in error."""
         if not pending:
             return
-        self._fill(pending, masks)
+        self._fill(pending, masks, position)
         for each in pending:
             if each.follower.matcher.is_error():
                 masks[each.mask_index] = 0
@@ -151,7 +166,20 @@ class MaskMaker:
             guided.start_over(self._compiler.compile(guided.request.grammar, guided.compiled))
         return guided.follow(requested.index, requested.token_ids)
 
-    def _fill(self, pending: list[MaskJob], masks: Int32) -> None:
+    def _fill(self, pending: list[MaskJob], masks: Int32, position: int) -> None:
+        """Write the masks of a position. A forced token is the only one that is allowed."""
+        others = []
+        for each in pending:
+            if each.requested.is_forced(position):
+                draft_id = each.requested.draft_ids[position]
+                masks[each.mask_index] = 0
+                masks[each.mask_index, draft_id // 32] = BITS[draft_id % 32]
+            else:
+                others.append(each)
+        if others:
+            self._compute(others, masks)
+
+    def _compute(self, pending: list[MaskJob], masks: Int32) -> None:
         """Have the library write masks, on its threads, while Python continues. A tokenizer may
         have more tokens than the model's table, so wider masks are cut."""
         if self._executor is None:

@@ -1,0 +1,1 @@
+"""Requests, records and replays of the benchmark of draft tokens."""

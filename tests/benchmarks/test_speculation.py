@@ -1,0 +1,88 @@
+"""The benchmark of draft tokens: a small run, its verdicts, and replays of other models' drafts."""
+
+import argparse
+import itertools
+import random
+from collections.abc import Iterator
+from statistics import NormalDist, median
+
+import pytest
+
+from benchmarks.models import speculation
+from benchmarks.models.drafts.record import REPLAYED, Record, Replayed
+from benchmarks.models.drafts.replay import Replay
+from benchmarks.models.speculation import MIN_PAIRS, WORKLOADS, interval, measure_demo, verdict
+
+RIGHT = [10, 11, 12, 13, 14, 15]
+
+
+@pytest.fixture(autouse=True)
+def nothing_replayed() -> Iterator[None]:
+    yield
+    REPLAYED.clear()
+
+
+def test_a_small_run_of_all_workloads() -> None:
+    """Answers are compared within."""
+    options = argparse.Namespace(
+        rows=[2], workloads=list(WORKLOADS), minutes=0.0, dtype="float32", kv_mib=32,
+        method="suffix", speculative_config=None,
+    )  # fmt: skip
+    rows = {cell.workload: cell.figures() for cell in measure_demo(options)}
+    assert list(rows) == list(WORKLOADS)
+    assert all(row["pairs"] == 1 and row["verdict"] == "too few pairs" for row in rows.values())
+    assert rows["tools"]["accepted"] > 10 and rows["json"]["accepted"] > 20
+    assert rows["random"]["accepted"] < 5
+    assert rows["json"]["tokens_per_step"] > 1.5 * rows["random"]["tokens_per_step"]
+
+
+def test_the_interval_holds_the_median_in_95_of_100_cases() -> None:
+    choose, num_held = random.Random(1), 0
+    for _ in range(2000):
+        low, high = interval([choose.lognormvariate(0.0, 0.3) for _ in range(12)])
+        num_held += low <= 1.0 <= high
+    assert 0.95 <= num_held / 2000 <= 0.99
+
+
+def test_few_pairs_have_no_verdict() -> None:
+    assert interval([1.0, 3.0, 2.0]) == (1.0, 3.0)
+    assert verdict(MIN_PAIRS - 1, 0.5) == "too few pairs"
+    assert interval([0.9, 0.91, 0.92, 0.93, 0.94, 0.95]) == (0.9, 0.95)
+    assert verdict(MIN_PAIRS, 0.95) == "slower"
+    assert verdict(MIN_PAIRS, 0.991) == "not slower"
+    many = [NormalDist(1.0, 0.1).inv_cdf((i + 0.5) / 101) for i in range(101)]
+    low, high = interval(many)
+    assert 0.96 < low < median(many) < high < 1.04
+
+
+def test_cells_share_the_time_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.repeat(100.0)
+    monkeypatch.setattr(speculation.time, "perf_counter", lambda: next(ticks))
+    cells = [speculation.Cell("json", rows) for rows in (1, 64, 256)]
+    ends = [end_s for _, end_s in speculation.shares(cells, 60.0)]
+    assert ends[-1] == pytest.approx(160.0)
+    assert ends[1] - ends[0] == pytest.approx(2 * (ends[0] - 100.0), rel=0.02)
+
+
+def test_a_record_holds_what_was_proposed_and_how_much_of_it_was_right() -> None:
+    record = Record.of([*RIGHT, 16], {0: RIGHT[:3], 3: [13, 99, 98], 6: [1, 2]})
+    assert record.places == [(3, 3), (2, 2), (1, 1), (3, 1), (2, 0), (0, 0), (1, 0)]
+
+
+def test_a_replay_proposes_as_the_record_says() -> None:
+    """Right tokens are the answer's, and wrong ones differ from it. A record repeats itself."""
+    answer = list(range(50, 60))
+    REPLAYED[7] = Replayed(2, answer, Record([(3, 2), (0, 0), (4, 4)]), vocab_size=60)
+    replay = Replay()
+    replay.extend([7, 8])
+    assert replay.propose(8) == [50, 51, 53]
+    assert replay.propose(1) == [50]
+    replay.extend([50])
+    assert replay.propose(8) == []
+    replay.extend([51])
+    assert replay.propose(8) == answer[2:6]
+    replay.extend([52, 53])
+    assert replay.propose(8) == []
+    other = Replay()
+    other.extend([9, 8])
+    assert other.propose(4) == []
