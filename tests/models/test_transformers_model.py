@@ -265,7 +265,7 @@ def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        ("stablelm", "float blocks"),
+        pytest.param("stablelm", "float blocks", marks=pytest.mark.slow),
         ("cohere", "gptq ordered"),
         pytest.param("stablelm", "gptq ordered", marks=pytest.mark.slow),
         pytest.param("cohere", "float blocks", marks=pytest.mark.slow),

@@ -31,6 +31,7 @@ from quire.runner.warm import start_file
 from quire.runner.warm.conditions import path_for
 from quire.runner.warm.model import LOAD_S, WarmModel, start_warm
 from quire.runner.warm.warm_runner import WarmRunner
+from tests.support.cases import slow_but
 from tests.support.engine.attachments import attached
 from tests.support.engine.updates import error_of, read
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
@@ -171,10 +172,10 @@ def test_tokens_and_blocks_are_those_of_a_start_with_torch(name: str, tmp_path: 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"quantization": "int8"},
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.slow),
         {"quantization": "int4", "dtype": "bfloat16"},
         {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-        {"dtype": "float16"},
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
@@ -214,7 +215,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
     yield place / "model", place / "cache"
 
 
-@pytest.mark.parametrize("name", NUDGED)
+@pytest.mark.parametrize("name", slow_but(NUDGED, *tuple(NUDGED)[::2]))
 def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> None:
     """Rows of all plain kinds, among them forks, are under way when a request needs more."""
     folder, cache = model
