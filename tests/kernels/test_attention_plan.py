@@ -123,7 +123,9 @@ def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("rows", MIXES.values(), ids=MIXES.keys())
-@pytest.mark.parametrize("cut", [cut for cut in CUTS.values() if not cut.is_fixed])
+@pytest.mark.parametrize(
+    "cut", [pytest.param(cut, id=name) for name, cut in CUTS.items() if not cut.is_fixed]
+)
 def test_any_rows_may_share_the_tokens_that_the_host_knows(
     cut: Cut, rows: list[tuple[int, int]], device: torch.device
 ) -> None:

@@ -124,7 +124,7 @@ def is_quick(name: str, case: str) -> bool:
         return case in WINDOW_CASES
     if name == "qwen3_5":
         return case == QUICK[0]
-    return name in ("gpt2", "qwen3_moe", "deepseek_v3") and case == one_of_two(name)
+    return name in ("qwen3_moe", "deepseek_v3") and case == one_of_two(name)
 
 
 def one_of_two(name: str) -> str:

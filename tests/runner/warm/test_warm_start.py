@@ -44,8 +44,18 @@ MAX_LEN = 64
 SIMPLE: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 4, "max_num_seqs": 8}
 # Short of memory, and chunks of prompts: rows are preempted, begin again and share blocks.
 SHORT = SIMPLE | {"num_blocks": 18, "max_num_batched_tokens": 11}
-STEADY = ["llama", "gpt2", "gpt_oss", "gemma3", "qwen3_moe"]
-OTHERS = ["qwen2", "qwen3_moe_window", "phi3", "glm4", "gpt_neox", "opt", "olmo2"]
+STEADY = ["llama", "gpt_oss", "gemma3"]
+OTHERS = [
+    "gpt2",
+    "qwen3_moe",
+    "qwen2",
+    "qwen3_moe_window",
+    "phi3",
+    "glm4",
+    "gpt_neox",
+    "opt",
+    "olmo2",
+]
 OTHERS += ["smollm3_windows", "cohere2", "mixtral", "qwen2_moe", "granite", "mistral"]
 
 
