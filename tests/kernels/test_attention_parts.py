@@ -28,7 +28,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "is_fixed"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("case", "is_fixed"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in ("long", "uncut") else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_a_part_with_its_sum_is_the_whole(case: Case, is_fixed: bool, device: torch.device) -> None:
     """A sink with the logarithm of the sum's size halves the result."""
     contents, tables = make_contents(case), case.tables()

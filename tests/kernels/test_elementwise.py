@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 
 from benchmarks.gpu.elementwise import FUNCTIONS, OPERATORS
 from quire.ops.kernels.launch import INTERPRETED
+from tests.support.cases import slow_but
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter")
 
@@ -74,7 +75,23 @@ def operand_pairs(rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
             yield lambda d=dtype, shape=shape: make(d, shape, rng), lambda number=number: number
 
 
-@pytest.mark.parametrize("name", [*OPERATORS, "maximum", "minimum"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        [*OPERATORS, "maximum", "minimum"],
+        *(
+            "__add__",
+            "__rsub__",
+            "__mul__",
+            "__truediv__",
+            "__mod__",
+            "__lt__",
+            "__eq__",
+            "__and__",
+        ),
+        *("__rlshift__", "maximum"),
+    ),
+)
 def test_operators_of_two(name: str, originals: dict[str, Any]) -> None:
     planned = getattr(tl if name in FUNCTIONS else tl.tensor, name)
     for left, right in operand_pairs(np.random.default_rng(0)):

@@ -66,7 +66,7 @@ def check(
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, *CASES.keys() - {"heads_20", "uncut"}))
+@pytest.mark.parametrize("name", slow_but(CASES, *CASES.keys() - {"heads_20", "heads_16", "uncut"}))
 def test_it_is_softmax(name: str, device: torch.device) -> None:
     case, cut = CASES[name]
     steps = [(0, 39, 0, 0, 30), (7, 1, 2, 1, 3)] if name == "parts_of_heads" else STEPS

@@ -60,7 +60,6 @@ def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], to
     "architecture",
     slow_but(
         ["llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "olmo2"],
-        "qwen3",
         "qwen3_moe",
         "gemma2",
     ),

@@ -47,7 +47,7 @@ from quire.ops.weights.stored_rows import (
     StoredRows,
 )
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
-from tests.support.cases import in_turn
+from tests.support.cases import in_turn, slow_but
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.paged_forward import run_paged
 
@@ -341,7 +341,7 @@ def test_rows_are_looked_up(
     assert not weight.rows(torch.tensor([-1, OUTPUTS], device=device), dtype).any()
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", slow_but(STORED, *tuple(STORED)[::2]))
 def test_all_rows_are_the_numbers_that_are_stored(name: str, device: torch.device) -> None:
     rows = STORED[name]
     found = pack_for_gpu(rows, device).rows(torch.arange(OUTPUTS, device=device), torch.float32)

@@ -58,7 +58,7 @@ def test_ranks_compute_what_one_does(
 @pytest.mark.parametrize(
     ("variant", "paging"),
     [
-        ("gpt_oss", {}),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
         ("qwen3_next", {}),
         ("gpt_oss", {"kv_format": "int8"}),
         ("llama_multi_query", {"block_size": 16}),

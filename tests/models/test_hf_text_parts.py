@@ -97,7 +97,7 @@ def check(folder: Path, tolerance: float = 1e-10) -> None:
 
 
 # Slow: what the next test tries with an untied head, and parts that differ in names alone.
-@pytest.mark.parametrize("model_type", slow_but(PARTS, "qwen3_vl", "glm4v_moe", "qwen2_5_vl"))
+@pytest.mark.parametrize("model_type", slow_but(PARTS, "glm4v_moe", "qwen2_5_vl"))
 def test_without_images_it_is_the_whole_model(model_type: str, tmp_path: Path) -> None:
     write(tmp_path, model_type, ties=False)
     # glm4v_moe's routers compute in float32, with sums that depend on the size of a step.

@@ -27,6 +27,7 @@ from quire.ops.host.native import core
 from quire.ops.weights.packed_heads import PackedHeads
 from quire.spec.deepseek.latent_attention import LatentAttention
 from quire.spec.model_spec import load_spec
+from tests.support.cases import in_turn
 from tests.support.models.checkpoints import (
     LATENT,
     ROUTED,
@@ -59,8 +60,9 @@ class ExpandingTorch(TorchBackend):
         return True
 
 
-@pytest.mark.parametrize("variant", WITH_LATENTS)
-@pytest.mark.parametrize("kind", [ExpandingReference, ExpandingTorch])
+@pytest.mark.parametrize(
+    ("variant", "kind"), in_turn(tuple(WITH_LATENTS), [ExpandingReference, ExpandingTorch])
+)
 def test_both_forms_agree(
     variant: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from quire.ops.host.native import core
 from quire.ops.weights.mapped_tensors import MappedTensors
 from quire.ops.weights.packed import PackedWeight
 from quire.spec.model_spec import ModelSpec, load_spec, parse_spec
+from tests.support.cases import pairwise
 from tests.support.models.checkpoints import (
     GPT2,
     LLAMA,
@@ -307,9 +308,14 @@ def test_a_file_that_is_cut_while_it_is_read(llama: Checkpoint) -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("variant", ["llama_biases", "qwen3_tied", "gpt2", "phi3", "mixtral"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "variant"),
+    pairwise(
+        [torch.float32, torch.bfloat16],
+        [None, "int8"],
+        ["llama_biases", "qwen3_tied", "gpt2", "phi3", "mixtral"],
+    ),
+)
 def test_weights_have_the_same_bits_read_or_mapped(
     variant: str,
     quantization: str | None,

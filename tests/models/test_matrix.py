@@ -18,7 +18,8 @@ from tests.models.matrix import (
 )
 
 TRIED_ELSEWHERE = (  # by tests of these alone
-    "chunks", "swap", "recompute", "batch", "triton", "int8", "int4", "fp8", "kv",
+    "exact", "reference", "torch", "chunks", "swap", "recompute", "batch", "triton", "int8",
+    "int4", "fp8", "kv",
 )  # fmt: skip
 NEEDS_CORE = ("cpu", "int8", "int4", "fp8", "kv")
 

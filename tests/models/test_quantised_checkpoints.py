@@ -30,6 +30,7 @@ from quire.ops.weights.packed import PackedParts, PackedWeight
 from quire.spec import quantization_config as forms
 from quire.spec.model_spec import load_spec, parse_spec
 from quire.spec.quantization_config import StoredWeight
+from tests.support.cases import slow_but
 from tests.support.models import quantised_writers as writers
 from tests.support.models.checkpoints import (
     HYBRID,
@@ -418,7 +419,7 @@ MOST_ERROR = {"float": 0.001, "fbgemm": 0.001, "modelopt": 0.001}
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, *tuple(FORMATS)[::2]))
 def test_weights_stay_quantised(name: str, tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, FORMATS[name])
     spec, dtype = load_spec(quantised), torch.float32

@@ -64,7 +64,7 @@ def compare(path: Path, size: int = 2) -> None:
 
 
 # Slow: those that are cut as another one is.
-QUICK = ("gptq ordered", "awq", "packed rows", "float blocks", "fbgemm", "mxfp4")
+QUICK = ("gptq ordered", "awq", "float blocks", "mxfp4")
 
 
 @needs_core

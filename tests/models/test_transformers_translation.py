@@ -47,9 +47,7 @@ LEFT = {
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize(
-    "name", slow_but(TRANSLATED, "glm4", "starcoder2", "gpt_neox", "gemma2", "cohere2")
-)
+@pytest.mark.parametrize("name", slow_but(TRANSLATED, "glm4", "starcoder2", "cohere2"))
 def test_it_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *CASES[name])
     model = load_model(tmp_path, reference.spec, torch.float32, CPU)
@@ -59,7 +57,9 @@ def test_it_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits_TV, wanted_TV, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "phi3", "olmo2", "smollm3", "gemma3"])
+@pytest.mark.parametrize(
+    "name", slow_but(("qwen3_tied", "phi3", "olmo2", "smollm3", "gemma3"), "phi3", "gemma3")
+)
 def test_its_operations_are_those_of_our_own_class(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *CASES[name])
     attention = make_backend("torch", make_layout(reference.spec, 8, 4))
@@ -76,7 +76,7 @@ def test_its_operations_are_those_of_our_own_class(name: str, tmp_path: Path) ->
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", slow_but(LEFT, "gpt_oss", "stablelm"))
 def test_what_has_no_operations_runs_by_its_own_code(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

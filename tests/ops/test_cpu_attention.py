@@ -18,7 +18,7 @@ from quire.ops.host.native import core
 from quire.ops.host.threads import set_num_threads
 from quire.ops.weights.formats import chosen_variant
 from quire.spec.cache_group import CacheGroup
-from tests.support.cases import pairwise
+from tests.support.cases import pairwise, slow_but
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,
@@ -365,7 +365,7 @@ def make_shared(shared: int, lengths: Sequence[int]) -> Sequences:
     return sequences
 
 
-@pytest.mark.parametrize("block_size", [3, 16, 256])
+@pytest.mark.parametrize("block_size", slow_but((3, 16, 256), 3, 16))
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
 def test_the_same_bits_if_rows_share_blocks(

@@ -111,7 +111,7 @@ FORMATS: list[dict[str, Any]] = [
 
 
 @needs_core
-@pytest.mark.parametrize("settings", slow_but(FORMATS, FORMATS[0], FORMATS[3]), ids=str)
+@pytest.mark.parametrize("settings", slow_but(FORMATS, FORMATS[3]), ids=str)
 def test_the_model_itself_is_always_right(settings: dict[str, Any]) -> None:
     counts = compared("demo", "demo", **settings)
     assert counts.tried == counts.right > 80

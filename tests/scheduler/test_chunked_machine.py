@@ -5,6 +5,7 @@ import pytest
 
 from quire.spec.cache_group import CacheGroup
 from tests.scheduler.test_scheduler_machine import FULL, SchedulerMachine, StoresMachine
+from tests.support.cases import slow_but
 from tests.support.scheduler.state_machines import FEW, run_machine
 
 CHUNKS = CacheGroup("chunked", (1,), 1, 8, window=7)
@@ -34,7 +35,18 @@ class LatentStoresMachine(StoresMachine):
 @FEW
 @pytest.mark.parametrize(
     "machine",
-    [ChunkedMachine, MixedChunkedMachine, ChunkedStoresMachine, LatentMachine, LatentStoresMachine],
+    slow_but(
+        (
+            ChunkedMachine,
+            MixedChunkedMachine,
+            ChunkedStoresMachine,
+            LatentMachine,
+            LatentStoresMachine,
+        ),
+        MixedChunkedMachine,
+        ChunkedStoresMachine,
+        LatentStoresMachine,
+    ),
 )
 def test_chunks_and_latent_vectors_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)

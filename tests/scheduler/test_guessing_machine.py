@@ -112,12 +112,12 @@ class DeviceGuessingChunkedMachine(DeviceGuessingMachine):
 @pytest.mark.parametrize(
     "machine",
     [
-        GuessingMachine,
-        GuessingStateMachine,
+        pytest.param(GuessingMachine, marks=pytest.mark.slow),
+        pytest.param(GuessingStateMachine, marks=pytest.mark.slow),
         GuessingHybridMachine,
         GuessingChunkedMachine,
         pytest.param(GuessingLatentMachine, marks=pytest.mark.slow),
-        DeviceGuessingMachine,
+        pytest.param(DeviceGuessingMachine, marks=pytest.mark.slow),
         DeviceGuessingWindowMachine,
         DeviceGuessingMixedMachine,
         DeviceGuessingChunkedMachine,

@@ -11,6 +11,7 @@ from quire.base.live import CACHED, HELD, NO_OWNER, PINNED, REASONS, USED
 from quire.base.messages import Append
 from quire.kv.manager import SequenceBlocks
 from quire.spec.cache_group import STATE, CacheGroup
+from tests.support.cases import in_turn
 from tests.support.scheduler.pinning_core import FULL, WINDOW, Bench
 from tests.support.scheduler.watched_scheduler import blocks_of, random_run, told_blocks
 
@@ -22,8 +23,9 @@ def most_blocks(blocks: SequenceBlocks | None) -> int:
     return 0 if blocks is None else max(len(table.live_blocks) for table in blocks.tables)
 
 
-@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATES)])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("groups", "mode"), in_turn([(FULL, WINDOW), (FULL, STATES)], ["recompute", "swap"])
+)
 def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) -> None:
     seen: set[int] = set()
     most_sharers = without_blocks = 0

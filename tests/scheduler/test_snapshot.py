@@ -41,6 +41,7 @@ from tests.scheduler.test_scheduler_machine import (
     MixedStoresMachine,
     SchedulerMachine,
 )
+from tests.support.cases import slow_but
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.state_machines import FEW, run_machine
 
@@ -210,7 +211,12 @@ class RestoredHybridMachine(Restored, HybridStoresMachine):
 @FEW
 @pytest.mark.parametrize(
     "machine",
-    [RestoredMachine, RestoredMixedMachine, RestoredStoresMachine, RestoredHybridMachine],
+    slow_but(
+        (RestoredMachine, RestoredMixedMachine, RestoredStoresMachine, RestoredHybridMachine),
+        RestoredMixedMachine,
+        RestoredStoresMachine,
+        RestoredHybridMachine,
+    ),
 )
 def test_restored_in_the_middle_of_random_programs(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)

@@ -60,7 +60,7 @@ class StagedChunkedMachine(StagedMachine):
 @pytest.mark.parametrize(
     "machine",
     [
-        StagedMachine,
+        pytest.param(StagedMachine, marks=pytest.mark.slow),
         ThreeStagesMachine,
         StagedStatesMachine,
         pytest.param(StagedChunkedMachine, marks=pytest.mark.slow),

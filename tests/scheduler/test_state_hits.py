@@ -82,7 +82,7 @@ def test_each_turn_of_many_conversations_finds_the_one_before(
     each turn leaves, have to go first. The first turns show which one that is."""
     service = Service(NUM_TALKS + 6)
     talks, computed = [words(talk, 30) for talk in range(NUM_TALKS)], [Tokens()] * NUM_TALKS
-    order = [0, 1] * 3 + [*range(NUM_TALKS)] * 4
+    order = [0, 1] * 3 + [*range(NUM_TALKS)] * 3
     for number, talk in enumerate(order):
         prompt = talks[talk]
         found, got = service.ask(prompt)

@@ -9,7 +9,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -37,6 +36,7 @@ from quire.base.errors import (
     RequestError,
 )
 from tests.support.models.reference_checkpoints import MAX_POSITION, checkpoint, text_checkpoint
+from tests.support.processes.forks import run_forked
 from tests.support.processes.servers import children_of, is_running, kill, wait_until
 
 SETTINGS: dict[str, Any] = {
@@ -456,9 +456,7 @@ PROGRAM = """
 def test_no_core_outlives_its_program(end: str, status: int) -> None:
     """However the program ends; made in a thread of its own, which must not take the core along."""
     program = textwrap.dedent(PROGRAM).format(model=str(text_checkpoint()), end=end)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    done = run_forked([sys.executable, "-c", program])
     assert done.returncode == status, done.stderr
     num_tokens, pid = map(int, done.stdout.split())
     assert num_tokens == 4

@@ -168,7 +168,7 @@ def run(model: Path, directory: Path, **settings: Any) -> tuple[int, list[int]]:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("architecture", slow_but(CHANGES, "qwen3_moe"))
+@pytest.mark.parametrize("architecture", slow_but(CHANGES, "gpt2"))
 def test_another_config_finds_nothing(architecture: str, tmp_path: Path) -> None:
     """Neither of what the first config has left nor of what another one has."""
     first, same = (copied(tmp_path, architecture, place, {}) for place in "ab")

@@ -142,7 +142,7 @@ def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None
     [
         ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}, False),
         ({"method": "suffix"}, False),
-        ({"method": "suffix"}, True),
+        pytest.param({"method": "suffix"}, True, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_of_assisted_generation(

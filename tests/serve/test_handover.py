@@ -98,7 +98,7 @@ def directory(tmp_path: Path) -> str:
 KINDS = ("directory", "shm", "peer", "redis_server", "s3_server")
 
 
-@pytest.fixture(params=slow_but(KINDS, *KINDS[:-1]))
+@pytest.fixture(params=slow_but(KINDS, *KINDS[:-2]))
 def urls(request: pytest.FixtureRequest) -> Urls:
     if request.param == "peer":
         return ["serve://127.0.0.1:0"], []

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 QUICK = {  # mistral has a window
     "qwen3": ("bfloat16", "torch"),
-    "mistral": ("float32", "int8 keys and values"),
+    "mistral": ("int8 keys and values",),
     "llama4_text": (),
 }
 

@@ -55,6 +55,7 @@ def ask(llm: LLM, asked: list[list[int]], params: SamplingParams) -> list[Reques
 LONG = (
     "one row", "more requests than rows", "block size 5", "depth 3, chunks", "defaults",
     "two tokens per step", "no prefix caching", "preemption", "block size 4, depth 2",
+    "preemption, depth 2",
 )  # fmt: skip
 
 
@@ -71,10 +72,11 @@ def test_tokens_are_those_of_transformers(case: str) -> None:
             assert_idle(llm)
 
 
-def test_hits_of_every_length() -> None:
-    """Prompts that part from one that was there after each number of tokens."""
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_hits_of_every_length(step: int) -> None:
+    """Prompts that part from one that was there after each number of tokens, or each third."""
     first, other = random_tokens(40, 40, seed=1)
-    parted = [first[:count] + other[count:] for count in range(1, 40)]
+    parted = [first[:count] + other[count:] for count in range(1, 40, step)]
     with open_llm(**EXACT, enable_prefix_caching=False) as plain:
         alone = tokens(ask(plain, [first, *parted], greedy(5)))
     with open_llm(**EXACT, max_num_batched_tokens=11) as llm:
@@ -169,7 +171,7 @@ def test_what_was_evicted_comes_back_with_its_state(place: str, tmp_path: Path) 
 
 
 @needs_core
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [pytest.param(None, marks=pytest.mark.slow), "int8"])
 def test_the_same_bits_however_a_prompt_is_cut(quantization: str | None) -> None:
     own: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
     with open_llm(**own, enable_prefix_caching=False) as plain:

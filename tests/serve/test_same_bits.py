@@ -58,7 +58,7 @@ def open_llm(architecture: str, **settings: Any) -> LLM:
 
 QUICK = {  # each architecture with some of the formats
     "qwen3": ("int8 keys and values", "int4"),
-    "qwen3_moe": ("float16", "int8"),
+    "qwen3_moe": ("float16",),
     "gpt2": ("int8 per output",),
 }
 

@@ -144,7 +144,7 @@ def test_a_wrong_form_is_refused_before_anything_runs(llm: LLM) -> None:
 
 def test_a_grammar_that_meets_a_limit_on_its_way_is_at_fault(llm: LLM) -> None:
     """It is small, and each token more can be read in many more ways."""
-    ways = " | ".join(" ".join(["s"] * num) for num in range(2, 12))
+    ways = " | ".join(" ".join(["s"] * num) for num in range(2, 18))
     forms = params(grammar=f'root ::= s\ns ::= {ways} | "a"'), params(regex="[a-c]{90}")
     forms[0].ignore_eos = True
     guilty, other = llm.generate(["Hi", "Hi"], list(forms), use_tqdm=False)

@@ -40,6 +40,7 @@ from quire.spec.model_spec import load_spec
 from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.sizing.alternatives import Alternative
 from quire.tools.sizing.fit import Fit, fit
+from tests.support.cases import pairwise
 from tests.support.models.checkpoints import VARIANTS, write_checkpoint
 from tests.support.models.gguf_writer import Q4_0, Q8_0, convert
 from tests.support.models.paged_forward import CPU
@@ -134,9 +135,14 @@ def test_experts_in_one_tensor_are_those_of_the_config(tmp_path: Path) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int4"}, {"quantization": "none"}])
-@pytest.mark.parametrize("kind", [Q8_0, Q4_0], ids=["Q8_0", "Q4_0"])
-@pytest.mark.parametrize("variant", ["llama", "qwen2", "gpt2", "mistral_window"])
+@pytest.mark.parametrize(
+    ("settings", "kind", "variant"),
+    pairwise(
+        [{}, {"quantization": "int4"}, {"quantization": "none"}],
+        [pytest.param(Q8_0, id="Q8_0"), pytest.param(Q4_0, id="Q4_0")],
+        ["llama", "qwen2", "gpt2", "mistral_window"],
+    ),
+)
 def test_the_plan_of_a_gguf_file(
     variant: str,
     kind: int,

@@ -14,6 +14,7 @@ from quire.engine.recording.files import read_recording
 from quire.scheduler.decisions import Decisions
 from quire.tools.replay_model import _numerics_notes, replay_with_model
 from tests.render.media.test_processors import picture
+from tests.support.cases import slow_but
 from tests.support.engine.recorded_runs import begin_segment
 from tests.support.render.tiny_tokenizers import write_vision_model
 
@@ -44,7 +45,7 @@ def record(path: Path, depth: int) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but((1, 2), 2))
 def test_grammars_are_followed(tmp_path: Path, depth: int) -> None:
     answers = record(tmp_path, depth)
     assert json.loads(answers[0])["name"] in ("fox", "cow")

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.clients.random_model import write_seeing_model
 from tests.support.models.pooling_checkpoints import pooling_checkpoint
+from tests.support.processes.forks import run_forked
 from tests.support.processes.servers import Server
 from tests.support.runner.adapters import write_adapter
 from tests.vllm.table import NEEDS, ROOT, SCRIPTS, Script
@@ -71,8 +71,7 @@ def test_a_script_does_what_its_docstring_says(
     script: Script, models: Models, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "quire.vllm", script.path, *models.arguments(script.needs)]
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path)
-    done = run(command)
+    done = run_forked(command, LIMIT_S, cwd=tmp_path)
     if script.refused:
         assert done.returncode == 1 and script.refused in done.stderr, done.stderr
     else:

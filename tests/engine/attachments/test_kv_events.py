@@ -42,6 +42,7 @@ from tests.scheduler.test_scheduler_machine import (
     WINDOW,
     SchedulerMachine,
 )
+from tests.support.cases import slow_but
 from tests.support.models.reference_checkpoints import text_checkpoint
 from tests.support.scheduler.state_machines import run_machine
 
@@ -223,7 +224,10 @@ class WatchedWindows(WatchedMachine):
 
 
 @pytest.mark.parametrize("max_examples", [5, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("machine", [WatchedMachine, WatchedWindows, WatchedStates])
+@pytest.mark.parametrize(
+    "machine",
+    slow_but((WatchedMachine, WatchedWindows, WatchedStates), WatchedMachine, WatchedStates),
+)
 def test_a_router_knows_what_is_there_after_every_call(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
 

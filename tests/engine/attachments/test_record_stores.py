@@ -20,6 +20,7 @@ from tests.engine.attachments.test_recorder import Recorded, bodies
 from tests.scheduler.test_scheduler_machine import MixedStoresMachine, StoresMachine
 from tests.serve.test_host_tier import PARAMS
 from tests.serve.test_same_bits import open_llm
+from tests.support.cases import slow_but
 from tests.support.engine.attachments import attached
 from tests.support.engine.recorded_runs import begin_segment, replayed
 from tests.support.models.checkpoints import random_tokens
@@ -95,7 +96,7 @@ class RecordedAtOnce(Recorded):
 
 
 @pytest.mark.parametrize("max_examples", [5, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [StoresMachine, MixedStoresMachine])
+@pytest.mark.parametrize("kind", slow_but((StoresMachine, MixedStoresMachine), MixedStoresMachine))
 def test_random_programs_with_stores(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (RecordedAtOnce, kind), {"folder": tmp_path})
     run_machine(machine, max_examples)

@@ -106,7 +106,7 @@ def plain_answers(kind: str) -> list[Any]:
     ("kind", "depth"),
     [
         ("float32", 2),
-        ("int8", 2),
+        pytest.param("int8", 2, marks=pytest.mark.slow),
         pytest.param("float32", 3, marks=pytest.mark.slow),
         ("few blocks", 3),
         pytest.param("int8", 3, marks=pytest.mark.slow),

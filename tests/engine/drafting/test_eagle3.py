@@ -81,7 +81,9 @@ def run(llm: LLM) -> list[RequestOutput]:
     [
         pytest.param({}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 8},
-        {"kv_cache_memory_bytes": 9 * 102_400, "max_num_seqs": 3},
+        pytest.param(
+            {"kv_cache_memory_bytes": 9 * 102_400, "max_num_seqs": 3}, marks=pytest.mark.slow
+        ),
     ],
     ids=["whole", "chunks", "short"],
 )

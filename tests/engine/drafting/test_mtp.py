@@ -59,7 +59,7 @@ def run(llm: LLM, **params: Any) -> list[RequestOutput]:
     [
         pytest.param({}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 8},
-        {"max_num_seqs": 3},
+        pytest.param({"max_num_seqs": 3}, marks=pytest.mark.slow),
     ],
     ids=["whole", "chunks", "short"],
 )
@@ -93,7 +93,7 @@ def test_drafts_are_those_of_the_definition(
 @pytest.mark.parametrize(
     "how",
     [
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"quantization": "int8"},
         pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),
     ],

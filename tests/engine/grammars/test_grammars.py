@@ -43,7 +43,11 @@ JSON = lark('%json {"type": "object", "properties": {"a": {"type": "boolean"}}, 
 WORDS = lark("/[a-d]{3,20}/")
 NUMBERS = lark("/[0-9]+(,[0-9]+)*/")
 BUDGET = "%llguidance {}\nstart: thought /[0-9]{2,9}/\nthought[max_tokens=5]: /[a-f]*/\n"
-WAYS = [(1, False), (1, True), (2, True), (3, True)]
+WAYS = [
+    (1, False),
+    *(pytest.param(depth, True, marks=pytest.mark.slow) for depth in (1, 2)),
+    (3, True),
+]
 SWAP = {"preemption_mode": "swap"}
 RECOMPUTE = {"preemption_mode": "recompute"}
 

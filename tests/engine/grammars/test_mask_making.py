@@ -19,6 +19,7 @@ from quire.engine.recording.files import read_recording
 from quire.scheduler.core.sequence import Sequence
 from quire.tools.replay import replay_all
 from tests.engine.grammars.test_grammars import BUDGET, JSON, NUMBERS, RECOMPUTE, SWAP, WORDS
+from tests.support.cases import in_turn
 from tests.support.engine.attachments import StandIn, draft_with
 from tests.support.engine.guided_engine import END, GuidedBench, allowed_ids, lark, vocabulary
 from tests.support.engine.updates import error_of, reason_of
@@ -213,8 +214,7 @@ class Wild(StandIn):
         return drafts
 
 
-@pytest.mark.parametrize("right", [0.5, 0.9, 1.0])
-@pytest.mark.parametrize("is_threaded", [False, True])
+@pytest.mark.parametrize(("right", "is_threaded"), in_turn([0.5, 0.9, 1.0], [False, True]))
 def test_answers_with_guesses_are_a_matchers_own(is_threaded: bool, right: float) -> None:
     bench = GuidedBench(1, is_threaded)
     wild = Wild(right)

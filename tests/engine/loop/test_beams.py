@@ -15,7 +15,7 @@ from quire.base.step_outputs import BeamOutput
 from quire.scheduler.core import planning
 from quire.scheduler.core.plans import PlanBuilder
 from quire.spec.model_spec import load_spec
-from tests.support.cases import in_turn, pairwise
+from tests.support.cases import in_turn, pairwise, slow_but
 from tests.support.engine.failing_core import Bench
 from tests.support.engine.updates import error_of, read
 from tests.support.models.reference_checkpoints import (
@@ -113,7 +113,7 @@ def test_other_architectures_and_a_window(architecture: str) -> None:
 
 @pytest.mark.parametrize(
     ("caching", "depth", "budget"),
-    pairwise([True, False], [1, pytest.param(2, marks=pytest.mark.slow), 3], [3, 7, 64]),
+    in_turn([True, False], [3, 1, 2], [3, 64, 7]),
 )
 def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
     """Chunked prompts, beams spread over several plans, others beside them."""
@@ -135,7 +135,7 @@ def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
 
 @pytest.mark.parametrize(
     ("caching", "depth", "mode"),
-    pairwise([True, False], [1, 2], ["recompute", "swap"]),
+    in_turn([True, False], [2, 1], ["recompute", "swap"]),
 )
 def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None:
     searches = Searches(
@@ -277,7 +277,7 @@ def test_wider_than_the_vocabulary_is_refused(
 @pytest.mark.parametrize(
     "early_stopping", [True, pytest.param(False, marks=pytest.mark.slow), "never"]
 )
-@pytest.mark.parametrize("length_penalty", [-10.0, -6.5, 10.0])
+@pytest.mark.parametrize("length_penalty", slow_but((-10.0, -6.5, 10.0), -10.0, 10.0))
 def test_an_extreme_length_penalty(length_penalty: float, early_stopping: bool | str) -> None:
     """Scores may be below the -1e9 at which transformers gives up. All beams have one length here,
     so their order is that of their log-probabilities."""

@@ -20,7 +20,7 @@ from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
 from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
 from quire.engine.loop.recovery import bisect_step, combine, omit_rows, restrict
-from tests.support.cases import pairwise
+from tests.support.cases import pairwise, slow_but
 from tests.support.engine.failing_core import POISON, VOCAB, Bench, prompt, with_poison
 from tests.support.engine.updates import error_of
 from tests.support.models.reference_checkpoints import (
@@ -212,7 +212,7 @@ def test_blocks_from_before_the_step_are_no_reason_to_go_back(folder: Path) -> N
     bench.assert_exact("first", "sharing")
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("depth", slow_but((1, 2, 3), 3))
 def test_a_tight_pool(folder: Path, depth: int) -> None:
     """Rows are taken away and given to others while steps fail."""
     memory = pool_bytes(folder, 18, 4)

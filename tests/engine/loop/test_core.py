@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from quire.base.errors import EngineError, RequestError
 from quire.base.messages import Abort
 from quire.base.plan import Plan
+from tests.support.cases import in_turn
 from tests.support.engine.failing_core import MAX_LEN, POISON, VOCAB, Bench, prompt, with_poison
 from tests.support.engine.updates import error_of
 from tests.support.models.reference_checkpoints import checkpoint, write_checkpoint
@@ -206,8 +207,7 @@ def nan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("backend", "depth"), in_turn(["torch", "reference"], [1, 2, 3]))
 def test_a_row_of_nan_logits_fails_alone(nan_folder: Path, depth: int, backend: str) -> None:
     """Also those go on that share its step, take over its row, or write where it wrote."""
     bench = Bench(

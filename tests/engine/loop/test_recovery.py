@@ -339,10 +339,10 @@ def wanted(seed: int, architecture: str = "llama") -> Engine:
 
 @pytest.mark.parametrize(
     ("depth", "num_programs"),
-    [(2, 3), *(pytest.param(depth, 12, marks=pytest.mark.slow) for depth in (1, 2, 3))],
+    [(2, 2), *(pytest.param(depth, 12, marks=pytest.mark.slow) for depth in (1, 2, 3))],
 )
 def test_a_fault_by_chance_costs_nobody(depth: int, num_programs: int) -> None:
-    """Three programs; or as many as it takes to fail in every kind of step at every place."""
+    """Two programs; or as many as it takes to fail in every kind of step at every place."""
     table: Counter[Cell] = Counter()
     for seed in range(num_programs):
         engine = Engine(depth).start(table)
@@ -350,7 +350,7 @@ def test_a_fault_by_chance_costs_nobody(depth: int, num_programs: int) -> None:
         assert_same(engine, wanted(seed), set())
         if not empty_cells(table):
             break
-    if num_programs > 3:
+    if num_programs > 2:
         assert not empty_cells(table), "never tried"
     assert sum(table.values()) > 20
 
@@ -373,7 +373,7 @@ def test_more_faults_by_chance(depth: int) -> None:
 @pytest.mark.parametrize(
     ("place", "depth"),
     [
-        pytest.param(place, depth, marks=[] if i % 2 else pytest.mark.slow)
+        pytest.param(place, depth, marks=[] if i % 4 == 1 else pytest.mark.slow)
         for i, (place, depth) in enumerate(zip(PLACES, cycle((3, 2, 1)), strict=False))
     ],
 )
@@ -384,7 +384,7 @@ def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) ->
 @pytest.mark.parametrize(
     ("place", "depth"),
     [
-        pytest.param(place, depth, marks=[] if i % 4 == 0 else pytest.mark.slow)
+        pytest.param(place, depth, marks=[] if place == "sampling" else pytest.mark.slow)
         for i, (place, depth) in enumerate(zip(PLACES, cycle((2, 3, 1)), strict=False))
     ],
 )
@@ -394,15 +394,18 @@ def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: 
 
 
 @pytest.mark.parametrize(
-    "depth", [3, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 2))]
+    ("depth", "num_programs"),
+    [(3, 1), *(pytest.param(depth, 2, marks=pytest.mark.slow) for depth in (1, 2, 3))],
 )
-def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(depth: int) -> None:
+def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(
+    depth: int, num_programs: int
+) -> None:
     table: Counter[Cell] = Counter()
-    for seed in range(2):
+    for seed in range(num_programs):
         engine = Engine(depth, architecture="qwen3_5").start(table)
         run_program(engine, seed, has_guilty=False)
         assert_same(engine, wanted(seed, "qwen3_5"), set())
-    assert sum(table.values()) > 20
+    assert sum(table.values()) > 10 * num_programs
 
 
 @pytest.mark.slow
@@ -432,12 +435,11 @@ def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
 @pytest.mark.parametrize(
     ("place", "depth"),
     [
-        ("load", 1),
         ("copy", 2),
         ("load", 3),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("copy", 1), ("load", 2), ("copy", 3))
+            for each in (("load", 1), ("copy", 1), ("load", 2), ("copy", 3))
         ),
     ],
 )

@@ -139,7 +139,7 @@ def expected_by(engine: Engine, reference: Engine) -> Engine:
     return reference if is_exact else engine
 
 
-@pytest.mark.parametrize("at", [None, -1, 33, 32, 5])
+@pytest.mark.parametrize("at", slow_but((None, -1, 33, 32, 5), None, 33, 32))
 def test_a_fork_gets_what_a_new_request_gets(
     engine: Engine, reference: Engine, at: int | None
 ) -> None:

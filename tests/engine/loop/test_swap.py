@@ -29,8 +29,8 @@ def small(architecture: str = "llama", **settings: Any) -> Groups:
 @pytest.mark.parametrize(
     ("architecture", "backend"),
     [
-        ("llama", "reference"),
         ("qwen3", "torch"),
+        pytest.param("llama", "reference", marks=pytest.mark.slow),
         pytest.param("llama", "torch", marks=pytest.mark.slow),
         pytest.param("qwen3", "reference", marks=pytest.mark.slow),
     ],

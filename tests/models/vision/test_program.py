@@ -16,6 +16,7 @@ from quire.models.vision.tower import VisionTower
 from quire.ops.host.native import core
 from quire.ops.registry import op
 from tests.models.vision.test_tower import FAMILIES, images_of, wide_checkpoint
+from tests.support.cases import slow_but
 from tests.support.models.vision_checkpoints import checkpoint
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -125,7 +126,7 @@ def test_what_the_core_cannot_trace_runs_operation_by_operation(
     assert "strange_activation" in record.getMessage()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *tuple(FAMILIES)[::2]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_program_takes_no_more_memory_than_the_tower_says(
     family: str, dtype: torch.dtype

@@ -37,7 +37,7 @@ from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
 from tests.support.cases import slow_but
 from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.paged_forward import CPU
-from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint, shallow
 from tests.support.runner.adapters import adaptable_shapes, write_adapter
 from tests.support.runner.late_device import on_the_host
 
@@ -55,6 +55,11 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def one_layer() -> Path:
+    """Return a model of one layer, which takes the interpreter half the time."""
+    return shallow(str(checkpoint("llama")), 1)
+
+
 @dataclass(frozen=True)
 class Files:
     """A checkpoint, and a folder of its adapters by rank."""
@@ -63,7 +68,7 @@ class Files:
 
     @property
     def base(self) -> str:
-        return str(checkpoint("llama"))
+        return str(one_layer())
 
     def adapter(self, rank: int) -> LoRARequest | None:
         return LoRARequest(f"rank-{rank}", rank, str(self.folder / f"{rank}")) if rank else None
@@ -85,7 +90,7 @@ def tokens_of(outputs: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("adapters")
-    modules = adaptable_shapes(checkpoint("llama"))
+    modules = adaptable_shapes(one_layer())
     for rank in RANKS:
         write_adapter(folder / f"{rank}", modules, rank, seed=rank)
     return Files(folder)

@@ -150,7 +150,7 @@ KINDS: dict[str, list[SamplingParams]] = {
 
 
 # Two of them at once, where each by itself takes long.
-KINDS["penalties and edits"] = [*KINDS["penalties"][:2], *KINDS["edits"][:3]]
+KINDS["penalties and edits"] = [KINDS["penalties"][1], *KINDS["edits"][1:3]]
 KINDS["filters and logprobs"] = [*KINDS["filters"][:2], *KINDS["logprobs"]]
 
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("devices"),
 ]
 
-IDS = random_tokens(23, 5, 19, 1)
+IDS = random_tokens(19, 5, 1)
 RAW = PoolingParams(use_activation=False)
 KINDS = {
     "last token": ("embed", "LAST"),

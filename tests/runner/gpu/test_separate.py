@@ -18,8 +18,7 @@ from quire.runner.gpu.graphs import Graphs
 from quire.runner.gpu.sizes import Size
 from quire.runner.step_ops import Needs
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
-from tests.runner.gpu.test_model_runner import build, drive
-from tests.support.models.reference_checkpoints import checkpoint
+from tests.runner.gpu.test_model_runner import build, drive, model_of
 from tests.support.runner.late_device import LateDevice, on_the_host
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
@@ -93,7 +92,7 @@ def test_decoding_steps_rotate_within_attention(
 def one_token_plans(num: int) -> list[Plan]:
     """Plans of the first steps in which each row has one token."""
     built = build("triton", enforce_eager=True, **LIMITS)
-    scheduler = make_scheduler(built, resolve_model(str(checkpoint("llama")), None))
+    scheduler = make_scheduler(built, resolve_model(model_of(), None))
     for request in requests():
         scheduler.add(request, 0.0)
     plans: list[Plan] = []

@@ -30,8 +30,7 @@ from quire.runner.setup.assemble import empty_rows
 from quire.runner.setup.built import BuiltRunner
 from quire.runner.step_ops import Sampling, SamplingFlags, SamplingRequests, StepLists, merged
 from tests.runner.gpu.test_kernel_ops import KINDS, run, run_on_the_host
-from tests.runner.gpu.test_model_runner import build, drive, requests
-from tests.support.models.reference_checkpoints import checkpoint
+from tests.runner.gpu.test_model_runner import build, drive, model_of, requests
 from tests.support.runner.adapters import adaptable_shapes, write_adapter
 from tests.support.runner.fake_cuda import FakeCuda
 from tests.support.runner.fake_driver import (
@@ -79,7 +78,7 @@ class TestEngine:
         self, devices: list[LaunchedDevice], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """While neither slots nor rows change, the graph needs nothing from the host."""
-        path = write_adapter(tmp_path / "adapter", adaptable_shapes(checkpoint("llama")), 3)
+        path = write_adapter(tmp_path / "adapter", adaptable_shapes(Path(model_of())), 3)
         adapter_id, num_launched = adapter_digest(path), [0]
         launch = StepLauncher.launch
 

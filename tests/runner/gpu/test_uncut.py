@@ -23,7 +23,7 @@ LIMITS = {"max_model_len": 90, "max_num_batched_tokens": 210, "kv_cache_memory_b
 
 def requests() -> list[Request]:
     """Three of one length, the last of which goes on for longest."""
-    greedy = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (14, 14, 18)]
+    greedy = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (8, 8, 12)]
     prompts = [[(11 * i + 3 * j) % 97 for j in range(70)] for i in range(3)]
     pairs = enumerate(zip(prompts, greedy, strict=True))
     return [Request(f"r{i}", prompt, params, seed=i) for i, (prompt, params) in pairs]

@@ -27,7 +27,7 @@ pytestmark = [
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 MASKED = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1)
-MASKED.structured_outputs = StructuredOutputsParams(choice=["the little fox ran home"])
+MASKED.structured_outputs = StructuredOutputsParams(choice=["the little fox"])
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=1, max_tokens=9, top_k=9, repetition_penalty=1.2),

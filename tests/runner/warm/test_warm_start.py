@@ -31,6 +31,7 @@ from quire.runner.warm import start_file
 from quire.runner.warm.conditions import path_for
 from quire.runner.warm.model import LOAD_S, WarmModel, start_warm
 from quire.runner.warm.warm_runner import WarmRunner
+from tests.support.cases import slow_but
 from tests.support.engine.attachments import attached
 from tests.support.engine.updates import error_of, read
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
@@ -43,8 +44,18 @@ MAX_LEN = 64
 SIMPLE: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 4, "max_num_seqs": 8}
 # Short of memory, and chunks of prompts: rows are preempted, begin again and share blocks.
 SHORT = SIMPLE | {"num_blocks": 18, "max_num_batched_tokens": 11}
-STEADY = ["llama", "gpt2", "gpt_oss", "gemma3", "qwen3_moe"]
-OTHERS = ["qwen2", "qwen3_moe_window", "phi3", "glm4", "gpt_neox", "opt", "olmo2"]
+STEADY = ["llama", "gpt_oss", "gemma3"]
+OTHERS = [
+    "gpt2",
+    "qwen3_moe",
+    "qwen2",
+    "qwen3_moe_window",
+    "phi3",
+    "glm4",
+    "gpt_neox",
+    "opt",
+    "olmo2",
+]
 OTHERS += ["smollm3_windows", "cohere2", "mixtral", "qwen2_moe", "granite", "mistral"]
 
 
@@ -171,10 +182,10 @@ def test_tokens_and_blocks_are_those_of_a_start_with_torch(name: str, tmp_path: 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"quantization": "int8"},
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.slow),
         {"quantization": "int4", "dtype": "bfloat16"},
         {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-        {"dtype": "float16"},
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
@@ -214,7 +225,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
     yield place / "model", place / "cache"
 
 
-@pytest.mark.parametrize("name", NUDGED)
+@pytest.mark.parametrize("name", slow_but(NUDGED, *tuple(NUDGED)[::2]))
 def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> None:
     """Rows of all plain kinds, among them forks, are under way when a request needs more."""
     folder, cache = model

@@ -12,6 +12,7 @@ from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
 from quire.serve.app import create_app
 from quire.serve.context import ApiContext
+from tests.support.cases import in_turn, pairwise
 from tests.support.models.reference_checkpoints import text_checkpoint
 from tests.support.serve.fake_client import FakeClient
 
@@ -102,9 +103,9 @@ def search(client: TestClient, path: str, **more: Any) -> Any:
 PATHS = {"/v1/completions": 2, "/v1/chat/completions": 1}  # and how many prompts
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 30])
+@pytest.mark.parametrize(
+    ("path", "early_stopping", "num_tokens"), pairwise(PATHS, [True, False, "never"], [1, 2, 30])
+)
 def test_as_many_choices_as_tokens_that_go_on(
     small: TestClient, path: str, early_stopping: bool | str, num_tokens: int
 ) -> None:
@@ -137,8 +138,7 @@ def test_wider_than_the_tokens_that_go_on(
     assert f"{NUM_GOING_ON} tokens" in error["message"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("length_penalty", [-10, 10])
+@pytest.mark.parametrize(("path", "length_penalty"), in_turn(tuple(PATHS), [-10, 10]))
 def test_an_extreme_length_penalty(small: TestClient, path: str, length_penalty: int) -> None:
     """Scores of any size; the engine lives on."""
     answer = search(

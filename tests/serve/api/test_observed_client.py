@@ -23,6 +23,7 @@ from quire.serve.context import ApiContext
 from quire.serve.observers.observers import Observers
 from quire.serve.observers.rate_limits import RateLimits, make_memory
 from tests.serve.api.conftest import MakeContext, serving
+from tests.support.cases import slow_but
 from tests.support.processes.servers import wait_until
 from tests.support.serve.direct_engine import direct
 from tests.support.serve.fake_client import FakeClient
@@ -179,7 +180,7 @@ def test_a_limit_of_requests(limited: Observed) -> None:
         assert api.post(COMPLETIONS, json=body, headers=headers()).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", slow_but((False, True), True))
 def test_a_limit_of_tokens(limited: Observed, stream: bool) -> None:
     """5 of the prompt and 100 written, at one a second: 45 of debt and one more are waited for."""
     body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": stream}

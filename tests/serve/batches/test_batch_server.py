@@ -85,7 +85,7 @@ def test_a_batch_survives_the_process_that_runs_it(tmp_path: Path) -> None:
         check(live, batch, 30)
         assert [each.id for each in live.batches.list(limit=1)] == [batch.id]
         assert len(list(live.files.list())) == 2
-        second = begin(live, tmp_path, 200)
+        second = begin(live, tmp_path, 60)
         assert live.batches.cancel(second.id).status == "cancelling"
         wait_until(lambda: live.batches.retrieve(second.id).status == "cancelled")
         assert live.files.delete(batch.output_file_id).deleted

@@ -115,10 +115,12 @@ def forked_children(popen: type[ForkedPopen] = ForkedPopen) -> Iterator[None]:
         spawn.subprocess = before
 
 
-def run_forked(command: Sequence[str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_forked(
+    command: Sequence[str], timeout_s: float = 60.0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, as `subprocess.run(capture_output=True, text=True)` does."""
     pipe = subprocess.PIPE
-    with ForkedPopen(command, stdout=pipe, stderr=pipe, text=True) as process:
+    with ForkedPopen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException:
